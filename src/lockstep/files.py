@@ -1,0 +1,81 @@
+"""Files written whole or not at all, canonical JSON, and digests."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Give a temporary path in the folder of `path`; on success it is flushed to disk and renamed to `path`, else removed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: str | os.PathLike, data: bytes) -> None:
+    """Write `data` to `path`, whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def dump_json(value: Any) -> str:
+    """Canonical JSON: sorted keys, two spaces, newline at the end; refuses NaN and infinity."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Write `value` as canonical JSON, whole or not at all."""
+    write_bytes(path, dump_json(value).encode())
+
+
+def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
+    """Read JSON; `format` is what its "format" key must say.
+
+    Raises InputError when the file is absent, is not JSON or has another format.
+    """
+    try:
+        value = json.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{path}: expected a file, found none; run the stage that makes it") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: expected JSON, found {error}; delete the file and run again") from None
+    found = value.get("format") if isinstance(value, dict) else None
+    if format is not None and found != format:
+        raise InputError(f"{path}: expected format {format!r}, found {found!r}; delete the file and run again")
+    return value
+
+
+def sha256_file(path: str | os.PathLike) -> str:
+    """Hex sha256 of the file's bytes."""
+    with open(path, "rb") as file:
+        return _file_digest(file).hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Hex sha256 of the canonical JSON of `value`."""
+    return hashlib.sha256(dump_json(value).encode()).hexdigest()
+
+
+def _file_digest(file) -> Any:
+    if hasattr(hashlib, "file_digest"):  # Python 3.11; the runtime supports 3.10 too
+        return hashlib.file_digest(file, "sha256")
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest

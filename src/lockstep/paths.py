@@ -1,0 +1,56 @@
+"""Where every result lies: the tree under `results/`, and the names of targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Target:
+    """One engine set to be checked: a model at a precision, cut after `layers` layers (or "all"), on a backend."""
+
+    model: str
+    precision: str
+    layers: int | str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.precision}/{self.layers}/{self.backend}"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results tree. Arguments may be Snakemake wildcards (`"{model}"`), so that rules and code share one definition."""
+
+    root: Path = Path("results")
+
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    def checkpoint(self, model: str) -> Path:
+        return self.root / model / "checkpoint.json"
+
+    def weights(self, model: str, precision: str) -> Path:
+        return self.root / model / precision / "weights.json"
+
+    def assembly(self, model: str, precision: str) -> Path:
+        return self.root / model / precision / "graphs" / "assembly.json"
+
+    def validation(self, model: str, precision: str, layers: int | str) -> Path:
+        return self.root / model / precision / "validate" / f"{layers}.json"
+
+    def engines(self, model: str, precision: str, backend: str) -> Path:
+        return self.root / model / precision / "engines" / backend / "engines.json"
+
+    def reference(self, model: str, layers: int | str) -> Path:
+        return self.root / model / "reference" / f"{layers}.json"
+
+    def golden(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
+        return self.root / model / precision / "golden" / backend / f"{layers}.json"
+
+    def speed(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
+        return self.golden(model, precision, layers, backend).with_name(f"{layers}.speed.json")
+
+    def summary(self) -> Path:
+        return self.root / "summary.json"
