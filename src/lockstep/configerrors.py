@@ -1,0 +1,180 @@
+"""Pydantic's errors as one line of ours: the key, what was expected, what was found.
+
+`models.demo-llama.precisions[1]: expected one of fp32, fp16, bf16; found 'fp8'`
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+Location = tuple[Any, ...]
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_parsing_size": "an integer of a sensible size",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "string_unicode": "valid Unicode text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "too_short": "at least {min_length} of them",
+    "string_too_short": "at least {min_length} character",
+    "string_too_long": "at most {max_length} characters",
+    "string_pattern_mismatch": "a name that matches {pattern}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "invalid_key": "text as the key",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where it is, as keys and list indices from the top, and a text of the form `expected ...; found ...`."""
+
+    location: Location
+    text: str
+
+
+class Problems(ValueError):
+    """Mistakes across fields, raised inside a validator, where pydantic can give only the place of the whole model."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(problem.text for problem in self.problems))
+
+
+def one_line(root: type[BaseModel], error: ValidationError) -> str:
+    """The first mistake in `error` as a line, and how many more there are. Unknown keys come first: they explain missing ones."""
+    details = error.errors(include_url=False)
+    details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
+    return join(root, [problem for detail in details for problem in _problems(root, detail)])
+
+
+def join(root: type[BaseModel], problems: list[Problem]) -> str:
+    """`key: text`, and `(and N more)` when there are several."""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    where = key_path(root, problems[0].location)
+    return f"{where + ': ' if where else ''}{problems[0].text}{more}"
+
+
+def key_path(root: type[BaseModel], location: Location) -> str:
+    """`("models", "m", "layers", 0)` as `models.m.layers[0]`."""
+    text = ""
+    for part, container in zip(location, _containers(root, location)):
+        in_list = get_origin(container) is tuple
+        text += f"[{part}]" if in_list else f".{describe_key(part)}"
+    return text.removeprefix(".")
+
+
+def describe_key(key: Any) -> str:
+    """A key as a user reads it: bare where it is plain, quoted where it holds spaces or control characters."""
+    text = key if isinstance(key, str) else str(key)
+    shown = text if text.isprintable() and " " not in text and text else repr(text)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def describe(value: Any) -> str:
+    """A found value in a few words: lists and mappings are only named, for they can be of any size."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple, set)):
+        return "a list"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return "a very large integer"
+    text = repr(value) if isinstance(value, (str, int, float)) else f"{type(value).__name__} {value}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """`, did you mean X?` when a name that is allowed is close to `word`, else nothing."""
+    close = difflib.get_close_matches(word, list(allowed), n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def _problems(root: type[BaseModel], detail: dict) -> Iterator[Problem]:
+    """One pydantic error as problems; ours, raised in a validator, bring their own places."""
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, Problems):
+        yield from cause.problems
+        return
+    location = detail["loc"]
+    if location and location[-1] == "[key]":
+        location = location[:-1]
+        detail = {**detail, "loc": location}
+    yield Problem(location, _text(root, detail))
+
+
+def _text(root: type[BaseModel], detail: dict) -> str:
+    kind, location, found = detail["type"], detail["loc"], detail["input"]
+    *_, container = (root, *_containers(root, location))
+    if kind == "extra_forbidden":
+        allowed = list(container.model_fields)
+        return f"unknown key{nearest(str(location[-1]), allowed) or ','} allowed: {', '.join(allowed)}"
+    if kind == "missing":
+        return "expected this key; found nothing"
+    if kind in ("model_type", "model_attributes_type"):
+        section = unwrap(_inside(container, location[-1])) if location else root
+        return f"expected a mapping of {', '.join(section.model_fields)}; found {describe(found)}"
+    if kind == "literal_error":
+        choices = get_args(unwrap(_inside(container, location[-1])))
+        return f"expected one of {', '.join(map(str, choices))}; found {describe(found)}"
+    if kind in _EXPECTED:
+        expected = _EXPECTED[kind].format(**detail.get("ctx", {}))
+    else:
+        expected = detail["msg"].removeprefix("Value error, ")
+    if kind == "too_short":
+        return f"expected {expected}; found an empty {'mapping' if isinstance(found, dict) else 'list'}"
+    return f"expected {expected}; found {describe(found)}{_hint(kind, found)}"
+
+
+def _hint(kind: str, found: Any) -> str:
+    """What to do about the usual traps of YAML."""
+    if kind == "string_type" and isinstance(found, bool):
+        return " (YAML reads yes, no, on and off so: put the word in quotes)"
+    if kind in ("string_type", "invalid_key") and found is not None and not isinstance(found, (list, tuple, dict)):
+        return " (put it in quotes)"
+    if kind in ("int_type", "float_type") and isinstance(found, str) and found.strip().isdigit():
+        return " (leave the quotes away)"
+    return ""
+
+
+def unwrap(annotation: Any) -> Any:
+    """The type inside `Annotated[...]` and `... | None`."""
+    if get_origin(annotation) is Annotated:
+        return unwrap(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        inner = [item for item in get_args(annotation) if item is not type(None)]
+        if len(inner) == 1:
+            return unwrap(inner[0])
+    return annotation
+
+
+def _containers(root: type[BaseModel], location: Location) -> Iterator[Any]:
+    """For each part of `location` the type that holds it: a model, `dict[...]`, `tuple[...]`, or None beyond them."""
+    container: Any = root
+    for part in location:
+        yield container
+        container = unwrap(_inside(container, part))
+
+
+def _inside(container: Any, part: Any) -> Any:
+    if isinstance(container, type) and issubclass(container, BaseModel):
+        field = container.model_fields.get(part) if isinstance(part, str) else None
+        return field.annotation if field else None
+    if get_origin(container) is tuple:
+        return get_args(container)[0]
+    if get_origin(container) is dict:
+        return get_args(container)[1]
+    return None

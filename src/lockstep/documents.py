@@ -1,0 +1,106 @@
+"""Reading a YAML or JSON file that a person wrote: plain values out, or one line with the file and the line number.
+
+Stricter than PyYAML: a key given twice in one mapping is an error (PyYAML silently takes the last), and so is every
+value that it fails on in its own way (an impossible date, a number of thousands of digits, a foreign tag).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.errors import InputError
+
+
+def read_document(path: str | os.PathLike) -> Any:
+    """The value in a YAML file, or in a JSON file if the name ends in `.json`; an empty file gives None.
+
+    Raises InputError (`file:line: ...`) when there is no such file, or it is not UTF-8, not YAML or JSON, or repeats a key.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: expected a readable config file; found {error.strerror}") from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}:{_line(data, error.start)}: expected UTF-8 text; found byte 0x{data[error.start]:02x}") from None
+    try:
+        return _read_json(path, text) if path.suffix == ".json" else _read_yaml(path, text)
+    except RecursionError:
+        raise InputError(f"{path}: expected a config; found lists or mappings nested too deeply") from None
+
+
+def _read_yaml(path: Path, text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.reader.ReaderError as error:  # the one YAML error without a mark
+        found = f"character U+{ord(error.character):04X}, which YAML does not allow"
+        raise InputError(f"{path}:{_line(text, error.position)}: expected YAML; found {found}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise InputError(f"{path}:{mark.line + 1}: expected YAML; {_problem(error)}") from None
+
+
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    """PyYAML's words on one line, with what to do where they do not say it."""
+    problem = " ".join((error.problem or error.context).split())
+    if r"'\t'" in problem:
+        return "found a tab: indent with spaces"
+    if "expected a single document" in (error.context or ""):
+        return "found a second document (---): keep one"
+    return problem if "found" in problem else f"found a mistake: {problem}"
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses repeated keys and gives every failure a line number."""
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
+        first_lines: dict[Any, int] = {}
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            special = key_node.tag in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")  # << and =: no value of their own
+            key = key_node.value if special else self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "found a list or mapping as a key", key_node.start_mark)
+            if key in first_lines:
+                problem = f"found the key {str(key)!r} twice in one mapping, first in line {first_lines[key]}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            first_lines[key] = key_node.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        # PyYAML's scalar constructors raise whatever int(), date() and their dictionaries raise, without a place.
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
+            problem = f"found {str(node.value)[:40]!r}, which is no {node.tag.rpartition(':')[2]}; put text in quotes"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+
+def _read_json(path: Path, text: str) -> Any:
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise InputError(f"{path}: expected each key once; found {key!r} twice in one object")
+        return dict(pairs)
+
+    if not text.strip():
+        return None
+    try:
+        return json.loads(text, object_pairs_hook=without_repeats)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: expected JSON; found a mistake: {error.msg}") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise InputError(f"{path}: expected JSON; found a mistake: {error}") from None
+
+
+def _line(text: str | bytes, position: int) -> int:
+    newline = b"\n" if isinstance(text, bytes) else "\n"
+    return text.count(newline, 0, position) + 1
