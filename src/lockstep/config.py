@@ -1,7 +1,4 @@
-"""The typed configuration: a YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line on what is wrong.
-
-`config/config.schema.json` and `config/README.md` are generated from the classes here (`python -m lockstep.configdoc`).
-"""
+"""The typed configuration: a YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line on what is wrong."""
 
 from __future__ import annotations
 
@@ -9,167 +6,26 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any
 
-from pydantic import (
-    BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema, model_validator,
+from pydantic import Field, ValidationError, model_validator
+
+from lockstep.configerrors import Problem, Problems, describe, join, nearest, one_line
+from lockstep.configtypes import (
+    BACKEND_LACKS, BACKEND_PRECISIONS, Golden, Limits, ModelConfig, ModelName, Prompt, Section, Tolerance, Tolerances,
 )
-from pydantic_core import PydanticCustomError
-
-from lockstep.configerrors import Problem, Problems, describe, join, key_path, nearest, one_line
 from lockstep.documents import read_document
 from lockstep.errors import InputError
 from lockstep.paths import Target
-from lockstep.sources import RESERVED_PREFIXES, read_shape, resolve_source, source_folders
+from lockstep.sources import read_shape, resolve_source, source_folders
 
-__all__ = ["BACKEND_PRECISIONS", "Config", "load", "resolve_source", "source_folders"]
+__all__ = [
+    "BACKEND_PRECISIONS", "Config", "Golden", "Limits", "ModelConfig", "Prompt", "Tolerance", "Tolerances",
+    "load", "load_merged", "resolve_source", "source_folders",
+]
 
-Precision = Literal["fp32", "fp16", "bf16"]
-# What each backend computes in, and why it lacks the others. A new backend is a new line here.
-BACKEND_PRECISIONS: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32", "fp16")}
-_BACKEND_LACKS = {"onnxruntime": "ONNX Runtime on CPU has no bf16 kernels"}
-Backend = Literal[tuple(BACKEND_PRECISIONS)]  # type: ignore[valid-type]
-
-INT32_MAX = 2**31 - 1  # dimensions and lengths are int32 in engines
 # Names beside the models' folders in the results tree (lockstep.paths), which no model may take.
 _RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|report(\..*)?|logs|benchmarks", re.IGNORECASE)
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _layer_count(value: Any) -> Any:
-    if value == "all" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= INT32_MAX):
-        return value
-    raise PydanticCustomError("layer_count", "a positive integer or the word all")
-
-
-def _layer_key(value: Any) -> Any:
-    """JSON and Snakemake's command line have text for keys: "2" is 2."""
-    is_digits = isinstance(value, str) and re.fullmatch(r"[1-9][0-9]{0,9}", value)
-    return _layer_count(int(value) if is_digits else value)
-
-
-def _no_key_twice(value: Any) -> Any:
-    if isinstance(value, dict) and len({str(key) for key in value}) < len(value):
-        raise PydanticCustomError("repeated_key", "each layer count once")
-    return value
-
-
-def _number(value: Any) -> Any:
-    """1e-4 is a number in YAML 1.2 and JSON, but text to PyYAML, which wants 1.0e-4."""
-    is_number = isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}(\.[0-9]{0,20})?[eE][+-]?[0-9]{1,3}", value)
-    return float(value) if is_number else value
-
-
-def _folder(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(RESERVED_PREFIXES):
-        raise PydanticCustomError("source", "a folder (only folders are supported yet)")
-    return value
-
-
-_LAYER_KEY_SCHEMA = {"type": "string", "pattern": "^([1-9][0-9]*|all)$"}
-Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
-LayerCount = Annotated[Count | Literal["all"], BeforeValidator(_layer_count)]
-LayerKey = Annotated[int | Literal["all"], BeforeValidator(_layer_key), WithJsonSchema(_LAYER_KEY_SCHEMA)]
-ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-Error = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-AsTuple = BeforeValidator(_as_tuple)
-
-
-class Section(BaseModel):
-    """A mapping of the config: no unknown keys, no conversion of types, nothing changes afterwards."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class Prompt(Section):
-    """A golden prompt."""
-
-    text: str = Field(min_length=1, description="The prompt.")
-    expected: Annotated[dict[LayerKey, str], BeforeValidator(_no_key_twice)] = Field(
-        default={},
-        description="The text that greedy decoding must give after the prompt, by layer count (one of the model's `layers`).",
-    )
-
-
-class Golden(Section):
-    """What is decoded to compare an engine set with the reference."""
-
-    max_new_tokens: Count = Field(default=16, description="How many tokens are decoded, greedily, after each prompt.")
-    prompts: Annotated[tuple[Prompt, ...], AsTuple] = Field(
-        min_length=1, description="The golden prompts. They are run in one batch and alone; take different lengths.",
-    )
-
-
-class ModelConfig(Section):
-    """A checkpoint and the targets made of it: every combination of layer count, precision and backend."""
-
-    source: Annotated[str, BeforeValidator(_folder)] = Field(
-        min_length=1,
-        description="The checkpoint: a Hugging Face model folder. A relative one is looked up from the working directory, "
-        "then from the repository.",
-    )
-    layers: Annotated[tuple[LayerCount, ...], AsTuple] = Field(
-        default=("all",), min_length=1,
-        description="Layer counts: the first so many layers of the model, or the word `all`.",
-    )
-    precisions: Annotated[tuple[Precision, ...], AsTuple] = Field(
-        default=("fp32",), min_length=1, description="Precisions of weights and computation.",
-    )
-    backends: Annotated[tuple[Backend, ...], AsTuple] = Field(
-        default=("onnxruntime",), min_length=1,
-        description="What builds and runs the engines. The first is meant where a target names none.",
-    )
-    golden: Golden = Field(description="Prompts, and what is expected of them.")
-
-
-class Limits(Section):
-    """Sizes that engines and caches are made for."""
-
-    max_batch_size: Count = Field(default=4, description="Requests that are in flight together.")
-    max_input_len: Count = Field(default=128, description="Tokens of one prompt.")
-    max_seq_len: Count = Field(default=256, description="Tokens of one request, prompt and answer: the length of its KV cache.")
-    max_num_tokens: Count = Field(default=512, description="Tokens of all requests that one step takes, packed.")
-
-
-class Tolerance(Section):
-    """The largest absolute errors that pass."""
-
-    block: Error = Field(description="Largest absolute error of a block, a kind or a layer against torch in the same precision.")
-    logits: Error = Field(description="Largest absolute error of the logits: whole forward, and golden check.")
-
-
-class Fp32Tolerance(Tolerance):
-    # Measured against transformers: 1e-5 on logits of standard deviation 1; sums in another order, ten times and more of room.
-    block: Error = Field(default=1e-4, description=Tolerance.model_fields["block"].description)
-    logits: Error = Field(default=1e-3, description=Tolerance.model_fields["logits"].description)
-
-
-class Fp16Tolerance(Tolerance):
-    # fp16 carries 11 bits. Measured 1e-2 on logits of standard deviation 1, the same as transformers' own fp16.
-    block: Error = Field(default=2e-2, description=Tolerance.model_fields["block"].description)
-    logits: Error = Field(default=5e-2, description=Tolerance.model_fields["logits"].description)
-
-
-class Bf16Tolerance(Tolerance):
-    # bf16 carries 8 bits, three fewer than fp16: eight times its errors.
-    block: Error = Field(default=1.6e-1, description=Tolerance.model_fields["block"].description)
-    logits: Error = Field(default=4e-1, description=Tolerance.model_fields["logits"].description)
-
-
-class Tolerances(Section):
-    """The largest absolute errors that pass, by precision."""
-
-    fp32: Fp32Tolerance = Field(default=Fp32Tolerance(), description="For targets in fp32.")
-    fp16: Fp16Tolerance = Field(default=Fp16Tolerance(), description="For targets in fp16.")
-    bf16: Bf16Tolerance = Field(default=Bf16Tolerance(), description="For targets in bf16.")
-
-    def __getitem__(self, precision: str) -> Tolerance:
-        if precision not in get_args(Precision):
-            raise KeyError(precision)
-        return getattr(self, precision)
 
 
 class Config(Section):
@@ -262,6 +118,17 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
         raise InputError(f"{where}: {one_line(Config, error)}") from None
 
 
+def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike]) -> Config:
+    """Snakemake's merged config, and the config files it was merged from.
+
+    Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again, strictly.
+    Messages open with the file where one file is all of the config, else with `config`. Raises InputError as `load` does.
+    """
+    values = [read_document(file) for file in files]
+    only_one = len(values) == 1 and values[0] == merged
+    return load(merged, where=os.fspath(files[0]) if only_one else None)
+
+
 def _limit_problems(limits: Limits) -> Iterator[Problem]:
     if limits.max_input_len > limits.max_seq_len:
         text = f"expected at most max_seq_len ({limits.max_seq_len}); found {limits.max_input_len}"
@@ -284,11 +151,10 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
         for backend in model.backends:
             if precision not in BACKEND_PRECISIONS[backend]:
                 allowed = ", ".join(BACKEND_PRECISIONS[backend])
-                text = f"expected one of {allowed} for backend {backend} ({_BACKEND_LACKS[backend]}); found {precision!r}"
+                text = f"expected one of {allowed} for backend {backend} ({BACKEND_LACKS[backend]}); found {precision!r}"
                 yield Problem((*here, "precisions", index), text)
-    # The last token that is decoded is not fed back, so a prompt of one token still fits when both are equal.
-    if model.golden.max_new_tokens > limits.max_seq_len:
-        text = f"expected at most limits.max_seq_len ({limits.max_seq_len}); found {model.golden.max_new_tokens}"
+    if model.golden.max_new_tokens >= limits.max_seq_len:
+        text = f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; found {model.golden.max_new_tokens}"
         yield Problem((*here, "golden", "max_new_tokens"), text)
     for index, prompt in enumerate(model.golden.prompts):
         for key in prompt.expected:

@@ -24,11 +24,11 @@ _EXPECTED = {
     "string_unicode": "valid Unicode text",
     "tuple_type": "a list",
     "dict_type": "a mapping",
-    "too_short": "at least {min_length} of them",
-    "string_too_short": "at least {min_length} character",
+    "too_short": "at least one item",
+    "string_too_short": "text that is not empty",
     "string_too_long": "at most {max_length} characters",
-    "string_pattern_mismatch": "a name that matches {pattern}",
-    "greater_than": "more than {gt}",
+    "string_pattern_mismatch": "a name of letters, digits, '.', '_' and '-' that opens with a letter or digit",
+    "greater_than": "more than {gt:g}",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     "invalid_key": "text as the key",
@@ -53,7 +53,7 @@ class Problems(ValueError):
 
 def one_line(root: type[BaseModel], error: ValidationError) -> str:
     """The first mistake in `error` as a line, and how many more there are. Unknown keys come first: they explain missing ones."""
-    details = error.errors(include_url=False)
+    details = [detail for detail in error.errors(include_url=False) if not _follows(detail)]
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     return join(root, [problem for detail in details for problem in _problems(root, detail)])
 
@@ -76,7 +76,7 @@ def key_path(root: type[BaseModel], location: Location) -> str:
 
 def describe_key(key: Any) -> str:
     """A key as a user reads it: bare where it is plain, quoted where it holds spaces or control characters."""
-    text = key if isinstance(key, str) else str(key)
+    text = key if isinstance(key, str) else describe(key)
     shown = text if text.isprintable() and " " not in text and text else repr(text)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
@@ -103,6 +103,11 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
+def _follows(detail: dict) -> bool:
+    """A list that has items, all of them wrong, is also reported as too short."""
+    return detail["type"] == "too_short" and len(detail["input"]) > 0
+
+
 def _problems(root: type[BaseModel], detail: dict) -> Iterator[Problem]:
     """One pydantic error as problems; ours, raised in a validator, bring their own places."""
     cause = detail.get("ctx", {}).get("error")
@@ -122,6 +127,8 @@ def _text(root: type[BaseModel], detail: dict) -> str:
     if kind == "extra_forbidden":
         allowed = list(container.model_fields)
         return f"unknown key{nearest(str(location[-1]), allowed) or ','} allowed: {', '.join(allowed)}"
+    if kind == "whole":
+        return detail["msg"]
     if kind == "missing":
         return "expected this key; found nothing"
     if kind in ("model_type", "model_attributes_type"):

@@ -32,13 +32,13 @@ def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = No
     bases = source_folders() if folders is None else [Path(folder).absolute() for folder in folders]
     # dict.fromkeys: started in the repository, both places are one; an absolute source ignores the base.
     places = list(dict.fromkeys(Path(os.path.normpath(base / source)) for base in bases))
-    for place in places:
-        if place.is_dir():
-            if not (place / "config.json").is_file():
+    for place in places:  # os.path, not Path: false, not an error, for a name that no file can have
+        if os.path.isdir(place):
+            if not os.path.isfile(place / "config.json"):
                 raise InputError(f"expected a checkpoint folder with a config.json; found none in {place}")
             return place
     looked = " and ".join(map(str, places))
-    files = [place for place in places if place.exists()]
+    files = [place for place in places if os.path.exists(place)]
     if files:
         raise InputError(f"expected a folder; found a file at {files[0]}: give the folder that holds it")
     raise InputError(f"expected a checkpoint folder; found none at {looked}")
