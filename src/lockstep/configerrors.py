@@ -114,11 +114,17 @@ def _problems(root: type[BaseModel], detail: dict) -> Iterator[Problem]:
     if isinstance(cause, Problems):
         yield from cause.problems
         return
-    location = detail["loc"]
-    if location and location[-1] == "[key]":
-        location = location[:-1]
-        detail = {**detail, "loc": location}
+    location = _without_key_mark(root, detail)
+    detail = {**detail, "loc": location}
     yield Problem(location, _text(root, detail))
+
+
+def _without_key_mark(root: type[BaseModel], detail: dict) -> Location:
+    """Pydantic puts "[key]" after the key of a `dict[...]` when the key itself is wrong."""
+    location = detail["loc"]
+    containers = list(_containers(root, location))
+    marked = len(location) > 1 and location[-1] == "[key]" and get_origin(containers[-2]) is dict
+    return location[:-1] if marked and detail["type"] not in ("extra_forbidden", "missing") else location
 
 
 def _text(root: type[BaseModel], detail: dict) -> str:

@@ -41,7 +41,7 @@ def _read_yaml(path: Path, text: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except yaml.reader.ReaderError as error:  # the one YAML error without a mark
-        found = f"character U+{ord(error.character):04X}, which YAML does not allow"
+        found = f"character U+{error.character:04X}, which YAML does not allow"
         raise InputError(f"{path}:{_line(text, error.position)}: expected YAML; found {found}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -55,7 +55,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
         return "found a tab: indent with spaces"
     if "expected a single document" in (error.context or ""):
         return "found a second document (---): keep one"
-    return problem if "found" in problem else f"found a mistake: {problem}"
+    return problem if problem.startswith("found") else f"found a mistake: {problem}"
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -78,7 +78,7 @@ class _StrictLoader(yaml.SafeLoader):
         # PyYAML's scalar constructors raise whatever int(), date() and their dictionaries raise, without a place.
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
             problem = f"found {str(node.value)[:40]!r}, which is no {node.tag.rpartition(':')[2]}; put text in quotes"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 

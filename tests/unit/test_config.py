@@ -1,0 +1,288 @@
+"""The config's types: what is accepted, and the one line that each mistake gives."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lockstep.config import Config, load, load_merged
+from lockstep.errors import InputError
+from lockstep.files import write_json
+from lockstep.paths import Target
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+FULL = """\
+models:
+  demo-llama:
+    source: checkpoint
+    layers: [2, all]
+    precisions: [fp32, fp16]
+    backends: [onnxruntime]
+    golden:
+      max_new_tokens: 16
+      prompts:
+        - text: San Francisco is a
+          expected: {2: two, all: city}
+limits: {max_batch_size: 4, max_input_len: 128, max_seq_len: 256, max_num_tokens: 512}
+tolerances:
+  fp16: {block: 2.0e-2, logits: 5.0e-2}
+"""
+SMALLEST = {"models": {"m": {"source": "checkpoint", "golden": {"prompts": [{"text": "Hello"}]}}}}
+
+
+def message(path: Path, text: str) -> str:
+    """What `load` says about a file with this text, without the file's name."""
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load(path)
+    line = str(caught.value)
+    assert "\n" not in line and line.startswith(str(path))
+    return line.removeprefix(str(path)).removeprefix(": ")
+
+
+def test_what_is_left_out_has_a_default():
+    config = load(SMALLEST)
+    model = config.models["m"]
+    assert (model.layers, model.precisions, model.backends) == (("all",), ("fp32",), ("onnxruntime",))
+    assert model.golden.max_new_tokens == 16
+    assert config.limits.max_batch_size == 4
+    assert config.tolerances["fp16"].logits == 5e-2
+
+
+def test_a_tolerance_left_out_keeps_its_default_by_precision():
+    config = load({**SMALLEST, "tolerances": {"fp16": {"logits": 0.5}}})
+    assert (config.tolerances.fp16.logits, config.tolerances.fp16.block) == (0.5, 2e-2)
+    assert config.tolerances["fp32"].block == 1e-4
+    with pytest.raises(KeyError):
+        config.tolerances["fp8"]
+
+
+def test_a_file_and_its_mapping_give_the_same_config(tmp_path):
+    (tmp_path / "config.yaml").write_text(FULL)
+    from_file = load(tmp_path / "config.yaml")
+    assert from_file.models["demo-llama"].golden.prompts[0].expected == {2: "two", "all": "city"}
+    assert load(from_file.dump()) == from_file
+    assert load(collections.OrderedDict(from_file.dump())) == from_file
+    write_json(tmp_path / "config.json", from_file.dump())
+    assert load(tmp_path / "config.json") == from_file
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "0.0001"])
+def test_a_number_with_an_exponent_needs_no_point(tmp_path, number):
+    (tmp_path / "config.yaml").write_text(FULL + f"  fp32: {{block: {number}}}\n")
+    assert load(tmp_path / "config.yaml").tolerances.fp32.block == 1e-4
+
+
+MISTAKES = [
+    # what is replaced in FULL, by what, the message
+    ("[fp32, fp16]", "[fp32, fp8]", "models.demo-llama.precisions[1]: expected one of fp32, fp16, bf16; found 'fp8'"),
+    ("[fp32, fp16]", "[fp32, bf16]",
+     "models.demo-llama.precisions[1]: expected one of fp32, fp16 for backend onnxruntime (ONNX Runtime on CPU has no bf16 kernels); found 'bf16'"),
+    ("[fp32, fp16]", "[fp32, fp32]", "models.demo-llama.precisions[1]: expected each item once; found 'fp32' again"),
+    ("[fp32, fp16]", "[]", "models.demo-llama.precisions: expected at least one item; found an empty list"),
+    ("[fp32, fp16]", "fp32", "models.demo-llama.precisions: expected a list; found 'fp32'"),
+    ("[fp32, fp16]", "[off]",
+     "models.demo-llama.precisions[0]: expected one of fp32, fp16, bf16; found false"),
+    ("[onnxruntime]", "[tensorrt]", "models.demo-llama.backends[0]: expected one of onnxruntime; found 'tensorrt'"),
+    ("[onnxruntime]", "[onnxruntime, onnxruntime]",
+     "models.demo-llama.backends[1]: expected each item once; found 'onnxruntime' again"),
+    ("[2, all]", "[2, all, 2]", "models.demo-llama.layers[2]: expected each item once; found 2 again"),
+    ("[2, all]", "[0, all]", "models.demo-llama.layers[0]: expected a positive integer or the word all; found 0"),
+    ("[2, all]", "[-1]", "models.demo-llama.layers[0]: expected a positive integer or the word all; found -1"),
+    ("[2, all]", "[2.0]", "models.demo-llama.layers[0]: expected a positive integer or the word all; found 2.0"),
+    ("[2, all]", "['2']", "models.demo-llama.layers[0]: expected a positive integer or the word all; found '2'"),
+    ("[2, all]", "[yes]", "models.demo-llama.layers[0]: expected a positive integer or the word all; found true"),
+    ("[2, all]", "[every]", "models.demo-llama.layers[0]: expected a positive integer or the word all; found 'every'"),
+    ("[2, all]", "all", "models.demo-llama.layers: expected a list; found 'all'"),
+    ("[2, all]", "", "models.demo-llama.layers: expected a list; found nothing"),
+    ("[2, all]", "[all]",
+     "models.demo-llama.golden.prompts[0].expected.2: expected one of the model's layers (all) as the key; found 2"),
+    ("layers:", "layer:",
+     "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, backends, golden"),
+    ("golden:", "goldn:",
+     "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, backends, golden (and 1 more)"),
+    ("source: checkpoint", "source: ''", "models.demo-llama.source: expected text that is not empty; found ''"),
+    ("source: checkpoint", "source: 7", "models.demo-llama.source: expected text; found 7 (put it in quotes)"),
+    ("source: checkpoint", "source: [a]", "models.demo-llama.source: expected text; found a list"),
+    ("source: checkpoint", "source: hf:meta-llama/Llama-2-7b-hf",
+     "models.demo-llama.source: expected a folder (only folders are supported yet); found 'hf:meta-llama/Llama-2-7b-hf'"),
+    ("source: checkpoint", "source: random:llama",
+     "models.demo-llama.source: expected a folder (only folders are supported yet); found 'random:llama'"),
+    ("    source: checkpoint\n", "", "models.demo-llama.source: expected this key; found nothing"),
+    ("text: San Francisco is a", "text: no",
+     "models.demo-llama.golden.prompts[0].text: expected text; found false (YAML reads yes, no, on and off so: put the word in quotes)"),
+    ("text: San Francisco is a", "text: 2024-01-31",
+     "models.demo-llama.golden.prompts[0].text: expected text; found date 2024-01-31 (put it in quotes)"),
+    ("- text: San Francisco is a\n          expected: {2: two, all: city}", "- San Francisco is a",
+     "models.demo-llama.golden.prompts[0]: expected a mapping of text, expected; found 'San Francisco is a'"),
+    ("{2: two, all: city}", "{2: two, '2': too}",
+     "models.demo-llama.golden.prompts[0].expected: expected each layer count once; found 2 as a number and as text"),
+    ("{2: two, all: city}", "{none: two}",
+     "models.demo-llama.golden.prompts[0].expected.none: expected a positive integer or the word all; found 'none'"),
+    ("{2: two, all: city}", "{2: 4}",
+     "models.demo-llama.golden.prompts[0].expected.2: expected text; found 4 (put it in quotes)"),
+    ("{2: two, all: city}", "[two]", "models.demo-llama.golden.prompts[0].expected: expected a mapping; found a list"),
+    ("max_new_tokens: 16", "max_new_tokens: 256",
+     "models.demo-llama.golden.max_new_tokens: expected less than limits.max_seq_len (256), which counts the prompt too; found 256"),
+    ("max_batch_size: 4", "max_batchsize: 4",
+     "limits.max_batchsize: unknown key, did you mean max_batch_size? allowed: max_batch_size, max_input_len, max_seq_len, max_num_tokens"),
+    ("max_batch_size: 4", "threads: 4",
+     "limits.threads: unknown key, allowed: max_batch_size, max_input_len, max_seq_len, max_num_tokens"),
+    ("max_batch_size: 4", "4: 4", "limits.4: expected text as the key; found 4 (put it in quotes)"),
+    ("max_batch_size: 4", "max_batch_size: 0", "limits.max_batch_size: expected at least 1; found 0"),
+    ("max_batch_size: 4", "max_batch_size: 4.0", "limits.max_batch_size: expected an integer; found 4.0"),
+    ("max_batch_size: 4", "max_batch_size: '4'",
+     "limits.max_batch_size: expected an integer; found '4' (leave the quotes away)"),
+    ("max_batch_size: 4", "max_batch_size: on", "limits.max_batch_size: expected an integer; found true"),
+    ("max_batch_size: 4", "max_batch_size: 4000000000", "limits.max_batch_size: expected at most 2147483647; found 4000000000"),
+    ("max_batch_size: 4", "max_batch_size: 513",
+     "limits.max_num_tokens: expected at least max_batch_size (513), a token for each request; found 512"),
+    ("max_input_len: 128", "max_input_len: 257", "limits.max_input_len: expected at most max_seq_len (256); found 257"),
+    ("max_input_len: 128", "max_input_len: -1, max_output_len: 3, max_beam_width: 1",
+     "limits.max_output_len: unknown key, did you mean max_input_len? allowed: max_batch_size, max_input_len, max_seq_len, max_num_tokens (and 2 more)"),
+    ("block: 2.0e-2", "block: 0", "tolerances.fp16.block: expected more than 0; found 0"),
+    ("block: 2.0e-2", "block: .inf", "tolerances.fp16.block: expected a finite number; found inf"),
+    ("block: 2.0e-2", "block: '0.02'", "tolerances.fp16.block: expected a number; found '0.02'"),
+    ("  fp16: {", "  fp61: {", "tolerances.fp61: unknown key, did you mean fp16? allowed: fp32, fp16, bf16"),
+    ("demo-llama:", "demo/llama:",
+     "models.demo/llama: expected a name of letters, digits, '.', '_' and '-' that opens with a letter or digit; found 'demo/llama'"),
+    ("demo-llama:", ".hidden:",
+     "models..hidden: expected a name of letters, digits, '.', '_' and '-' that opens with a letter or digit; found '.hidden'"),
+    ("demo-llama:", "my llama:",
+     "models.'my llama': expected a name of letters, digits, '.', '_' and '-' that opens with a letter or digit; found 'my llama'"),
+    ("demo-llama:", "7:", "models.7: expected text; found 7 (put it in quotes)"),
+    ("demo-llama:", "config.json:",
+     "models.config.json: expected another name, for results/config.json is used for results; found 'config.json'"),
+    ("demo-llama:", "Report:", "models.Report: expected another name, for results/Report is used for results; found 'Report'"),
+    ("models:", "modles:", "modles: unknown key, did you mean models? allowed: models, limits, tolerances (and 1 more)"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), MISTAKES, ids=[f"{old}->{new}"[:60] for old, new, _ in MISTAKES])
+def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expected):
+    assert FULL.count(old) == 1
+    assert message(tmp_path / "config.yaml", FULL.replace(old, new)) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("", "expected a mapping of models, limits, tolerances; found an empty file"),
+    ("# only a comment\n", "expected a mapping of models, limits, tolerances; found an empty file"),
+    ("- a\n- b\n", "expected a mapping of models, limits, tolerances; found a list"),
+    ("just text\n", "expected a mapping of models, limits, tolerances; found 'just text'"),
+    ("models:\n", "models: expected a mapping; found nothing"),
+    ("models: {}\n", "models: expected at least one item; found an empty mapping"),
+    ("models:\n  m:\n", "models.m: expected a mapping of source, layers, precisions, backends, golden; found nothing"),
+    ("limits: {}\n", "models: expected this key; found nothing"),
+])
+def test_a_file_without_models_says_what_is_expected(tmp_path, text, expected):
+    assert message(tmp_path / "config.yaml", text) == expected
+
+
+@pytest.mark.parametrize("name", ["a", "Llama-2-7b.v1_x", "0", "summary-t5", "x" * 100])
+def test_names_that_are_good_folder_names_are_accepted(name):
+    assert [target.model for target in load({"models": {name: SMALLEST["models"]["m"]}}).targets()] == [name]
+
+
+def test_a_mapping_is_called_config_and_a_given_name_wins():
+    with pytest.raises(InputError, match=r"^config: foo: unknown key, allowed: models, limits, tolerances$"):
+        load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
+    with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):
+        load({**SMALLEST, "foo": "bar"}, where="my.yaml")
+
+
+def test_merged_config_reads_its_files_again_strictly(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("models: {}\nmodels: {}\n")
+    with pytest.raises(InputError, match="config.yaml:2: expected YAML; found the key 'models' twice"):
+        load_merged(SMALLEST, [path])
+    path.write_text("models: {}\n")
+    with pytest.raises(InputError, match=f"^{path}: models: expected at least one item"):
+        load_merged({"models": {}}, [path])
+    with pytest.raises(InputError, match="^config: models: expected a mapping"):  # --config changed what the file says
+        load_merged({"models": 3}, [path])
+    assert load_merged(SMALLEST, [path]) == load(SMALLEST)
+
+
+def test_targets_come_in_one_order():
+    models = {"b": {**SMALLEST["models"]["m"], "layers": ["all", 3], "precisions": ["fp16", "fp32"]}, "a": SMALLEST["models"]["m"]}
+    expected = ["a/fp32/all/onnxruntime", *(f"b/{p}/{n}/onnxruntime" for p in ("fp16", "fp32") for n in ("all", 3))]
+    assert [str(target) for target in load({"models": models}).targets()] == expected
+    assert [str(target) for target in load({"models": dict(sorted(models.items()))}).targets()] == expected
+
+
+@pytest.mark.parametrize("text", ["demo-llama/fp16/2", "demo-llama/fp16/2/onnxruntime"])
+def test_a_target_is_found_by_name(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(FULL)
+    assert load(tmp_path / "c.yaml").parse_target(text) == Target("demo-llama", "fp16", 2, "onnxruntime")
+
+
+@pytest.mark.parametrize(("text", "guess"), [
+    ("demo-llama/fp16/3", "; did you mean demo-llama/fp16/2?"), ("", ""), ("zzz", ""),
+    ("demo-lama/fp16/all", "; did you mean demo-llama/fp16/all?"),
+])
+def test_an_unknown_target_lists_the_targets(tmp_path, text, guess):
+    (tmp_path / "c.yaml").write_text(FULL)
+    with pytest.raises(InputError) as caught:
+        load(tmp_path / "c.yaml").parse_target(text)
+    allowed = "demo-llama/fp32/2, demo-llama/fp32/all, demo-llama/fp16/2, demo-llama/fp16/all"
+    assert str(caught.value) == f"target: expected one of {allowed}; found {text!r}{guess}"
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True).filter(lambda name: name[0] not in "cCrRsSlLbB")
+TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+MODELS = st.fixed_dictionaries(
+    {"source": TEXT.filter(lambda text: not text.startswith(("hf:", "random:"))),
+     "golden": st.fixed_dictionaries({"prompts": st.lists(st.fixed_dictionaries(
+         {"text": TEXT}, optional={"expected": st.dictionaries(st.sampled_from([2, "all"]), TEXT)}), min_size=1, max_size=3)})},
+    optional={"precisions": st.sampled_from([["fp32"], ["fp16", "fp32"]])},
+).map(lambda model: {**model, "layers": [2, "all"]})
+CONFIGS = st.fixed_dictionaries(
+    {"models": st.dictionaries(NAMES, MODELS, min_size=1, max_size=3)},
+    optional={"tolerances": st.fixed_dictionaries({"fp16": st.fixed_dictionaries(
+        {"block": st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)})})},
+)
+
+
+@settings(deadline=None)
+@given(CONFIGS)
+def test_dump_is_plain_json_and_loads_again(value):
+    config = load(value)
+    text = json.dumps(config.dump(), sort_keys=True)
+    assert load(json.loads(text)) == config
+    assert json.dumps(load(json.loads(text)).dump(), sort_keys=True) == text
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3)
+KEYS = st.sampled_from(["models", "limits", "tolerances", "m", "source", "golden", "prompts", "text", "expected", "fp16", "layers"])
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | SCALARS, inner, max_size=4), max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(KEYS | SCALARS, VALUES))
+@example({"[key]": None})  # pydantic's own mark for a wrong key
+@example({"models": {"[key]": {"[key]": 1}}})
+@example({"models": {"[key]": 1}})
+@example({"models": {"m": {"golden": {"prompts": [{"text": "a", "expected": {"[key]": "b", 16**6000: "c", 2.5: "d"}}]}}}})
+def test_any_mapping_gives_a_config_or_one_line(value):
+    try:
+        assert isinstance(load(value), Config)
+    except InputError as error:
+        assert "\n" not in str(error)
+
+
+def test_importing_the_config_is_light():
+    code = "import lockstep.config, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    loaded = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "onnx", "onnxruntime", "numpy", "snakemake"} & set(loaded)

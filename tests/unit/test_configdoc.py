@@ -1,0 +1,108 @@
+"""What is generated from the config's classes: the schema, the README, and the demo config beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from lockstep import configdoc
+from lockstep.config import load
+from lockstep.documents import read_document
+from lockstep.errors import CheckError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "config"
+
+
+def test_generated_files_are_up_to_date():
+    configdoc.check(FOLDER)
+
+
+def test_check_names_the_file_that_drifted(tmp_path):
+    configdoc.write(tmp_path)
+    configdoc.check(tmp_path)
+    (tmp_path / "README.md").write_text("by hand")
+    with pytest.raises(CheckError, match="README.md: expected what src/lockstep/configtypes.py gives; found other content"):
+        configdoc.check(tmp_path)
+    (tmp_path / "config.schema.json").unlink()
+    with pytest.raises(CheckError, match="config.schema.json: expected .*; found no file"):
+        configdoc.check(tmp_path)
+
+
+def test_the_command_writes_and_checks(tmp_path):
+    def run(*arguments):
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+        return subprocess.run(
+            [sys.executable, "-m", "lockstep.configdoc", *arguments], env=environment, capture_output=True, text=True,
+        )
+
+    assert run("--write", tmp_path).returncode == 0
+    assert run("--check", tmp_path).returncode == 0
+    (tmp_path / "README.md").unlink()
+    failed = run("--check", tmp_path)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("lockstep: error: ") and failed.stderr.count("\n") == 1
+
+
+def test_the_demo_fits_its_checkpoint_and_the_schema():
+    config = load(FOLDER / "config.yaml")
+    assert config.check_sources([REPOSITORY]) == {"demo-llama": REPOSITORY / "resources" / "demo-llama"}
+    assert len(config.targets()) == 4
+    assert (FOLDER / "config.yaml").read_text().startswith("# yaml-language-server: $schema=config.schema.json\n")
+    jsonschema.validate(as_json(read_document(FOLDER / "config.yaml")), configdoc.schema())
+
+
+def test_the_example_in_the_readme_loads(tmp_path):
+    (tmp_path / "example.yaml").write_text(configdoc.EXAMPLE)
+    config = load(tmp_path / "example.yaml")
+    assert config.limits == load({"models": config.dump()["models"]}).limits, "the example says that these are the defaults"
+    jsonschema.validate(as_json(read_document(tmp_path / "example.yaml")), configdoc.schema())
+    assert configdoc.EXAMPLE in configdoc.readme()
+
+
+def test_the_readme_has_a_row_for_every_key():
+    def keys(value, prefix=""):
+        for name, inner in value.items():
+            yield f"{prefix}{name}"
+            if isinstance(inner, dict) and name != "expected":
+                yield from keys(inner, f"{prefix}{name}.")
+
+    model = {"source": "a", "golden": {"prompts": [{"text": "a"}]}}
+    readme = configdoc.readme()
+    for key in keys(load({"models": {"m": model}}).dump()):
+        row = f"| `{key.replace('models.m', 'models.<name>')}` |"
+        assert key == "models.m" or row in readme
+
+
+@pytest.mark.parametrize("change", [
+    {"limit": {}}, {"limits": {"max_batch": 4}}, {"limits": {"max_batch_size": "4"}}, {"limits": {"max_batch_size": 0}},
+    {"models": {"a/b": {"source": "a", "golden": {"prompts": [{"text": "a"}]}}}}, {"models": {}}, {"tolerances": {"fp16": {"block": 0}}},
+    *({"models": {"m": {"source": "a", "golden": {"prompts": [{"text": "a"}]}, **model}}} for model in (
+        {"layers": [0]}, {"layers": ["some"]}, {"layers": [2, 2]}, {"layers": []}, {"precisions": ["fp8"]}, {"precisions": ["fp16", "fp16"]},
+        {"backends": ["cuda"]}, {"golden": {}}, {"golden": {"prompts": [{"text": "a", "expected": {"half": "b"}}]}}, {"source": 4},
+    )),
+])
+def test_editors_see_the_mistakes_too(change):
+    good = {"models": {"m": {"source": "a", "golden": {"prompts": [{"text": "a", "expected": {"all": "b"}}]}}}}
+    jsonschema.validate(good, configdoc.schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**good, **change}, configdoc.schema())
+
+
+def test_the_schema_is_valid_and_names_its_draft():
+    schema = json.loads((FOLDER / "config.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == jsonschema.Draft202012Validator.META_SCHEMA["$schema"]
+    sections = [schema, *schema["$defs"].values()]
+    assert all(section["additionalProperties"] is False for section in sections)
+
+
+def as_json(value):
+    """The value as JSON has it, where keys are text."""
+    return json.loads(json.dumps(value))
