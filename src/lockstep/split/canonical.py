@@ -1,0 +1,127 @@
+"""Canonical graphs: one form, hence one digest, for graphs that compute the same in the same order.
+
+In: an onnx_ir graph and names for its inputs and outputs. Out: ONNX bytes in which every name is derived from the structure alone;
+no metadata, doc string, intermediate shape or unused constant is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+from onnx import numpy_helper
+
+OPSET = 20
+IR_VERSION = 10
+_DTYPES = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16", onnx.TensorProto.INT64: "int64"}
+# Constants of shapes, axes and rotary frequencies are small; a larger one would be a weight that slipped in.
+MAX_CONSTANT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A canonical graph. inputs, slots and outputs: {"name", "dtype", "shape"}; slots are the inputs that take weights."""
+
+    data: bytes
+    inputs: tuple[dict, ...]
+    slots: tuple[dict, ...]
+    outputs: tuple[dict, ...]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def proto(self) -> onnx.ModelProto:
+        return onnx.ModelProto.FromString(self.data)
+
+
+def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
+    """Canonicalise `graph`.
+
+    order: names of the inputs that are not weights, in the order they shall have (absent ones are skipped, unused ones dropped);
+    slots: {initializer name: slot name} of the weights, which become inputs in order of first use.
+    """
+    for name_of_weight in [n for n in graph.initializers if n in slots]:
+        graph.inputs.append(graph.initializers.pop(name_of_weight))
+    proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)).graph
+    nodes = _structural_order(proto)
+    outputs = {value.name: value for value in proto.output}
+    used = [i for node in nodes for i in node.input if i]
+    declared = {value.name: value for value in proto.input}
+    constants = {tensor.name: tensor for tensor in proto.initializer}
+    rename = {name: name for name in (*order, *outputs)} | dict(slots)
+
+    result = onnx.GraphProto(name=name)
+    read = set(used) | set(outputs)
+    result.input.extend(_io(declared[n], n) for n in order if n in declared and n in read)
+    result.input.extend(_io(declared[n], slots[n]) for n in dict.fromkeys(used) if n in slots)
+    by_content: dict[tuple, str] = {}
+    for constant in dict.fromkeys(i for i in used if i in constants and i not in slots):
+        array = numpy_helper.to_array(constants[constant])
+        if array.nbytes > MAX_CONSTANT_BYTES:
+            raise ValueError(f"graph {name}: constant {constant} of {array.nbytes} bytes: expected none above {MAX_CONSTANT_BYTES}")
+        key = (constants[constant].data_type, array.shape, array.tobytes())
+        if key not in by_content:
+            by_content[key] = f"const_{len(by_content)}"
+            tensor = onnx.TensorProto(name=by_content[key], data_type=constants[constant].data_type, dims=array.shape, raw_data=array.tobytes())
+            result.initializer.append(tensor)
+        rename[constant] = by_content[key]
+    counts: dict[str, int] = {}
+    for node in nodes:
+        index = counts[node.op_type] = counts.get(node.op_type, -1) + 1
+        label = f"{node.op_type.lower()}_{index}"
+        for position, output in enumerate(node.output):
+            if output and output not in outputs:
+                rename[output] = label if len(node.output) == 1 else f"{label}.{position}"
+        new = result.node.add(op_type=node.op_type, domain=node.domain, name=label)
+        new.input.extend(rename[i] if i else "" for i in node.input)
+        new.output.extend(rename[o] if o else "" for o in node.output)
+        new.attribute.extend(sorted(node.attribute, key=lambda attribute: attribute.name))
+        for attribute in new.attribute:
+            attribute.doc_string = ""
+    result.output.extend(_io(value, value.name) for value in proto.output)
+    model = onnx.ModelProto(ir_version=IR_VERSION, graph=result, opset_import=[onnx.helper.make_opsetid("", OPSET)])
+    slot_names = {slots[n] for n in used if n in slots}
+    described = [describe(value) for value in result.input]
+    return Graph(
+        model.SerializeToString(deterministic=True),
+        tuple(d for d in described if d["name"] not in slot_names),
+        tuple(d for d in described if d["name"] in slot_names),
+        tuple(describe(value) for value in result.output),
+    )
+
+
+def _structural_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """The nodes that the outputs need, each behind what it reads, in an order that only the structure decides."""
+    producer = {output: index for index, node in enumerate(graph.node) for output in node.output if output}
+    order: dict[int, None] = {}
+    stack = [(producer[value.name], False) for value in reversed(graph.output) if value.name in producer]
+    while stack:
+        index, ready = stack.pop()
+        if index in order:
+            continue
+        if ready:
+            order[index] = None
+            continue
+        stack.append((index, True))
+        stack.extend((producer[i], False) for i in reversed(graph.node[index].input) if i in producer and producer[i] not in order)
+    return [graph.node[index] for index in order]
+
+
+def describe(value: onnx.ValueInfoProto) -> dict:
+    """{"name", "dtype", "shape"} of a graph input or output; dynamic dimensions by name."""
+    tensor = value.type.tensor_type
+    shape = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in tensor.shape.dim]
+    return {"name": value.name, "dtype": _DTYPES[tensor.elem_type], "shape": shape}
+
+
+def _io(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
+    new = onnx.ValueInfoProto(name=name)
+    new.type.tensor_type.elem_type = value.type.tensor_type.elem_type
+    for dim in value.type.tensor_type.shape.dim:
+        new.type.tensor_type.shape.dim.append(onnx.TensorShapeProto.Dimension(dim_value=dim.dim_value) if dim.HasField("dim_value") else onnx.TensorShapeProto.Dimension(dim_param=dim.dim_param))  # fmt: skip
+    return new

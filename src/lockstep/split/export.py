@@ -1,0 +1,168 @@
+"""The export stage: checkpoint manifest -> assembly.json, block classes, kinds, embedding, tokenizer, uncut batchful.onnx.
+
+Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy), never its weights.
+Two exports of one checkpoint are byte-identical. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from lockstep.checkpoint import checkpoint_folder
+from lockstep.errors import InputError
+from lockstep.files import read_json, write_bytes, write_json
+from lockstep.split import attention
+from lockstep.split.canonical import Graph, canonical
+from lockstep.split.compose import Step, compose
+from lockstep.split.cut import INPUT_ORDER, Region
+from lockstep.split.simplify import pack
+from lockstep.split.stamp import Layer, layers_of
+from lockstep.split.tracer import trace_embedding
+
+FORMAT = "lockstep.assembly/1"
+
+
+@dataclass
+class _Registry:
+    """Distinct graphs by digest, each under a name: "middle", "middle_2" ..."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    graphs: dict[str, Graph] = field(default_factory=dict)
+
+    def add(self, graph: Graph, label: str) -> str:
+        if graph.sha256 not in self.names:
+            taken = sum(name == label or name.startswith(f"{label}_") for name in self.graphs)
+            name = label if not taken else f"{label}_{taken + 1}"
+            self.names[graph.sha256], self.graphs[name] = name, graph
+        return self.names[graph.sha256]
+
+
+def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike, stamp: bool = True) -> Path:
+    """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie beside it.
+
+    Raises InputError for a model that cannot be split, with the reason.
+    """
+    checkpoint, out = Path(checkpoint), Path(out)
+    manifest = read_json(checkpoint, "lockstep.checkpoint/1")
+    folder, config = checkpoint_folder(checkpoint, manifest), manifest["config"]
+    layers = layers_of(config, precision, stamp)
+    files, assembly = _assemble(layers, config, precision)
+    assembly["eos_token_ids"] = _eos_token_ids(folder, config)
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    files["tokenizer.json"] = tokenizer
+    assembly["tokenizer"] = {"file": "tokenizer.json", "sha256": hashlib.sha256(tokenizer).hexdigest()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out.parent.iterdir():  # graphs of an earlier export of other classes
+        if stale.is_file() and stale.name not in files:
+            stale.unlink()
+    for name, data in sorted(files.items()):
+        write_bytes(out.parent / name, data)
+    write_json(out, assembly)
+    return out
+
+
+def _assemble(layers: list[Layer], config: dict[str, Any], precision: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
+    classes, kinds = _Registry(), _Kinds()
+    entries = []
+    for index, layer in enumerate(layers):
+        entries.append(
+            {
+                "block": {"class": classes.add(layer.block, "entry" if index == 0 else "middle"), "slots": _lists(layer.block_slots)},
+                "kind": kinds.add(layer.region),
+                "exit": {"class": classes.add(layer.exit, "exit"), "slots": _lists(layer.exit_slots)},
+            }
+        )
+    embedding, embedding_slots = _embedding(config, precision)
+    classes.add(embedding, "embedding")
+    steps = [Step(layer.block, layer.block_slots, entry["kind"]) for layer, entry in zip(layers, entries, strict=True)]
+    steps.append(Step(layers[-1].exit, layers[-1].exit_slots, None))
+    batchful = compose(steps, kinds.functions)
+    files = {"batchful.onnx": batchful}
+    for name, graph in {**classes.graphs, **kinds.graphs}.items():
+        files[f"{name}.onnx"] = graph.data
+        onnx.checker.check_model(graph.proto, full_check=True)
+    hidden = layers[0].block.inputs[0]
+    assembly = {
+        "format": FORMAT,
+        "model_type": config["model_type"],
+        "precision": precision,
+        "dtype": hidden["dtype"],
+        "hidden_size": hidden["shape"][1],
+        "vocab_size": layers[-1].exit.outputs[0]["shape"][1],
+        "num_layers": len(layers),
+        "max_position_embeddings": config.get("max_position_embeddings"),
+        "classes": {name: _describe(graph, name) for name, graph in classes.graphs.items()},
+        "kinds": kinds.described,
+        "embedding": {"class": "embedding", "slots": _lists(embedding_slots)},
+        "layers": entries,
+        "batchful": {"graph": "batchful.onnx", "sha256": hashlib.sha256(batchful).hexdigest()},
+    }
+    return files, assembly
+
+
+class _Kinds:
+    """Distinct batchless behaviours, each with its prefill and decode graph and its form without a cache."""
+
+    def __init__(self) -> None:
+        self.names: dict[tuple[str, str], str] = {}
+        self.graphs: dict[str, Graph] = {}
+        self.functions: dict[str, Graph] = {}
+        self.described: dict[str, dict] = {}
+        self._seen: dict[int, str] = {}
+
+    def add(self, region: Region) -> str:
+        if id(region) in self._seen:  # stamped layers share one region
+            return self._seen[id(region)]
+        prefill, decode = attention.prefill(region), attention.decode(region)
+        key = (prefill.sha256, decode.sha256)
+        if key not in self.names:
+            name = "attention" if not self.names else f"attention_{len(self.names) + 1}"
+            self.names[key] = name
+            self.functions[name] = attention.without_cache(region)
+            self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
+            self.described[name] = {
+                "num_heads": region.num_heads,
+                "num_kv_heads": region.num_kv_heads,
+                "head_dim": region.head_dim,
+                "value_head_dim": region.value_head_dim,
+                "scale": region.scale,
+                "softcap": region.softcap,
+                "window": region.window,
+                "prefill": _describe(prefill, f"{name}.prefill"),
+                "decode": _describe(decode, f"{name}.decode"),
+            }
+        self._seen[id(region)] = self.names[key]
+        return self.names[key]
+
+
+def _embedding(config: dict[str, Any], precision: str) -> tuple[Graph, dict[str, str]]:
+    traced = trace_embedding(config, precision)
+    graph = canonical(pack(traced.graph).graph, "embedding", INPUT_ORDER, {name: name for name in traced.weights})
+    return graph, {slot["name"]: slot["name"] for slot in graph.slots}
+
+
+def _describe(graph: Graph, name: str) -> dict[str, Any]:
+    described = {"graph": f"{name}.onnx", "sha256": graph.sha256, "inputs": list(graph.inputs), "outputs": list(graph.outputs)}
+    return described | ({"slots": list(graph.slots)} if graph.slots else {})
+
+
+def _lists(slots: dict[str, str]) -> dict[str, list[str]]:
+    return {slot: [tensor] for slot, tensor in slots.items()}
+
+
+def _eos_token_ids(folder: Path, config: dict[str, Any]) -> list[int]:
+    """End-of-sequence ids as `generate` takes them: generation_config.json before config.json."""
+    generation = folder / "generation_config.json"
+    source = read_json(generation) if generation.is_file() else config
+    found = source.get("eos_token_id", config.get("eos_token_id"))
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise InputError(f"{folder}: eos_token_id: expected token ids, found {found!r}; correct generation_config.json or config.json")
+    return sorted(set(ids))

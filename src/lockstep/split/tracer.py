@@ -1,0 +1,307 @@
+"""Trace the batchful part of a transformers causal LM without its weights.
+
+In: a model's config.json as a mapping and a dtype. Out: an ONNX graph (onnx_ir) of `hidden [num_tokens, hidden_size]`,
+`position_ids [num_tokens]` -> `logits [num_tokens, vocab_size]` in which each attention is one `lockstep::Attention` node and
+each weight is an initializer without a value, named as in the checkpoint.
+
+Method: parameters are fake tensors (shape and dtype only); attention is replaced through transformers' `AttentionInterface`,
+so no model needs code of its own; `aten.linear` becomes `Gemm(transB=1)`, which reads weights in checkpoint layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import onnxscript
+import torch
+import transformers
+from onnxscript import opset20
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+from lockstep.errors import InputError
+
+DOMAIN = "lockstep"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_HOOK = "lockstep"
+_WEIGHT_PREFIX = "model_under_trace."
+_TRACE_TOKENS = 7  # any number that no dimension of a model equals by chance
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one trace gives.
+
+    graph: the ONNX model; weights: names of its weight initializers (as in the checkpoint, ties resolved);
+    num_layers: the number of decoder layers traced; layer_prefix: what precedes the layer's number in weight names ("model.layers").
+    """
+
+    graph: ir.Model
+    weights: frozenset[str]
+    num_layers: int
+    layer_prefix: str
+
+
+# --- the attention marker: [num_tokens, num_heads, head_dim] and two of [num_tokens, num_kv_heads, head_dim] ---
+
+
+@torch.library.custom_op("lockstep::attention", mutates_args=())
+def _attention_marker(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, softcap: float, window: int
+) -> torch.Tensor:
+    raise RuntimeError("the attention marker is traced, never run")
+
+
+@_attention_marker.register_fake
+def _(query, key, value, layer, scale, softcap, window):
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _attention_hook(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, sliding_window=None, **rest):
+    """The function that transformers calls instead of its own attention; shapes [1, heads, num_tokens, head_dim]."""
+    given = sorted(name for name, value in rest.items() if name in _UNSUPPORTED and value is not None)
+    if given:
+        raise InputError(f"its attention takes {', '.join(given)}, which parameter-free attention cannot carry")
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    by_token = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    output = torch.ops.lockstep.attention(*by_token, int(module.layer_idx), scale, float(softcap or 0.0), int(sliding_window or 0))
+    return output.unsqueeze(0), None
+
+
+_UNSUPPORTED = {"s_aux", "position_bias", "head_mask", "alibi", "relative_position_bias"}
+AttentionInterface.register(_HOOK, _attention_hook)
+AttentionMaskInterface.register(_HOOK, lambda *args, **kwargs: None)  # causality and windows live in the batchless graphs
+
+
+def _register_schema() -> None:
+    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
+    kind = onnx.defs.OpSchema.AttrType
+    onnx.defs.register_schema(  # onnxscript looks operators up by schema
+        onnx.defs.OpSchema(
+            "Attention", DOMAIN, 1, "parameter-free causal attention",
+            inputs=[parameter(name, "T") for name in ("query", "key", "value")],
+            outputs=[parameter("attention", "T")],
+            type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+            attributes=[attribute("layer", kind.INT), attribute("scale", kind.FLOAT), attribute("softcap", kind.FLOAT), attribute("window", kind.INT)],
+        )
+    )  # fmt: skip
+
+
+_register_schema()
+_MARKER = onnxscript.values.Opset(DOMAIN, 1)
+
+
+def _to_marker(query, key, value, layer, scale, softcap, window):
+    return _MARKER.Attention(query, key, value, layer=layer, scale=scale, softcap=softcap, window=window)
+
+
+def _to_gemm(x, weight, bias=None):
+    """aten.linear as Gemm(transB=1): the weight stays in its checkpoint layout [out_features, in_features]."""
+    out_features, in_features = weight.shape
+    if len(x.shape) == 2:
+        return opset20.Gemm(x, weight, bias, transB=1) if bias is not None else opset20.Gemm(x, weight, transB=1)
+    lead = [1, -1] if len(x.shape) == 3 else [0] * (len(x.shape) - 1)
+    rows = opset20.Reshape(x, opset20.Constant(value_ints=[-1, int(in_features)]))
+    rows = opset20.Gemm(rows, weight, bias, transB=1) if bias is not None else opset20.Gemm(rows, weight, transB=1)
+    return opset20.Reshape(rows, opset20.Constant(value_ints=[*lead, int(out_features)]))
+
+
+_TRANSLATION = {torch.ops.lockstep.attention.default: _to_marker, torch.ops.aten.linear.default: _to_gemm}
+
+
+# --- models without weights ---
+
+
+def build_config(config: Mapping[str, Any], num_layers: int | None = None) -> transformers.PreTrainedConfig:
+    """The transformers config of a config.json mapping, cut to `num_layers` layers (per-layer lists too).
+
+    Raises InputError for a model type that the installed transformers does not know as a causal LM.
+    """
+    model_type = config.get("model_type")
+    if model_type not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise InputError(
+            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, found {model_type!r}; "
+            "encoder-decoders and models with code of their own cannot be used"
+        )
+    values = copy.deepcopy(dict(config))
+    full = values.get("num_hidden_layers")
+    if num_layers is not None and full is not None:
+        for key, value in values.items():
+            if isinstance(value, list) and len(value) == full:
+                values[key] = value[:num_layers]
+        values["num_hidden_layers"] = num_layers
+    values["_experts_implementation"] = "batched_mm"
+    with quiet():
+        return transformers.CONFIG_MAPPING[model_type].from_dict(values)
+
+
+def meta_model(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """The model with parameters on the meta device and real values in its computed buffers (rotary frequencies ...)."""
+    with quiet():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for module in model.modules():
+            computed = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None and module._buffers[n].is_meta]
+            for name in computed:
+                module._buffers[name] = torch.full(module._buffers[name].shape, math.nan).to(module._buffers[name].dtype)
+            if computed:
+                model._init_weights(module)
+                unset = [n for n in computed if module._buffers[n].is_floating_point() and module._buffers[n].isnan().any()]
+                if unset:
+                    raise InputError(f"model type {config.model_type!r} cannot be split: transformers gives no value for its buffers {unset}")
+    model.config._attn_implementation = _HOOK
+    return model.eval()
+
+
+def layer_list(model: torch.nn.Module, depth: int) -> tuple[str, torch.nn.ModuleList]:
+    """Name and module of the list of decoder layers. Raises InputError where there is none of that length."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
+            return name, module
+    raise InputError(f"model type {model.config.model_type!r} cannot be split: expected a list of {depth} decoder layers, found none")
+
+
+def _to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+    """Replace meta parameters and buffers by fake CPU ones; tied ones stay one object."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    with mode:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                        made[id(tensor)] = torch.nn.Parameter(fake, requires_grad=False) if store is module._parameters else fake
+                store[name] = made[id(tensor)]
+
+
+class _Packed(torch.nn.Module):
+    """[num_tokens, hidden_size] and [num_tokens] -> [num_tokens, vocab_size], through the whole causal LM."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model_under_trace = model
+
+    def forward(self, hidden, position_ids):
+        return self.model_under_trace(inputs_embeds=hidden[None], position_ids=position_ids[None], use_cache=False).logits[0]
+
+
+class _Embedding(torch.nn.Module):
+    """[num_tokens] -> [num_tokens, hidden_size], through the model's own embedding module (which may scale)."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.model_under_trace = module
+
+    def forward(self, token_ids):
+        return self.model_under_trace(token_ids)
+
+
+def trace(config: Mapping[str, Any], precision: str, num_layers: int | None = None) -> Trace:
+    """Trace the batchful part at `precision` ("fp32", "fp16", "bf16"), cut to `num_layers` layers.
+
+    Raises InputError with the reason when the model cannot be traced or does not use transformers' attention interface.
+    """
+    model_config = build_config(config, num_layers)
+    model, mode = meta_model(model_config, DTYPES[precision]), FakeTensorMode(allow_non_fake_inputs=True)
+    ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    _to_fake(model, mode)
+    depth = model_config.get_text_config().num_hidden_layers
+    with mode:
+        hidden = torch.zeros(_TRACE_TOKENS, model.get_input_embeddings().weight.shape[1], dtype=DTYPES[precision])
+        positions = torch.arange(_TRACE_TOKENS)
+    graph = _export(_Packed(model), {"hidden": hidden, "position_ids": positions}, "logits", model_config.model_type)
+    weights = _name_weights(graph, set(model.state_dict()), ties)
+    found = sorted(node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN)
+    if found != list(range(depth)):
+        raise InputError(
+            f"model type {model_config.model_type!r} cannot be split: expected one attention for each of its {depth} layers through "
+            f"transformers' attention interface, found {len(found)} (layers {found})"
+        )
+    return Trace(graph, weights, depth, layer_list(model, depth)[0])
+
+
+def trace_embedding(config: Mapping[str, Any], precision: str) -> Trace:
+    """Trace `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`."""
+    model_config = build_config(config, 1)
+    model, mode = meta_model(model_config, DTYPES[precision]), FakeTensorMode(allow_non_fake_inputs=True)
+    module = model.get_input_embeddings()
+    prefix = next(name for name, child in model.named_modules() if child is module)
+    _to_fake(model, mode)
+    with mode:
+        token_ids = torch.zeros(_TRACE_TOKENS, dtype=torch.int64)
+    graph = _export(_Embedding(module), {"token_ids": token_ids}, "hidden", model_config.model_type)
+    for value in list(graph.graph.initializers.values()):
+        if value.name.startswith(_WEIGHT_PREFIX):
+            value.name = f"{_WEIGHT_PREFIX}{prefix}.{value.name.removeprefix(_WEIGHT_PREFIX)}"
+    return Trace(graph, _name_weights(graph, set(model.state_dict()), {}), 0, "")
+
+
+def _export(module: torch.nn.Module, inputs: dict[str, torch.Tensor], output: str, model_type: str) -> ir.Model:
+    dim = torch.export.Dim("num_tokens", min=1, max=1 << 20)
+    try:
+        with quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                module.eval(), tuple(inputs.values()), dynamo=True, optimize=False, verbose=False,
+                input_names=list(inputs), output_names=[output], dynamic_shapes={name: {0: dim} for name in inputs},
+                custom_translation_table=_TRANSLATION,
+            )  # fmt: skip
+    except Exception as error:  # whatever a model's code raises under trace is the reason why it is refused
+        reason = _root_cause(error)
+        raise InputError(f"model type {model_type!r} cannot be split: {reason}") from error
+    model = program.model
+    for value in model.graph.initializers.values():
+        if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
+            value.const_value = None  # a fake weight has no value; folding must not read it
+    with quiet():
+        onnxscript.optimizer.optimize_ir(model)
+    return model
+
+
+def _root_cause(error: BaseException) -> str:
+    while (inner := error.__cause__ or error.__context__) is not None and not isinstance(error, InputError):
+        error = inner
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return line if isinstance(error, InputError) else f"{type(error).__name__} while tracing it: {line}"
+
+
+def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> frozenset[str]:
+    """Give weight initializers their checkpoint names; what is not in the state dict (computed buffers) is no weight."""
+    weights = set()
+    for value in list(model.graph.initializers.values()):
+        name = value.name.removeprefix(_WEIGHT_PREFIX)
+        if value.name.startswith(_WEIGHT_PREFIX) and name in state:
+            value.name = name
+            weights.add(name)
+    for tied, source in sorted(ties.items()):
+        if tied in weights and source not in weights:
+            model.graph.initializers[tied].name = source
+            weights = weights - {tied} | {source}
+    without_value = [v.name for v in model.graph.initializers.values() if v.const_value is None and v.name not in weights]
+    if without_value:
+        raise InputError(f"cannot be split: {without_value[:3]} depend on weights but are not in the checkpoint")
+    return frozenset(weights)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the exporter's and transformers' chatter; errors still raise."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
