@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 # Names beside the models' folders in the results tree (lockstep.paths), which no model may take.
-_RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|report(\..*)?|logs|benchmarks", re.IGNORECASE)
+_RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|reports?(\..*)?|logs?|benchmarks?", re.IGNORECASE)
 
 
 class Config(Section):
@@ -118,15 +118,18 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
         raise InputError(f"{where}: {one_line(Config, error)}") from None
 
 
-def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike]) -> Config:
+def load_merged(
+    merged: Mapping[str, Any], files: Sequence[str | os.PathLike], where: str | None = None,
+) -> Config:
     """Snakemake's merged config, and the config files it was merged from.
 
     Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again, strictly.
-    Messages open with the file where one file is all of the config, else with `config`. Raises InputError as `load` does.
+    Messages open with `where` (default: the file, where one file is all of the config, else `config`). Raises InputError as
+    `load` does.
     """
     values = [read_document(file) for file in files]
     only_one = len(values) == 1 and values[0] == merged
-    return load(merged, where=os.fspath(files[0]) if only_one else None)
+    return load(merged, where=where or (os.fspath(files[0]) if only_one else None))
 
 
 def _limit_problems(limits: Limits) -> Iterator[Problem]:

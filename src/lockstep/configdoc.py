@@ -70,8 +70,8 @@ With the first line in place, editors that have a YAML language server complete 
 
 A model gives one target for each combination of its layer counts, precisions and backends, named
 `<model>/<precision>/<layers>/<backend>`. Without `/<backend>` the name means the model's first backend.
-No model can be named as the files beside the models' folders in `results/` are: `config.json`, `summary`, `report`, `logs`,
-`benchmarks`.
+Some names are taken by what lies beside the models' folders in `results/`: `config.json`, `summary` and `report` with or
+without an ending, `logs` and `benchmarks`.
 
 | backend | precisions |
 |---|---|

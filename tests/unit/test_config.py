@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from lockstep.config import Config, load, load_merged
 from lockstep.errors import InputError
 from lockstep.files import write_json
-from lockstep.paths import Target
+from lockstep.paths import Results, Target
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -190,6 +191,19 @@ def test_a_file_without_models_says_what_is_expected(tmp_path, text, expected):
 @pytest.mark.parametrize("name", ["a", "Llama-2-7b.v1_x", "0", "summary-t5", "x" * 100])
 def test_names_that_are_good_folder_names_are_accepted(name):
     assert [target.model for target in load({"models": {name: SMALLEST["models"]["m"]}}).targets()] == [name]
+
+
+def test_no_model_can_be_named_as_what_lies_beside_the_models_folders():
+    beside = set()
+    methods = inspect.getmembers(Results(Path("results")), inspect.ismethod)
+    for method in (method for name, method in methods if not name.startswith("_")):
+        count = len(inspect.signature(method).parameters)
+        first = method(*["{wildcard}"] * count).parts[1]
+        beside |= {first} - {"{wildcard}"}
+    assert beside >= {"config.json", "summary.json"}
+    for name in beside:
+        with pytest.raises(InputError, match="is used for results"):
+            load({"models": {name: SMALLEST["models"]["m"]}})
 
 
 def test_a_mapping_is_called_config_and_a_given_name_wins():
