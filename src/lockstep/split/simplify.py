@@ -156,7 +156,7 @@ class _Packer:
         new = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs))
         self.nodes.append(new)
         for old, value in zip(node.outputs, new.outputs, strict=True):
-            value.shape, value.type, value.name = ir.Shape(old.shape[1:]), old.type, old.name
+            value.shape, value.type, value.name = ir.Shape(old.shape[1:]), old.type, f"{old.name}/packed"
             self.short[old] = value
         return True
 

@@ -1,0 +1,160 @@
+"""The split export of the demo checkpoint: contents of the files, sameness of the bytes, refusals."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lockstep.checkpoint import resolve
+from lockstep.errors import InputError
+from lockstep.split import export
+from lockstep.split.stamp import layers_of
+from lockstep.weights import Weights, convert
+
+DEMO = Path(__file__).parents[2] / "resources" / "demo-llama"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """{precision: folder} with assembly.json, graphs and weights.json of the demo checkpoint."""
+    root = tmp_path_factory.mktemp("split")
+    resolve(str(DEMO), DEMO, root / "checkpoint.json")
+    for precision in ("fp32", "fp16"):
+        export(root / "checkpoint.json", precision, root / precision / "graphs" / "assembly.json")
+        convert(root / "checkpoint.json", precision, root / precision / "weights.json")
+    return root
+
+
+def assembly_of(root, precision="fp32"):
+    return json.loads((root / precision / "graphs" / "assembly.json").read_text())
+
+
+def test_a_uniform_model_has_three_block_classes_and_one_kind(exported):
+    assembly = assembly_of(exported)
+    assert sorted(assembly["classes"]) == ["embedding", "entry", "exit", "middle"]
+    assert list(assembly["kinds"]) == ["attention"]
+    assert [layer["block"]["class"] for layer in assembly["layers"]] == ["entry"] + ["middle"] * 5
+
+
+def shapes(values):
+    return {value["name"]: value["shape"] for value in values}
+
+
+def test_names_and_shapes_are_those_of_the_contract(exported):
+    assembly = assembly_of(exported, "fp16")
+    hidden, heads, kv, dim, vocab = 144, 6, 2, 40, 768
+    classes, kind = assembly["classes"], assembly["kinds"]["attention"]
+    qkv = {"query": ["num_tokens", heads * dim], "key": ["num_tokens", kv * dim], "value": ["num_tokens", kv * dim]}
+    assert shapes(classes["entry"]["inputs"]) == {"hidden": ["num_tokens", hidden]}
+    assert shapes(classes["entry"]["outputs"]) == qkv
+    assert shapes(classes["middle"]["inputs"]) == {"hidden": ["num_tokens", hidden], "attention": ["num_tokens", heads * dim]}
+    assert shapes(classes["middle"]["outputs"]) == {"hidden_out": ["num_tokens", hidden]} | qkv
+    assert shapes(classes["exit"]["inputs"])["logit_rows"] == ["num_requests"]
+    assert shapes(classes["exit"]["outputs"]) == {"logits": ["num_requests", vocab]}
+    for form, rows, requests in (("prefill", "num_tokens", 1), ("decode", "num_requests", "num_requests")):
+        past = [requests, kv, "past_capacity", dim]
+        assert shapes(kind[form]["inputs"]) == {
+            "query": [rows, heads * dim], "key": [rows, kv * dim], "value": [rows, kv * dim], "position_ids": [rows],
+            "past_key": past, "past_value": past, "past_lengths": [requests],
+        }  # fmt: skip
+        assert shapes(kind[form]["outputs"]) == {"attention": [rows, heads * dim], "key_out": [rows, kv, dim], "value_out": [rows, kv, dim]}
+    assert {value["dtype"] for value in classes["middle"]["inputs"] + classes["middle"]["slots"] + classes["exit"]["outputs"]} == {"float16"}
+
+
+def test_every_checkpoint_tensor_is_bound_and_has_the_slots_shape(exported):
+    assembly, weights = assembly_of(exported), Weights.open(exported / "fp32" / "weights.json")
+    bound = {tensor for layer in assembly["layers"] for slots in layer["block"]["slots"].values() for tensor in slots}
+    bound |= {tensor for slots in (assembly["layers"][-1]["exit"]["slots"], assembly["embedding"]["slots"]) for names in slots.values() for tensor in names}
+    assert bound == set(weights.names())
+    for layer in assembly["layers"]:
+        for part in (layer["block"], layer["exit"]):
+            for slot in assembly["classes"][part["class"]]["slots"]:
+                (tensor,) = part["slots"][slot["name"]]
+                assert list(weights[tensor].shape) == slot["shape"]
+
+
+def test_graphs_hold_no_weight_path_time_or_trace(exported):
+    for path in (exported / "fp16" / "graphs").glob("*.onnx"):
+        model = onnx.load(path)
+        onnx.checker.check_model(model, full_check=True)
+        assert sum(len(tensor.raw_data) for tensor in model.graph.initializer) < 1024, path  # shapes, axes, 20 rotary frequencies
+        assert not model.metadata_props and not model.doc_string and not model.producer_version, path
+        for node in [*model.graph.node, *(node for function in model.functions for node in function.node)]:
+            assert not node.metadata_props and not node.doc_string, path
+        assert not model.graph.value_info and not model.graph.metadata_props, path
+        assert b"site-packages" not in path.read_bytes() and os.fsencode(DEMO.parent.parent) not in path.read_bytes(), path
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def test_another_process_with_another_hash_seed_gives_the_same_bytes(exported, tmp_path):
+    code = "import sys; from lockstep.split import export; export(sys.argv[1], 'fp16', sys.argv[2])"
+    arguments = [str(exported / "checkpoint.json"), str(tmp_path / "again" / "assembly.json")]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, env={**os.environ, "PYTHONHASHSEED": "12345"})
+    assert digests(tmp_path / "again") == digests(exported / "fp16" / "graphs")
+
+
+def test_stamped_and_fully_traced_files_are_the_same_bytes(exported, tmp_path):
+    export(exported / "checkpoint.json", "fp16", tmp_path / "traced" / "assembly.json", stamp=False)
+    assert digests(tmp_path / "traced") == digests(exported / "fp16" / "graphs")
+
+
+def test_exporting_over_an_older_export_leaves_no_stale_graph(exported, tmp_path):
+    folder = tmp_path / "graphs"
+    folder.mkdir()
+    (folder / "middle_2.onnx").write_bytes(b"of an earlier model")
+    export(exported / "checkpoint.json", "fp16", folder / "assembly.json")
+    assert digests(folder) == digests(exported / "fp16" / "graphs")
+
+
+def run(path, feeds, weights):
+    session = ort.InferenceSession(str(path))
+    feeds = feeds | {i.name: weights[i.name] for i in session.get_inputs() if i.name not in feeds}
+    return session.run(None, feeds)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [("fp32", 1e-4), ("fp16", 5e-2)],  # logits of std 2.3: fp32 differs by the order of sums, fp16 by 2^-11 of each value over 6 layers
+)
+def test_uncut_graph_equals_transformers(exported, precision, tolerance):
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager")
+    ids, weights = np.random.default_rng(0).integers(0, 768, 19), Weights.open(exported / precision / "weights.json")
+    with torch.no_grad():
+        expected = model(torch.as_tensor(ids)[None]).logits[0].numpy()
+    (hidden,) = run(exported / precision / "graphs" / "embedding.onnx", {"token_ids": ids}, weights)
+    feeds = {"hidden": hidden, "position_ids": np.arange(19), "logit_rows": np.arange(19)}
+    (logits,) = run(exported / precision / "graphs" / "batchful.onnx", feeds, weights)
+    assert np.abs(logits - expected).max() < tolerance
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "bloom", "n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": 64}, "attention"),
+        ({"model_type": "gptj", "n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "vocab_size": 64}, "attention"),
+        ({"model_type": "falcon", **TINY}, "while tracing it"),
+        ({"model_type": "t5", **TINY}, "expected a causal LM"),
+        ({"model_type": "no-such-model", **TINY}, "expected a causal LM"),
+        ({"model_type": "gpt_oss", **TINY, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}, "s_aux"),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)
+def test_a_model_that_cannot_be_split_is_refused_with_the_reason(config, reason):
+    with pytest.raises(InputError) as error:
+        layers_of(config, "fp32")
+    assert reason in str(error.value) and "\n" not in str(error.value)
