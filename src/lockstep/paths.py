@@ -18,6 +18,17 @@ class Target:
     def __str__(self) -> str:
         return f"{self.model}/{self.precision}/{self.layers}/{self.backend}"
 
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """The target that `str` gave this text."""
+        model, precision, layers, backend = text.split("/")
+        return cls(model, precision, layer_count(layers), backend)
+
+
+def layer_count(text: str) -> int | str:
+    """A layer count as it stands in names: "2" is 2, "all" stays."""
+    return text if text == "all" else int(text)
+
 
 @dataclass(frozen=True)
 class Results:
@@ -54,3 +65,9 @@ class Results:
 
     def summary(self) -> Path:
         return self.root / "summary.json"
+
+    def report(self, name: str) -> Path:
+        return self.root / "report" / name
+
+    def log(self, rule: str, *names: str) -> Path:
+        return self.root.joinpath("logs", rule, *names[:-1], f"{names[-1]}.log") if names else self.root / "logs" / f"{rule}.log"

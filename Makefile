@@ -1,0 +1,42 @@
+# The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt.
+#
+#   make demo                     builds and checks the demo model, prints the table of targets
+#   make test                     runs the tests; ARGS="-k name" is passed on to pytest
+#   make demo PYTHON=python3.12   with another Python (3.11 or newer)
+
+PYTHON ?= python3
+CORES ?= all
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PINS := envs/requirements.txt
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test setup clean
+.DELETE_ON_ERROR:
+
+demo: setup
+	$(BIN)/snakemake --cores $(CORES)
+	@$(BIN)/snakemake --report results/report.html --quiet all
+	@$(BIN)/lockstep summary
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+setup: $(VENV)/.installed
+
+# Each stamp is written last, so an interrupted step is done again; --clear, so that nothing but the pins is ever in there.
+$(VENV)/.pinned: $(PINS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: expected Python 3.11 or newer, found $$($(PYTHON) --version 2>&1 | head -n 1) as '$(PYTHON)'; run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install torch==$$(sed -n 's/^torch==//p' $(PINS)) -r $(PINS)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.pinned pyproject.toml
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

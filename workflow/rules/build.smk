@@ -1,0 +1,21 @@
+# The engine set of one assembly on one backend. It holds no weights and no layer count.
+#
+# needs: graphs/assembly.json
+# makes: <model>/<precision>/engines/<backend>/engines.json (and the engines beside it)
+
+
+rule build:
+    input:
+        assembly=RESULTS.assembly(MODEL, PRECISION),
+    output:
+        RESULTS.engines(MODEL, PRECISION, BACKEND),
+    log:
+        log_of("build", MODEL, PRECISION, BACKEND),
+    conda:
+        "../../envs/engine.yaml"
+    params:
+        key=KEYS["build"],
+    message:
+        "Build engines of {wildcards.model} in {wildcards.precision} for {wildcards.backend}"
+    script:
+        "../scripts/build.py"

@@ -1,0 +1,132 @@
+# What all rules share: the config, checked before any job starts, and the names of all results.
+#
+# needs: config (Snakemake's merged mapping)
+# makes: CONFIG, SOURCES, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
+
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(workflow.current_basedir.get_path_or_uri(secret_free=True)).parents[1]
+# This checkout's package, installed or not: the one whose code the keys below are of.
+sys.path.insert(0, str(REPOSITORY / "src"))
+
+from lockstep import config as lockstep_config
+from lockstep.buildkey import stage_key
+from lockstep.checkpoint.architecture import architecture_digest, checkpoint_files
+from lockstep.errors import guard
+from lockstep.paths import Results, layer_count
+
+RESULTS = Results(Path("results"))
+MODEL, PRECISION, LAYERS, BACKEND = "{model}", "{precision}", "{layers}", "{backend}"
+
+
+def display_path(path):
+    """Relative to the working directory where both are in this checkout, so that no record holds where it lies."""
+    inside = path.is_relative_to(REPOSITORY) and Path.cwd().is_relative_to(REPOSITORY)
+    return os.path.relpath(path) if inside else str(path)
+
+
+# One line and exit code 2 for a mistake in the config or a damaged checkpoint.
+with guard():
+    CONFIG = lockstep_config.load_merged(config, workflow.configfiles)
+    SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY])
+    ARCHITECTURES = {
+        model: architecture_digest(folder) for model, folder in SOURCES.items()
+    }
+    FILES = {
+        model: [display_path(path) for path in checkpoint_files(folder)]
+        for model, folder in SOURCES.items()
+    }
+    # What a change of the code or of the pinned packages reruns.
+    KEYS = {
+        "resolve": stage_key("checkpoint"),
+        "convert": stage_key("weights"),
+        "export": stage_key("split"),
+        "validate": stage_key("validate"),
+        "build": stage_key("engine"),
+        "reference": stage_key("golden.reference"),
+        "golden": stage_key("golden.check"),
+        "summary": stage_key("summary"),
+        "plots": stage_key("plots"),
+    }
+
+TARGETS = CONFIG.targets()
+# Bytes of weights: a smaller model is computed before more threads would pay.
+SMALL = 100_000_000
+
+
+wildcard_constraints:
+    model="|".join(map(re.escape, sorted(CONFIG.models))),
+    precision="fp32|fp16|bf16",
+    layers="all|[1-9][0-9]*",
+    backend="[a-z]+",
+
+
+def per_target(path, *fields):
+    """The results `path(model, ...)` of all targets, each once, in the config's order."""
+    return list(
+        dict.fromkeys(
+            str(path(*(getattr(target, field) for field in fields)))
+            for target in TARGETS
+        )
+    )
+
+
+VALIDATIONS = per_target(RESULTS.validation, "model", "precision", "layers")
+GOLDENS = per_target(RESULTS.golden, "model", "precision", "layers", "backend")
+SPEEDS = per_target(RESULTS.speed, "model", "precision", "layers", "backend")
+ENGINES = per_target(RESULTS.engines, "model", "precision", "backend")
+WEIGHTS = per_target(RESULTS.weights, "model", "precision")
+ASSEMBLIES = per_target(RESULTS.assembly, "model", "precision")
+MANIFESTS = [
+    str(RESULTS.config()),
+    *per_target(RESULTS.checkpoint, "model"),
+    *WEIGHTS,
+    *ASSEMBLIES,
+    *ENGINES,
+    *VALIDATIONS,
+    *per_target(RESULTS.reference, "model", "layers"),
+    *GOLDENS,
+    *SPEEDS,
+]
+PLOTS = [str(RESULTS.report(f"{name}.svg")) for name in ("error_by_layer", "speed")]
+REPORTS = [
+    str(RESULTS.summary()),
+    str(RESULTS.summary().with_suffix(".csv")),
+    str(RESULTS.report("targets.html")),
+    *PLOTS,
+]
+
+
+def log_of(rule, *wildcards):
+    return str(RESULTS.log(rule, *wildcards))
+
+
+def checkpoint_of(wildcards):
+    """The files of a model's checkpoint, so that an edit of any of them is seen."""
+    return FILES[wildcards.model]
+
+
+def golden_prompts(wildcards):
+    """What a reference is made from: prompts and length, not the texts that are expected of them."""
+    golden = CONFIG.models[wildcards.model].golden
+    return {
+        "max_new_tokens": golden.max_new_tokens,
+        "prompts": [prompt.text for prompt in golden.prompts],
+    }
+
+
+def expected_texts(wildcards):
+    """The text that each prompt must give at this layer count, None where the config expects none."""
+    prompts = CONFIG.models[wildcards.model].golden.prompts
+    return [prompt.expected.get(layer_count(wildcards.layers)) for prompt in prompts]
+
+
+def tolerance(wildcards):
+    return CONFIG.tolerances[wildcards.precision].model_dump()
+
+
+def compute_threads(wildcards):
+    """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
+    weights = [path for path in FILES[wildcards.model] if path.endswith(".safetensors")]
+    return 1 if sum(map(os.path.getsize, weights)) < SMALL else 16

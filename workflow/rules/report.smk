@@ -1,0 +1,63 @@
+# All checks of all targets in one place.
+#
+# needs: engines.json, validations, golden checks and speeds of all targets
+# makes: results/summary.json and .csv, results/report/targets.html and the plots
+
+
+rule summary:
+    input:
+        validations=VALIDATIONS,
+        engines=ENGINES,
+        goldens=GOLDENS,
+        speeds=SPEEDS,
+    output:
+        json=RESULTS.summary(),
+        csv=RESULTS.summary().with_suffix(".csv"),
+        html=report(
+            RESULTS.report("targets.html"),
+            caption="../report/targets.rst",
+            category="Summary",
+            labels={"figure": "Table of targets"},
+        ),
+    log:
+        log_of("summary"),
+    localrule: True
+    conda:
+        "../../envs/report.yaml"
+    params:
+        targets=[str(target) for target in TARGETS],
+        key=KEYS["summary"],
+    message:
+        "Summary of all targets"
+    script:
+        "../scripts/summary.py"
+
+
+rule plots:
+    input:
+        summary=RESULTS.summary(),
+        validations=VALIDATIONS,
+    output:
+        errors=report(
+            RESULTS.report("error_by_layer.svg"),
+            caption="../report/error_by_layer.rst",
+            category="Summary",
+            labels={"figure": "Error by layer"},
+        ),
+        speed=report(
+            RESULTS.report("speed.svg"),
+            caption="../report/speed.rst",
+            category="Summary",
+            labels={"figure": "Tokens per second"},
+        ),
+    log:
+        log_of("plots"),
+    localrule: True
+    conda:
+        "../../envs/report.yaml"
+    params:
+        key=KEYS["plots"],
+    message:
+        "Plots for the report"
+    script:
+        "../scripts/plots.py"

@@ -1,0 +1,8 @@
+"""Write the config as it is used: all files merged, all defaults filled in."""
+
+from job import job
+
+with job(snakemake.log[0]):
+    from lockstep.files import write_json
+
+    write_json(snakemake.output[0], snakemake.params.config)

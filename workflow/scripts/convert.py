@@ -1,0 +1,10 @@
+"""checkpoint.json -> weights.json of one precision."""
+
+from job import job
+
+with job(snakemake.log[0]):
+    from pathlib import Path
+
+    from lockstep import weights
+
+    weights.convert(Path(snakemake.input.checkpoint), snakemake.wildcards.precision, Path(snakemake.output[0]))

@@ -1,0 +1,10 @@
+"""checkpoint.json -> assembly.json and the graphs beside it."""
+
+from job import job
+
+with job(snakemake.log[0]):
+    from pathlib import Path
+
+    from lockstep import split
+
+    split.export(Path(snakemake.input.checkpoint), snakemake.wildcards.precision, Path(snakemake.output[0]))

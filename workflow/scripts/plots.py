@@ -1,0 +1,11 @@
+"""summary.json and validations -> the report's plots."""
+
+from job import job
+
+with job(snakemake.log[0]):
+    from pathlib import Path
+
+    from lockstep import plots
+
+    plots.error_by_layer([Path(path) for path in snakemake.input.validations], Path(snakemake.output.errors))
+    plots.speed(Path(snakemake.input.summary), Path(snakemake.output.speed))

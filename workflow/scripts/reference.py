@@ -1,0 +1,16 @@
+"""checkpoint.json -> the tokens and logits of transformers, at one layer count."""
+
+from job import job
+
+with job(snakemake.log[0]):
+    from pathlib import Path
+
+    from lockstep import golden
+    from lockstep.paths import layer_count
+
+    golden.make_reference(
+        Path(snakemake.input.checkpoint),
+        layer_count(snakemake.wildcards.layers),
+        snakemake.params.golden,
+        Path(snakemake.output.manifest),
+    )

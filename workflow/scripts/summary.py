@@ -1,0 +1,14 @@
+"""Engines, validations, golden checks and speeds of all targets -> summary.json, summary.csv and the report's table."""
+
+from job import job
+
+with job(snakemake.log[0]):
+    from pathlib import Path
+
+    from lockstep import summary
+    from lockstep.paths import Results, Target
+
+    summary.write(
+        Results(Path(snakemake.output.json).parent),
+        [Target.parse(name) for name in snakemake.params.targets],
+    )

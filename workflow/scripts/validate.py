@@ -1,0 +1,18 @@
+"""Graphs and weights -> how far they are from torch, at one layer count."""
+
+from job import job
+
+with job(snakemake.log[0]):
+    from pathlib import Path
+
+    from lockstep import validate
+    from lockstep.paths import layer_count
+
+    validate.run(
+        Path(snakemake.input.assembly),
+        Path(snakemake.input.weights),
+        Path(snakemake.input.checkpoint),
+        layer_count(snakemake.wildcards.layers),
+        snakemake.params.tolerance,
+        Path(snakemake.output[0]),
+    )
