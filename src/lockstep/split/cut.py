@@ -8,6 +8,7 @@ hold no weight, with the data movement around them.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -54,7 +55,8 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
     _flatten_attention(graph)
     flow = _Flow(graph, weights)
     markers = [node for node in graph if node.domain == DOMAIN]
-    plans = [flow.region_of(marker) for marker in markers]
+    flat: set[ir.Value] = set()
+    plans = [_plan(graph, flow, marker, flat) for marker in markers]
     spans = _spans(graph, flow, markers, plans)
     regions = tuple(_region(graph, marker, cuts) for marker, (cuts, _) in zip(markers, plans, strict=True))
     blocks = []
@@ -78,9 +80,7 @@ def _flatten_attention(graph: ir.Graph) -> None:
     for marker in [node for node in graph if node.domain == DOMAIN]:
         out = marker.outputs[0]
         _, heads, width = out.shape
-        shape = ir.Value(name=f"{out.name}/heads", const_value=ir.tensor([-1, heads, width]), shape=ir.Shape([3]), type=ir.TensorType(ir.DataType.INT64))
-        graph.register_initializer(shape)
-        split = ir.Node("", "Reshape", [out, shape], num_outputs=1)
+        split = ir.Node("", "Reshape", [out, _shape(graph, f"{out.name}/heads", -1, heads, width)], num_outputs=1)
         split.outputs[0].shape, split.outputs[0].type = out.shape, out.type
         out.shape = ir.Shape([out.shape[0], heads * width])
         out.replace_all_uses_with(split.outputs[0])
@@ -110,31 +110,109 @@ class _Flow:
         """Computed from positions alone: cheap, so that every block that needs it computes it."""
         return value in self.positional and value not in self.tokens
 
-    def region_of(self, marker: ir.Node) -> tuple[list[ir.Value], set[ir.Node]]:
-        """The flat query, key and value that feed `marker`, and the batchless nodes between."""
-        cuts, region = [], set()
-        for role, value in zip(("query", "key", "value"), marker.inputs, strict=True):
-            found: list[ir.Value] = []
-            self._walk(value, found, region)
-            width = value.shape[1] * value.shape[2]
-            if len(found) != 1 or len(found[0].shape) != 2 or found[0].shape[1] != width:
-                shapes = [str(v.shape) for v in found]
-                raise InputError(f"cannot be split: expected the {role} of a layer to come from one [num_tokens, {width}] tensor, found {shapes}")
-            cuts += found
-        if len(set(cuts)) != 3:
-            raise InputError("cannot be split: expected query, key and value of a layer as three tensors, found one shared by two of them")
-        return cuts, region
-
-    def _walk(self, value: ir.Value, found: list[ir.Value], region: set[ir.Node]) -> None:
-        stack = [value]
+    def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
+        """The token values that `value` is made of by positions and movement alone, and the nodes in between."""
+        found, region, seen, stack = [], set(), set(), [value]
         while stack:
             value = stack.pop()
+            if value in seen or value is None or value is self.positions:
+                continue
+            seen.add(value)
             node = value.producer()
-            if value in self.positional or (value in self.tokens and node is not None and node.op_type in _MOVEMENT and not self.weighted(node)):
+            moved = value in self.tokens and node is not None and node.op_type in _MOVEMENT and not self.weighted(node)
+            if value not in stops and (value in self.positional or moved):
                 region.add(node)
-                stack.extend(v for v in node.inputs if v is not None and v is not self.positions)
-            elif value in self.tokens and value not in found:
+                stack.extend(node.inputs)
+            elif value in self.tokens:
                 found.append(value)
+        return found, region
+
+    def cut_value(self, value: ir.Value) -> ir.Value:
+        """Where to cut for one input of an attention: the earliest single value that holds just its numbers.
+
+        Rotary encoding then falls into the batchless part. Where no such value exists before positions come in (a key that is
+        put together from two tensors), the cut is at the attention and the rotary encoding stays batchful.
+        """
+        width = value.shape[1] * value.shape[2]
+        _, region = self.walk(value)
+        made = {output for node in region for output in node.outputs} | {v for node in region for v in node.inputs if v is not None}
+        candidates = [v for v in made if v in self.tokens and v not in self.positional and _layout(v, width) is not None]
+        order = {output: index for index, node in enumerate(value.producer().graph) for output in node.outputs}
+        for candidate in sorted(candidates, key=lambda v: order.get(v, -1)):
+            found, _ = self.walk(value, stops={candidate})
+            if found == [candidate]:
+                return candidate
+        return value
+
+
+def _layout(value: ir.Value, width: int) -> str | None:
+    """How `width` numbers a token lie: "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim]; None for anything else."""
+    if value.shape is None:
+        return None
+    fixed = [isinstance(dim, int) for dim in value.shape]
+    if fixed == [False, True]:
+        return "flat" if value.shape[1] == width else None
+    if fixed == [False, True, True]:
+        return "tokens" if value.shape[1] * value.shape[2] == width else None
+    if fixed == [True, False, True]:
+        return "heads" if value.shape[0] * value.shape[2] == width else None
+    return None
+
+
+def _plan(graph: ir.Graph, flow: _Flow, marker: ir.Node, flat: set[ir.Value]) -> tuple[list[ir.Value], set[ir.Node]]:
+    """Make query, key and value flat where they are cut; give the three flat values (added to `flat`) and the batchless nodes behind."""
+    cuts = []
+    for role, value in zip(("query", "key", "value"), list(marker.inputs), strict=True):
+        at = flow.cut_value(value)
+        width = value.shape[1] * value.shape[2]
+        layout = _layout(at, width)
+        if layout is None:
+            raise InputError(f"cannot be split: expected the {role} of a layer as [num_tokens, heads, head_dim], found shape {at.shape}")
+        _, region = flow.walk(value, stops={at})
+        cuts.append(at if layout == "flat" else _flatten(graph, flow, at, layout, {marker, *region}))
+    flat.update(cuts)
+    merge_movement(graph, flat)
+    if len(set(cuts)) != 3:
+        raise InputError("cannot be split: expected query, key and value of a layer as three tensors, found one shared by two of them")
+    region = set()
+    for value in marker.inputs:
+        region |= flow.walk(value, stops=set(cuts))[1]
+    return cuts, region
+
+
+def _flatten(graph: ir.Graph, flow: _Flow, value: ir.Value, layout: str, readers: Collection[ir.Node]) -> ir.Value:
+    """Put `value` through [num_tokens, width] for `readers`; give the flat value. Others go on reading `value`."""
+    heads, dim = (value.shape[0] if layout == "heads" else value.shape[1]), value.shape[2]
+    tokens = value.shape[1] if layout == "heads" else value.shape[0]
+    last = value.producer()
+
+    def emit(op_type: str, inputs, shape, attributes=()) -> ir.Value:
+        nonlocal last
+        node = ir.Node("", op_type, inputs, list(attributes), num_outputs=1)
+        node.outputs[0].shape, node.outputs[0].type = ir.Shape(shape), value.type
+        graph.insert_after(last, node)
+        flow.tokens.add(node.outputs[0])
+        last = node
+        return node.outputs[0]
+
+    swap = [ir.AttrInt64s("perm", [1, 0, 2])]
+    uses = [(node, index) for node, index in value.uses() if node in readers]
+    flat = emit("Transpose", [value], [tokens, heads, dim], swap) if layout == "heads" else value
+    flat = emit("Reshape", [flat, _shape(graph, f"{value.name}/flat", -1, heads * dim)], [tokens, heads * dim])
+    back = emit("Reshape", [flat, _shape(graph, f"{value.name}/heads", -1, heads, dim)], [tokens, heads, dim])
+    back = emit("Transpose", [back], [heads, tokens, dim], swap) if layout == "heads" else back
+    for node, index in uses:
+        node.replace_input_with(index, back)
+    return flat
+
+
+def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
+    """An initializer that a Reshape takes its target from."""
+    while name in graph.initializers:
+        name += "_"
+    value = ir.Value(name=name, const_value=ir.tensor(list(dims)), shape=ir.Shape([len(dims)]), type=ir.TensorType(ir.DataType.INT64))
+    graph.register_initializer(value)
+    return value
 
 
 def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
@@ -155,7 +233,6 @@ def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.V
         elif known:
             stage.update((output, max(known)) for output in node.outputs if not flow.position_only(output))
     reads: list[dict[ir.Value, None]] = [{} for _ in range(len(markers) + 1)]
-    crossing: dict[ir.Value, None] = {}
     for node in graph:
         here = next((stage[output] for output in node.outputs if output in stage), None)
         if node in batchless or here is None:
@@ -166,26 +243,27 @@ def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.V
             made_by_attention = value.producer() in level
             if value is hidden or made_by_attention or stage[value] < here:
                 reads[here][value] = None
-                if value is not hidden and not made_by_attention:
-                    crossing[value] = None
+    first = [v for v in reads[1] if v.producer() not in level]
+    hidden_role = first.index(hidden) if hidden in first else 0
     spans = []
-    carried: dict[ir.Value, str] = {hidden: "hidden"}
+    names: dict[ir.Value, str] = {hidden: "hidden"}
     for index in range(len(markers) + 1):
-        inputs = {v: "attention" if v.producer() in level else carried[v] for v in reads[index]}
-        late = [v for v in inputs if v.producer() in level and level[v.producer()] != index - 1]
-        if late:
-            raise InputError(f"cannot be split: block {index} reads the attention of an earlier layer")
+        inputs = {v: "attention" if v.producer() in level else names.get(v) for v in reads[index]}
+        if any(v.producer() in level and level[v.producer()] != index - 1 for v in inputs) or None in inputs.values():
+            raise InputError(f"cannot be split: the block before layer {index} reads what an earlier block than the one before it made")
         if index == len(markers):
             outputs = {"logits": graph.outputs[0]}
         else:
-            crosses = [v for v in crossing if stage[v] == index]
-            names = ["hidden", *(f"carry_{n}" for n in range(1, len(crosses)))]
-            carried.update(zip(crosses, names, strict=False))  # a block's output "hidden_out" is the next block's "hidden"
+            # Roles are told apart by the order in which the next block reads them, so that equal blocks get equal names.
+            crossing = [v for v in reads[index + 1] if v.producer() not in level]
+            roles = [n for n in range(len(crossing)) if n != hidden_role]
+            names = {v: "hidden" if n == hidden_role else f"carry_{roles.index(n) + 1}" for n, v in enumerate(crossing)}
             cuts = plans[index][0]
-            wrong = [v for v in cuts if stage.get(v) != index]
-            if wrong:
+            if any(stage.get(v) != index for v in cuts):
                 raise InputError(f"cannot be split: query, key or value of layer {index} is made before the attention of layer {index - 1}")
-            outputs = dict(zip((f"{name}_out" for name in names), crosses, strict=False)) | dict(zip(("query", "key", "value"), cuts, strict=True))
+            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden} | dict(zip(("query", "key", "value"), cuts, strict=True))
+            if names.get(hidden, "hidden") != "hidden":
+                raise InputError("cannot be split: the layers after the first read the embedding in another place than the first")
         if flow.positions is not None and _needs_positions(outputs.values(), set(inputs), flow.positions):
             inputs[flow.positions] = "position_ids"
         spans.append((inputs, outputs))

@@ -7,7 +7,7 @@ node that no rule fits keeps its full form between an Unsqueeze and a Squeeze: u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -251,32 +251,34 @@ def _same(one: Sequence, other: Sequence) -> bool:
     return sum(dynamic) <= 1 and all(d or a == b for d, a, b in zip(dynamic, one, other, strict=True))
 
 
-def merge_movement(graph: ir.Graph) -> None:
-    """Reshape of a reshape reads the first one's input; a reshape to the same shape and a transpose to the same order vanish."""
+def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
+    """Let reshapes and transposes read past reshapes and transposes, and drop those that do nothing.
+
+    Values in `keep` stay, and nothing reads past them.
+    """
     for node in list(graph):
+        out, source = node.outputs[0], node.inputs[0] if node.inputs else None
         if node.op_type == "Reshape":
             target = _constant(node.inputs[1])
-            source = node.inputs[0]
-            while (producer := source.producer()) is not None and producer.op_type == "Reshape" and target is not None and 0 not in target:
-                source = producer.inputs[0]
-            node.replace_input_with(0, source)
-            out = node.outputs[0]
+            if target is not None and 0 not in target:
+                while source not in keep and (producer := source.producer()) is not None and producer.op_type == "Reshape":
+                    source = producer.inputs[0]
+                node.replace_input_with(0, source)
             if source.shape is not None and out.shape is not None and _same(source.shape, out.shape):
-                _replace(graph, node, source)
+                _replace(graph, node, source, keep)
         elif node.op_type == "Transpose":
-            perm = node.attributes["perm"].as_ints()
-            producer = node.inputs[0].producer()
-            if producer is not None and producer.op_type == "Transpose":
-                before = producer.attributes["perm"].as_ints()
-                perm = [before[p] for p in perm]
-                node.replace_input_with(0, producer.inputs[0])
+            perm = list(node.attributes["perm"].as_ints())
+            producer = source.producer()
+            if source not in keep and producer is not None and producer.op_type == "Transpose":
+                perm = [producer.attributes["perm"].as_ints()[p] for p in perm]
+                source = producer.inputs[0]
+                node.replace_input_with(0, source)
                 node.attributes["perm"] = ir.AttrInt64s("perm", perm)
-            if list(perm) == sorted(perm):
-                _replace(graph, node, node.inputs[0])
+            if perm == sorted(perm):
+                _replace(graph, node, source, keep)
 
 
-def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
-    if node.outputs[0].is_graph_output():
-        return
-    node.outputs[0].replace_all_uses_with(value)
-    graph.remove(node, safe=True)
+def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value, keep: Collection[ir.Value]) -> None:
+    if not node.outputs[0].is_graph_output() and node.outputs[0] not in keep:
+        node.outputs[0].replace_all_uses_with(value)
+        graph.remove(node, safe=True)
