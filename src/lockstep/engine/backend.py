@@ -1,0 +1,98 @@
+"""What a backend is: describe the device, build a graph to an engine file, load it, bind weights, run. Nothing else knows a library's name.
+
+A call of an engine goes through four steps, so that each costs what it must and no more:
+
+    Backend.load(engine file)      -> Program      once an engine file; no weights yet
+    Program.bind(weights)          -> Executable   once a layer; weights stay where they are unless the library repacks them
+    Executable.prepare(in, out)    -> run()        once a set of buffers; allocates nothing afterwards
+    run()                                          once a step
+
+Buffers are the backend's own arrays (`Backend.empty`): NumPy arrays on a CPU, device arrays elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from lockstep.errors import InputError
+
+Array = TypeVar("Array")
+Run = Callable[[], None]
+
+# Backend name -> (module, class). A module is imported when its backend is asked for, so that none needs another's library.
+_BACKENDS = {"onnxruntime": ("lockstep.engine.onnxruntime_cpu", "OnnxRuntimeBackend")}
+
+
+class Executable(Protocol):
+    """An engine with its weights."""
+
+    def prepare(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
+        """A call that reads `inputs` and writes `outputs` in place, as often as it is called.
+
+        Arrays must be contiguous and of the engine's dtypes; they are kept alive by the call. Raises CheckError otherwise.
+        """
+        ...
+
+
+class Program(Protocol):
+    """A loaded engine file, without weights."""
+
+    def bind(self, weights: Mapping[str, Sequence[np.ndarray]]) -> Executable:
+        """Give each slot its tensors; several are placed one after another along axis 0.
+
+        Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or shape than the slot's.
+        """
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One inference library on one device."""
+
+    name: str
+    suffix: str
+    precisions: tuple[str, ...]
+
+    def version(self) -> str:
+        """The library's version; an engine is for exactly this one."""
+        ...
+
+    def describe_device(self) -> dict[str, Any]:
+        """JSON of the device. `device_key` picks what an engine depends on."""
+        ...
+
+    def device_key(self, device: Mapping[str, Any]) -> Any:
+        """The part of a device's description that must be equal for an engine to be loaded; comparable and printable."""
+        ...
+
+    def default_options(self) -> dict[str, Any]:
+        """The build options as they are recorded."""
+        ...
+
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> None:
+        """Build the ONNX graph to an engine file; same inputs, same bytes. Raises CheckError when the library refuses the graph."""
+        ...
+
+    def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Program:
+        """Load an engine file whose weight inputs are `slots` (the assembly's IO entries)."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
+        """A contiguous buffer, not initialised."""
+        ...
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of this name. Raises InputError for an unknown name or a library that is not installed."""
+    if name not in _BACKENDS:
+        raise InputError(f"backend: expected one of {', '.join(sorted(_BACKENDS))}, found {name!r}")
+    module, attribute = _BACKENDS[name]
+    try:
+        return getattr(importlib.import_module(module), attribute)()
+    except ModuleNotFoundError as error:
+        raise InputError(f"backend {name}: needs the Python package {error.name!r}, which is not installed here; install it") from None

@@ -1,0 +1,65 @@
+"""What an engine depends on in a CPU: its architecture and the instruction sets that ONNX Runtime's kernels and layouts choose by."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError
+
+THREADS_VARIABLE = "LOCKSTEP_THREADS"
+
+# ONNX Runtime picks block sizes and kernels by these (onnxruntime/core/mlas/lib/platform.cpp). Others do not matter to it.
+_ISA = {
+    "x86_64": (
+        "sse4_1", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl",
+        "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
+    ),
+    "aarch64": ("asimd", "asimdhp", "asimddp", "fphp", "i8mm", "bf16", "sve", "sve2", "sme", "sme2"),
+}  # fmt: skip
+_ALIASES = {"AMD64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
+
+
+def describe_cpu(cpuinfo: str | None = None, machine: str | None = None) -> dict[str, Any]:
+    """{"architecture", "vendor", "family", "isa"}; `isa` is the sorted list of known flags that this CPU has.
+
+    `cpuinfo` is the text of Linux's /proc/cpuinfo; where there is none, vendor and flags stay empty.
+    """
+    machine = machine or platform.machine()
+    architecture = _ALIASES.get(machine, machine)
+    if cpuinfo is None:
+        path = Path("/proc/cpuinfo")
+        cpuinfo = path.read_text(errors="replace") if path.exists() else ""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())  # the first processor speaks for all
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    return {
+        "architecture": architecture,
+        "vendor": fields.get("vendor_id") or fields.get("CPU implementer", ""),
+        "family": " ".join(filter(None, (fields.get("cpu family") or fields.get("CPU part", ""), fields.get("model", "")))),
+        "isa": sorted(flags & set(_ISA.get(architecture, ()))),
+    }
+
+
+def cpu_key(device: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal: another vendor with the same instruction sets runs the same engine."""
+    return {"architecture": device.get("architecture"), "isa": list(device.get("isa", []))}
+
+
+def thread_count(threads: int | None = None) -> int:
+    """The number asked for, else that of the environment variable LOCKSTEP_THREADS, else the CPUs this process may use."""
+    if threads is None:
+        text = os.environ.get(THREADS_VARIABLE, "")
+        if not text:
+            return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if not text.isdecimal():
+            raise InputError(f"{THREADS_VARIABLE}: expected a number of threads of at least 1, found {text!r}")
+        threads = int(text)
+    if threads < 1:
+        raise InputError(f"threads: expected at least 1, found {threads}")
+    return threads
