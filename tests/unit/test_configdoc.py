@@ -58,6 +58,15 @@ def test_the_demo_fits_its_checkpoint_and_the_schema():
     jsonschema.validate(as_json(read_document(FOLDER / "config.yaml")), configdoc.schema())
 
 
+def test_the_demo_expects_what_its_checkpoint_was_made_to_say():
+    known = json.loads((REPOSITORY / "resources" / "demo-llama" / "expected.json").read_text())
+    texts = {entry["text"]: {2: entry["2"]["new_text"], "all": entry["all"]["new_text"]} for entry in known}
+    prompts = load(FOLDER / "config.yaml").models["demo-llama"].golden.prompts
+    assert len(prompts) == 4
+    for prompt in prompts:
+        assert prompt.expected == texts[prompt.text]
+
+
 def test_the_example_in_the_readme_loads(tmp_path):
     (tmp_path / "example.yaml").write_text(configdoc.EXAMPLE)
     config = load(tmp_path / "example.yaml")
