@@ -16,7 +16,7 @@ import onnx
 
 from lockstep.checkpoint import checkpoint_folder
 from lockstep.errors import InputError
-from lockstep.files import read_json, write_bytes, write_json
+from lockstep.files import dump_json, read_json, write_bytes, write_json
 from lockstep.split import attention
 from lockstep.split.canonical import Graph, canonical
 from lockstep.split.compose import Step, compose
@@ -65,6 +65,15 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
         write_bytes(out.parent / name, data)
     write_json(out, assembly)
     return out
+
+
+def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives {file: size, sha256}."""
+    files, assembly = _assemble(layers_of(config, precision), config, precision)
+    files["assembly.json"] = dump_json(assembly).encode()
+    for name, data in sorted(files.items()):
+        write_bytes(folder / name, data)
+    return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
 def _assemble(layers: list[Layer], config: dict[str, Any], precision: str) -> tuple[dict[str, bytes], dict[str, Any]]:
