@@ -24,7 +24,7 @@ _PINS = _SOURCES.parents[1] / "envs" / "requirements.txt"
 # Packages whose import name is not their own name.
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 # What these load when used, without an import that could be read in our code.
-_BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors")}
+_BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors"), "polygraphy": ("onnx-graphsurgeon",)}
 
 
 def stage_key(entry: str, packages: Iterable[str] = ()) -> dict[str, str]:

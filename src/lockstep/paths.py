@@ -42,6 +42,9 @@ class Results:
     def checkpoint(self, model: str) -> Path:
         return self.root / model / "checkpoint.json"
 
+    def architecture(self, model: str) -> Path:
+        return self.root / model / "architecture.json"
+
     def weights(self, model: str, precision: str) -> Path:
         return self.root / model / precision / "weights.json"
 
@@ -65,6 +68,9 @@ class Results:
 
     def summary(self) -> Path:
         return self.root / "summary.json"
+
+    def report_page(self) -> Path:
+        return self.root / "report.html"
 
     def report(self, name: str) -> Path:
         return self.root / "report" / name

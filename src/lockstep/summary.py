@@ -24,6 +24,7 @@ COLUMNS = (
     ("prefill_tokens_per_s", "prefill tokens/s", "{:.0f}".format),
     ("decode_tokens_per_s", "decode tokens/s", "{:.0f}".format),
 )
+_WIDTH = 240  # more than any row needs: rich would cut words to the terminal's width
 _NUMBERS = ("max_logit_error", "prefill_tokens_per_s", "decode_tokens_per_s")
 
 
@@ -44,15 +45,8 @@ def collect(results: Results, targets: Sequence[Target]) -> dict[str, Any]:
     return {"format": FORMAT, "targets": [_row(results, target) for target in targets]}
 
 
-def targets_of(results: Results) -> list[Target]:
-    """The targets of the config that the results were made with."""
-    from lockstep.config import load
-
-    return load(read_json(results.config()), where=str(results.config())).targets()
-
-
 def print_table(summary: dict[str, Any]) -> None:
-    """Print the rows as a table, whole words kept: on a narrow terminal or in a file it may be wider than the window."""
+    """Print the rows as a table, nothing cut: on a narrow terminal its lines wrap."""
     from rich.console import Console
     from rich.table import Table
 
@@ -60,11 +54,8 @@ def print_table(summary: dict[str, Any]) -> None:
     for key, heading, _ in COLUMNS:
         table.add_column(heading, justify="right" if key in _NUMBERS else "left", no_wrap=True)
     for row in summary["targets"]:
-        style = None if row["golden"] == "pass" else "red"
-        table.add_row(*_shown(row), style=style)
-    console = Console(soft_wrap=True)
-    console.width = max(console.width, console.measure(table).maximum)
-    console.print(table)
+        table.add_row(*_shown(row), style=None if row["golden"] == "pass" else "red")
+    Console(width=_WIDTH).print(table)
 
 
 def _row(results: Results, target: Target) -> dict[str, Any]:

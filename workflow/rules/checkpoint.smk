@@ -1,7 +1,8 @@
 # Which bytes: the checkpoint's files, and its tensors in each precision.
 #
 # needs: a local checkpoint folder for each model (SOURCES)
-# makes: results/config.json, <model>/checkpoint.json, <model>/<precision>/weights.json (and weights.safetensors where it casts)
+# makes: results/config.json, <model>/checkpoint.json and architecture.json (the same without weights),
+#        <model>/<precision>/weights.json (and weights.safetensors where it casts)
 
 
 rule config:
@@ -22,7 +23,8 @@ rule config:
 
 rule resolve:
     input:
-        checkpoint_of,
+        sides=lambda wildcards: SIDE_FILES[wildcards.model],
+        weights=lambda wildcards: WEIGHT_FILES[wildcards.model],
     output:
         RESULTS.checkpoint(MODEL),
     log:
@@ -36,6 +38,24 @@ rule resolve:
         "Resolve {wildcards.model}"
     script:
         "../scripts/resolve.py"
+
+
+rule architecture:
+    input:
+        sides=lambda wildcards: SIDE_FILES[wildcards.model],
+    output:
+        RESULTS.architecture(MODEL),
+    log:
+        log_of("architecture", MODEL),
+    conda:
+        "../../envs/checkpoint.yaml"
+    params:
+        source=lambda wildcards: CONFIG.models[wildcards.model].source,
+        key=KEYS["resolve"],
+    message:
+        "Resolve the architecture of {wildcards.model}"
+    script:
+        "../scripts/architecture.py"
 
 
 rule convert:

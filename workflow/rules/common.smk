@@ -12,7 +12,8 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 
 from lockstep import config as lockstep_config
 from lockstep.buildkey import stage_key
-from lockstep.checkpoint.architecture import architecture_digest, checkpoint_files
+from lockstep.checkpoint.resolve import side_files, weight_files
+from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import guard
 from lockstep.paths import Results, layer_count
 
@@ -20,21 +21,28 @@ RESULTS = Results(Path("results"))
 MODEL, PRECISION, LAYERS, BACKEND = "{model}", "{precision}", "{layers}", "{backend}"
 
 
-def display_path(path):
+def display_paths(paths):
     """Relative to the working directory where both are in this checkout, so that no record holds where it lies."""
-    inside = path.is_relative_to(REPOSITORY) and Path.cwd().is_relative_to(REPOSITORY)
-    return os.path.relpath(path) if inside else str(path)
+    inside = Path.cwd().is_relative_to(REPOSITORY)
+    return [
+        (
+            os.path.relpath(path)
+            if inside and path.is_relative_to(REPOSITORY)
+            else str(path)
+        )
+        for path in paths
+    ]
 
 
 # One line and exit code 2 for a mistake in the config or a damaged checkpoint.
 with guard():
     CONFIG = lockstep_config.load_merged(config, workflow.configfiles)
     SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY])
-    ARCHITECTURES = {
-        model: architecture_digest(folder) for model, folder in SOURCES.items()
+    SIDE_FILES = {
+        model: display_paths(side_files(folder)) for model, folder in SOURCES.items()
     }
-    FILES = {
-        model: [display_path(path) for path in checkpoint_files(folder)]
+    WEIGHT_FILES = {
+        model: display_paths(weight_files(folder, find_tensors(folder)))
         for model, folder in SOURCES.items()
     }
     # What a change of the code or of the pinned packages reruns.
@@ -81,6 +89,7 @@ ASSEMBLIES = per_target(RESULTS.assembly, "model", "precision")
 MANIFESTS = [
     str(RESULTS.config()),
     *per_target(RESULTS.checkpoint, "model"),
+    *per_target(RESULTS.architecture, "model"),
     *WEIGHTS,
     *ASSEMBLIES,
     *ENGINES,
@@ -100,11 +109,6 @@ REPORTS = [
 
 def log_of(rule, *wildcards):
     return str(RESULTS.log(rule, *wildcards))
-
-
-def checkpoint_of(wildcards):
-    """The files of a model's checkpoint, so that an edit of any of them is seen."""
-    return FILES[wildcards.model]
 
 
 def golden_prompts(wildcards):
@@ -128,5 +132,5 @@ def tolerance(wildcards):
 
 def compute_threads(wildcards):
     """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
-    weights = [path for path in FILES[wildcards.model] if path.endswith(".safetensors")]
-    return 1 if sum(map(os.path.getsize, weights)) < SMALL else 16
+    weights = sum(map(os.path.getsize, WEIGHT_FILES[wildcards.model]))
+    return 1 if weights < SMALL else 16

@@ -1,13 +1,13 @@
 # Graphs without weights, and the proof that they compute what the model computes.
 #
-# needs: checkpoint.json; for the proof also weights.json
+# needs: architecture.json; for the proof checkpoint.json and weights.json
 # makes: <model>/<precision>/graphs/assembly.json (and the graphs beside it), <model>/<precision>/validate/<layers>.json
 
 
 rule export:
     input:
-        # Ancient, because only the architecture is read: other weights of the same shapes need no new graphs, and no new engines.
-        checkpoint=ancient(RESULTS.checkpoint(MODEL)),
+        # Not checkpoint.json: other weights for the same model need no new graphs, and so no new engines.
+        architecture=RESULTS.architecture(MODEL),
     output:
         RESULTS.assembly(MODEL, PRECISION),
     log:
@@ -15,7 +15,6 @@ rule export:
     conda:
         "../../envs/torch.yaml"
     params:
-        architecture=lambda wildcards: ARCHITECTURES[wildcards.model],
         key=KEYS["export"],
     message:
         "Export graphs of {wildcards.model} in {wildcards.precision}"

@@ -31,13 +31,8 @@ except OSError as error:
     # A read-only folder, or a file system without such locks.
     logger.debug(f"stale locks are not looked for: {error}")
 
-damaged = {
-    path
-    for path in [*WEIGHTS, *ASSEMBLIES, *ENGINES]
-    if os.path.exists(path) and lost_files(path)
-}
-if damaged:
-    logger.info(
-        f"Made again, for files beside them are gone: {', '.join(sorted(damaged))}"
-    )
-    workflow.dag_settings.forcerun = {*workflow.dag_settings.forcerun, *damaged}
+# Snakemake looks at manifests only. One whose files are gone or cut short is worth nothing, and without it they are made again.
+for manifest in [*WEIGHTS, *ASSEMBLIES, *ENGINES]:
+    if os.path.exists(manifest) and (lost := lost_files(manifest)):
+        logger.info(f"{lost[0]} is gone or not whole: {manifest} is made again")
+        os.remove(manifest)

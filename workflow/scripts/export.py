@@ -1,4 +1,4 @@
-"""checkpoint.json -> assembly.json and the graphs beside it."""
+"""architecture.json -> assembly.json and the graphs beside it."""
 
 from job import job
 
@@ -7,4 +7,4 @@ with job(snakemake.log[0]):
 
     from lockstep import split
 
-    split.export(Path(snakemake.input.checkpoint), snakemake.wildcards.precision, Path(snakemake.output[0]))
+    split.export(Path(snakemake.input.architecture), snakemake.wildcards.precision, Path(snakemake.output[0]))

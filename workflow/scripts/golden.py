@@ -19,4 +19,6 @@ with job(snakemake.log[0]):
         snakemake.params.limits,
         Path(snakemake.output.check),
         Path(snakemake.output.speed),
+        snakemake.params.expected,
+        snakemake.threads,
     )

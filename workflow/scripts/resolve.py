@@ -7,4 +7,4 @@ with job(snakemake.log[0]):
 
     from lockstep import checkpoint
 
-    checkpoint.resolve(snakemake.params.source, Path(snakemake.input[0]).parent, Path(snakemake.output[0]))
+    checkpoint.resolve(snakemake.params.source, Path(snakemake.input.sides[0]).parent, Path(snakemake.output[0]))

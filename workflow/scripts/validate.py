@@ -15,4 +15,6 @@ with job(snakemake.log[0]):
         layer_count(snakemake.wildcards.layers),
         snakemake.params.tolerance,
         Path(snakemake.output[0]),
+        snakemake.wildcards.model,
+        snakemake.threads,
     )

@@ -1,0 +1,190 @@
+"""The `lockstep` command: each stage by hand, without Snakemake, and text from a finished engine set.
+
+Each stage is the function that its rule calls, on the same paths below `results/`. Imports stand in the commands: the program
+explains itself without loading what only one of them needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep import __version__
+from lockstep.errors import InputError, guard
+from lockstep.paths import Results, Target
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+_DEFAULT_CONFIG = Path("config/config.yaml")
+_RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True, help="The results tree.")
+_CONFIG = click.option("--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]")
+
+
+class _Guarded(click.Group):
+    """Users' mistakes as one line and an exit code, Ctrl-C too, before click makes something else of them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with guard():
+            return super().invoke(ctx)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # as they are written below, which is the order of the stages
+
+
+@click.group(cls=_Guarded, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def main() -> None:
+    """From a Hugging Face checkpoint to inference engines that are checked and can be built again."""
+
+
+@dataclass(frozen=True)
+class Project:
+    """What a stage's command works on."""
+
+    config: Config
+    sources: dict[str, Path]
+    results: Results
+
+
+def _stage(*fields: str) -> Callable[[Callable[..., Path]], click.Command]:
+    """A command that runs `function(project, *values)` for each combination of `fields` of the targets that it is given."""
+
+    def decorate(function: Callable[..., Path]) -> click.Command:
+        @main.command(function.__name__, help=function.__doc__)
+        @click.argument("targets", nargs=-1, metavar="[TARGET]...")
+        @_CONFIG
+        @_RESULTS
+        def command(targets: tuple[str, ...], config_file: Path | None, results: Path) -> None:
+            project = _project(config_file, results)
+            chosen = [target for target in project.config.targets() if not targets or any(_matches(target, text) for text in targets)]
+            for text in targets:
+                if not any(_matches(target, text) for target in chosen):
+                    project.config.parse_target(text)  # says which there are
+            for values in dict.fromkeys(tuple(getattr(target, field) for field in fields) for target in chosen):
+                click.echo(function(project, *values))
+
+        return command
+
+    return decorate
+
+
+def _matches(target: Target, text: str) -> bool:
+    """Whether `text` is the target's name or its beginning: `demo-llama`, `demo-llama/fp16`."""
+    return f"{target}/".startswith(f"{text.rstrip('/')}/")
+
+
+def _project(config_file: Path | None, results: Path) -> Project:
+    config = _config(config_file)
+    return Project(config, config.check_sources(), Results(results))
+
+
+def _config(config_file: Path | None) -> Config:
+    from lockstep.config import load
+    from lockstep.sources import source_folders
+
+    found = (folder / _DEFAULT_CONFIG for folder in source_folders() if (folder / _DEFAULT_CONFIG).is_file())
+    return load(config_file or next(found, _DEFAULT_CONFIG))
+
+
+def _used_config(results: Results) -> Config:
+    """The config that the results were made with."""
+    from lockstep.config import load
+    from lockstep.files import read_json
+
+    return load(read_json(results.config()), where=str(results.config()))
+
+
+@_stage("model")
+def resolve(project: Project, model: str) -> Path:
+    """Checkpoint folder -> checkpoint.json and architecture.json."""
+    from lockstep import checkpoint
+
+    source = project.config.models[model].source
+    checkpoint.resolve_architecture(source, project.sources[model], project.results.architecture(model))
+    return checkpoint.resolve(source, project.sources[model], project.results.checkpoint(model))
+
+
+@_stage("model", "precision")
+def convert(project: Project, model: str, precision: str) -> Path:
+    """checkpoint.json -> weights.json in one precision."""
+    from lockstep import weights
+
+    return weights.convert(project.results.checkpoint(model), precision, project.results.weights(model, precision))
+
+
+@_stage("model", "precision")
+def export(project: Project, model: str, precision: str) -> Path:
+    """architecture.json -> assembly.json and its graphs."""
+    from lockstep import split
+
+    return split.export(project.results.architecture(model), precision, project.results.assembly(model, precision))
+
+
+@_stage("model", "precision", "layers")
+def validate(project: Project, model: str, precision: str, layers: int | str) -> Path:
+    """Graphs against torch, at one layer count."""
+    from lockstep import validate as stage
+
+    results = project.results
+    return stage.run(
+        results.assembly(model, precision), results.weights(model, precision), results.checkpoint(model),
+        layers, project.config.tolerances[precision].model_dump(), results.validation(model, precision, layers), model,
+    )  # fmt: skip
+
+
+@_stage("model", "precision", "backend")
+def build(project: Project, model: str, precision: str, backend: str) -> Path:
+    """assembly.json -> the engine set of one backend."""
+    from lockstep import engine
+
+    return engine.build(project.results.assembly(model, precision), backend, project.results.engines(model, precision, backend))
+
+
+@_stage("model", "layers")
+def reference(project: Project, model: str, layers: int | str) -> Path:
+    """checkpoint.json -> tokens and logits of transformers."""
+    from lockstep import golden as stage
+
+    golden = project.config.models[model].golden
+    prompts = {"max_new_tokens": golden.max_new_tokens, "prompts": [prompt.text for prompt in golden.prompts]}
+    return stage.make_reference(project.results.checkpoint(model), layers, prompts, project.results.reference(model, layers))
+
+
+@_stage("model", "precision", "layers", "backend")
+def golden(project: Project, model: str, precision: str, layers: int | str, backend: str) -> Path:
+    """Engine set against the reference, and its speed."""
+    from lockstep import golden as stage
+
+    results, config = project.results, project.config
+    names = (model, precision, layers, backend)
+    return stage.check(
+        results.assembly(model, precision), results.weights(model, precision), results.engines(model, precision, backend),
+        results.reference(model, layers), Target(*names), config.tolerances[precision].model_dump(), config.limits.model_dump(),
+        results.golden(*names), results.speed(*names), [prompt.expected.get(layers) for prompt in config.models[model].golden.prompts],
+    )  # fmt: skip
+
+
+@main.command()
+@_RESULTS
+def summary(results: Path) -> None:
+    """All checks of the last run -> summary.json, summary.csv, and a table."""
+    from lockstep import summary as stage
+
+    tree = Results(results)
+    stage.print_table(stage.write(tree, _used_config(tree).targets()))
+    for path, what in ((tree.summary(), "Summary"), (tree.report_page(), "Report")):
+        if path.is_file():
+            click.echo(f"{what}: {path}")
+
+
+@main.command()
+@_CONFIG
+def targets(config_file: Path | None) -> None:
+    """List the targets of a config."""
+    for target in _config(config_file).targets():
+        click.echo(target)

@@ -1,0 +1,178 @@
+"""Build keys: what a stage's digests see, and what they leave out."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep import buildkey
+from lockstep.errors import InputError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STAGES = ("checkpoint", "weights", "split", "validate", "engine", "golden.reference", "golden.check", "summary", "plots")
+# Which environment file the rules of a stage name, and so must hold what the stage imports.
+ENVIRONMENTS = {
+    "checkpoint": "checkpoint", "weights": "checkpoint", "split": "torch", "validate": "torch", "golden.reference": "torch",
+    "engine": "engine", "golden.check": "engine", "plots": "report",
+}  # fmt: skip
+
+
+def names(entry: str) -> set[str]:
+    return {path.relative_to(REPOSITORY / "src" / "lockstep").as_posix() for path in buildkey.module_files(entry)}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty package in place of this one."""
+    monkeypatch.setattr(buildkey, "_SOURCES", tmp_path)
+    write(tmp_path, "__init__.py", "")
+    forget()
+    yield tmp_path
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    buildkey._read.cache_clear()
+    buildkey._reach.cache_clear()
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("import lockstep.other", "start.py"),
+        ("from lockstep.other import name", "start.py"),
+        ("from lockstep import other", "start.py"),
+        ("def late():\n    from lockstep.other import name", "start.py"),
+        ("from . import other", "start.py"),
+        ("from .other import name", "start/__init__.py"),
+        ("from .deep import x", "start/__init__.py"),
+        ("MODULE = 'lockstep.other'", "start.py"),
+    ],
+)  # fmt: skip
+def test_an_import_in_any_form_is_followed(package: Path, line: str, where: str) -> None:
+    write(package, where, line)
+    write(package, "other.py", "name = 1")
+    write(package, "start/other.py" if where.startswith("start/") else "unused.py", "name = 1")
+    write(package, "start/deep.py" if where.startswith("start/") else "unused.py", "from ..other import name")
+    before = buildkey.code_digest("start")
+    for name in ("other.py", "start/other.py"):
+        if (package / name).exists():
+            write(package, name, "name = 2")
+    assert buildkey.code_digest("start") != before
+
+
+def test_what_is_not_imported_does_not_count(package: Path) -> None:
+    write(package, "start.py", "import json, numpy")
+    before = buildkey.code_digest("start")
+    write(package, "other.py", "x = 1")
+    assert buildkey.code_digest("start") == before
+
+
+def test_the_packages_above_a_module_count(package: Path) -> None:
+    write(package, "inner/__init__.py", "")
+    write(package, "inner/start.py", "")
+    before = buildkey.code_digest("inner.start")
+    write(package, "inner/__init__.py", "x = 1")
+    assert buildkey.code_digest("inner.start") != before
+
+
+def test_imports_in_a_circle_end(package: Path) -> None:
+    write(package, "start.py", "import lockstep.other")
+    write(package, "other.py", "import lockstep.start")
+    assert {path.name for path in buildkey.module_files("start")} == {"__init__.py", "start.py", "other.py"}
+
+
+def test_a_stage_that_does_not_exist_is_named() -> None:
+    with pytest.raises(InputError, match="lockstep.nothing"):
+        buildkey.code_digest("nothing")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_stage_loads_is_in_its_digest(stage: str) -> None:
+    """The real import against the graph that was read: nothing of this package is loaded that the digest leaves out."""
+    code = (
+        f"import importlib, sys; importlib.import_module('lockstep.{stage}');"
+        "print(*(module.__file__ for name, module in sys.modules.items() if name.partition('.')[0] == 'lockstep'), sep='\\n')"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=None).stdout
+    assert {Path(line) for line in output.split("\n") if line} <= set(buildkey.module_files(stage))
+
+
+def test_the_check_does_not_depend_on_how_the_reference_is_made() -> None:
+    assert "golden/reference.py" not in names("golden.check") and "split/tracer.py" not in names("golden.check")
+    assert "torch" not in buildkey.third_party("golden.check")
+
+
+def test_digests_are_the_same_in_another_process() -> None:
+    code = "from lockstep.buildkey import stage_key; print(*stage_key('split').values())"
+    output = {
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env={"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONHASHSEED": seed}).stdout
+        for seed in ("1", "2")
+    }
+    assert output == {" ".join(buildkey.stage_key("split").values()) + "\n"}
+
+
+def test_a_pin_changes_the_digest_of_those_who_ask_for_it(tmp_path: Path) -> None:
+    pins = tmp_path / "requirements.txt"
+    pins.write_text("# comment\nNumPy==1.0\nml_dtypes==2.0  # why\n\n")
+    numpy, both = (buildkey.environment_digest(names, pins) for names in (["numpy"], ["numpy", "ml-dtypes"]))
+    pins.write_text("numpy==1.0\nml-dtypes==3.0\n")
+    assert buildkey.environment_digest(["numpy"], pins) == numpy
+    assert buildkey.environment_digest(["ml_dtypes", "numpy"], pins) != both
+
+
+def test_a_package_without_a_pin_is_named(tmp_path: Path) -> None:
+    pins = tmp_path / "requirements.txt"
+    pins.write_text("numpy==1.0\n")
+    with pytest.raises(InputError, match="pin of torch"):
+        buildkey.environment_digest(["torch"], pins)
+    pins.write_text("numpy>=1.0\n")
+    with pytest.raises(InputError, match=r"requirements.txt:1: expected name==version, found 'numpy>=1.0'"):
+        buildkey.environment_digest(["numpy"], pins)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_package_of_a_stage_is_pinned(stage: str) -> None:
+    assert buildkey.third_party(stage) <= set(buildkey.read_pins())
+    buildkey.stage_key(stage)
+
+
+def test_this_environment_is_the_pinned_one() -> None:
+    """Versions of what is installed, against the pins: else the digests would speak of other packages than those that run."""
+    from importlib.metadata import distributions
+
+    installed = {buildkey._canonical(item.metadata["Name"]): item.version.partition("+")[0] for item in distributions() if item.metadata["Name"]}
+    pins = buildkey.read_pins()
+    assert {name: installed.get(name) for name in pins} == pins
+
+
+@pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS.values())))
+def test_the_environment_files_agree_with_the_pins(name: str) -> None:
+    environment = yaml.safe_load((REPOSITORY / "envs" / f"{name}.yaml").read_text())
+    (packages,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
+    listed = {buildkey._canonical(name): version for name, version in (line.split("==") for line in packages)}
+    pins = buildkey.read_pins()
+    assert listed == {package: pins[package] for package in listed}
+    wanted = set().union(*(buildkey.third_party(stage) for stage, group in ENVIRONMENTS.items() if group == name))
+    assert wanted <= set(listed), "a stage imports what its environment lacks"
+
+
+def test_the_packages_are_real() -> None:
+    """Import names that are no package's name must stand in the table."""
+    for stage in STAGES:
+        for package in buildkey.third_party(stage):
+            module = {name: module for module, name in buildkey._DISTRIBUTIONS.items()}.get(package, package.replace("-", "_"))
+            assert importlib.util.find_spec(module), package

@@ -1,0 +1,91 @@
+"""A copy of the repository's workflow, and Snakemake run in it as a user would."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.files import sha256_file
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PARTS = ("Snakefile", "config", "envs", "profiles", "resources", "src", "workflow")
+TIMEOUT = 900  # seconds; a whole run takes a tenth of it on two idle cores
+# Speeds differ between runs, and so does what shows them.
+NOT_DETERMINISTIC = re.compile(r"\.speed\.json$|^summary\.|^report|^logs/")
+
+
+class Checkout:
+    """A folder with the workflow, its package and the demo checkpoint, where Snakemake and `lockstep` are started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results = folder / "results"
+
+    @classmethod
+    def make(cls, folder: Path) -> Checkout:
+        for part in PARTS:
+            source = REPOSITORY / part
+            if source.is_dir():
+                shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, folder / part)
+        return cls(folder)
+
+    def copy(self, folder: Path) -> Checkout:
+        """Results and Snakemake's records too, with the times of their files."""
+        shutil.copytree(self.folder, folder, symlinks=True)
+        return Checkout(folder)
+
+    def snakemake(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess:
+        return self.run("snakemake", *arguments, **options)
+
+    def run(self, module: str, *arguments: str, folder: Path | None = None, check: bool = True) -> subprocess.CompletedProcess:
+        """`python -m module arguments`; output and exit code, which must be 0 where `check`."""
+        process = subprocess.run(
+            [sys.executable, "-m", module, *arguments], cwd=folder or self.folder, env=self.environment(),
+            text=True, capture_output=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        if check:
+            assert process.returncode == 0, f"{module} {' '.join(arguments)}: exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+        return process
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def would_run(self, *arguments: str) -> Counter[str]:
+        """Jobs by rule that a run would start, `all` left out."""
+        output = self.snakemake("--dry-run", "--quiet", "host", "reason", *arguments)
+        text = output.stdout + output.stderr
+        if "Nothing to be done" in text:
+            return Counter()
+        table = text.rpartition("Job stats:")[2].partition("total")[0]
+        return Counter({rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE) if rule != "all"})
+
+    def finish(self, *arguments: str) -> str:
+        """Run all of it on two cores; gives what was printed."""
+        process = self.snakemake("--cores", "2", *arguments)
+        return process.stdout + process.stderr
+
+    def edit_config(self, change: Any) -> None:
+        path = self.folder / "config" / "config.yaml"
+        value = yaml.safe_load(path.read_text())
+        change(value)
+        path.write_text(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+
+    def append(self, path: str, text: str) -> None:
+        with open(self.folder / path, "a") as file:
+            file.write(text)
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of each result that must come out the same each time, by path."""
+        files = {path.relative_to(self.results).as_posix(): path for path in self.results.rglob("*") if path.is_file()}
+        return {name: sha256_file(path) for name, path in sorted(files.items()) if not NOT_DETERMINISTIC.search(name)}

@@ -1,0 +1,34 @@
+"""One finished run of the demo that all tests start from, each in its own copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.workflow)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """The demo, built and checked. Not to be changed: take `demo`."""
+    checkout = Checkout.make(tmp_path_factory.mktemp("demo") / "checkout")
+    checkout.finish()
+    return checkout
+
+
+@pytest.fixture
+def demo(finished: Checkout, tmp_path: Path) -> Checkout:
+    """A copy of the finished run."""
+    return finished.copy(tmp_path / "checkout")
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Checkout:
+    """A checkout in which nothing has run."""
+    return Checkout.make(tmp_path / "checkout")

@@ -1,0 +1,98 @@
+"""Snakemake's own interface: lint, format, report, other configs and folders, and mistakes in the config."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from checkout import REPOSITORY, Checkout
+
+
+@pytest.mark.parametrize("snakefile", ["Snakefile", "workflow/Snakefile"])
+def test_lint_is_clean(fresh: Checkout, snakefile: str) -> None:
+    assert "Congratulations" in fresh.snakemake("--lint", "--snakefile", snakefile).stderr
+
+
+def test_format_is_clean() -> None:
+    subprocess.run([sys.executable, "-m", "snakefmt", "--check", "Snakefile", "workflow"], cwd=REPOSITORY, check=True)
+
+
+def test_both_snakefiles_make_the_same(finished: Checkout) -> None:
+    assert not finished.would_run("--snakefile", "workflow/Snakefile")
+
+
+def test_the_report_holds_table_plots_and_checks(demo: Checkout) -> None:
+    demo.snakemake("--report", "results/report.html")
+    page = (demo.results / "report.html").read_text()
+    for name in ("targets.html", "error_by_layer.svg", "speed.svg", "Golden checks", "Validation of graphs"):
+        assert name in page
+
+
+def test_the_table_names_each_target_with_its_engine_and_result(demo: Checkout) -> None:
+    lines = demo.run("lockstep", "summary").stdout.splitlines()
+    assert lines[0].split()[:4] == ["model", "layers", "precision", "backend"]
+    rows = [line.split() for line in lines[1:5]]
+    assert [row[:4] for row in rows] == [
+        ["demo-llama", layers, precision, "onnxruntime"] for precision in ("fp32", "fp16") for layers in ("2", "all")
+    ]
+    assert all(len(row[4]) == 12 and row[5] == "pass" for row in rows)
+    assert rows[0][4] == rows[1][4], "a layer count has no engines of its own"
+
+
+def test_another_config_in_another_folder(fresh: Checkout, tmp_path: Path) -> None:
+    """Only the models of that config, and all results in that folder."""
+    config = {"models": {"mine": {"source": "resources/demo-llama", "layers": [1], "golden": {"max_new_tokens": 4, "prompts": [{"text": "Light"}]}}}}
+    path, out = tmp_path / "my.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump(config))
+    fresh.finish("--configfile", str(path), "--directory", str(out))
+    assert (out / "results" / "mine" / "fp32" / "golden" / "onnxruntime" / "1.json").is_file()
+    assert not (out / "results" / "demo-llama").exists() and not fresh.results.exists()
+
+
+MISTAKES = {
+    "unknown key": ({"layer": [1]}, "models.mine.layer: unknown key"),
+    "wrong type": ({"layers": "two"}, "models.mine.layers: expected"),
+    "too many layers": ({"layers": [99]}, "models.mine.layers[0]: expected at most 6"),
+    "precision that the backend lacks": ({"precisions": ["bf16"]}, "models.mine.precisions[0]: expected one of fp32, fp16"),
+    "no such folder": ({"source": "nowhere"}, "models.mine.source: expected a checkpoint folder"),
+}
+
+
+@pytest.mark.parametrize("change, message", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_the_config_is_one_line_before_any_job(fresh: Checkout, tmp_path: Path, change: dict, message: str) -> None:
+    model = {"source": "resources/demo-llama", "golden": {"prompts": [{"text": "Light"}]}, **change}
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump({"models": {"mine": model}}))
+    process = fresh.snakemake("--cores", "1", "--configfile", str(path), check=False)
+    assert process.returncode == 2
+    lines = [line for line in process.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
+    assert len(lines) == 1 and lines[0].startswith("lockstep: error: ") and message in lines[0]
+    assert not fresh.results.exists()
+
+
+def test_a_damaged_checkpoint_is_one_line_before_any_job(fresh: Checkout) -> None:
+    weights = fresh.folder / "resources" / "demo-llama" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    process = fresh.snakemake("--cores", "1", check=False)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].startswith("lockstep: error: ") and "model.safetensors" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+def test_a_failed_check_stops_the_run_and_shows_its_line(demo: Checkout) -> None:
+    demo.edit_config(lambda config: config["models"]["demo-llama"]["golden"]["prompts"].__setitem__(0, {"text": "San Francisco is a", "expected": {"all": "nonsense"}}))
+    process = demo.snakemake("--cores", "2", check=False)
+    assert process.returncode == 1
+    assert "lockstep: error: " in process.stderr + process.stdout and "nonsense" in process.stderr + process.stdout
+    assert "Traceback" not in process.stderr + process.stdout
+
+
+def test_stages_by_hand_make_what_the_workflow_makes(finished: Checkout, fresh: Checkout) -> None:
+    for stage in ("resolve", "convert", "export", "build"):
+        fresh.run("lockstep", stage, "demo-llama/fp16")
+    made = fresh.digests()
+    assert len(made) > 10
+    assert made == {name: digest for name, digest in finished.digests().items() if name in made}
