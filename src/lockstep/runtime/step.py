@@ -23,6 +23,12 @@ class Advance:
     tokens: np.ndarray
     start: int
 
+    def __post_init__(self) -> None:
+        tokens = np.asarray(self.tokens)
+        if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+            raise InputError(f"step: slot {self.slot}: tokens: expected a list of integers, found {tokens.dtype.name} {list(tokens.shape)}")
+        object.__setattr__(self, "tokens", tokens)
+
 
 def check(advances: Sequence[Advance], cache: KVCache, vocab_size: int, max_num_tokens: int | None) -> None:
     """Raises InputError, one line, for a step that cannot be taken. Changes nothing."""

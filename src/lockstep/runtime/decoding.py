@@ -1,0 +1,173 @@
+"""Requests of token ids in, tokens out: the loop over `Model.step`, with prompts in chunks and waiting requests admitted as slots free up."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.errors import InputError
+from lockstep.runtime.model import Model
+from lockstep.runtime.sampling import greedy
+from lockstep.runtime.step import Advance
+
+DEFAULT_NUM_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt (token ids, at least one) and how to go on: `choose` gives the next token from logits [vocab_size] float32.
+
+    Ends after `max_new_tokens`, after a token of `stop_ids` (which is given out), or when the slot is full.
+    """
+
+    prompt_ids: Sequence[int] | np.ndarray
+    max_new_tokens: int
+    choose: Callable[[np.ndarray], int] = greedy
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Token:
+    """One new token of request number `request`, chosen from `logits` [vocab_size] float32.
+
+    `finish` says why it is the last: "stop_id", "max_new_tokens" or "max_seq_len"; None when more follow.
+    """
+
+    request: int
+    token: int
+    logits: np.ndarray
+    finish: str | None
+
+
+@dataclass
+class Speed:
+    """Tokens and seconds spent in steps. A step that brings any part of a prompt counts as prefill, with its prompt tokens only."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class _Running:
+    """A request in a slot: `held` tokens are in the cache, `fed` follows."""
+
+    index: int
+    request: Request
+    fed: np.ndarray
+    held: int = 0
+    made: int = 0
+
+    @property
+    def prompt_left(self) -> int:
+        return 0 if self.made else len(self.fed)
+
+
+class Decoding:
+    """Iterate to run the requests; tokens come in the order in which steps make them. `speed` is filled as it goes.
+
+    Decoding requests go into every step, and what is left of `max_num_tokens` goes to prompts, in order.
+    Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow.
+    """
+
+    def __init__(self, model: Model, requests: Sequence[Request], max_input_len: int | None = None, max_num_tokens: int | None = None):
+        self.speed = Speed()
+        self._model = model
+        self._budget = max_num_tokens or model.max_num_tokens or DEFAULT_NUM_TOKENS
+        if self._budget < model.max_batch_size:
+            raise InputError(f"max_num_tokens: expected at least max_batch_size ({model.max_batch_size}), found {self._budget}")
+        longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
+        for i, request in enumerate(requests):
+            if not 1 <= len(request.prompt_ids) <= longest:
+                raise InputError(f"prompt {i + 1}: expected 1 to {longest} tokens (max_input_len, max_seq_len), found {len(request.prompt_ids)}; shorten it or raise the limits")
+            if request.max_new_tokens < 1:
+                raise InputError(f"prompt {i + 1}: max_new_tokens: expected at least 1, found {request.max_new_tokens}")
+        self._waiting = deque(_Running(i, request, np.asarray(request.prompt_ids, np.int64)) for i, request in enumerate(requests))
+        self._slots: dict[int, _Running] = {}
+
+    def __iter__(self) -> Iterator[Token]:
+        try:
+            while self._waiting or self._slots:
+                self._admit()
+                yield from self._step()
+        finally:
+            for slot in list(self._slots):
+                self._release(slot)
+
+    def finish(self, index: int) -> None:
+        """End a request early, for one that has said what it had to."""
+        for slot in [slot for slot, running in self._slots.items() if running.index == index]:
+            self._release(slot)
+        self._waiting = deque(running for running in self._waiting if running.index != index)
+
+    def _admit(self) -> None:
+        """Waiting requests take the lowest free slots, so that decoding rows lie together."""
+        for slot in range(self._model.max_batch_size):
+            if self._waiting and slot not in self._slots:
+                self._slots[slot] = self._waiting.popleft()
+
+    def _advances(self) -> list[Advance]:
+        left = self._budget - sum(not running.prompt_left for running in self._slots.values())
+        advances = []
+        for slot, running in sorted(self._slots.items(), key=lambda item: item[1].index):
+            tokens = running.fed
+            if running.prompt_left:
+                tokens = tokens[:left]
+                left -= len(tokens)
+            if len(tokens):
+                advances.append(Advance(slot, tokens, running.held))
+        return advances
+
+    def _step(self) -> Iterator[Token]:
+        advances = self._advances()
+        prompt_tokens = sum(len(a.tokens) for a in advances if self._slots[a.slot].prompt_left)
+        start = time.perf_counter()
+        logits = self._model.step(advances)
+        seconds = time.perf_counter() - start
+        if prompt_tokens:
+            self.speed.prefill_tokens += prompt_tokens
+            self.speed.prefill_seconds += seconds
+        else:
+            self.speed.decode_tokens += len(advances)
+            self.speed.decode_seconds += seconds
+        made = []
+        for advance, row in zip(advances, logits):
+            running = self._slots[advance.slot]
+            running.held += len(advance.tokens)
+            running.fed = running.fed[len(advance.tokens) :]
+            if not len(running.fed):
+                made.append(self._choose(advance.slot, running, row))
+        yield from made
+
+    def _choose(self, slot: int, running: _Running, logits: np.ndarray) -> Token:
+        request = running.request
+        token = request.choose(logits)
+        running.fed = np.array([token], np.int64)
+        running.made += 1
+        finish = None
+        if token in request.stop_ids:
+            finish = "stop_id"
+        elif running.made == request.max_new_tokens:
+            finish = "max_new_tokens"
+        elif running.held == self._model.max_seq_len:
+            finish = "max_seq_len"
+        if finish:
+            self._release(slot)
+        return Token(running.index, token, logits, finish)
+
+    def _release(self, slot: int) -> None:
+        del self._slots[slot]
+        self._model.release(slot)

@@ -1,0 +1,88 @@
+"""Text to token ids and back, with the checkpoint's tokenizer.json. Streams whole characters only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.errors import CheckError, InputError
+from lockstep.files import read_json, sha256_file
+
+
+class Tokenizer:
+    """The tokenizer of an assembly."""
+
+    def __init__(self, path: str | os.PathLike):
+        """Raises InputError for a file that is absent or not a tokenizer, or when the tokenizers package is missing."""
+        try:
+            import tokenizers
+        except ModuleNotFoundError:
+            raise InputError("text: needs the Python package 'tokenizers', which is not installed here; install it") from None
+        if not Path(path).is_file():
+            raise InputError(f"{path}: expected a tokenizer, found no file; put tokenizer.json beside the checkpoint's weights and export again")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise InputError(f"{path}: expected a tokenizer.json, found {' '.join(str(error).split())}") from error
+        # Limits of the training set-up; here the runtime's own limits hold, and nothing is cut without a word.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    @classmethod
+    def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
+        """The tokenizer that the assembly names. Raises CheckError when its file is not the one that was exported."""
+        entry = read_json(assembly_json, "lockstep.assembly/1").get("tokenizer")
+        if entry is None:
+            raise InputError(f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside the checkpoint's weights and export again")
+        path = Path(assembly_json).parent / entry["file"]
+        if path.is_file() and (found := sha256_file(path)) != entry["sha256"]:
+            raise CheckError(f"{path}: sha256: expected {entry['sha256']}, found {found}; export again")
+        return cls(path)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids int64 [num_tokens] with the special tokens that the tokenizer adds to a prompt."""
+        return np.array(self._tokenizer.encode(text).ids, np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        """A fresh stream for one request's new tokens."""
+        return TextStream(self)
+
+
+class TextStream:
+    """Tokens in one at a time, text out as soon as its characters are whole. The pieces together are `decode` of all tokens,
+    but for bytes that are no text, of which `decode` may make other replacement characters.
+
+    A token's text depends on the one before it (spaces, bytes of a character), so both are decoded, and what the first alone
+    gives is taken off. The tokenizers package's DecodeStream does the same, but raises when bytes turn out to be no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # tokens whose text is out, the last that gave any
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty in the middle of a character."""
+        self._pending.append(int(token))
+        piece = self._text()
+        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._context, self._pending = self._pending, []
+        return piece
+
+    def finish(self) -> str:
+        """What is left: a character cut off by the end shows as the replacement character."""
+        piece = self._text()
+        self._context, self._pending = self._pending, []
+        return piece
+
+    def _text(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._pending)[len(before) :]
