@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -26,6 +27,26 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(path: str | os.PathLike) -> None:
+    """Remove the temporary files for `path` of processes that were killed. Only where one machine at a time writes `path`:
+    another machine's process would look dead here."""
+    path = Path(path)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        pid = leftover.name.removeprefix(f".{path.name}.").removesuffix(".tmp")
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            leftover.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:

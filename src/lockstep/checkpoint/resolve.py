@@ -1,0 +1,154 @@
+"""Resolve: a source named in the config in, the checkpoint's manifest (`checkpoint.json`) out. Needs no torch.
+
+The manifest pins every file that later stages may read by size and sha256, and gives each tensor's place in bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
+from lockstep.errors import InputError
+from lockstep.files import dump_json, remove_leftovers, sha256_file, write_json
+
+FORMAT = "lockstep.checkpoint/1"
+# What a hub model brings beside its weights, as transformers names it.
+SIDE_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HASH_THREADS = min(8, os.cpu_count() or 1)
+
+
+def resolve(source: str, folder: Path, out: Path) -> Path:
+    """Write the manifest of the checkpoint in `folder` to `out`, and return `out`.
+
+    `source` is the config's text for it: it is recorded, its scheme says what kind of source it is, and whether it is relative
+    decides whether the manifest's "folder" is relative to the manifest. Raises InputError for all that a checkpoint may lack.
+    """
+    return _write(source, Path(folder), Path(out), weights=True)
+
+
+def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
+    """As `resolve`, without reading weights: the manifest has no tensors, and names the files of config and tokenizer only.
+
+    Graphs are made from it, so that other weights of the same model, a fine-tune, leave graphs and engines alone.
+    """
+    return _write(source, Path(folder), Path(out), weights=False)
+
+
+def _write(source: str, folder: Path, out: Path, weights: bool) -> Path:
+    scheme = source.partition(":")[0]
+    if scheme in _UNSUPPORTED:
+        raise InputError(f"source {source!r}: expected a folder, found a source of kind {scheme!r}, {_UNSUPPORTED[scheme]}")
+    manifest = {"format": FORMAT, "source": source, "folder": _recorded_folder(source, folder, out), **describe(folder, weights)}
+    remove_leftovers(out)
+    write_json(out, manifest)
+    return out
+
+
+_UNSUPPORTED = {
+    "hf": "which this version cannot fetch; download it with `hf download` and give its folder",
+    "random": "which this version cannot make; give the folder of a checkpoint",
+}
+
+
+def describe(folder: Path, weights: bool = True) -> dict[str, Any]:
+    """The manifest of a local checkpoint folder, without its source: files, model_type, num_hidden_layers, config, tensors.
+
+    Without `weights` it lists none of their files and no tensors.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: expected the folder of a checkpoint, found {'a file' if folder.exists() else 'nothing'}; correct the model's source")
+    config = _read_config(folder)
+    found = find_tensors(folder) if weights else CheckpointTensors((), {}, ())
+    _check_tokenizer(folder)
+    return {
+        "files": _hash_files(folder, [path.name for path in sorted([*side_files(folder), *weight_files(folder, found)])]),
+        "model_type": config["model_type"],
+        "num_hidden_layers": _layer_count(folder, config),
+        "config": config,
+        "tensors": {
+            name: {"file": file, "offset": record.offset, "length": record.length, "dtype": record.dtype, "shape": list(record.shape)}
+            for name, (file, record) in found.tensors.items()
+        },
+        "unindexed": [{"file": file, "tensor": name} for file, name in found.unindexed],
+    }
+
+
+def checkpoint_folder(manifest_path: Path, manifest: dict[str, Any]) -> Path:
+    """The checkpoint's folder as the manifest at `manifest_path` records it."""
+    return Path(manifest_path).parent / manifest["folder"]
+
+
+def _recorded_folder(source: str, folder: Path, out: Path) -> str:
+    if os.path.isabs(source):
+        return os.path.abspath(folder)
+    # Of real paths, because `..` after a linked folder leads to the parent of what the link points to.
+    return Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(out.parent))).as_posix()
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not present(path):
+        raise InputError(f"{folder}: expected config.json, found none; give a model folder in Hugging Face format")
+    config = read_source_json(path)
+    if not isinstance(config.get("model_type"), str):
+        found = shorten(config.get("model_type"))
+        raise InputError(f"{path}: expected a model_type such as 'llama', found {found}; use the config.json that came with the weights")
+    try:
+        dump_json(config).encode()
+    except ValueError as error:
+        raise InputError(f"{path}: expected JSON, found a value that JSON cannot hold ({error}); correct it") from None
+    return config
+
+
+def _layer_count(folder: Path, config: dict[str, Any]) -> int:
+    """Under the name that the architecture gives it; models of text and images keep it in `text_config`."""
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in _LAYER_COUNT_KEYS:
+            if key in part:
+                if type(part[key]) is not int or part[key] < 1:
+                    raise InputError(f"{folder / 'config.json'}: expected {key} of 1 or more, found {shorten(part[key])}; correct it")
+                return part[key]
+    raise InputError(f"{folder / 'config.json'}: expected num_hidden_layers, found none; write the model's layer count there")
+
+
+def _check_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    if not present(path):
+        raise InputError(
+            f"{folder}: expected tokenizer.json, found none; download it, or make it from the slow tokenizer's files: "
+            'python -c "import sys, transformers; d = sys.argv[1]; transformers.AutoTokenizer.from_pretrained(d).save_pretrained(d)" '
+            f"{folder}"
+        )
+    model = read_source_json(path).get("model")
+    if not isinstance(model, dict):
+        raise InputError(f"{path}: expected a tokenizer with a model, found {shorten(model)}; download this file again")
+
+
+def side_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint folder that hold no weights: config and tokenizer, sorted."""
+    return sorted(folder / name for name in SIDE_FILES if present(folder / name))
+
+
+def weight_files(folder: Path, found: CheckpointTensors) -> list[Path]:
+    """The files that hold the tensors found in a checkpoint folder, and their index, sorted."""
+    index = [INDEX] if found.files and found.files != (SINGLE,) else []
+    return sorted(folder / name for name in [*index, *found.files])
+
+
+def _hash_files(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
+    def entry(name: str) -> dict[str, Any]:
+        path = folder / name
+        return {"path": name, "size": path.stat().st_size, "sha256": sha256_file(path)}
+
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib lets go of the interpreter lock
+        return list(pool.map(entry, names))

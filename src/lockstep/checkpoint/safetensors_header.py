@@ -1,0 +1,130 @@
+"""Read the header of a safetensors file: path in, byte ranges of its tensors out. Every byte of the file is accounted for.
+
+Format: https://github.com/huggingface/safetensors#format - eight bytes (little-endian length of the header), the header (a
+JSON object: tensor name -> dtype, shape, data_offsets), then the tensors' bytes, without holes or overlaps, up to the end.
+The library of that name checks the same, but its errors name neither the file nor a remedy, and it gives no byte offsets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.checkpoint.dtypes import DTYPE_BITS
+from lockstep.checkpoint.source_files import shorten
+from lockstep.errors import InputError
+
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_AGAIN = "the file is damaged or incomplete, download it again"
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Where a tensor lies in its file: `length` bytes from `offset` on, counted from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def read_header(path: str | os.PathLike) -> dict[str, TensorRecord]:
+    """All tensors of the safetensors file `path`, by name, in file order.
+
+    Raises InputError (one line: the file, what was expected, what was found, what to do) on any damage of the header and on a
+    file that is longer or shorter than its header says.
+    """
+    path = Path(path)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        header_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or header_bytes < 2 or header_bytes > min(size - 8, MAX_HEADER_BYTES):
+            _refuse_prefix(path, prefix + file.read(len(_LFS_POINTER)), size)
+        header = _parse(path, file.read(header_bytes))
+    header.pop("__metadata__", None)
+    start = 8 + header_bytes
+    records = {name: _record(path, name, entry, start) for name, entry in header.items()}
+    records = dict(sorted(records.items(), key=lambda item: (item[1].offset, item[1].length, item[0])))
+    _check_layout(path, records, start, size)
+    return records
+
+
+def _refuse_prefix(path: Path, opening: bytes, size: int) -> NoReturn:
+    if opening.startswith(_LFS_POINTER):
+        raise InputError(f"{path}: expected a safetensors file, found a Git LFS pointer; run `git lfs pull` in its folder")
+    if len(opening) < 8:
+        _refuse(path, "a header length in the first 8 bytes", f"a file of {size} bytes")
+    limit = min(size - 8, MAX_HEADER_BYTES)
+    _refuse(path, f"a header of 2 to {max(limit, 2)} bytes", f"a header length of {int.from_bytes(opening[:8], 'little')} in a file of {size} bytes")
+
+
+def _refuse(path: Path, expected: str, found: str) -> NoReturn:
+    raise InputError(f"{path}: expected {expected}, found {found}; {_AGAIN}")
+
+
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    """The header as a dict of unique names. Refuses all that `json` takes but the format does not."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            _refuse(path, "each name once in the header", f"{shorten(twice)} twice")
+        return found
+
+    if not data.startswith(b"{"):
+        _refuse(path, "a header that opens with '{'", repr(data[:1]))
+    try:
+        text = data.decode()
+        header = json.loads(text, object_pairs_hook=unique)
+        json.dumps(header, ensure_ascii=False).encode()  # a lone surrogate in a name could not be written to a manifest
+    except UnicodeError as error:
+        _refuse(path, "a header in UTF-8", str(error.reason))
+    except (ValueError, RecursionError) as error:
+        _refuse(path, "a JSON header", shorten(str(error)))
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse(path, "strings in the header's __metadata__", shorten(metadata))
+    return header
+
+
+def _record(path: Path, name: str, entry: Any, start: int) -> TensorRecord:
+    where = f"tensor {shorten(name)}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        _refuse(path, f"dtype, shape and data_offsets for {where}", shorten(entry))
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        _refuse(path, f"a dtype of the safetensors format for {where}", shorten(dtype))
+    if not _all_sizes(shape):
+        _refuse(path, f"a list of sizes as the shape of {where}", shorten(shape))
+    if not _all_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        _refuse(path, f"a begin and an end as data_offsets of {where}", shorten(offsets))
+    begin, end = offsets
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if bits != (end - begin) * 8:
+        _refuse(path, f"{-(-bits // 8)} bytes for {where} ({dtype} {shorten(shape)})", f"{end - begin} bytes in data_offsets {offsets}")
+    return TensorRecord(dtype, tuple(shape), start + begin, end - begin)
+
+
+def _all_sizes(values: Any) -> bool:
+    # `type` and not `isinstance`: JSON's true is an int in Python.
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _check_layout(path: Path, records: dict[str, TensorRecord], start: int, size: int) -> None:
+    """Each tensor begins where the one before it ends, the first after the header, and the last ends with the file."""
+    position = start
+    for name, record in records.items():
+        if record.offset != position:
+            problem = "a hole" if record.offset > position else "an overlap"
+            _refuse(path, f"tensor {shorten(name)} at byte {position}", f"{problem}: it begins at byte {record.offset}")
+        position += record.length
+    if position != size:
+        _refuse(path, f"a file of {position} bytes, as its header says", f"{size} bytes")

@@ -1,0 +1,89 @@
+"""Which tensors a checkpoint folder holds, and in which file: one `model.safetensors`, or shards and their index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.checkpoint.safetensors_header import TensorRecord, read_header
+from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep.errors import InputError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """`tensors`: name -> (file name, record). `unindexed`: (file name, tensor name) of what a shard holds but the index does not name."""
+
+    files: tuple[str, ...]
+    tensors: dict[str, tuple[str, TensorRecord]]
+    unindexed: tuple[tuple[str, str], ...]
+
+
+def find_tensors(folder: Path) -> CheckpointTensors:
+    """Read the headers of the folder's safetensors files; as in transformers a single file goes before an index.
+
+    Raises InputError when there are none, when a shard is absent or damaged, and when index and shards disagree.
+    """
+    if present(folder / SINGLE):
+        records = read_header(folder / SINGLE)
+        found = CheckpointTensors((SINGLE,), {name: (SINGLE, record) for name, record in records.items()}, ())
+    elif present(folder / INDEX):
+        found = _sharded(folder)
+    else:
+        _refuse_weights(folder)
+    if not found.tensors:
+        raise InputError(f"{folder}: expected tensors in {', '.join(found.files)}, found none; download the checkpoint again")
+    return found
+
+
+def _sharded(folder: Path) -> CheckpointTensors:
+    weight_map = _read_index(folder / INDEX)
+    shards = {shard: _read_shard(folder, shard, weight_map) for shard in sorted(set(weight_map.values()))}
+    tensors = {}
+    for name, shard in weight_map.items():
+        if name not in shards[shard]:
+            raise InputError(f"{folder / shard}: expected tensor {shorten(name)}, as {INDEX} says, found it absent; download this shard and the index again")
+        tensors[name] = (shard, shards[shard][name])
+    unindexed = [(shard, name) for shard, records in shards.items() for name in records if weight_map.get(name) != shard]
+    return CheckpointTensors(tuple(shards), tensors, tuple(sorted(unindexed)))
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_source_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise InputError(f"{path}: expected weight_map, an object of tensor names and file names, found {shorten(weight_map)}; download the index again")
+    for shard in weight_map.values():
+        if not shard.endswith(".safetensors") or Path(shard).name != shard or "\0" in shard:
+            raise InputError(f"{path}: expected names of safetensors files beside the index, found {shorten(shard)}; download the index again")
+    return weight_map
+
+
+def _read_shard(folder: Path, shard: str, weight_map: dict[str, str]) -> dict[str, TensorRecord]:
+    if not present(folder / shard):
+        count = sum(file == shard for file in weight_map.values())
+        raise InputError(f"{folder / shard}: expected this shard, which {INDEX} names for {count} tensors, found no such file; download it")
+    return read_header(folder / shard)
+
+
+def _refuse_weights(folder: Path) -> None:
+    names = sorted(path.name for path in folder.iterdir())
+    safetensors = [name for name in names if name.endswith(".safetensors")]
+    pickled = [name for name in names if name.endswith(_PICKLED) and name != "training_args.bin"]
+    if "adapter_config.json" in names:
+        found, remedy = "an adapter (adapter_config.json)", "merge it into its base model (peft: merge_and_unload) and save that"
+    elif safetensors:
+        found, remedy = f"only {shorten(', '.join(safetensors))}", f"download {INDEX} for shards, or rename a single file to {SINGLE}"
+    elif pickled:
+        found = f"pickled weights ({shorten(', '.join(pickled))}), which can run code when they are opened"
+        remedy = (
+            'convert them once: python -c "import sys, transformers; d = sys.argv[1]; '
+            "transformers.AutoModelForCausalLM.from_pretrained(d, dtype='auto').save_pretrained(d)\" "
+            f"{folder}"
+        )
+    else:
+        found, remedy = "no weights", "download the whole checkpoint"
+    raise InputError(f"{folder}: expected {SINGLE} or {INDEX}, found {found}; {remedy}")

@@ -1,0 +1,7 @@
+"""Weights: a checkpoint's tensors in one precision, made once (`convert`) and mapped at run time (`Weights`)."""
+
+from lockstep.weights.convert import convert
+from lockstep.weights.reader import TensorInfo, Weights
+from lockstep.weights.slots import check_slots
+
+__all__ = ["TensorInfo", "Weights", "check_slots", "convert"]

@@ -1,0 +1,100 @@
+"""Weights at run time: a weights manifest in, read-only arrays out. One memory map a file, no torch, Python 3.10 and NumPy 1.26."""
+
+from __future__ import annotations
+
+import difflib
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.checkpoint.dtypes import numpy_dtype
+from lockstep.errors import InputError
+from lockstep.files import read_json
+from lockstep.weights.source import check_size
+
+FORMAT = "lockstep.weights/1"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """`length` bytes at `offset` of file number `file`; `dtype` is safetensors' name, such as "F16"."""
+
+    file: int
+    offset: int
+    length: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Weights:
+    """The tensors of a weights manifest by name. Arrays are views of the mapped files: one copy in memory, however many users."""
+
+    def __init__(self, manifest_path: Path, precision: str, paths: tuple[Path, ...], maps: tuple[np.ndarray, ...], tensors: dict[str, TensorInfo]):
+        self.manifest_path = manifest_path
+        self.precision = precision
+        self._paths = paths
+        self._maps = maps
+        self._tensors = tensors
+
+    @classmethod
+    def open(cls, manifest_path: str | os.PathLike) -> Weights:
+        """Raises InputError when the manifest or a file it names is absent or of another size."""
+        manifest_path = Path(manifest_path)
+        manifest = read_json(manifest_path, FORMAT)
+        paths = tuple(manifest_path.parent / file["path"] for file in manifest["files"])
+        for path, file in zip(paths, manifest["files"]):
+            check_size(path, file["size"], "convert the checkpoint again")
+        tensors = {
+            name: TensorInfo(entry["file"], entry["offset"], entry["length"], entry["dtype"], tuple(entry["shape"]))
+            for name, entry in manifest["tensors"].items()
+        }
+        return cls(manifest_path, manifest["precision"], paths, tuple(map(_map, paths)), tensors)
+
+    def names(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises InputError, which names the nearest tensors, when there is none of this name."""
+        try:
+            return self._tensors[name]
+        except KeyError:
+            near = difflib.get_close_matches(name, self.names(), n=3)
+            found = f"the nearest are {', '.join(near)}" if near else f"{len(self)} others"
+            raise InputError(f"{self.manifest_path}: expected tensor {name!r}, found none of this name ({found}); is this the checkpoint of this model?") from None
+
+    def location(self, name: str) -> tuple[Path, int, int]:
+        """(path of the real file, offset in bytes, length in bytes) of a tensor, for a reader that maps files itself."""
+        info = self.info(name)
+        return Path(os.path.realpath(self._paths[info.file])), info.offset, info.length
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The tensor as a read-only array of its shape; `ml_dtypes.bfloat16` for BF16.
+
+        A view of the file, except where the file does not align it to its element (old writers): then a copy.
+        """
+        info = self.info(name)
+        raw = self._maps[info.file][info.offset : info.offset + info.length]
+        array = raw.view(numpy_dtype(info.dtype)).reshape(info.shape)
+        if not array.flags.aligned:
+            array = array.copy()
+            array.flags.writeable = False
+        return array
+
+
+def _map(path: Path) -> np.ndarray:
+    """The file's bytes as a read-only uint8 array. The array keeps the map alive."""
+    with open(path, "rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)

@@ -1,0 +1,109 @@
+"""Stream a checkpoint's tensors, cast to one float type, into a safetensors file. Memory: three pieces, however large the model."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.checkpoint.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
+from lockstep.errors import InputError
+from lockstep.files import atomic_path
+from lockstep.weights.scan import from_bits
+from lockstep.weights.source import PIECE_BYTES, Source, SourceTensor, finite_pieces, pieces
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_cast(source: Source, dtype: str, path: Path, before_rename: Callable[[], None]) -> dict[str, Any]:
+    """Write all tensors of `source`, floats as `dtype`, to the safetensors file `path`.
+
+    Returns the `files` and `tensors` of the weights manifest beside it. `before_rename` is called when the file is complete
+    and not yet in place. On any error `path` stays as it was.
+    """
+    header, tensors = _layout(source, dtype)
+    size = len(header) + sum(entry["length"] for entry in tensors.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
+    if free < size:
+        raise InputError(f"{path}: expected {size} bytes free for the converted weights, found {free}; free space or choose another output folder")
+    digest = hashlib.sha256()
+    by_name = {tensor.name: tensor for tensor in source.tensors}
+    try:
+        with atomic_path(path) as temporary:
+            with open(temporary, "wb", buffering=0) as file:
+                for data in _contents(header, [by_name[name] for name in tensors], dtype):
+                    digest.update(data)
+                    _write_all(file, data)
+            before_rename()
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        raise InputError(f"{path}: expected {size} bytes free for the converted weights, found the disk full ({error.strerror}); free space and run again") from None
+    return {"files": [{"path": path.name, "size": size, "sha256": digest.hexdigest()}], "tensors": tensors}
+
+
+def _layout(source: Source, dtype: str) -> tuple[bytes, dict[str, Any]]:
+    """The file's opening bytes and the manifest's tensors, both in file order, which is that of the safetensors library."""
+
+    def stored(tensor: SourceTensor) -> str:
+        return dtype if tensor.dtype in FLOAT_DTYPES else tensor.dtype
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in sorted(source.tensors, key=lambda tensor: (-DTYPE_ORDER[stored(tensor)], tensor.name)):
+        length = math.prod(tensor.shape) * DTYPE_BITS[stored(tensor)] // 8
+        header[tensor.name] = {"dtype": stored(tensor), "shape": list(tensor.shape), "data_offsets": [position, position + length]}
+        position += length
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    opening = len(text).to_bytes(8, "little") + text
+    del header["__metadata__"]
+    tensors = {
+        name: {"file": 0, "offset": len(opening) + entry["data_offsets"][0], "length": entry["data_offsets"][1] - entry["data_offsets"][0],
+               "dtype": entry["dtype"], "shape": entry["shape"]}
+        for name, entry in header.items()
+    }  # fmt: skip
+    return opening, tensors
+
+
+def _contents(opening: bytes, tensors: list[SourceTensor], dtype: str) -> Iterator[memoryview]:
+    buffer = np.empty(PIECE_BYTES, np.uint8)
+    yield memoryview(opening)
+    for tensor in tensors:
+        if tensor.dtype in FLOAT_DTYPES and tensor.dtype != dtype:
+            yield from _cast(tensor, dtype, buffer)
+        else:
+            plain = (piece for piece, _ in finite_pieces(tensor, buffer)) if tensor.dtype == dtype else pieces(tensor, buffer)
+            yield from map(memoryview, plain)
+
+
+def _cast(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> Iterator[memoryview]:
+    found, wanted = numpy_dtype(tensor.dtype), numpy_dtype(dtype)
+    for piece, bits in finite_pieces(tensor, buffer):
+        with np.errstate(over="ignore", under="ignore"):  # overflow is looked for in the line below, loss of small numbers is rounding
+            largest = from_bits(tensor.dtype, bits, found)
+            if np.isinf(largest.astype(wanted))[0]:
+                _refuse_overflow(tensor, dtype, buffer)
+            yield memoryview(piece.view(found).astype(wanted).view(np.uint8))
+
+
+def _refuse_overflow(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> None:
+    """Read the whole tensor once more for its largest number."""
+    largest = from_bits(tensor.dtype, max(bits for _, bits in finite_pieces(tensor, buffer)), numpy_dtype(tensor.dtype))
+    precision = next(name for name, stored in PRECISION_DTYPES.items() if stored == dtype)
+    other = {"F16": "bf16 or fp32", "BF16": "fp32 or fp16", "F32": "a checkpoint stored in fp32 or smaller"}[dtype]
+    raise InputError(f"{tensor}: expected numbers that fit {precision}, found a magnitude of {float(largest[0]):g}, which overflows; use {other} for this model")
+
+
+def _write_all(file, data: memoryview) -> None:
+    """A raw file may take less than all: the rest is written, or fails with the reason."""
+    while data:
+        data = data[file.write(data) :]
