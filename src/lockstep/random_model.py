@@ -59,9 +59,9 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that the model of `config` saves (tied ones once)."""
-    from lockstep.split.tracer import DTYPES, build_config, meta_model
+    from lockstep.split.tracer import meta_model
 
-    model = meta_model(build_config(config), DTYPES["fp32"])
+    model = meta_model(config, "fp32")
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return {name: tuple(tensor.shape) for name, tensor in sorted(model.state_dict().items()) if name not in tied}
 

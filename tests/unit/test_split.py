@@ -17,10 +17,15 @@ from transformers import AutoModelForCausalLM
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.split import export
+from lockstep.split.export import export_config
 from lockstep.split.stamp import layers_of
+from lockstep.split.tracer import meta_model
 from lockstep.weights import Weights, convert
 
 DEMO = Path(__file__).parents[2] / "resources" / "demo-llama"
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +110,25 @@ def test_another_process_with_another_hash_seed_gives_the_same_bytes(exported, t
     assert digests(tmp_path / "again") == digests(exported / "fp16" / "graphs")
 
 
-def test_stamped_and_fully_traced_files_are_the_same_bytes(exported, tmp_path):
-    export(exported / "checkpoint.json", "fp16", tmp_path / "traced" / "assembly.json", stamp=False)
-    assert digests(tmp_path / "traced") == digests(exported / "fp16" / "graphs")
+MIXED = {
+    "uniform": {"model_type": "llama", "num_hidden_layers": 3},
+    "alternating": {"model_type": "gemma2", "num_hidden_layers": 3, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "mixed depth": {
+        "model_type": "qwen3_moe", "num_hidden_layers": 3, "head_dim": 8, "mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", MIXED.values(), ids=MIXED.keys())
+def test_stamped_and_fully_traced_files_are_the_same_bytes(config, tmp_path):
+    config = {**TINY, "num_key_value_heads": 2, **config}
+    stamped = export_config(config, "fp32", tmp_path / "stamped")
+    traced = export_config(config, "fp32", tmp_path / "traced", stamp=False)
+    assert stamped == traced
+    classes = {name.removesuffix(".onnx") for name in stamped if not name.startswith("attention")}
+    more = {"middle_2", "exit_2"} if config["model_type"] == "qwen3_moe" else set()
+    assert classes == {"entry", "middle", "exit", "embedding", "batchful", "assembly.json", *more}
 
 
 def test_exporting_over_an_older_export_leaves_no_stale_graph(exported, tmp_path):
@@ -139,9 +160,6 @@ def test_uncut_graph_equals_transformers(exported, precision, tolerance):
     assert np.abs(logits - expected).max() < tolerance
 
 
-TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-
-
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -156,5 +174,5 @@ TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attent
 )
 def test_a_model_that_cannot_be_split_is_refused_with_the_reason(config, reason):
     with pytest.raises(InputError) as error:
-        layers_of(config, "fp32")
+        layers_of(meta_model(config, "fp32"))
     assert reason in str(error.value) and "\n" not in str(error.value)

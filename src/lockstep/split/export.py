@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import torch
 
 from lockstep.checkpoint import checkpoint_folder
 from lockstep.errors import InputError
@@ -22,8 +23,8 @@ from lockstep.split.canonical import Graph, canonical
 from lockstep.split.compose import Step, compose
 from lockstep.split.cut import INPUT_ORDER, Region
 from lockstep.split.simplify import pack
-from lockstep.split.stamp import Layer, layers_of
-from lockstep.split.tracer import trace_embedding
+from lockstep.split.stamp import layers_of
+from lockstep.split.tracer import meta_model, trace_embedding
 
 FORMAT = "lockstep.assembly/1"
 
@@ -43,7 +44,7 @@ class _Registry:
         return self.names[graph.sha256]
 
 
-def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike, stamp: bool = True) -> Path:
+def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie beside it.
 
     Raises InputError for a model that cannot be split, with the reason.
@@ -51,8 +52,7 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     checkpoint, out = Path(checkpoint), Path(out)
     manifest = read_json(checkpoint, "lockstep.checkpoint/1")
     folder, config = checkpoint_folder(checkpoint, manifest), manifest["config"]
-    layers = layers_of(config, precision, stamp)
-    files, assembly = _assemble(layers, config, precision)
+    files, assembly = _assemble(meta_model(config, precision), config, precision)
     assembly["eos_token_ids"] = _eos_token_ids(folder, config)
     tokenizer = (folder / "tokenizer.json").read_bytes()
     files["tokenizer.json"] = tokenizer
@@ -67,17 +67,18 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     return out
 
 
-def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[str, dict[str, Any]]:
+def export_config(config: dict[str, Any], precision: str, folder: Path, stamp: bool = True) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives {file: size, sha256}."""
-    files, assembly = _assemble(layers_of(config, precision), config, precision)
+    files, assembly = _assemble(meta_model(config, precision), config, precision, stamp)
     files["assembly.json"] = dump_json(assembly).encode()
     for name, data in sorted(files.items()):
         write_bytes(folder / name, data)
     return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
-def _assemble(layers: list[Layer], config: dict[str, Any], precision: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+def _assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stamp: bool = True) -> tuple[dict[str, bytes], dict[str, Any]]:
     """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
+    layers = layers_of(meta, stamp)
     classes, kinds = _Registry(), _Kinds()
     entries = []
     for index, layer in enumerate(layers):
@@ -88,7 +89,7 @@ def _assemble(layers: list[Layer], config: dict[str, Any], precision: str) -> tu
                 "exit": {"class": classes.add(layer.exit, "exit"), "slots": _lists(layer.exit_slots)},
             }
         )
-    embedding, embedding_slots = _embedding(config, precision)
+    embedding, embedding_slots = _embedding(meta)
     classes.add(embedding, "embedding")
     steps = [Step(layer.block, layer.block_slots, entry["kind"]) for layer, entry in zip(layers, entries, strict=True)]
     steps.append(Step(layers[-1].exit, layers[-1].exit_slots, None))
@@ -151,8 +152,8 @@ class _Kinds:
         return self.names[key]
 
 
-def _embedding(config: dict[str, Any], precision: str) -> tuple[Graph, dict[str, str]]:
-    traced = trace_embedding(config, precision)
+def _embedding(meta: torch.nn.Module) -> tuple[Graph, dict[str, str]]:
+    traced = trace_embedding(meta)
     graph = canonical(pack(traced.graph).graph, "embedding", INPUT_ORDER, {name: name for name in traced.weights})
     return graph, {slot["name"]: slot["name"] for slot in graph.slots}
 

@@ -1,12 +1,13 @@
 """Trace few layers and stamp the rest: which blocks, exits and kinds a model of any depth is made of.
 
-In: a config.json mapping and a precision. Out: for each layer its block, the exit that follows it when the model is cut there, its
-batchless region, and the tensors that the slots take. Layers are alike when their modules, shapes and settings are.
+In: a meta model. Out: for each layer its block, the exit that follows it when the model is cut there, its batchless region, and the
+tensors that the slots take. Layers are alike when their modules, shapes and settings are; a block depends on its own layer and the
+one before, an exit on the last layer. So each pair of neighbours that looks new is traced once, alone, whatever the depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from lockstep.split.canonical import Graph
 from lockstep.split.cut import Cut, Region, bind_slot, cut
 from lockstep.split.simplify import pack
-from lockstep.split.tracer import DTYPES, Trace, build_config, layer_list, meta_model, trace
+from lockstep.split.tracer import NOT_PER_LAYER, layer_list, trace
 
 
 @dataclass(frozen=True)
@@ -29,46 +30,84 @@ class Layer:
     exit_slots: dict[str, str]
 
 
-def layers_of(config: Mapping[str, Any], precision: str, stamp: bool = True) -> list[Layer]:
-    """All layers of the model. With `stamp=False` every layer is traced (slow; the result is the same, a test holds it)."""
-    looks = _signatures(config, precision)
-    depth = len(looks)
-    uniform = len(set(looks)) == 1 and stamp
-    traced = _cut(trace(config, precision, min(depth, 2) if uniform else None))
-    exits = {looks[-1]: traced.cut.exit}
-    for number, look in enumerate(looks, start=1):
-        if look not in exits:
-            exits[look] = _cut(trace(config, precision, number)).cut.exit
+def layers_of(meta: torch.nn.Module, stamp: bool = True) -> list[Layer]:
+    """All layers of the model. With `stamp=False` every depth is traced whole (slow; the result is the same, a test holds it)."""
+    looks, prefix = signatures(meta), layer_list(meta)[0]
+    cuts = _Cuts(meta, looks) if stamp else _FullCuts(meta, len(looks))
     layers = []
-    for index, look in enumerate(looks):
-        block, region = (traced.cut.blocks[min(index, 1)], traced.cut.regions[min(index, 1)]) if uniform else (traced.cut.blocks[index], traced.cut.regions[index])
-        exit = exits[look]
-        layers.append(Layer(block, _bind(block, index, traced.prefix), region, exit, _bind(exit, index + 1, traced.prefix)))
+    for index in range(len(looks)):
+        block, region, exit = cuts.block(index), cuts.region(index), cuts.exit(index)
+        layers.append(Layer(block, _bind(block, index, prefix), region, exit, _bind(exit, index + 1, prefix)))
     return layers
 
 
-@dataclass(frozen=True)
-class _Traced:
-    cut: Cut
-    prefix: str
+class _Cuts:
+    """Cuts of two neighbours at a time, one for each pair of looks."""
+
+    def __init__(self, meta: torch.nn.Module, looks: Sequence[str]):
+        self.meta, self.looks = meta, looks
+        self.pairs: dict[tuple[str, str], Cut] = {}
+        self.single: Cut | None = None
+
+    def pair(self, index: int) -> Cut:
+        """The cut of layers index-1 and index, or of the first pair that looks like it."""
+        key = (self.looks[index - 1], self.looks[index])
+        if key not in self.pairs:
+            self.pairs[key] = _cut(self.meta, [index - 1, index])
+        return self.pairs[key]
+
+    def block(self, index: int) -> Graph:
+        return self.pair(index).blocks[1] if index else self._first().blocks[0]
+
+    def region(self, index: int) -> Region:
+        return self.pair(index).regions[1] if index else self._first().regions[0]
+
+    def exit(self, index: int) -> Graph:
+        for later, look in enumerate(self.looks):
+            if later and look == self.looks[index]:
+                return self.pair(later).exit
+        return self._single().exit
+
+    def _first(self) -> Cut:
+        return self.pair(1) if len(self.looks) > 1 else self._single()
+
+    def _single(self) -> Cut:
+        if self.single is None:
+            self.single = _cut(self.meta, [0])
+        return self.single
 
 
-def _cut(traced: Trace) -> _Traced:
-    return _Traced(cut(pack(traced.graph), traced.weights, traced.layer_prefix), traced.layer_prefix)
+class _FullCuts:
+    """Cuts of the whole model, and for the exits of the model at each depth."""
+
+    def __init__(self, meta: torch.nn.Module, depth: int):
+        self.cuts = [_cut(meta, range(number)) for number in range(1, depth + 1)]
+
+    def block(self, index: int) -> Graph:
+        return self.cuts[-1].blocks[index]
+
+    def region(self, index: int) -> Region:
+        return self.cuts[-1].regions[index]
+
+    def exit(self, index: int) -> Graph:
+        return self.cuts[index].exit
+
+
+def _cut(meta: torch.nn.Module, indices: Sequence[int]) -> Cut:
+    traced = trace(meta, indices)
+    return cut(pack(traced.graph), traced.weights, traced.layer_prefix)
 
 
 def _bind(graph: Graph, layer: int, prefix: str) -> dict[str, str]:
     return {slot["name"]: bind_slot(slot["name"], layer, prefix) for slot in graph.slots}
 
 
-def _signatures(config: Mapping[str, Any], precision: str) -> list[str]:
+def signatures(meta: torch.nn.Module) -> list[str]:
     """One text for each layer, equal for layers that trace alike: module tree, tensor shapes, plain settings, per-layer config lists."""
-    model_config = build_config(config)
-    depth = model_config.get_text_config().num_hidden_layers
-    model = meta_model(model_config, DTYPES[precision])
-    _, layers = layer_list(model, depth)
-    per_layer = {k: v for k, v in model_config.get_text_config().to_dict().items() if isinstance(v, (list, tuple)) and len(v) == depth}
-    return [_look(layer, {key: value[index] for key, value in per_layer.items()}) for index, layer in enumerate(layers)]
+    _, layers = layer_list(meta)
+    text = meta.config.get_text_config()
+    lists = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == len(layers) and k not in NOT_PER_LAYER}
+    return [_look(layer, {key: value[index] for key, value in lists.items()}) for index, layer in enumerate(layers)]
 
 
 def _look(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:
@@ -76,6 +115,9 @@ def _look(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     for name, module in layer.named_modules():
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str, type(None))) and k not in ("layer_idx", "_is_hf_initialized")}
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str, type(None))) and k not in _OWN_NUMBER}
         parts.append(f"{name} {sorted(plain.items())}")
     return "\n".join(parts)
+
+
+_OWN_NUMBER = {"layer_idx", "layer_id", "layer_number", "_is_hf_initialized"}

@@ -15,7 +15,7 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +43,11 @@ class Trace:
     """What one trace gives.
 
     graph: the ONNX model; weights: names of its weight initializers (as in the checkpoint, ties resolved);
-    num_layers: the number of decoder layers traced; layer_prefix: what precedes the layer's number in weight names ("model.layers").
+    layer_prefix: what precedes the layer's number in weight names ("model.layers"). Numbers count the traced layers.
     """
 
     graph: ir.Model
     weights: frozenset[str]
-    num_layers: int
     layer_prefix: str
 
 
@@ -122,8 +121,8 @@ _TRANSLATION = {torch.ops.lockstep.attention.default: _to_marker, torch.ops.aten
 # --- models without weights ---
 
 
-def build_config(config: Mapping[str, Any], num_layers: int | None = None) -> transformers.PreTrainedConfig:
-    """The transformers config of a config.json mapping, cut to `num_layers` layers (per-layer lists too).
+def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
+    """The transformers config of a config.json mapping.
 
     Raises InputError for a model type that the installed transformers does not know as a causal LM.
     """
@@ -134,19 +133,17 @@ def build_config(config: Mapping[str, Any], num_layers: int | None = None) -> tr
             "encoder-decoders and models with code of their own cannot be used"
         )
     values = copy.deepcopy(dict(config))
-    full = values.get("num_hidden_layers")
-    if num_layers is not None and full is not None:
-        for key, value in values.items():
-            if isinstance(value, list) and len(value) == full:
-                values[key] = value[:num_layers]
-        values["num_hidden_layers"] = num_layers
     values["_experts_implementation"] = "batched_mm"
     with quiet():
         return transformers.CONFIG_MAPPING[model_type].from_dict(values)
 
 
-def meta_model(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
-    """The model with parameters on the meta device and real values in its computed buffers (rotary frequencies ...)."""
+def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
+    """The model of a config.json mapping: parameters on the meta device, real values in computed buffers (rotary frequencies ...).
+
+    precision: "fp32", "fp16" or "bf16". Raises InputError for a model that is no causal LM of transformers.
+    """
+    config, dtype = build_config(config), DTYPES[precision]
     with quiet():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -163,12 +160,35 @@ def meta_model(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> tor
     return model.eval()
 
 
-def layer_list(model: torch.nn.Module, depth: int) -> tuple[str, torch.nn.ModuleList]:
-    """Name and module of the list of decoder layers. Raises InputError where there is none of that length."""
+def layer_list(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
+    """Name and module of the list of decoder layers. Raises InputError where there is none of the config's length."""
+    depth = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
             return name, module
     raise InputError(f"model type {model.config.model_type!r} cannot be split: expected a list of {depth} decoder layers, found none")
+
+
+def select_layers(model: torch.nn.Module, indices: Sequence[int]) -> torch.nn.Module:
+    """A copy of a meta model that runs only the layers `indices`, in that order; the config's per-layer lists follow."""
+    name, layers = layer_list(model)
+    parent, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    setattr(owner, attribute, torch.nn.ModuleList([layers[index] for index in indices]))
+    try:
+        selected = copy.deepcopy(model)
+    finally:
+        setattr(owner, attribute, layers)
+    text = selected.config.get_text_config()
+    for key, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == len(layers) and key not in NOT_PER_LAYER:
+            setattr(text, key, [value[index] for index in indices])
+    text.num_hidden_layers = len(indices)
+    return selected
+
+
+# Lists of a config that can be as long as the model is deep by chance.
+NOT_PER_LAYER = frozenset({"architectures", "bos_token_id", "eos_token_id", "pad_token_id"})
 
 
 def _to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
@@ -208,44 +228,42 @@ class _Embedding(torch.nn.Module):
         return self.model_under_trace(token_ids)
 
 
-def trace(config: Mapping[str, Any], precision: str, num_layers: int | None = None) -> Trace:
-    """Trace the batchful part at `precision` ("fp32", "fp16", "bf16"), cut to `num_layers` layers.
+def trace(meta: torch.nn.Module, indices: Sequence[int]) -> Trace:
+    """Trace the batchful part of the layers `indices` of a model that `meta_model` made.
 
     Raises InputError with the reason when the model cannot be traced or does not use transformers' attention interface.
     """
-    model_config = build_config(config, num_layers)
-    model, mode = meta_model(model_config, DTYPES[precision]), FakeTensorMode(allow_non_fake_inputs=True)
+    model, mode = select_layers(meta, indices), FakeTensorMode(allow_non_fake_inputs=True)
+    prefix, _ = layer_list(model)
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     _to_fake(model, mode)
-    depth = model_config.get_text_config().num_hidden_layers
     with mode:
-        hidden = torch.zeros(_TRACE_TOKENS, model.get_input_embeddings().weight.shape[1], dtype=DTYPES[precision])
+        hidden = torch.zeros(_TRACE_TOKENS, model.get_input_embeddings().weight.shape[1], dtype=model.dtype)
         positions = torch.arange(_TRACE_TOKENS)
-    graph = _export(_Packed(model), {"hidden": hidden, "position_ids": positions}, "logits", model_config.model_type)
+    graph = _export(_Packed(model), {"hidden": hidden, "position_ids": positions}, "logits", model.config.model_type)
     weights = _name_weights(graph, set(model.state_dict()), ties)
-    found = sorted(node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN)
-    if found != list(range(depth)):
+    found = [node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN]
+    if found != list(indices):
         raise InputError(
-            f"model type {model_config.model_type!r} cannot be split: expected one attention for each of its {depth} layers through "
-            f"transformers' attention interface, found {len(found)} (layers {found})"
+            f"model type {model.config.model_type!r} cannot be split: expected one attention for each layer through transformers' "
+            f"attention interface, in the order of the layers ({list(indices)}), found {found or 'none'}"
         )
-    return Trace(graph, weights, depth, layer_list(model, depth)[0])
+    return Trace(graph, weights, prefix)
 
 
-def trace_embedding(config: Mapping[str, Any], precision: str) -> Trace:
+def trace_embedding(meta: torch.nn.Module) -> Trace:
     """Trace `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`."""
-    model_config = build_config(config, 1)
-    model, mode = meta_model(model_config, DTYPES[precision]), FakeTensorMode(allow_non_fake_inputs=True)
+    model, mode = select_layers(meta, [0]), FakeTensorMode(allow_non_fake_inputs=True)
     module = model.get_input_embeddings()
     prefix = next(name for name, child in model.named_modules() if child is module)
     _to_fake(model, mode)
     with mode:
         token_ids = torch.zeros(_TRACE_TOKENS, dtype=torch.int64)
-    graph = _export(_Embedding(module), {"token_ids": token_ids}, "hidden", model_config.model_type)
+    graph = _export(_Embedding(module), {"token_ids": token_ids}, "hidden", model.config.model_type)
     for value in list(graph.graph.initializers.values()):
         if value.name.startswith(_WEIGHT_PREFIX):
             value.name = f"{_WEIGHT_PREFIX}{prefix}.{value.name.removeprefix(_WEIGHT_PREFIX)}"
-    return Trace(graph, _name_weights(graph, set(model.state_dict()), {}), 0, "")
+    return Trace(graph, _name_weights(graph, set(model.state_dict()), {}), "")
 
 
 def _export(module: torch.nn.Module, inputs: dict[str, torch.Tensor], output: str, model_type: str) -> ir.Model:
