@@ -1,0 +1,156 @@
+"""The assembly's graphs as callables: one ONNX Runtime session for each graph, weights given as inputs.
+
+Graph optimisation is off: what is validated is the graph as exported. What a backend makes of it is the golden check's to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from lockstep.errors import CheckError, InputError
+from lockstep.validate.gate import check_arrays, check_graph
+from lockstep.weights import Weights, check_slots
+
+PRECISIONS = ("fp32", "fp16")  # what ONNX Runtime computes in on a CPU
+
+
+class Graph:
+    """One graph of the assembly, its file checked: `run` takes and gives arrays by name, exactly those declared."""
+
+    def __init__(self, path: Path, entry: Mapping[str, Any], threads: int | None):
+        self.path = path
+        self.inputs = tuple(entry["inputs"])
+        self.slots = tuple(entry.get("slots", ()))
+        self.outputs = tuple(entry["outputs"])
+        self.model = check_graph(path, entry["sha256"], [*self.inputs, *self.slots], self.outputs)
+        self._threads = threads
+        self._session: ort.InferenceSession | None = None
+
+    @property
+    def session(self) -> ort.InferenceSession:
+        if self._session is None:
+            self._session = open_session(self.path, self._threads)
+        return self._session
+
+    def run(self, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """Outputs by name. Raises CheckError for arrays that are not those declared, and when the library cannot run the graph."""
+        weights = weights or {}
+        dims = check_arrays(str(self.path), "input", self.inputs, inputs)
+        check_arrays(str(self.path), "slot", self.slots, weights, dims)
+        try:
+            arrays = self.session.run(None, {**inputs, **weights})
+        except Exception as error:  # ONNX Runtime's errors share no base class
+            raise CheckError(f"{self.path}: ONNX Runtime cannot run this graph: {' '.join(str(error).split())}") from error
+        found = dict(zip([value.name for value in self.session.get_outputs()], arrays))
+        check_arrays(str(self.path), "output", self.outputs, found, dims)
+        return found
+
+
+def open_session(model: Path | bytes, threads: int | None = None) -> ort.InferenceSession:
+    """A session of an unoptimised graph, by path or bytes. `threads`: None lets the library take all cores.
+
+    Raises CheckError when the library refuses the graph.
+    """
+    settings = ort.SessionOptions()
+    settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    settings.intra_op_num_threads = threads or 0
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # pools of several sessions would fight for the cores
+    settings.log_severity_level = 3
+    source = model if isinstance(model, bytes) else str(model)
+    start = lambda: ort.InferenceSession(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+    try:
+        return start()
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        failure = error
+    if "use_per_session_threads" in str(failure):  # a process that also runs engines has one pool for all sessions
+        settings.use_per_session_threads, settings.intra_op_num_threads = False, 0
+        try:
+            return start()
+        except Exception as error:
+            failure = error
+    where = "" if isinstance(model, bytes) else f"{model}: "
+    raise CheckError(f"{where}ONNX Runtime {ort.__version__} cannot load this graph: {' '.join(str(failure).split())}") from failure
+
+
+class Assembly:
+    """An assembly with its graphs and its weights, cut after the first `num_layers` layers."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any], weights: Weights, layers: int | str, threads: int | None = None):
+        """Raises InputError for weights of another precision and for a layer count that the model does not have."""
+        self.path, self.manifest, self.weights = path, manifest, weights
+        if manifest["precision"] not in PRECISIONS:
+            raise InputError(f"{path}: precision: expected one of {', '.join(PRECISIONS)}, which ONNX Runtime computes in, found {manifest['precision']!r}")
+        if weights.precision != manifest["precision"]:
+            raise InputError(f"{weights.manifest_path}: precision: expected {manifest['precision']} as in {path}, found {weights.precision}; give the weights of this precision")
+        depth = manifest["num_layers"]
+        if layers != "all" and (not isinstance(layers, int) or not 1 <= layers <= depth):
+            raise InputError(f"layers: expected 1 to {depth} or 'all', found {layers!r}")
+        self.num_layers = depth if layers == "all" else layers
+        self.dtype = np.dtype(manifest["dtype"])
+        self.layers = manifest["layers"][: self.num_layers]
+        self.exit = self.layers[-1]["exit"]
+        self.embedding = manifest["embedding"]
+        used = {part["class"] for part in (self.embedding, self.exit, *(layer["block"] for layer in self.layers))}
+        self.classes = {name: Graph(path.parent / manifest["classes"][name]["graph"], manifest["classes"][name], threads) for name in sorted(used)}
+        self.kinds = {
+            (name, phase): Graph(path.parent / manifest["kinds"][name][phase]["graph"], manifest["kinds"][name][phase], threads)
+            for name in sorted({layer["kind"] for layer in self.layers})
+            for phase in ("prefill", "decode")
+        }
+        for part in (self.embedding, self.exit, *(layer["block"] for layer in self.layers)):
+            check_slots(weights, part["slots"], self.classes[part["class"]].slots, part["class"])
+
+    def graphs(self) -> dict[str, Graph]:
+        """All graphs in use by name: classes, then `<kind>.<phase>`."""
+        return {**self.classes, **{f"{name}.{phase}": graph for (name, phase), graph in self.kinds.items()}}
+
+    def carries(self, part: Mapping[str, Any]) -> list[str]:
+        """What a block hands on to the next besides query, key and value: `hidden` alone in most models."""
+        names = [io["name"] for io in self.classes[part["class"]].outputs]
+        return [name.removesuffix("_out") for name in names if name.endswith("_out")]
+
+    def run_block(self, part: Mapping[str, Any], env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run a block on what it names of `env`. Outputs by the name under which the next block reads them (`hidden_out` as `hidden`)."""
+        outputs = _run(self.classes[part["class"]], env, self._tensors(part["slots"]))
+        return {name.removesuffix("_out"): value for name, value in outputs.items()}
+
+    def run_kind(self, kind: str, phase: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run a kind's prefill or decode graph on what it names of `inputs` (a kind without rotary encoding may need no position_ids):
+        `attention`, `key_out`, `value_out`."""
+        return _run(self.kinds[kind, phase], inputs)
+
+    def _tensors(self, slots: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+        arrays = {slot: [self.weights[name] for name in names] for slot, names in slots.items()}
+        return {slot: parts[0] if len(parts) == 1 else np.concatenate(parts) for slot, parts in arrays.items()}
+
+    def forward_inputs(self) -> list[dict[str, Any]]:
+        """What a whole forward takes: hidden, position_ids, logit_rows, as the assembly's entries of inputs."""
+        hidden = self.classes[self.layers[0]["block"]["class"]].inputs[0]
+        rows = next(io for io in self.classes[self.exit["class"]].inputs if io["name"] == "logit_rows")
+        return [dict(hidden), {"name": "position_ids", "dtype": "int64", "shape": ["num_tokens"]}, dict(rows)]
+
+    def uncut(self, threads: int | None = None) -> Graph | None:
+        """The uncut graph, its weight inputs (named as in the checkpoint) as slots; None when the model is cut, for it has all layers."""
+        if self.num_layers < self.manifest["num_layers"]:
+            return None
+        slots: dict[str, dict[str, Any]] = {}
+        for part in (*(layer["block"] for layer in self.layers), self.exit):
+            for slot in self.classes[part["class"]].slots:
+                for name in part["slots"][slot["name"]]:
+                    slots[name] = {"name": name, "dtype": slot["dtype"], "shape": list(self.weights.info(name).shape)}
+        outputs = self.classes[self.exit["class"]].outputs
+        entry = {**self.manifest["batchful"], "inputs": self.forward_inputs(), "slots": list(slots.values()), "outputs": outputs}
+        return Graph(self.path.parent / entry["graph"], entry, threads)
+
+
+def _run(graph: Graph, env: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """Run a graph on those of `env` that it declares as inputs."""
+    missing = [io["name"] for io in graph.inputs if io["name"] not in env]
+    if missing:
+        raise CheckError(f"{graph.path}: expected inputs that a decoder step has ({', '.join(sorted(env))}), found {', '.join(missing)}; export again")
+    return graph.run({io["name"]: env[io["name"]] for io in graph.inputs}, weights)

@@ -1,0 +1,140 @@
+"""The validate stage: graphs, weights and the model's config in; a report of how far the graphs are from torch out.
+
+The order is from cheap to dear, so that the first thing wrong is the thing reported: inputs and outputs as declared, ONNX checker,
+Polygraphy's lint and inspect, each layer teacher-forced, then the whole forward through Polygraphy's Comparator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from polygraphy.backend.base import BaseRunner
+
+from lockstep.checks import Difference, finish
+from lockstep.errors import CheckError
+from lockstep.files import read_json
+from lockstep.validate.graphs import Assembly, Graph
+from lockstep.validate.parity import LayerErrors, embedding_error, forward, layer_errors
+from lockstep.validate.polygraphy_checks import BoundRunner, GraphRunner, check_model, compare, inspect, lint
+from lockstep.validate.torch_trace import Record, TorchModel, sequences
+from lockstep.weights import Weights
+
+FORMAT = "lockstep.validate/1"
+_TEXT = "The river comes down from the hills, and the town lies where it is wide and slow."
+
+
+def run(
+    assembly_json: Path,
+    weights_json: Path,
+    checkpoint_json: Path,
+    layers: int | str,
+    tolerance: Mapping[str, float],
+    out: Path,
+    model: str | None = None,
+    threads: int | None = None,
+) -> Path:
+    """Validate the graphs of an assembly cut after `layers` layers (or "all") and write the report to `out`, which is returned.
+
+    tolerance: {"block": for what a layer computes, "logits": for logits}, see the README for how they are meant. model: its name in
+    the report, by default the last part of the checkpoint's source. Raises CheckError, which names the first layer over tolerance,
+    and then writes the report to `<out>.failed.json` instead; InputError for inputs that do not fit together.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    checkpoint, manifest = read_json(checkpoint_json, "lockstep.checkpoint/1"), read_json(assembly_json, "lockstep.assembly/1")
+    target = {"model": model or Path(checkpoint["source"]).name, "precision": manifest["precision"], "layers": layers}
+    report: dict[str, Any] = {"format": FORMAT, "target": target, "first_failing_layer": None}
+    try:
+        assembly = Assembly(Path(assembly_json), manifest, Weights.open(weights_json), layers, threads)
+        report["checks"] = {"checker": {}, "inspect": {}, "lint": {}}
+        for name, graph in assembly.graphs().items():
+            _check_graph(name, graph, report["checks"])
+        torch_model = TorchModel(checkpoint["config"], assembly.weights, layers)
+        records = [torch_model.record(token_ids) for token_ids in _sequences(assembly)]
+        _check_layers(assembly, records, tolerance, report)
+        uncut = assembly.uncut(threads)
+        if uncut is not None:
+            _check_graph("batchful", uncut, report["checks"])
+        _check_forward(assembly, uncut, torch_model, records, tolerance["logits"], report)
+    except CheckError as error:
+        return finish(out, report, str(error))
+    return finish(out, report, None)
+
+
+def _check_graph(name: str, graph: Graph, checks: dict[str, Any]) -> None:
+    """Checker, inspect and lint of one graph; what they gave goes to `checks` by check and graph."""
+    inputs = [*graph.inputs, *graph.slots]
+    check_model(graph.path, graph.model)
+    checks["checker"][name] = "pass"
+    checks["inspect"][name] = inspect(graph.path, graph.model, inputs, graph.outputs)
+    checks["lint"][name] = lint(graph.path, inputs)
+
+
+def _check_layers(assembly: Assembly, records: list[Record], tolerance: Mapping[str, float], report: dict[str, Any]) -> None:
+    """The embedding and each layer, teacher-forced."""
+    embedding = embedding_error(assembly, records)
+    errors, logits = layer_errors(assembly, records)
+    block, bound = tolerance["block"], tolerance["logits"]
+    report["embedding"] = {"block": assembly.embedding["class"], "tensors": {"hidden": _entry(embedding, block)}}
+    report["blocks"] = [_layer_entry(entry, block) for entry in errors]
+    report["exit"] = {"block": assembly.exit["class"], "layer": assembly.num_layers - 1, "tensors": {"logits": _entry(logits, bound)}}
+    if not embedding.within_scaled(block):
+        raise CheckError(f"embedding ({assembly.embedding['class']}): {_found('hidden', embedding, block)}")
+    for entry in errors:
+        for name, error in entry.tensors.items():
+            if not error.within_scaled(block):
+                report["first_failing_layer"] = entry.layer
+                raise CheckError(f"layer {entry.layer} (block {entry.block}, {entry.kind}): {_found(name, error, block)}")
+    if not logits.within(bound):
+        report["first_failing_layer"] = assembly.num_layers - 1
+        raise CheckError(f"layer {assembly.num_layers - 1} (block {assembly.exit['class']}, behind the last attention): {_found('logits', logits, bound)}")
+
+
+def _sequences(assembly: Assembly) -> list:
+    tokenizer = tokenizers.Tokenizer.from_file(str(assembly.path.parent / assembly.manifest["tokenizer"]["file"]))
+    vocab_size = assembly.manifest["vocab_size"]
+    prompt = [token for token in tokenizer.encode(_TEXT).ids if token < vocab_size]
+    return sequences(vocab_size, assembly.manifest["max_position_embeddings"] or 64, prompt)
+
+
+def _check_forward(
+    assembly: Assembly, uncut: Graph | None, torch_model: TorchModel, records: list[Record], tolerance: float, report: dict[str, Any]
+) -> None:
+    """Whole sequences, free, through Polygraphy: the chain of split graphs, and at full depth the uncut graph, each against torch."""
+    inputs = assembly.forward_inputs()
+    split = lambda feed: forward(assembly, feed["hidden"], feed["position_ids"], feed["logit_rows"])
+    expected = lambda feed: torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
+    runners: list[BaseRunner] = [GraphRunner("split", inputs, split)]
+    if uncut is not None:
+        weights = {slot["name"]: assembly.weights[slot["name"]] for slot in uncut.slots}
+        runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
+    runners.append(GraphRunner("torch", inputs, expected))
+    feeds = [
+        {"hidden": record.embedded.astype(assembly.dtype), "position_ids": record.position_ids, "logit_rows": record.position_ids} for record in records
+    ]
+    report["forward"] = compare(runners, inputs, feeds, tolerance)
+    for runner, result in report["forward"].items():
+        if not result["passed"]:
+            raise CheckError(
+                f"whole forward ({runner}): every layer alone is within tolerance, but the logits together differ by {result['max_abs_error']}, "
+                f"expected at most {tolerance:g}"
+            )
+
+
+def _layer_entry(errors: LayerErrors, tolerance: float) -> dict[str, Any]:
+    tensors = {name: _entry(error, tolerance) for name, error in errors.tensors.items()}
+    return {"layer": errors.layer, "block": errors.block, "kind": errors.kind, "tensors": tensors}
+
+
+def _entry(error: Difference, tolerance: float) -> dict[str, Any]:
+    return {"max_abs_error": error.max_abs_error, "relative_error": error.relative_error, "cosine": error.cosine, "tolerance": tolerance}
+
+
+def _found(name: str, error: Difference, tolerance: float) -> str:
+    if error.max_abs_error is None:
+        return f"{name}: expected finite numbers, found NaN or infinity"
+    return f"{name}: expected an error of at most {tolerance:g}, found {error.relative_error:.3g} (largest absolute error {error.max_abs_error:.3g}, cosine {error.cosine:.6f})"

@@ -1,0 +1,136 @@
+"""What torch computes inside a model, layer by layer: an assembly's target weights and token sequences in, recorded arrays out.
+
+The weights are the target's (fp16 weights are upcast), the arithmetic is float32: so that a difference is the graph's own error,
+neither the rounding of the weights, which `convert` is asked for, nor that of torch's fp16, which is as large as ours.
+
+The recording hangs on transformers' `AttentionInterface`, so no model needs code of its own: the hook is called with query, key
+(rotated) and value, and lets the model's own eager attention compute the rest, with the eager mask.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from lockstep.errors import InputError
+from lockstep.torch_model import cut_config, load_tensors
+from lockstep.weights import Weights
+
+_HOOK = "lockstep_recording"
+_calls: contextvars.ContextVar[dict[int, tuple[np.ndarray, ...]]] = contextvars.ContextVar("calls")
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer on one sequence, float32. hidden, hidden_out [num_tokens, hidden_size]: what enters and leaves the layer;
+    hidden_out is None for the last, whose output torch gives only behind the final norm.
+    key (rotated) [num_tokens, num_kv_heads, head_dim], value [.., value_head_dim], attention [num_tokens, num_heads*value_head_dim]."""
+
+    hidden: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    attention: np.ndarray
+    hidden_out: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A sequence from position 0: token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers, logits [num_tokens, vocab_size]."""
+
+    token_ids: np.ndarray
+    embedded: np.ndarray
+    layers: tuple[LayerRecord, ...]
+    logits: np.ndarray
+
+    @property
+    def position_ids(self) -> np.ndarray:
+        return np.arange(len(self.token_ids), dtype=np.int64)
+
+
+class TorchModel:
+    """The first layers of a model in torch. Raises InputError for a model that does not use the attention interface."""
+
+    def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
+        tensors = {name: _float32(weights[name]) for name in weights.names() if layers == "all" or _layer_of(name) < layers}
+        self.model = load_tensors(tensors, cut_config(config, layers), _HOOK, str(weights.manifest_path))
+        self.num_layers = self.model.config.get_text_config().num_hidden_layers
+
+    def record(self, token_ids: np.ndarray) -> Record:
+        """Run one sequence (int64, 1-D) and record it."""
+        calls = {}
+        _calls.set(calls)
+        embedding = self.model.get_input_embeddings()
+        with torch.no_grad():
+            ids = torch.from_numpy(np.ascontiguousarray(token_ids))
+            embedded = embedding(ids)
+            output = self.model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+        if sorted(calls) != list(range(self.num_layers)):
+            raise InputError(
+                f"model type {self.model.config.model_type!r}: expected one attention for each of {self.num_layers} layers through transformers' "
+                f"attention interface, found layers {sorted(calls)}; this model cannot be validated"
+            )
+        states = [state[0].numpy() for state in output.hidden_states]
+        outs = [*states[1 : self.num_layers], None]
+        layers = [LayerRecord(states[i], *calls[i], hidden_out) for i, hidden_out in enumerate(outs)]
+        return Record(np.asarray(token_ids, np.int64), embedded.numpy(), tuple(layers), output.logits[0].numpy())
+
+    def logits(self, hidden: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
+        """[num_tokens, hidden_size] embedded tokens of one sequence -> [num_tokens, vocab_size]."""
+        _calls.set({})
+        with torch.no_grad():
+            embedded = torch.from_numpy(np.asarray(hidden, np.float32))[None]
+            output = self.model(inputs_embeds=embedded, position_ids=torch.from_numpy(position_ids)[None], use_cache=False)
+        return output.logits[0].numpy()
+
+
+def _record_attention(module, query, key, value, attention_mask, **options):
+    """transformers calls this for attention: query [1, num_heads, num_tokens, head_dim], key, value [1, num_kv_heads, ...]."""
+    calls = _calls.get()
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise InputError(f"{type(module).__name__}: expected a model whose module has eager_attention_forward, found none; this model cannot be validated")
+    if module.layer_idx in calls:
+        raise InputError(f"{type(module).__name__}: expected one attention for layer {module.layer_idx}, found two; this model cannot be validated")
+    attention, weights = eager(module, query, key, value, attention_mask, **options)
+    by_token = lambda x: np.ascontiguousarray(x[0].transpose(0, 1).numpy())
+    calls[module.layer_idx] = (by_token(key), by_token(value), attention[0].flatten(1).numpy())
+    return attention, weights
+
+
+AttentionInterface.register(_HOOK, _record_attention)
+AttentionMaskInterface.register(_HOOK, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+def _float32(array: np.ndarray) -> torch.Tensor:
+    """A tensor over the array's memory where it is float32 already (the mapped file is only read), else a cast copy."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "not writable": nothing writes to it
+        return torch.from_numpy(array if array.dtype == np.float32 or not _is_float(array) else array.astype(np.float32))
+
+
+def _layer_of(name: str) -> int:
+    """The layer that a checkpoint tensor belongs to: the first number in its name; -1 for what stands outside the layers."""
+    match = re.search(r"\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def _is_float(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+
+
+def sequences(vocab_size: int, longest: int, prompt: Sequence[int]) -> list[np.ndarray]:
+    """Token sequences to validate with: seeded random ids of several lengths, one of them 1, and a real text's `prompt` ids."""
+    rng = np.random.default_rng(0)
+    lengths = [min(length, longest) for length in (1, 2, 7, 33)]
+    made = [rng.integers(0, vocab_size, length) for length in dict.fromkeys(lengths)]
+    return [np.asarray(ids, np.int64) for ids in (*made, np.asarray(prompt[:longest], np.int64)) if len(ids)]

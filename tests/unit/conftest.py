@@ -1,0 +1,38 @@
+"""The demo checkpoint, taken through the stages that others build on, once a test run."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep import config, golden
+from lockstep.checkpoint import resolve
+from lockstep.engine import build
+from lockstep.paths import Results
+from lockstep.split import export
+from lockstep.weights import convert
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "resources" / "demo-llama"
+GOLDEN = config.load(yaml.safe_load((ROOT / "config" / "config.yaml").read_text())).models["demo-llama"].golden
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> Results:
+    """Results of "demo-llama" in fp32 and fp16: checkpoint, weights, graphs, engines. Read only: copy what a test changes."""
+    results = Results(tmp_path_factory.mktemp("demo"))
+    checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
+    for precision in ("fp32", "fp16"):
+        export(checkpoint, precision, results.assembly("demo-llama", precision))
+        convert(checkpoint, precision, results.weights("demo-llama", precision))
+        build(results.assembly("demo-llama", precision), "onnxruntime", results.engines("demo-llama", precision, "onnxruntime"))
+    return results
+
+
+@pytest.fixture(scope="session")
+def references(demo) -> Results:
+    """`demo` with the references of 2 and all layers, for the prompts and texts of config/config.yaml."""
+    prompts = {"max_new_tokens": GOLDEN.max_new_tokens, "prompts": [prompt.text for prompt in GOLDEN.prompts]}
+    for layers in (2, "all"):
+        golden.make_reference(demo.checkpoint("demo-llama"), layers, prompts, demo.reference("demo-llama", layers))
+    return demo

@@ -1,0 +1,122 @@
+"""The validate stage on the demo, and on small random models of other architectures."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import DEMO
+
+from lockstep import validate
+from lockstep.checkpoint import resolve
+from lockstep.checks import difference, failed_path, largest
+from lockstep.errors import InputError
+from lockstep.files import read_json
+from lockstep.split import export
+from lockstep.weights import convert
+
+TOLERANCES = {"fp32": {"block": 1e-4, "logits": 1e-3}, "fp16": {"block": 2e-2, "logits": 5e-2}}  # the config's defaults
+
+
+def run(results, precision, layers, out, **changes):
+    paths = results.assembly("demo-llama", precision), results.weights("demo-llama", precision), results.checkpoint("demo-llama")
+    return validate.run(*paths, layers, TOLERANCES[precision], out, threads=1, **changes)
+
+
+@pytest.mark.parametrize("layers", [2, "all"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_demos_graphs_compute_what_torch_computes(demo, tmp_path, precision, layers):
+    out = tmp_path / "validate.json"
+    failed_path(out).write_text("of an earlier run")
+    report = read_json(run(demo, precision, layers, out, model="demo"), "lockstep.validate/1")
+    assert report["target"] == {"model": "demo", "precision": precision, "layers": layers}
+    assert report["result"] == "pass" and report["first_failing_layer"] is None and not failed_path(out).exists()
+    depth = 6 if layers == "all" else layers
+    assert [block["layer"] for block in report["blocks"]] == list(range(depth))
+    phases = {f"{phase}.{name}" for phase in ("prefill", "chunked", "decode") for name in ("key_out", "value_out", "attention")}
+    for block in report["blocks"]:
+        # What leaves the last layer is seen in the logits of the exit block.
+        assert set(block["tensors"]) == phases | ({"hidden"} if block["layer"] < depth - 1 else set())
+        assert all(tensor["max_abs_error"] <= tensor["tolerance"] and tensor["cosine"] > 0.9999 for tensor in block["tensors"].values())
+    assert set(report["forward"]) == ({"split", "batchful"} if layers == "all" else {"split"})
+    graphs = {"attention.decode", "attention.prefill", "embedding", "entry", "exit", "middle"} | ({"batchful"} if layers == "all" else set())
+    assert all(set(report["checks"][check]) == graphs for check in ("checker", "lint", "inspect"))
+
+
+def test_fp32_graphs_are_exact_to_rounding(demo, tmp_path):
+    """Far below the tolerance: a looser figure here would be a change in what the graphs compute. Measured 2e-6 and 1.4e-5."""
+    report = read_json(run(demo, "fp32", "all", tmp_path / "validate.json"))
+    assert max(tensor["max_abs_error"] for block in report["blocks"] for tensor in block["tensors"].values()) < 1e-5
+    assert max(runner["max_abs_error"] for runner in report["forward"].values()) < 1e-4
+
+
+def test_one_layer_is_a_model_too(demo, tmp_path):
+    report = read_json(run(demo, "fp32", 1, tmp_path / "validate.json"))
+    assert [block["block"] for block in report["blocks"]] == ["entry"] and report["exit"]["layer"] == 0
+
+
+def test_two_runs_are_the_same_bytes(demo, tmp_path):
+    first = run(demo, "fp16", 2, tmp_path / "1.json").read_bytes()
+    assert run(demo, "fp16", 2, tmp_path / "2.json").read_bytes() == first
+
+
+def test_inputs_that_do_not_fit_together_are_refused(demo, tmp_path):
+    out = tmp_path / "validate.json"
+    graphs, checkpoint = demo.assembly("demo-llama", "fp16"), demo.checkpoint("demo-llama")
+    with pytest.raises(InputError, match="precision: expected fp16 as in .*, found fp32"):
+        validate.run(graphs, demo.weights("demo-llama", "fp32"), checkpoint, 2, TOLERANCES["fp16"], out)
+    with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 7"):
+        run(demo, "fp16", 7, out)
+    assert not list(tmp_path.iterdir())
+
+
+# --- other architectures: what the stage must not trip over ---
+
+SMALL = dict(vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+             max_position_embeddings=64, initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
+MODELS = {
+    "windows and soft caps": lambda: transformers.Gemma2Config(**SMALL, head_dim=16, sliding_window=5, attn_logit_softcapping=20.0),
+    "norms of queries and keys": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
+    "learned positions": lambda: transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=3, n_head=4, n_positions=64, initializer_range=0.1),
+    "fused projections": lambda: transformers.Phi3Config(**SMALL),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_architectures_pass(tmp_path, name):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]())
+    model.save_pretrained(tmp_path / "model")
+    shutil.copy(DEMO / "tokenizer.json", tmp_path / "model")
+    checkpoint = resolve(str(tmp_path / "model"), tmp_path / "model", tmp_path / "checkpoint.json")
+    assembly = export(checkpoint, "fp32", tmp_path / "graphs" / "assembly.json")
+    weights = convert(checkpoint, "fp32", tmp_path / "weights.json")
+    for layers in (2, "all"):
+        report = read_json(validate.run(assembly, weights, checkpoint, layers, TOLERANCES["fp32"], tmp_path / f"{layers}.json", threads=1))
+        assert report["result"] == "pass" and len(report["blocks"]) == (3 if layers == "all" else 2)
+
+
+# --- measures ---
+
+
+def test_a_difference_is_absolute_up_to_one_and_relative_beyond():
+    expected = np.array([0.5, -1.0, 400.0, 0.0])
+    found = expected + np.array([0.001, 0.0, 0.4, 0.0])
+    error = difference(expected, found)
+    assert error.max_abs_error == pytest.approx(0.4) and error.relative_error == pytest.approx(0.001)
+    assert not error.within(0.01) and error.within_scaled(0.01)
+    small = difference(np.array([0.5, 0.1]), np.array([0.6, 0.1]))
+    assert small.relative_error == small.max_abs_error == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_within_no_tolerance(bad):
+    error = difference(np.ones(3), np.array([1, bad, 1]))
+    assert error.max_abs_error is None and not error.within(1e30) and not error.within_scaled(1e30)
+    assert largest([1.0, error.max_abs_error]) is None and largest([1.0, 2.0]) == 2.0
+
+
+def test_nothing_is_broadcast():
+    with pytest.raises(ValueError, match="expected shape"):
+        difference(np.ones((2, 3)), np.ones((1, 3)))

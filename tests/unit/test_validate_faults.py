@@ -1,0 +1,171 @@
+"""Planted faults: each is caught, and the first layer that it touches is named."""
+
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from lockstep import validate
+from lockstep.checks import failed_path
+from lockstep.errors import CheckError
+from lockstep.files import read_json, sha256_file, write_json
+
+TOLERANCES = {"fp32": {"block": 1e-4, "logits": 1e-3}, "fp16": {"block": 2e-2, "logits": 5e-2}}  # the config's defaults
+FAULTY_LAYER = 3
+
+
+@pytest.fixture(params=["fp32", "fp16"])
+def copy(demo, tmp_path, request):
+    """A copy of the graphs to plant faults in: (folder of assembly.json, precision)."""
+    graphs = demo.assembly("demo-llama", request.param).parent
+    shutil.copytree(graphs, tmp_path / "graphs")
+    return tmp_path / "graphs", request.param
+
+
+def run(demo, copy, layers="all"):
+    folder, precision = copy
+    out = folder.parent / "validate.json"
+    weights, checkpoint = demo.weights("demo-llama", precision), demo.checkpoint("demo-llama")
+    return validate.run(folder / "assembly.json", weights, checkpoint, layers, TOLERANCES[precision], out, threads=1)
+
+
+def plant_in_attention(folder, change):
+    """Give layer 3 a kind of its own whose prefill and decode graphs went through `change(graph)`."""
+    assembly = read_json(folder / "assembly.json")
+    kind = assembly["kinds"]["faulty"] = {**assembly["kinds"]["attention"]}
+    for phase in ("prefill", "decode"):
+        model = onnx.load(folder / kind[phase]["graph"])
+        change(model.graph)
+        path = folder / f"faulty.{phase}.onnx"
+        onnx.save(model, path)
+        kind[phase] = {**kind[phase], "graph": path.name, "sha256": sha256_file(path)}
+    assembly["layers"][FAULTY_LAYER]["kind"] = "faulty"
+    write_json(folder / "assembly.json", assembly)
+
+
+def scale_off_by_5_percent(graph):
+    """The scale is a scalar constant of the graph, multiplied with the query."""
+    constant = next(c for c in graph.initializer if not c.dims and abs(numpy_helper.to_array(c) - 40**-0.5) < 1e-3)
+    array = numpy_helper.to_array(constant)
+    constant.CopyFrom(numpy_helper.from_array(np.asarray(array * 1.05, array.dtype), constant.name))
+
+
+def mask_dropped(graph):
+    """Every Where gives the scores, masked or not. In prefill the first Where makes positions, not scores."""
+    where = [node for node in graph.node if node.op_type == "Where"][-1]
+    where.input[2] = where.input[1]
+
+
+def mask_one_too_far(graph):
+    """One row behind the end of the cache is taken for filled."""
+    less = next(node for node in graph.node if node.op_type == "Less")
+    less.op_type = "LessOrEqual"
+
+
+def rotary_dropped(graph):
+    """Frequencies of zero: cosine one, sine zero."""
+    constant = next(c for c in graph.initializer if c.data_type == onnx.TensorProto.FLOAT and np.prod(c.dims) == 20)
+    constant.CopyFrom(numpy_helper.from_array(np.zeros_like(numpy_helper.to_array(constant)), constant.name))
+
+
+def position_off_by_one(graph):
+    one = numpy_helper.from_array(np.array(1, np.int64), "one")
+    for node in graph.node:
+        node.input[:] = ["later" if name == "position_ids" else name for name in node.input]
+    graph.initializer.append(one)
+    graph.node.insert(0, onnx.helper.make_node("Add", ["position_ids", "one"], ["later"], name="later"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "tensor"),
+    [
+        (scale_off_by_5_percent, "prefill.attention"),
+        (mask_dropped, "prefill.attention"),
+        (mask_one_too_far, "prefill.attention"),
+        (rotary_dropped, "prefill.key_out"),
+        (position_off_by_one, "prefill.key_out"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_fault_in_one_layers_attention_is_caught_and_the_layer_named(demo, copy, fault, tensor):
+    plant_in_attention(copy[0], fault)
+    with pytest.raises(CheckError, match=rf"^layer {FAULTY_LAYER} \(block middle, faulty\): {tensor}: expected an error of at most"):
+        run(demo, copy)
+    report = read_json(failed_path(copy[0].parent / "validate.json"), "lockstep.validate/1")
+    assert report["result"] == "fail" and report["first_failing_layer"] == FAULTY_LAYER
+    assert not (copy[0].parent / "validate.json").exists()
+    # What stands before the fault is within tolerance, and teacher forcing keeps it from what comes after.
+    over = {b["layer"] for b in report["blocks"] for t in b["tensors"].values() if t["relative_error"] > t["tolerance"]}
+    assert over == {FAULTY_LAYER}
+
+
+@pytest.mark.parametrize("copy", ["fp32"], indirect=True)
+@pytest.mark.parametrize("fault", [mask_dropped, position_off_by_one], ids=lambda value: value.__name__)
+def test_a_fault_in_the_kind_of_all_layers_is_found_in_the_first(demo, copy, fault):
+    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    plant_in_attention(folder, fault)
+    assembly["kinds"]["attention"] = read_json(folder / "assembly.json")["kinds"]["faulty"]
+    write_json(folder / "assembly.json", assembly)
+    with pytest.raises(CheckError, match="^layer 0 "):
+        run(demo, copy, layers=2)
+
+
+def swap(assembly, layer, one, other):
+    """Bind two slots of the block behind `layer`'s attention to each other's tensors."""
+    slots = assembly["layers"][layer + 1]["block"]["slots"]
+    slots[one], slots[other] = slots[other], slots[one]
+
+
+def test_a_swapped_weight_is_caught_in_the_layer_that_it_belongs_to(demo, copy):
+    """Gate and up of layer 3 have one shape: only numbers can tell. The block before layer 4's attention computes them."""
+    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    swap(assembly, FAULTY_LAYER, "previous.mlp.gate_proj.weight", "previous.mlp.up_proj.weight")
+    write_json(folder / "assembly.json", assembly)
+    with pytest.raises(CheckError, match=rf"^layer {FAULTY_LAYER} .*: hidden: "):
+        run(demo, copy)
+
+
+def test_a_weight_of_another_layer_is_caught(demo, copy):
+    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    slots = assembly["layers"][4]["block"]["slots"]
+    slots["current.self_attn.k_proj.weight"] = ["model.layers.5.self_attn.k_proj.weight"]
+    write_json(folder / "assembly.json", assembly)
+    with pytest.raises(CheckError, match=r"^layer 4 .*: prefill.key_out: "):
+        run(demo, copy)
+
+
+@pytest.mark.parametrize("copy", ["fp32"], indirect=True)
+def test_a_swapped_norm_behind_the_last_attention_is_caught_in_the_last_layer(demo, copy):
+    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    slots = assembly["layers"][1]["exit"]["slots"]
+    slots["model.norm.weight"] = ["model.layers.0.input_layernorm.weight"]
+    write_json(folder / "assembly.json", assembly)
+    with pytest.raises(CheckError, match=r"^layer 1 \(block exit, behind the last attention\): logits: "):
+        run(demo, copy, layers=2)
+
+
+@pytest.mark.parametrize("copy", ["fp32"], indirect=True)
+def test_a_fault_in_the_uncut_graph_alone_is_caught(demo, copy):
+    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    path = folder / assembly["batchful"]["graph"]
+    model = onnx.load(path)
+    scale = next(n for f in model.functions for n in f.node if n.op_type == "Constant" and abs(numpy_helper.to_array(n.attribute[0].t)).max() == np.float32(40**-0.5))
+    array = numpy_helper.to_array(scale.attribute[0].t)
+    scale.attribute[0].t.CopyFrom(numpy_helper.from_array(np.asarray(array * 1.05, array.dtype), scale.attribute[0].t.name))
+    onnx.save(model, path)
+    assembly["batchful"]["sha256"] = sha256_file(path)
+    write_json(folder / "assembly.json", assembly)
+    with pytest.raises(CheckError, match=r"^whole forward \(batchful\)"):
+        run(demo, copy)
+
+
+@pytest.mark.parametrize("copy", ["fp32"], indirect=True)
+def test_a_graph_that_was_edited_behind_the_assemblys_back_is_an_error(demo, copy):
+    path = copy[0] / "middle.onnx"
+    model = onnx.load(path)
+    mask_dropped(onnx.GraphProto()) if not model.graph.node else model.graph.node.reverse()
+    onnx.save(model, path)
+    with pytest.raises(CheckError, match="middle.onnx: sha256"):
+        run(demo, copy, layers=2)
