@@ -1,0 +1,18 @@
+"""Golden: what the model says in Hugging Face transformers, and whether an engine set says the same.
+
+`make_reference` and `check` are loaded when they are asked for, and by name: the reference needs torch, the check must not load it,
+and a stage is rerun for a change of its own code only.
+"""
+
+import importlib
+
+_MODULES = {"make_reference": "reference", "check": "check"}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = function  # in place of the module `check`, which its import has put here
+    return function

@@ -1,0 +1,224 @@
+"""The golden check: does an engine set, run by the runtime that also serves, say what the reference says? Needs no torch.
+
+In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and speeds apart from it.
+The prompts are decoded freely in one batch, then along the reference's tokens, then each alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.checkpoint.dtypes import numpy_dtype
+from lockstep.checkpoint.safetensors_header import read_header
+from lockstep.checks import Difference, difference, finish, largest
+from lockstep.errors import InputError
+from lockstep.files import read_json, sha256_file, write_json
+from lockstep.golden.decode import Decoded, decode
+from lockstep.golden.text import new_text
+from lockstep.paths import Target
+from lockstep.runtime import Model
+from lockstep.runtime.tokenizer import Tokenizer
+
+FORMAT, SPEED_FORMAT = "lockstep.golden/1", "lockstep.speed/1"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the reference: logits [len(tokens), vocab_size] float32, gaps between the two largest of each step, expected text."""
+
+    text: str
+    prompt_ids: list[int]
+    tokens: list[int]
+    new_text: str
+    logits: np.ndarray
+    gaps: list[float | None]
+    expected: str | None
+
+
+def check(
+    assembly_json: Path,
+    weights_json: Path,
+    engines_json: Path,
+    reference_json: Path,
+    target: Target,
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: Path,
+    speed_out: Path,
+    expected: Sequence[str | None] = (),
+    threads: int | None = None,
+) -> Path:
+    """Check an engine set, write the report to `out` and the speeds to `speed_out`; gives `out`.
+
+    tolerance["logits"]: the largest absolute error of a logit. limits: the config's. expected: for each prompt the text that must
+    follow it, or None. Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`;
+    InputError for inputs that do not fit together or prompts that exceed the limits.
+    """
+    prompts, reference = _read_reference(Path(reference_json), expected)
+    if reference["layers"] != target.layers:
+        raise InputError(f"{reference_json}: layers: expected {target.layers}, found {reference['layers']}; make the reference of this target")
+    _check_limits(prompts, reference["max_new_tokens"], limits)
+    model = Model.open(
+        engines_json, assembly_json, weights_json, target.layers,
+        max_batch_size=limits["max_batch_size"], max_seq_len=limits["max_seq_len"], max_num_tokens=limits["max_num_tokens"], threads=threads,
+    )  # fmt: skip
+    tokenizer = Tokenizer.open(assembly_json)
+    checked = _Check(model, tokenizer, prompts, reference, tolerance["logits"], limits["max_num_tokens"])
+    report, speed = checked.run()
+    about = {"target": asdict(target), "engine_digest": model.engines.digest()}
+    finish(out, {"format": FORMAT, **about, **report}, checked.failures[0] if checked.failures else None)
+    write_json(speed_out, {"format": SPEED_FORMAT, **about, **speed})
+    return Path(out)
+
+
+class _Check:
+    """One run of the check; `failures` are lines, in the order in which they were found."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[Prompt], reference: Mapping[str, Any], tolerance: float, max_num_tokens: int):
+        self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
+        self.max_new_tokens, self.eos_token_ids = reference["max_new_tokens"], tuple(reference["eos_token_ids"])
+        self.tolerance, self.max_num_tokens = tolerance, max_num_tokens
+        self.failures: list[str] = []
+
+    def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(report, speeds)"""
+        if tuple(sorted(self.model.eos_token_ids)) != self.eos_token_ids:
+            self.failures.append(f"end-of-sequence tokens: expected {list(self.eos_token_ids)} as in transformers, found {list(self.model.eos_token_ids)}")
+        ids = [prompt.prompt_ids for prompt in self.prompts]
+        free = decode(self.model, ids, self._greedily, self.max_num_tokens)
+        forced = decode(self.model, ids, self._along_reference, self.max_num_tokens)
+        entries, alone = [], []
+        for i, prompt in enumerate(self.prompts):
+            alone.append(decode(self.model, [prompt.prompt_ids], self._greedily, self.max_num_tokens))
+            entries.append(self._judge(i, free, forced, alone[-1]))
+        errors = [entry["max_logit_error"] for entry in entries]
+        report = {"tolerance": self.tolerance, "max_logit_error": largest(errors), "prompts": entries}
+        return report, _speed(forced, alone, min(len(ids), self.model.max_batch_size))
+
+    def _greedily(self, number: int, step: int, logits: np.ndarray) -> tuple[int, bool]:
+        token = int(logits.argmax())
+        return token, token not in self.eos_token_ids and step + 1 < self.max_new_tokens
+
+    def _along_reference(self, number: int, step: int, logits: np.ndarray) -> tuple[int, bool]:
+        tokens = self.prompts[number].tokens
+        return tokens[step], step + 1 < len(tokens)
+
+    def _judge(self, number: int, free: Decoded, forced: Decoded, alone: Decoded) -> dict[str, Any]:
+        """A prompt's entry in the report; what is wrong with it goes to `failures`."""
+        prompt, tokens = self.prompts[number], free.tokens[number]
+        found_ids = self.tokenizer.encode(prompt.text).tolist()
+        if found_ids != prompt.prompt_ids:
+            self._fail(prompt, f"prompt ids: expected {prompt.prompt_ids} as in transformers, found {found_ids}")
+        differences = self._first_difference(prompt, "decoding freely", prompt.tokens, tokens)
+        errors = [difference(row, found) for row, found in zip(prompt.logits, forced.logits[number])]
+        worst = largest([error.max_abs_error for error in errors])
+        if worst is None or worst > self.tolerance:
+            step = next(i for i, error in enumerate(errors) if not error.within(self.tolerance))
+            self._fail(prompt, f"step {step}, along the reference's tokens: {_off(errors[step], self.tolerance)}")
+        lone = self._first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens[0])
+        same = lone[0]["step"] + 1 if lone else len(tokens)  # logits of equal histories
+        drift = [difference(row, found) for row, found in zip(free.logits[number][:same], alone.logits[0])]
+        drifted = next((i for i, error in enumerate(drift) if not error.within(self.tolerance)), None)
+        if drifted is not None:
+            self._fail(prompt, f"step {drifted}, alone instead of in the batch: {_off(drift[drifted], self.tolerance)}")
+        text = new_text(self.tokenizer.decode, prompt.prompt_ids, tokens)
+        if prompt.expected is not None and text != prompt.expected:
+            self._fail(prompt, f"text: expected {prompt.expected!r} as in the config, found {text!r} (the reference says {prompt.new_text!r})")
+        return {
+            "text": prompt.text,
+            "tokens": tokens,
+            "text_out": text,
+            "reference_text": prompt.new_text,
+            "expected": prompt.expected,
+            "prompt_ids_equal": found_ids == prompt.prompt_ids,
+            "tokens_equal": tokens == prompt.tokens,
+            "differences": differences,
+            "max_logit_error": worst,
+            "alone_equal": not lone,
+            "alone_differences": lone,
+            "alone_max_logit_difference": largest([error.max_abs_error for error in drift]),
+        }
+
+    def _first_difference(self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]) -> list[dict[str, Any]]:
+        """The first differing token, as a list of one or none: behind it the histories differ, and nothing can be compared.
+
+        It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest, are nearer to each
+        other than the tolerance. Otherwise it is a failure.
+        """
+        step = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), None)
+        if step is None and len(expected) != len(found):
+            step = min(len(expected), len(found))
+            self._fail(prompt, f"step {step}, {how}: expected {len(expected)} tokens, found {len(found)}")
+            return [{"step": step, "reference": None, "found": None, "gap": None, "accepted": False}]
+        if step is None:
+            return []
+        gap, row = prompt.gaps[step], prompt.logits[step]
+        accepted = bool(gap is not None and abs(float(row[expected[step]]) - float(row[found[step]])) < self.tolerance and gap < self.tolerance)
+        if not accepted:
+            self._fail(prompt, f"step {step}, {how}: expected token {expected[step]}, found {found[step]}; another one is accepted where the gap is below {self.tolerance:g}, here it is {gap:.3g}")
+        return [{"step": step, "reference": expected[step], "found": found[step], "gap": gap, "accepted": accepted}]
+
+    def _fail(self, prompt: Prompt, what: str) -> None:
+        self.failures.append(f"prompt {_short(prompt.text)!r}, {what}")
+
+
+def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], dict[str, Any]]:
+    manifest = read_json(path, "lockstep.reference/1")
+    logits = _read_logits(path.parent / manifest["logits"]["file"], manifest["logits"]["sha256"])
+    entries = manifest["prompts"]
+    texts = list(expected) or [None] * len(entries)
+    if len(texts) != len(entries):
+        raise InputError(f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again")
+    return [
+        Prompt(entry["text"], entry["prompt_ids"], entry["tokens"], entry["new_text"], logits[f"logits.{i}"], [step["gap"] for step in entry["steps"]], text)
+        for i, (entry, text) in enumerate(zip(entries, texts))
+    ], manifest
+
+
+def _read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
+    if not path.is_file() or sha256_file(path) != sha256:
+        raise InputError(f"{path}: expected the logits of the reference beside it, found {'other bytes' if path.is_file() else 'no file'}; make the reference again")
+    data = np.fromfile(path, np.uint8)
+    return {
+        name: data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype)).reshape(record.shape)
+        for name, record in read_header(path).items()
+    }
+
+
+def _check_limits(prompts: Sequence[Prompt], max_new_tokens: int, limits: Mapping[str, int]) -> None:
+    for prompt in prompts:
+        count = len(prompt.prompt_ids)
+        if count > limits["max_input_len"]:
+            raise InputError(f"golden prompt {_short(prompt.text)!r}: expected at most {limits['max_input_len']} tokens (limits.max_input_len), found {count}; shorten it or raise the limit")
+        if count + max_new_tokens > limits["max_seq_len"]:
+            raise InputError(
+                f"golden prompt {_short(prompt.text)!r}: expected prompt and answer within {limits['max_seq_len']} tokens (limits.max_seq_len), "
+                f"found {count} + {max_new_tokens}; shorten it, lower max_new_tokens or raise the limit"
+            )
+
+
+def _off(error: Difference, tolerance: float) -> str:
+    if error.max_abs_error is None:
+        return "expected finite logits, found NaN or infinity"
+    return f"expected a logit error of at most {tolerance:g}, found {error.max_abs_error:.3g}"
+
+
+def _speed(batch: Decoded, alone: Sequence[Decoded], batch_size: int) -> dict[str, Any]:
+    """Tokens per second in the batch, and alone. Of the pass along the reference's tokens: as long as others', and behind a warm-up."""
+    rate = lambda tokens, seconds: tokens / seconds if seconds else 0.0  # one new token takes no decode step
+    return {
+        "batch_size": batch_size,
+        "prefill_tokens_per_s": rate(batch.prefill_tokens, batch.prefill_seconds),
+        "decode_tokens_per_s": rate(batch.decode_tokens, batch.decode_seconds),
+        "alone_prefill_tokens_per_s": rate(sum(run.prefill_tokens for run in alone), sum(run.prefill_seconds for run in alone)),
+        "alone_decode_tokens_per_s": rate(sum(run.decode_tokens for run in alone), sum(run.decode_seconds for run in alone)),
+    }
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."

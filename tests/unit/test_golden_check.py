@@ -1,0 +1,244 @@
+"""The golden check passes what says the same as the reference, and names prompt, step and tokens of what does not."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from conftest import GOLDEN
+from onnx import numpy_helper
+from safetensors.numpy import load_file, save_file
+
+from lockstep import golden
+from lockstep.checks import failed_path
+from lockstep.engine import build
+from lockstep.errors import CheckError, InputError
+from lockstep.files import read_json, sha256_file, write_json
+from lockstep.paths import Target
+
+LIMITS = {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 256, "max_num_tokens": 512}
+TOLERANCES = {"fp32": {"block": 1e-4, "logits": 1e-3}, "fp16": {"block": 2e-2, "logits": 5e-2}}  # the config's defaults
+
+
+def check(results, tmp_path, precision="fp32", layers=2, **changes):
+    target = Target("demo-llama", precision, layers, "onnxruntime")
+    given = {
+        "assembly_json": results.assembly("demo-llama", precision),
+        "weights_json": results.weights("demo-llama", precision),
+        "engines_json": results.engines("demo-llama", precision, "onnxruntime"),
+        "reference_json": results.reference("demo-llama", layers),
+        "target": target,
+        "tolerance": TOLERANCES[precision],
+        "limits": LIMITS,
+        "out": tmp_path / "check.json",
+        "speed_out": tmp_path / "check.speed.json",
+        "expected": [prompt.expected.get(layers) for prompt in GOLDEN.prompts],
+    }
+    return golden.check(**{**given, **changes})
+
+
+@pytest.mark.parametrize("layers", [2, "all"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, precision, layers):
+    report = read_json(check(references, tmp_path, precision, layers), "lockstep.golden/1")
+    assert report["result"] == "pass" and report["max_logit_error"] <= TOLERANCES[precision]["logits"]
+    assert report["target"] == {"model": "demo-llama", "precision": precision, "layers": layers, "backend": "onnxruntime"}
+    for prompt, entry in zip(GOLDEN.prompts, report["prompts"], strict=True):
+        assert entry["tokens_equal"] and entry["alone_equal"] and not entry["differences"]
+        assert entry["text_out"] == prompt.expected[layers] == entry["expected"]
+    speed = read_json(tmp_path / "check.speed.json", "lockstep.speed/1")
+    assert speed["prefill_tokens_per_s"] > 0 and speed["decode_tokens_per_s"] > 0 and speed["batch_size"] == 4
+
+
+def test_two_checks_are_the_same_bytes(references, tmp_path):
+    first = check(references, tmp_path).read_bytes()
+    assert check(references, tmp_path).read_bytes() == first
+
+
+@pytest.mark.parametrize("limits", [{"max_batch_size": 3}, {"max_num_tokens": 10}, {"max_batch_size": 1, "max_num_tokens": 7}], ids=str)
+def test_more_prompts_than_slots_and_prompts_in_chunks_give_the_same(references, tmp_path, limits):
+    report = read_json(check(references, tmp_path, limits={**LIMITS, **limits}))
+    assert [entry["text_out"] for entry in report["prompts"]] == [prompt.expected[2] for prompt in GOLDEN.prompts]
+
+
+# --- what does not say the same ---
+
+
+@pytest.fixture
+def copy(references, tmp_path):
+    """A copy of the results to change."""
+    root = tmp_path / "results"
+    shutil.copytree(references.root, root)
+    return type(references)(root)
+
+
+def fails(results, tmp_path, message, **changes):
+    with pytest.raises(CheckError, match=message) as error:
+        check(results, tmp_path, **changes)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "check.json").exists() and not (tmp_path / "check.speed.json").exists()
+    report = read_json(failed_path(tmp_path / "check.json"), "lockstep.golden/1")
+    assert report["result"] == "fail"
+    return report
+
+
+def edit_graph(results, name, change, kind=None):
+    """Change a graph of the fp32 assembly in place, and build its engines."""
+    path = results.assembly("demo-llama", "fp32")
+    assembly = read_json(path)
+    entry = assembly["kinds"]["attention"][kind] if kind else assembly["classes"][name]
+    model = onnx.load(path.parent / entry["graph"])
+    change(model.graph)
+    onnx.save(model, path.parent / entry["graph"])
+    entry["sha256"] = sha256_file(path.parent / entry["graph"])
+    write_json(path, assembly)
+    build(path, "onnxruntime", results.engines("demo-llama", "fp32", "onnxruntime"))
+
+
+def scale_logits(factor):
+    def change(graph):
+        last = graph.node[-1]
+        graph.initializer.append(numpy_helper.from_array(np.array(factor, np.float32), "factor"))
+        graph.node.append(onnx.helper.make_node("Mul", ["before", "factor"], [last.output[0]], name="planted"))
+        last.output[0] = "before"
+
+    return change
+
+
+def test_logits_over_tolerance_fail_though_the_tokens_are_equal(copy, tmp_path):
+    edit_graph(copy, "exit", scale_logits(1.01))
+    report = fails(copy, tmp_path, "prompt 'San Francisco is a', step 0, along the reference's tokens: expected a logit error of at most 0.001, found 0.1")
+    assert all(entry["tokens_equal"] for entry in report["prompts"])
+
+
+def test_nan_fails(copy, tmp_path):
+    edit_graph(copy, "exit", scale_logits(np.nan))
+    report = fails(copy, tmp_path, "prompt 'San Francisco is a', step 0, ")
+    assert report["max_logit_error"] is None
+
+
+def test_another_token_fails_and_is_named_with_its_gap(copy, tmp_path):
+    edit_graph(copy, "exit", scale_logits(-1.0))
+    first = read_json(copy.reference("demo-llama", 2))["prompts"][0]
+    gap = f"{first['steps'][0]['gap']:.3g}"
+    report = fails(copy, tmp_path, rf"step 0, decoding freely: expected token {first['tokens'][0]}, found \d+; .* below 0.001, here it is {gap}")
+    assert report["prompts"][0]["differences"][0]["accepted"] is False
+
+
+def test_requests_that_see_each_other_give_something_else_alone(copy, tmp_path):
+    """Decode over the mean of all requests' keys: right for one request, wrong for several."""
+
+    def mix_requests(graph):
+        for node in graph.node:
+            node.input[:] = ["mixed" if name == "past_key" else name for name in node.input]
+        graph.initializer.append(numpy_helper.from_array(np.array([0], np.int64), "requests"))
+        graph.node.insert(0, onnx.helper.make_node("ReduceMean", ["past_key", "requests"], ["mixed"], keepdims=1, name="planted"))
+
+    edit_graph(copy, None, mix_requests, kind="decode")
+    report = fails(copy, tmp_path, "prompt .*, step ")
+    assert all(entry["alone_max_logit_difference"] > 1e-3 for entry in report["prompts"])
+    check(copy, tmp_path, limits={**LIMITS, "max_batch_size": 1})  # the same engines, one request at a time
+
+
+def edit_reference(results, change, layers=2):
+    """Change the reference's manifest and logits through `change(manifest, logits)`."""
+    path = results.reference("demo-llama", layers)
+    manifest, logits = read_json(path), dict(load_file(path.with_suffix(".safetensors")))
+    change(manifest, logits)
+    save_file(logits, path.with_suffix(".safetensors"))
+    manifest["logits"]["sha256"] = sha256_file(path.with_suffix(".safetensors"))
+    write_json(path, manifest)
+
+
+def prefer_the_second(manifest, logits):
+    """Let the reference of the first prompt take the second likeliest token at step 2, and end there."""
+    prompt = manifest["prompts"][0]
+    prompt["tokens"] = [*prompt["tokens"][:2], prompt["steps"][2]["top_ids"][1]]
+    prompt["steps"] = prompt["steps"][:3]
+    logits["logits.0"] = logits["logits.0"][:3].copy()
+
+
+def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
+    edit_reference(copy, prefer_the_second)
+    step = read_json(copy.reference("demo-llama", 2))["prompts"][0]["steps"][2]
+    wide = {"logits": step["gap"] * 1.01}
+    report = read_json(check(copy, tmp_path, tolerance=wide, expected=[None] * 4))
+    difference = {"step": 2, "reference": step["top_ids"][1], "found": step["top_ids"][0], "gap": step["gap"], "accepted": True}
+    assert report["prompts"][0]["differences"] == [difference] and not report["prompts"][0]["tokens_equal"]
+    assert report["prompts"][0]["alone_equal"]
+    fails(copy, tmp_path / "narrow", "step 2, decoding freely", tolerance={"logits": step["gap"] * 0.99}, expected=[None] * 4,
+          out=tmp_path / "narrow" / "check.json", speed_out=tmp_path / "narrow" / "check.speed.json")  # fmt: skip
+
+
+def test_an_unlikely_token_is_not_accepted_for_a_small_gap(copy, tmp_path):
+    """A gap says that the two likeliest tokens may change places, not that any token will do."""
+
+    def prefer_the_last(manifest, logits):
+        prefer_the_second(manifest, logits)
+        row = logits["logits.0"][2]
+        manifest["prompts"][0]["tokens"][2] = int(row.argmin())
+
+    edit_reference(copy, prefer_the_last)
+    gap = read_json(copy.reference("demo-llama", 2))["prompts"][0]["steps"][2]["gap"]
+    fails(copy, tmp_path, "step 2, decoding freely", tolerance={"logits": gap * 1.01}, expected=[None] * 4)
+
+
+def test_a_text_other_than_the_configs_fails_and_both_are_shown(references, tmp_path):
+    expected = [" sunny city", *(prompt.expected[2] for prompt in GOLDEN.prompts[1:])]
+    fails(references, tmp_path, r"text: expected ' sunny city' as in the config, found ' cars on fog .*' \(the reference says ' cars on", expected=expected)
+
+
+def test_other_prompt_ids_than_transformers_fail(copy, tmp_path):
+    edit_reference(copy, lambda manifest, logits: manifest["prompts"][0].update(prompt_ids=manifest["prompts"][0]["prompt_ids"][1:]))
+    fails(copy, tmp_path, r"prompt ids: expected \[221, .*\] as in transformers, found \[681, 221")
+
+
+def test_other_end_tokens_than_transformers_fail(copy, tmp_path):
+    edit_reference(copy, lambda manifest, logits: manifest.update(eos_token_ids=[0, 7]))
+    fails(copy, tmp_path, r"end-of-sequence tokens: expected \[0, 7\] as in transformers, found \[0\]")
+
+
+def test_engines_of_another_export_are_refused(copy, tmp_path):
+    path = copy.engines("demo-llama", "fp32", "onnxruntime")
+    manifest = read_json(path)
+    manifest["engines"]["middle"]["graph_sha256"] = "0" * 64
+    write_json(path, manifest)
+    with pytest.raises(CheckError, match="graph of engine middle"):
+        check(copy, tmp_path)
+
+
+# --- inputs that do not fit together ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expected": [None]}, "prompts: expected 1 as in the config, found 4"),
+        ({"limits": {**LIMITS, "max_input_len": 20}}, r"'Lake Zürich .*': expected at most 20 tokens \(limits.max_input_len\), found 24"),
+        ({"limits": {**LIMITS, "max_seq_len": 30}}, r"within 30 tokens \(limits.max_seq_len\), found 24 \+ 16"),
+    ],
+)
+def test_a_mistake_of_the_user_is_one_line(references, tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        check(references, tmp_path, **changes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reference_of_other_layers_or_without_its_logits_is_refused(copy, tmp_path):
+    with pytest.raises(InputError, match="layers: expected 2, found all"):
+        check(copy, tmp_path, reference_json=copy.reference("demo-llama", "all"))
+    logits = copy.reference("demo-llama", 2).with_suffix(".safetensors")
+    logits.write_bytes(logits.read_bytes()[:-4] + b"\0\0\0\0")
+    with pytest.raises(InputError, match="found other bytes"):
+        check(copy, tmp_path)
+    logits.unlink()
+    with pytest.raises(InputError, match="found no file"):
+        check(copy, tmp_path)
+
+
+def test_the_check_needs_no_torch():
+    program = "import sys; from lockstep import golden; golden.check; bad = {'torch', 'transformers', 'snakemake', 'pydantic'} & set(sys.modules); assert not bad, bad"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent)

@@ -1,0 +1,103 @@
+"""The reference is what transformers' own `generate` gives, is cut with the layers, and is the same bytes each time."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep import golden
+from lockstep.checkpoint import resolve
+from lockstep.errors import InputError
+from lockstep.files import read_json, sha256_file
+from lockstep.golden.reference import compute
+from lockstep.golden.text import new_text
+
+DEMO = Path(__file__).parents[2] / "resources" / "demo-llama"
+PROMPTS = ["San Francisco is a", "Ice floats because", "Light"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return resolve(str(DEMO), DEMO, tmp_path_factory.mktemp("reference") / "checkpoint.json")
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint):
+    return golden.make_reference(checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS}, checkpoint.parent / "2.json")
+
+
+@pytest.mark.parametrize("layers", [2, "all"])
+def test_tokens_are_those_of_generate(layers):
+    config = json.loads((DEMO / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
+    if layers != "all":
+        model.model.layers = model.model.layers[:layers]
+        model.config.num_hidden_layers = layers
+    tokenizer = AutoTokenizer.from_pretrained(DEMO, local_files_only=True)
+    reference = compute(DEMO, config, layers, PROMPTS, 12)
+    for answer in reference.answers:
+        inputs = tokenizer(answer.text, return_tensors="pt")
+        assert answer.prompt_ids == tuple(inputs["input_ids"][0].tolist())
+        out = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+        assert answer.tokens == tuple(out[len(answer.prompt_ids) :].tolist())
+        with torch.no_grad():  # without a cache, all at once
+            whole = model(out[None, :-1]).logits[0, len(answer.prompt_ids) - 1 :].numpy()
+        # fp32 sums in another order: 1e-5 on logits of size 10; ten times the room
+        assert np.abs(whole - answer.logits).max() < 1e-4
+
+
+def test_decoding_stops_at_the_end_of_the_text_and_keeps_its_token(checkpoint):
+    config = json.loads((DEMO / "config.json").read_text())
+    answer = compute(DEMO, config, "all", ["Ice floats because"], 30).answers[0]
+    assert len(answer.tokens) < 30 and answer.tokens[-1] == config["eos_token_id"]
+    assert answer.logits.shape == (len(answer.tokens), config["vocab_size"])
+    assert answer.new_text == " it is lighter than water."
+
+
+def test_the_manifest_holds_the_largest_logits_of_each_step(made):
+    manifest, logits = read_json(made, "lockstep.reference/1"), load_file(made.with_suffix(".safetensors"))
+    assert (manifest["layers"], manifest["eos_token_ids"], [p["text"] for p in manifest["prompts"]]) == (2, [0], PROMPTS)
+    assert manifest["logits"] == {"file": "2.safetensors", "sha256": sha256_file(made.with_suffix(".safetensors"))}
+    for i, prompt in enumerate(manifest["prompts"]):
+        rows = logits[f"logits.{i}"]
+        assert rows.dtype == np.float32 and len(rows) == len(prompt["steps"]) == len(prompt["tokens"])
+        for row, step, token in zip(rows, prompt["steps"], prompt["tokens"]):
+            best = np.sort(row)[::-1]
+            assert step["top_ids"][0] == token == row.argmax() and len(step["top_ids"]) == 5
+            assert step["top_logits"] == best[:5].tolist() and step["gap"] == pytest.approx(best[0] - best[1])
+
+
+def test_two_references_are_the_same_bytes(checkpoint, made, tmp_path):
+    again = golden.make_reference(checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS}, tmp_path / "2.json")
+    assert again.read_bytes() == made.read_bytes()
+    assert again.with_suffix(".safetensors").read_bytes() == made.with_suffix(".safetensors").read_bytes()
+
+
+def test_a_prompt_that_cannot_be_answered_is_refused(checkpoint, tmp_path):
+    with pytest.raises(InputError, match=r"within 512 tokens .*found 8 \+ 505"):
+        golden.make_reference(checkpoint, 1, {"max_new_tokens": 505, "prompts": PROMPTS[:1]}, tmp_path / "1.json")
+    with pytest.raises(InputError, match="at least one token"):
+        golden.make_reference(checkpoint, 1, {"max_new_tokens": 1, "prompts": [""]}, tmp_path / "1.json")
+    with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 7"):
+        golden.make_reference(checkpoint, 7, {"max_new_tokens": 1, "prompts": PROMPTS}, tmp_path / "7.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_tensor_is_an_error_not_a_random_weight(tmp_path):
+    shutil.copytree(DEMO, tmp_path / "model")
+    config = json.loads((DEMO / "config.json").read_text()) | {"num_hidden_layers": 7}
+    with pytest.raises(InputError, match="expected all tensors of the model, found missing keys: model.layers.6"):
+        compute(tmp_path / "model", config, "all", PROMPTS, 1)
+
+
+def test_text_is_decoded_behind_the_prompt():
+    """As in tokenizers of the SentencePiece kind, which drop the first space of a text."""
+    words = ["", " San", " Francisco", " is"]
+    decode = lambda ids: "".join(words[i] for i in ids)[1:]
+    assert new_text(decode, [1, 2], [3]) == " is" and decode([3]) == "is"
+    assert new_text(lambda ids: f"<{len(ids)}>", [1], [2]) == "<1>"  # the prompt's own text changed: the new tokens alone
