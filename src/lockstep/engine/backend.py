@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from lockstep.errors import InputError
+from lockstep.weights import Weights
 
 Array = TypeVar("Array")
 Run = Callable[[], None]
@@ -42,10 +43,11 @@ class Executable(Protocol):
 class Program(Protocol):
     """A loaded engine file, without weights."""
 
-    def bind(self, weights: Mapping[str, Sequence[np.ndarray]]) -> Executable:
-        """Give each slot its tensors; several are placed one after another along axis 0.
+    def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> Executable:
+        """Give each slot the tensors of these names; several are placed one after another along axis 0.
 
-        Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or shape than the slot's.
+        `weights` may be None where there are no slots. Raises CheckError for a slot without tensors, tensors without a slot, or
+        another dtype or shape than the slot's.
         """
         ...
 
@@ -56,6 +58,7 @@ class Backend(Protocol):
 
     name: str
     suffix: str
+    revision: int  # raised when a change of this code makes other bytes of the same graph and options: nothing older is kept then
     precisions: tuple[str, ...]
 
     def version(self) -> str:

@@ -19,11 +19,14 @@ FORMAT = "lockstep.engines/1"
 def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str | os.PathLike, options: Mapping[str, Any] | None = None) -> Path:
     """Build the engine set of an assembly and write its engines.json; gives its path.
 
-    An engine already there is kept when graph, options, device and backend version are those recorded and its file is whole.
+    An engine already there is kept when graph, options, device, backend version and builder revision are those recorded and its file is whole.
     Raises InputError for a precision that the backend lacks, CheckError for a graph that is damaged or that the library refuses.
     """
     assembly_path, out = Path(assembly_json), Path(out_engines_json)
     assembly, library = read_json(assembly_path, ASSEMBLY_FORMAT), get_backend(backend)
+    unknown = sorted(set(options or {}) - set(library.default_options()))
+    if unknown:
+        raise InputError(f"options of backend {backend}: expected only {', '.join(library.default_options())}, found {', '.join(unknown)}")
     if assembly["precision"] not in library.precisions:
         raise InputError(f"{assembly_path}: precision: expected one of {', '.join(library.precisions)} (backend {backend}), found {assembly['precision']!r}")
     manifest = {
@@ -31,6 +34,7 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
         "backend": backend,
         "precision": assembly["precision"],
         "backend_version": library.version(),
+        "builder_revision": library.revision,
         "device": library.describe_device(),
         "options": {**library.default_options(), **(options or {})},
         "engines": {},
@@ -38,6 +42,8 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
     recorded = _reusable(out, manifest, library)
     for name, graph in graphs_of(assembly):
         graph_path = assembly_path.parent / graph["graph"]
+        if not graph_path.is_file():
+            raise InputError(f"{graph_path}: expected a graph, found no file; export again")
         if sha256_file(graph_path) != graph["sha256"]:
             raise CheckError(f"{graph_path}: expected sha256 {graph['sha256']}, found {sha256_file(graph_path)}; export again")
         entry = recorded.get(name)
@@ -68,8 +74,8 @@ def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[
         old = read_json(out, FORMAT)
     except InputError:
         return {}  # another format or half a file of an older version: it is built again
-    keys = ("backend", "precision", "backend_version", "options")
-    if any(old.get(key) != manifest[key] for key in keys) or library.device_key(old["device"]) != library.device_key(manifest["device"]):
+    keys = ("backend", "precision", "backend_version", "builder_revision", "options")
+    if any(old.get(key) != manifest[key] for key in keys) or library.device_key(old.get("device", {})) != library.device_key(manifest["device"]):
         return {}
     whole = lambda entry: (out.parent / entry["file"]).is_file() and sha256_file(out.parent / entry["file"]) == entry["sha256"]
     return {name: entry for name, entry in old["engines"].items() if whole(entry)}

@@ -42,10 +42,10 @@ class KVCache:
     def reserve(self, length: int) -> bool:
         """Make room for rows of `length` tokens; gives True when arrays moved, so that views must be taken again.
 
-        Capacity doubles, and falls back when a quarter would do: a decode step reads all of it, masked or not.
+        Capacity doubles, and falls back when a third would do: a decode step reads all of it, masked or not.
         """
         bucket = self._bucket(max(length, int(self.lengths.max())))
-        if self.capacity // 4 < bucket <= self.capacity:
+        if self.capacity < 3 * bucket and bucket <= self.capacity:
             return False
         self._resize(bucket)
         return True

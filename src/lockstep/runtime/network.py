@@ -75,14 +75,13 @@ def open_network(
 
     def block(part: Mapping[str, Any]) -> Block:
         entry = assembly["classes"][part["class"]]
-        tensors = {slot: [weights[name] for name in names] for slot, names in part["slots"].items()}
-        return Block(programs[part["class"]].bind(tensors), _ios(entry["inputs"]), _ios(entry["outputs"]))
+        return Block(programs[part["class"]].bind(weights, part["slots"]), _ios(entry["inputs"]), _ios(entry["outputs"]))
 
     chosen = assembly["layers"][:count]
     kinds = {
         name: Kind(
-            load(f"{name}.prefill").bind({}),
-            load(f"{name}.decode").bind({}),
+            load(f"{name}.prefill").bind(None, {}),
+            load(f"{name}.decode").bind(None, {}),
             next(io for io in _ios(kind["decode"]["outputs"]) if io.name == "attention"),
             LayerShape(kind["num_kv_heads"], kind["head_dim"], kind["value_head_dim"]),
         )

@@ -1,0 +1,283 @@
+"""Engines: the same bytes each time, kept while they fit, and refused where or when they do not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from lockstep.engine import EngineSet, build, get_backend
+from lockstep.engine.cpu import THREADS_VARIABLE, describe_cpu, thread_count
+from lockstep.errors import CheckError, InputError
+from lockstep.files import read_json, sha256_file, write_json
+from lockstep.weights import Weights
+
+
+@pytest.fixture
+def made(demo, tmp_path):
+    """A copy of the demo's fp32 graphs and engines: (assembly.json, engines.json)."""
+    shutil.copytree(demo.assembly("demo-llama", "fp32").parent, tmp_path / "graphs")
+    shutil.copytree(demo.engines("demo-llama", "fp32", "onnxruntime").parent, tmp_path / "engines")
+    return tmp_path / "graphs" / "assembly.json", tmp_path / "engines" / "engines.json"
+
+
+def stamps(folder):
+    """What changes when a file is written again, by name."""
+    return {path.name: path.stat().st_ino for path in folder.iterdir() if path.name != "engines.json"}
+
+
+def change(path, **values):
+    write_json(path, read_json(path) | values)
+
+
+def test_two_builds_are_the_same_bytes(demo, made, tmp_path):
+    assembly, engines = made
+    again = build(assembly, "onnxruntime", tmp_path / "again" / "engines.json")
+    files = sorted(path.name for path in engines.parent.iterdir())
+    assert files == sorted(path.name for path in again.parent.iterdir())
+    assert all((engines.parent / name).read_bytes() == (again.parent / name).read_bytes() for name in files)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_engines_hold_no_weights_paths_or_traces(demo, precision):
+    engines = demo.engines("demo-llama", precision, "onnxruntime")
+    for entry in read_json(engines)["engines"].values():
+        data = (engines.parent / entry["file"]).read_bytes()
+        assert len(data) < 20_000  # the smallest weight matrix alone has 23 kB
+        assert b".py" not in data and str(demo.root).encode() not in data and b"/tmp" not in data
+
+
+def test_one_set_covers_every_class_and_kind_and_says_what_it_was_made_for(demo):
+    manifest = read_json(demo.engines("demo-llama", "fp16", "onnxruntime"), "lockstep.engines/1")
+    assert sorted(manifest["engines"]) == ["attention.decode", "attention.prefill", "embedding", "entry", "exit", "middle"]
+    assert manifest["precision"] == "fp16" and manifest["backend_version"] == get_backend("onnxruntime").version()
+    assert manifest["device"]["architecture"] and manifest["options"] == {"optimization_level": "all"}
+
+
+def test_what_fits_is_not_built_again(made):
+    assembly, engines = made
+    before, manifest = stamps(engines.parent), engines.read_bytes()
+    build(assembly, "onnxruntime", engines)
+    assert stamps(engines.parent) == before and engines.read_bytes() == manifest
+
+
+def test_only_what_changed_is_built_again_and_leftovers_go(made):
+    assembly, engines = made
+    before, manifest = stamps(engines.parent), engines.read_bytes()
+    (engines.parent / "middle.onnx").write_bytes(b"damaged")
+    (engines.parent / "exit.onnx").unlink()
+    (engines.parent / "older.onnx").write_bytes(b"an engine of an earlier export")
+    (engines.parent / ".entry.onnx.abc.tmp").mkdir()
+    (engines.parent / ".entry.onnx.abc.tmp" / "optimized.onnx").write_bytes(b"a build that was killed")
+    (engines.parent / "notes.txt").write_text("not ours")
+    build(assembly, "onnxruntime", engines)
+    after = stamps(engines.parent)
+    assert engines.read_bytes() == manifest
+    assert set(after) == {*before, "notes.txt"}
+    assert {name for name in before if after[name] == before[name]} >= set(before) - {"middle.onnx", "exit.onnx"}
+    EngineSet.open(engines, assembly)
+
+
+@pytest.mark.parametrize("values", [{"backend_version": "0.1"}, {"builder_revision": 0}, {"options": {}}, {"device": {"architecture": "riscv64", "isa": []}}, {"format": "older"}])
+def test_another_version_device_or_option_is_built_again(made, values):
+    assembly, engines = made
+    manifest = engines.read_bytes()
+    (engines.parent / "middle.onnx").write_bytes(b"made elsewhere")
+    change(engines, engines={name: e | {"sha256": sha256_file(engines.parent / e["file"])} for name, e in read_json(engines)["engines"].items()}, **values)
+    build(assembly, "onnxruntime", engines)
+    assert engines.read_bytes() == manifest
+    EngineSet.open(engines, assembly)
+
+
+def test_the_options_are_part_of_the_engine(made, tmp_path):
+    other = build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "disabled"})
+    assert EngineSet.open(other, made[0]).digest() != EngineSet.open(made[1], made[0]).digest()
+    with pytest.raises(InputError, match="optimization_level: expected one of all, basic, disabled, extended, found 'most'"):
+        build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "most"})
+    with pytest.raises(InputError, match="options of backend onnxruntime: expected only optimization_level, found level"):
+        build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"level": "all"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backend_version": "1.2.3"}, r"onnxruntime version: made for 1\.2\.3, found "),
+        ({"device": {"architecture": "x86_64", "isa": ["avx512_from_2042"]}}, "device: made for architecture x86_64, isa avx512_from_2042, found architecture"),
+        ({"device": {"architecture": "riscv64", "isa": []}}, "device: made for architecture riscv64"),
+        ({"precision": "fp16"}, "precision: made for fp16, found fp32"),
+        ({"engines": {}}, "engines: made for , found attention.decode attention.prefill"),
+        ({"backend": "abacus"}, "backend: expected one of onnxruntime, found 'abacus'"),
+        ({"format": "lockstep.engines/9"}, "expected format 'lockstep.engines/1', found 'lockstep.engines/9'"),
+    ],
+)
+def test_an_engine_set_made_for_something_else_is_refused_with_both_values(made, values, message):
+    assembly, engines = made
+    change(engines, **values)
+    with pytest.raises((CheckError, InputError), match=message) as error:
+        EngineSet.open(engines, assembly)
+    assert "\n" not in str(error.value)
+
+
+def test_another_vendor_with_the_same_instructions_is_accepted(made):
+    assembly, engines = made
+    change(engines, device=read_json(engines)["device"] | {"vendor": "Other", "family": "1 2"})
+    EngineSet.open(engines, assembly)
+
+
+def test_graphs_of_another_export_are_refused(made):
+    assembly, engines = made
+    value = read_json(assembly)
+    old = value["classes"]["middle"]["sha256"]
+    value["classes"]["middle"]["sha256"] = "1" * 64
+    write_json(assembly, value)
+    with pytest.raises(CheckError, match=f"graph of engine middle: made for {old}, found 1111"):
+        EngineSet.open(engines, assembly)
+
+
+def test_a_damaged_or_missing_engine_is_refused(made):
+    assembly, engines = made
+    path = engines.parent / "middle.onnx"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckError, match=r"middle\.onnx: sha256: made for \w{64}, found \w{64}; the file is damaged"):
+        EngineSet.open(engines, assembly)
+    path.unlink()
+    with pytest.raises(CheckError, match=r"middle\.onnx: expected the engine middle, found no file"):
+        EngineSet.open(engines, assembly)
+
+
+def test_a_damaged_graph_is_refused_and_the_older_set_stays(made):
+    assembly, engines = made
+    before = {path.name: path.read_bytes() for path in engines.parent.iterdir()}
+    (assembly.parent / "middle.onnx").write_bytes(b"not what was exported")
+    with pytest.raises(CheckError, match=r"middle\.onnx: expected sha256 \w{64}, found \w{64}; export again"):
+        build(assembly, "onnxruntime", engines)
+    assert {path.name: path.read_bytes() for path in engines.parent.iterdir()} == before
+
+
+def test_a_graph_that_the_library_refuses_is_one_line(made):
+    assembly, engines = made
+    graph = assembly.parent / "exit.onnx"
+    model = onnx.load(graph)
+    model.graph.node[0].op_type = "NoSuchOperator"
+    onnx.save(model, graph)
+    value = read_json(assembly)
+    value["classes"]["exit"]["sha256"] = sha256_file(graph)
+    write_json(assembly, value)
+    with pytest.raises(CheckError, match=r"exit\.onnx: ONNX Runtime .* cannot build this graph: .*NoSuchOperator") as error:
+        build(assembly, "onnxruntime", engines)
+    assert "\n" not in str(error.value)
+    assert not list(engines.parent.glob(".*"))
+
+
+def test_a_precision_that_the_backend_lacks_is_refused(made):
+    assembly, engines = made
+    change(assembly, precision="bf16")
+    with pytest.raises(InputError, match=r"precision: expected one of fp32, fp16 \(backend onnxruntime\), found 'bf16'"):
+        build(assembly, "onnxruntime", engines)
+
+
+def test_a_missing_graph_or_assembly_is_refused(made, tmp_path):
+    assembly, engines = made
+    (assembly.parent / "entry.onnx").unlink()
+    with pytest.raises(InputError, match=r"entry\.onnx: expected a graph, found no file; export again"):
+        build(assembly, "onnxruntime", engines)
+    with pytest.raises(InputError, match="expected a file, found none"):
+        build(tmp_path / "none.json", "onnxruntime", engines)
+
+
+# --- binding and running ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fused(tmp_path):
+    """A product with one slot for two stacked tensors: (program, weights of a, b and c)."""
+    text = """<ir_version: 10, opset_import: ["" : 20]>
+    g (float[num_tokens, 4] hidden, float[5, 4] both) => (float[num_tokens, 5] out) { out = Gemm<transB=1>(hidden, both) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "g.onnx")
+    arrays = {"a": np.arange(8, dtype=np.float32), "b": np.arange(100, 112, dtype=np.float32), "c": np.arange(5, dtype=np.float32)}
+    shapes = {"a": [2, 4], "b": [3, 4], "c": [5]}
+    (tmp_path / "w.bin").write_bytes(b"".join(array.tobytes() for array in arrays.values()))
+    offsets = {"a": 0, "b": 32, "c": 80}
+    tensors = {n: {"file": 0, "offset": offsets[n], "length": arrays[n].nbytes, "dtype": "F32", "shape": shapes[n]} for n in arrays}
+    files = [{"path": "w.bin", "size": 100, "sha256": sha256_file(tmp_path / "w.bin")}]
+    write_json(tmp_path / "weights.json", {"format": "lockstep.weights/1", "precision": "fp32", "files": files, "tensors": tensors})
+    backend = get_backend("onnxruntime")
+    backend.build(tmp_path / "g.onnx", tmp_path / "engine.onnx", backend.default_options())
+    slots = [{"name": "both", "dtype": "float32", "shape": [5, 4]}]
+    return lambda low: backend.load(tmp_path / "engine.onnx", slots, None, low), Weights.open(tmp_path / "weights.json")
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_a_slot_of_several_tensors_holds_them_one_after_another(fused, low_memory):
+    load, weights = fused
+    hidden, out = np.array([[1, 0, 2, 0]], np.float32), np.empty((1, 5), np.float32)
+    run = load(low_memory).bind(weights, {"both": ["a", "b"]}).prepare({"hidden": hidden}, {"out": out})
+    run()
+    expected = np.concatenate([weights["a"], weights["b"]])
+    np.testing.assert_array_equal(out, hidden @ expected.T)
+    hidden[:] = [[0, 3, 0, 0]]  # a prepared call reads its buffers anew each time
+    run()
+    np.testing.assert_array_equal(out, hidden @ expected.T)
+
+
+def test_weights_and_arrays_that_do_not_fit_are_refused(fused):
+    load, weights = fused
+    program = load(False)
+    with pytest.raises(CheckError, match=r"slot both: expected weights float32 \[5, 4\], found float32 \[4, 4\]"):
+        program.bind(weights, {"both": ["a", "a"]})
+    with pytest.raises(CheckError, match=r"slot both: expected weights float32 \[5, 4\], found float32 \[5\]"):
+        program.bind(weights, {"both": ["c"]})
+    with pytest.raises(CheckError, match=r"expected weights for the slots \['both'\], found \['other'\]"):
+        program.bind(weights, {"other": ["a"]})
+    executable = program.bind(weights, {"both": ["a", "b"]})
+    with pytest.raises(CheckError, match=r"expected arrays for \['hidden'\], found \['token'\]"):
+        executable.prepare({"token": np.zeros((1, 4), np.float32)}, {"out": np.zeros((1, 5), np.float32)})
+    with pytest.raises(CheckError, match="expected a contiguous array for 'hidden'"):
+        executable.prepare({"hidden": np.zeros((4, 1), np.float32).T[:, ::-1]}, {"out": np.zeros((1, 5), np.float32)})
+    with pytest.raises(CheckError, match="'hidden': expected float32, found float64"):
+        executable.prepare({"hidden": np.zeros((1, 4))}, {"out": np.zeros((1, 5), np.float32)})
+
+
+# --- the device -------------------------------------------------------------------------------------------------------------
+
+AMD = "processor : 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 97\nflags\t\t: fpu sse4_1 avx avx2 fma f16c avx512f xsave\n\nprocessor : 1\nflags : fpu\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd asimdhp asimddp sve bf16 cpuid\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+
+
+def test_a_cpu_is_described_by_what_its_kernels_depend_on():
+    assert describe_cpu(AMD, "AMD64") == {
+        "architecture": "x86_64", "vendor": "AuthenticAMD", "family": "25 97", "isa": ["avx", "avx2", "avx512f", "f16c", "fma", "sse4_1"],
+    }  # fmt: skip
+    assert describe_cpu(ARM, "arm64") == {
+        "architecture": "aarch64", "vendor": "0x41", "family": "0xd40", "isa": ["asimd", "asimddp", "asimdhp", "bf16", "sve"],
+    }  # fmt: skip
+    assert describe_cpu("", "riscv64") == {"architecture": "riscv64", "vendor": "", "family": "", "isa": []}
+
+
+def test_threads_come_from_the_argument_then_the_environment_then_the_machine(monkeypatch):
+    monkeypatch.delenv(THREADS_VARIABLE, raising=False)
+    assert thread_count() >= 1
+    monkeypatch.setenv(THREADS_VARIABLE, "3")
+    assert thread_count() == 3 and thread_count(5) == 5
+    for text in ("0", "many", "-1"):
+        monkeypatch.setenv(THREADS_VARIABLE, text)
+        with pytest.raises(InputError, match="expected"):
+            thread_count()
+
+
+def test_a_process_has_one_number_of_threads(made):
+    engines = EngineSet.open(made[1], made[0])
+    engines.load("entry")
+    used = thread_count()
+    with pytest.raises(InputError, match=f"threads: expected {used}, which this process already uses, found {used + 1}"):
+        engines.load("entry", threads=used + 1)
+
+
+def test_nothing_of_this_machine_stands_in_a_manifest(demo):
+    text = json.dumps(read_json(demo.engines("demo-llama", "fp32", "onnxruntime")))
+    assert str(Path.home()) not in text and str(demo.root) not in text

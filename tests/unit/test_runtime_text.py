@@ -1,0 +1,115 @@
+"""Text: streams give whole characters and together the text of all tokens; stop strings hide what follows them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models
+
+from lockstep.errors import CheckError, InputError
+from lockstep.files import write_json
+from lockstep.runtime.generate import StopFilter
+from lockstep.runtime.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_level(demo):
+    return Tokenizer.open(demo.assembly("demo-llama", "fp32"))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory):
+    """As Llama 2's: pieces that begin with a mark for the space, bytes for what no piece covers, the first space taken off."""
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581city", "\u2581in", "Nor", "th", "é"]
+    library = Library(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    library.add_special_tokens(["<s>", "</s>"])
+    library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    library.save(str(path))
+    return Tokenizer(path)
+
+
+def streamed(tokenizer, ids):
+    stream = tokenizer.stream()
+    return [*(stream.push(token) for token in ids), stream.finish()]
+
+
+@pytest.mark.parametrize("text", ["Zürich 🙂 日本", "  two  spaces\n", "", "a\u0301 é", "👩‍👩‍👧"])
+def test_a_text_comes_back_in_pieces_of_whole_characters(byte_level, text):
+    pieces = streamed(byte_level, byte_level.encode(text))
+    assert "".join(pieces) == text == byte_level.decode(byte_level.encode(text))
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_a_character_of_bytes_comes_when_it_is_whole(byte_fallback):
+    word = [3 + byte for byte in "日".encode()]
+    assert streamed(byte_fallback, [260, 261, *word, 262]) == [" city"[1:], " in", "", "", "日", "Nor", ""]
+    assert streamed(byte_fallback, [260, *word[:2]])[-1].startswith("\N{REPLACEMENT CHARACTER}")  # cut off by the end
+
+
+@given(st.lists(st.integers(0, 767), max_size=30))
+def test_any_tokens_of_a_byte_level_tokenizer_give_their_text(byte_level, ids):
+    assert "".join(streamed(byte_level, ids)) == byte_level.decode(ids)
+
+
+@given(st.lists(st.integers(0, 264), max_size=30))
+def test_bytes_that_are_no_text_do_no_harm(byte_fallback, ids):
+    assert isinstance("".join(streamed(byte_fallback, ids)), str)
+
+
+def test_special_tokens_are_silent(byte_fallback):
+    assert "".join(streamed(byte_fallback, [1, 260, 2, 261])) == byte_fallback.decode([1, 260, 2, 261]) == "city in"
+
+
+def test_token_ids_are_int64(byte_level):
+    assert byte_level.encode("Light").dtype == np.int64
+
+
+def test_a_tokenizer_that_is_absent_changed_or_none_is_refused(demo, tmp_path):
+    with pytest.raises(InputError, match="expected a tokenizer, found no file"):
+        Tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(InputError, match=r"expected a tokenizer\.json, found"):
+        Tokenizer(tmp_path / "tokenizer.json")
+    write_json(tmp_path / "assembly.json", {"format": "lockstep.assembly/1", "tokenizer": {"file": "tokenizer.json", "sha256": "0" * 64}})
+    with pytest.raises(CheckError, match="sha256: expected 0000"):
+        Tokenizer.open(tmp_path / "assembly.json")
+
+
+def filtered(stop, pieces):
+    found = StopFilter(stop)
+    out = [found.push(piece) for piece in pieces]
+    return "".join(out) + found.rest(), found.found
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "expected"),
+    [
+        (["."], ["One.", " Two."], ("One", True)),
+        (["END"], ["a E", "N", "D b"], ("a ", True)),  # spans tokens
+        (["END"], ["a E", "N", "E", "ND"], ("a ENE"[:4], True)),
+        (["END"], ["a EN"], ("a EN", False)),  # what was held back comes at the end
+        (["aab"], ["a", "a", "a", "b"], ("a", True)),
+        (["bc", "abcd"], ["ab", "c"], ("a", True)),
+        (["cd", "b"], ["abcd"], ("a", True)),  # the first in the text, not in the list
+        ([], ["any", "thing"], ("anything", False)),
+        (["\n"], ["\n"], ("", True)),
+    ],
+)
+def test_text_ends_before_a_stop_string(stop, pieces, expected):
+    assert filtered(stop, pieces) == expected
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=3), max_size=3), st.lists(st.text("ab", max_size=3), max_size=12))
+def test_any_cut_of_a_text_gives_what_comes_before_the_stop_string_that_ends_first(stop, pieces):
+    text, (out, found) = "".join(pieces), filtered(stop, pieces)
+    assert text.startswith(out)
+    assert not any(word in out for word in stop)
+    assert found == any(word in text for word in stop)
+    assert found or out == text
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(InputError, match="found an empty one"):
+        StopFilter(["a", ""])
