@@ -188,3 +188,40 @@ def targets(config_file: Path | None) -> None:
     """List the targets of a config."""
     for target in _config(config_file).targets():
         click.echo(target)
+
+
+@main.command()
+@click.option("--target", required=True, metavar="TARGET", help="A target of the last run, such as demo-llama/fp16/all.")
+@click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many most likely tokens; 0: from all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the most likely tokens that make up this probability.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
+@_RESULTS
+def generate(target: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...], threads: int | None, results: Path, **sampling: Any) -> None:
+    """Text from an engine set, as it is made; then the speed, on stderr."""
+    from lockstep.runtime import Model, Sampling, Tokenizer
+    from lockstep.runtime import generate as start
+
+    tree = Results(results)
+    config = _used_config(tree)
+    chosen, limits = config.parse_target(target), config.limits
+    model, precision = chosen.model, chosen.precision
+    assembly = tree.assembly(model, precision)
+    engine = Model.open(
+        tree.engines(model, precision, chosen.backend), assembly, tree.weights(model, precision), chosen.layers,
+        max_batch_size=1, max_seq_len=limits.max_seq_len, max_num_tokens=limits.max_num_tokens, threads=threads,
+    )  # fmt: skip
+    generation = start(engine, Tokenizer.open(assembly), [prompt], max_new_tokens, Sampling(**sampling), stop, limits.max_input_len)
+    for piece in generation:
+        click.echo(piece.text, nl=False)
+    click.echo()
+    speed = generation.speed
+    for what, tokens, rate in (
+        ("prefill", speed.prefill_tokens, speed.prefill_tokens_per_second),
+        ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
+    ):
+        click.echo(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", err=True)

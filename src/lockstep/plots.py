@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 
 from lockstep.files import atomic_path, read_json
+from lockstep.paths import Target
 
 # Without a window system; text stays text; ids from a fixed salt, where matplotlib would draw random ones.
 matplotlib.use("Agg")
@@ -18,38 +19,45 @@ _COLORS = ("#0b6e99", "#d9730d", "#6940a5", "#0f7b6c")
 
 
 def error_by_layer(validations: Sequence[Path], out: Path) -> None:
-    """A line for each validation: the largest absolute error of each layer's tensors, and the tolerance, on a log scale."""
-    with _figure(out) as axes:
-        for number, path in enumerate(validations):
-            validation = read_json(path, "lockstep.validate/1")
-            target, color = validation["target"], _COLORS[number % len(_COLORS)]
+    """The largest error of each layer's tensors, as it is held to the tolerance (dashed), on a log scale.
+
+    A line for each model and precision, of the validation with the most layers: the others' layers are the same.
+    """
+    deepest: dict[str, dict[str, Any]] = {}
+    for path in validations:
+        validation = read_json(path, "lockstep.validate/1")
+        name = f"{validation['target']['model']}, {validation['target']['precision']}"
+        deepest[name] = max(validation, deepest.get(name, validation), key=lambda item: len(item["blocks"]))
+    with _figure(out) as figure:
+        axes = figure.subplots()
+        for number, (name, validation) in enumerate(deepest.items()):
+            color = _COLORS[number % len(_COLORS)]
             layers, errors = zip(*sorted(_worst_by_layer(validation).items()))
-            label = f"{target['model']}, {target['precision']}, {target['layers']} layers"
-            axes.plot(layers, errors, color=color, marker="o", markersize=3, linewidth=1, label=label)
+            axes.plot(layers, errors, color=color, marker="o", markersize=3, linewidth=1, label=name)
             axes.axhline(_tolerance(validation), color=color, linestyle="--", linewidth=0.6)
-        axes.set(yscale="log", xlabel="layer", ylabel="largest absolute error")
+        axes.set(yscale="log", xlabel="layer", ylabel="largest error")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def speed(summary_json: Path, out: Path) -> None:
-    """Two bars for each target: prefill and decode, in tokens per second, on a log scale."""
+    """Prefill and decode of each target in tokens per second, side by side."""
     rows = read_json(summary_json, "lockstep.summary/1")["targets"]
-    names = [f"{row['model']}/{row['precision']}/{row['layers']}" + f"/{row['backend']}" for row in rows]
-    with _figure(out, height=1.2 + 0.5 * len(rows)) as axes:
-        for offset, (kind, color) in enumerate(zip(("prefill", "decode"), _COLORS)):
+    names = [str(Target(row["model"], row["precision"], row["layers"], row["backend"])) for row in rows]
+    with _figure(out, height=0.8 + 0.3 * len(rows)) as figure:
+        for axes, kind, color in zip(figure.subplots(ncols=2, sharey=True), ("prefill", "decode"), _COLORS):
             values = [row[f"{kind}_tokens_per_s"] for row in rows]
-            bars = axes.barh([index + 0.4 * offset for index in range(len(rows))], values, height=0.36, color=color, label=kind)
+            bars = axes.barh(range(len(rows)), values, height=0.6, color=color)
             axes.bar_label(bars, [f"{value:.0f}" for value in values], padding=3)
-        axes.set(xscale="log", xlabel="tokens per second", yticks=[index + 0.2 for index in range(len(rows))], yticklabels=names)
-        axes.invert_yaxis()
-        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.05, 0.5))
+            axes.set(xlabel=f"{kind}, tokens/s", yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5))
+            axes.margins(x=0.2)
+        figure.tight_layout()
 
 
 def _worst_by_layer(validation: dict[str, Any]) -> dict[int, float]:
     worst: dict[int, float] = {}
     for block in validation["blocks"]:
-        error = max(tensor["max_abs_error"] for tensor in block["tensors"].values())
+        error = max(tensor["relative_error"] for tensor in block["tensors"].values())
         worst[block["layer"]] = max(error, worst.get(block["layer"], 0.0))
     # A log scale has no zero; an exact layer is shown at the edge of what fp32 can tell.
     return {layer: max(error, 1e-9) for layer, error in worst.items()}
@@ -65,6 +73,6 @@ def _figure(out: Path, height: float = 3.2) -> Iterator[Any]:
 
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(7, height))
-        yield figure.subplots()
+        yield figure
         with atomic_path(out) as temporary:
             figure.savefig(temporary, format="svg", bbox_inches="tight", metadata={"Date": None})

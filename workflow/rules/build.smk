@@ -8,7 +8,8 @@ rule build:
     input:
         assembly=RESULTS.assembly(MODEL, PRECISION),
     output:
-        RESULTS.engines(MODEL, PRECISION, BACKEND),
+        # Not deleted before: engines that still fit are kept.
+        update(RESULTS.engines(MODEL, PRECISION, BACKEND)),
     log:
         log_of("build", MODEL, PRECISION, BACKEND),
     conda:
