@@ -58,12 +58,11 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that the model of `config` saves (tied ones once)."""
+    """Names and shapes of the tensors that a checkpoint of the model of `config` holds."""
+    from lockstep.split.layout import checkpoint_shapes
     from lockstep.split.tracer import meta_model
 
-    model = meta_model(config, "fp32")
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    return {name: tuple(tensor.shape) for name, tensor in sorted(model.state_dict().items()) if name not in tied}
+    return checkpoint_shapes(meta_model(config, "fp32"))
 
 
 def byte_tokenizer() -> Tokenizer:

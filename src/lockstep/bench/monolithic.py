@@ -6,6 +6,7 @@ by giving each attention its cache, so both sides compute the same; what differs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import onnxruntime as ort
 
 from lockstep.files import read_json
 from lockstep.split.compose import DOMAIN
-from lockstep.weights import Weights
+from lockstep.weights import Weights, slot_array
 
 
 class Monolithic:
@@ -24,10 +25,12 @@ class Monolithic:
         folder, assembly = Path(assembly_json).parent, read_json(assembly_json)
         weights = Weights.open(weights_json)
         model = with_past(onnx.load(folder / assembly["batchful"]["graph"]), folder, assembly)
-        names = _externalise(model.graph, weights)
+        entry = assembly["batchful"]
+        arrays = {slot["name"]: slot_array(weights, entry["tensors"][slot["name"]], slot["shape"]) for slot in entry["slots"]}
+        _externalise(model.graph, arrays)
         settings = ort.SessionOptions()
         settings.use_per_session_threads = False  # the pool of the process, which the engine set of the same benchmark uses too
-        settings.add_external_initializers(names, [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(weights[name])) for name in names])
+        settings.add_external_initializers(list(arrays), [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in arrays.values()])
         self._session = ort.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
         (table,) = (weights[tensors[0]] for tensors in assembly["embedding"]["slots"].values())
         self._table = table
@@ -99,15 +102,13 @@ def _info(name: str, io: dict) -> onnx.ValueInfoProto:
     return onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(io["dtype"])), io["shape"])
 
 
-def _externalise(graph: onnx.GraphProto, weights: Weights) -> list[str]:
-    """Turn weight inputs into external-data placeholders, whose values a session takes from memory; gives their names."""
-    names = [value.name for value in graph.input if value.name in set(weights.names())]
-    kept = [value for value in graph.input if value.name not in names]
-    for value in [value for value in graph.input if value.name in names]:
+def _externalise(graph: onnx.GraphProto, weights: Mapping[str, np.ndarray]) -> None:
+    """Turn weight inputs into external-data placeholders, whose values a session takes from memory."""
+    kept = [value for value in graph.input if value.name not in weights]
+    for value in [value for value in graph.input if value.name in weights]:
         tensor = graph.initializer.add(name=value.name, data_type=value.type.tensor_type.elem_type, data_location=onnx.TensorProto.EXTERNAL)
         tensor.dims.extend(dim.dim_value for dim in value.type.tensor_type.shape.dim)
         for key, text in (("location", "weights"), ("offset", "0"), ("length", str(weights[value.name].nbytes))):
             tensor.external_data.add(key=key, value=text)
     del graph.input[:]
     graph.input.extend(kept)
-    return names

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 import os
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from lockstep.engine.backend import Run
 from lockstep.engine.cpu import cpu_key, describe_cpu, thread_count
 from lockstep.errors import CheckError, InputError
 from lockstep.files import write_bytes
-from lockstep.weights import Weights
+from lockstep.weights import Weights, slot_array
 
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -105,10 +106,11 @@ class OnnxRuntimeProgram:
 
     def _check(self, slot: str, arrays: Sequence[np.ndarray]) -> None:
         shape, dtype = self._slots[slot]
-        found = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
-        if found != shape or any(array.dtype != dtype for array in arrays):
+        found = [list(array.shape) for array in arrays]
+        fits = found == [list(shape)] if len(arrays) == 1 else sum(array.size for array in arrays) == math.prod(shape)
+        if not fits or any(array.dtype != dtype for array in arrays):
             raise CheckError(
-                f"{self._path}: slot {slot}: expected weights {dtype.name} {list(shape)}, found {arrays[0].dtype.name} {list(found)}; are graphs and weights of one model and precision?"
+                f"{self._path}: slot {slot}: expected weights {dtype.name} {list(shape)}, found {arrays[0].dtype.name} {', '.join(map(str, found))}; are graphs and weights of one model and precision?"
             )
 
 
@@ -227,7 +229,8 @@ def _place_weights(
         if len(names) == 1 and offset % arrays[0].itemsize == 0:
             in_files[slot] = (path, offset, length)
         else:
-            values[slot] = ort.OrtValue.ortvalue_from_numpy(np.concatenate(arrays))
+            shape = next(tuple(tensor.dims) for tensor in graph.initializer if tensor.name == slot)
+            values[slot] = ort.OrtValue.ortvalue_from_numpy(slot_array(weights, names, shape))
     settings.add_external_initializers(list(values), list(values.values()))
     folder = Path("/")
     if in_files:  # one folder a session, and files in it or below: what ONNX Runtime allows

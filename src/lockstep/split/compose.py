@@ -19,18 +19,19 @@ DOMAIN = "lockstep"
 
 @dataclass(frozen=True)
 class Step:
-    """One block in the sequence: its graph, {slot: tensor name}, and the kind of the attention after it (None after the exit)."""
+    """One block in the sequence: its graph, {slot: checkpoint tensors}, and the kind of the attention after it (None after the exit)."""
 
     graph: Graph
-    slots: Mapping[str, str]
+    slots: Mapping[str, Sequence[str]]
     kind: str | None
 
 
-def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> bytes:
-    """The uncut model; `functions` maps a kind to its attention without a cache."""
+def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
+    """The uncut model, and {weight input: checkpoint tensors}; `functions` maps a kind to its attention without a cache."""
     graph = onnx.GraphProto(name="batchful")
     constants: dict[tuple, str] = {}
     weights: dict[str, dict] = {}
+    slots: dict[str, list[str]] = {}
     env: dict[str, str] = {}
     inputs: dict[str, dict] = {}
     for index, step in enumerate(steps):
@@ -40,8 +41,10 @@ def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> bytes:
             if env[value["name"]] == value["name"]:
                 inputs.setdefault(value["name"], value)
         for slot in step.graph.slots:
-            names[slot["name"]] = tensor = step.slots[slot["name"]]
-            weights[tensor] = slot
+            tensors = list(step.slots[slot["name"]])
+            name = tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
+            names[slot["name"]] = name
+            weights[name], slots[name] = slot, tensors
         block = step.graph.proto.graph
         for initializer in block.initializer:
             key = (initializer.data_type, tuple(initializer.dims), initializer.raw_data)
@@ -73,7 +76,7 @@ def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> bytes:
     opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, 1)]
     model = onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=opsets)
     model.functions.extend(_function(name, functions[name]) for name in sorted(functions))
-    return model.SerializeToString(deterministic=True)
+    return model.SerializeToString(deterministic=True), slots
 
 
 _CALL = ("query", "key", "value", "position_ids")

@@ -327,6 +327,6 @@ def _slot(name: str, layer: int, prefix: str) -> str:
 
 
 def bind_slot(slot: str, layer: int, prefix: str) -> str:
-    """The inverse of the naming above: the checkpoint tensor that `slot` takes in the block before layer `layer`."""
+    """The inverse of the naming above: the parameter that `slot` takes in the block before layer `layer`."""
     where, _, rest = slot.partition(".")
     return f"{prefix}.{layer - (where == 'previous')}.{rest}" if where in ("current", "previous") else slot

@@ -19,9 +19,10 @@ from lockstep.checkpoint import checkpoint_folder
 from lockstep.errors import InputError
 from lockstep.files import dump_json, read_json, write_bytes, write_json
 from lockstep.split import attention
-from lockstep.split.canonical import Graph, canonical
+from lockstep.split.canonical import Graph, canonical, describe
 from lockstep.split.compose import Step, compose
 from lockstep.split.cut import INPUT_ORDER, Region
+from lockstep.split.layout import checkpoint_layout
 from lockstep.split.simplify import pack
 from lockstep.split.stamp import layers_of
 from lockstep.split.tracer import meta_model, trace_embedding
@@ -84,16 +85,16 @@ def _assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, sta
     for index, layer in enumerate(layers):
         entries.append(
             {
-                "block": {"class": classes.add(layer.block, "entry" if index == 0 else "middle"), "slots": _lists(layer.block_slots)},
+                "block": {"class": classes.add(layer.block, "entry" if index == 0 else "middle"), "slots": layer.block_slots},
                 "kind": kinds.add(layer.region),
-                "exit": {"class": classes.add(layer.exit, "exit"), "slots": _lists(layer.exit_slots)},
+                "exit": {"class": classes.add(layer.exit, "exit"), "slots": layer.exit_slots},
             }
         )
     embedding, embedding_slots = _embedding(meta)
     classes.add(embedding, "embedding")
     steps = [Step(layer.block, layer.block_slots, entry["kind"]) for layer, entry in zip(layers, entries, strict=True)]
     steps.append(Step(layers[-1].exit, layers[-1].exit_slots, None))
-    batchful = compose(steps, kinds.functions)
+    batchful, batchful_slots = compose(steps, kinds.functions)
     files = {"batchful.onnx": batchful}
     for name, graph in {**classes.graphs, **kinds.graphs}.items():
         files[f"{name}.onnx"] = graph.data
@@ -110,9 +111,9 @@ def _assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, sta
         "max_position_embeddings": config.get("max_position_embeddings"),
         "classes": {name: _describe(graph, name) for name, graph in classes.graphs.items()},
         "kinds": kinds.described,
-        "embedding": {"class": "embedding", "slots": _lists(embedding_slots)},
+        "embedding": {"class": "embedding", "slots": embedding_slots},
         "layers": entries,
-        "batchful": {"graph": "batchful.onnx", "sha256": hashlib.sha256(batchful).hexdigest()},
+        "batchful": _describe_batchful(batchful, batchful_slots),
     }
     return files, assembly
 
@@ -152,10 +153,11 @@ class _Kinds:
         return self.names[key]
 
 
-def _embedding(meta: torch.nn.Module) -> tuple[Graph, dict[str, str]]:
+def _embedding(meta: torch.nn.Module) -> tuple[Graph, dict[str, list[str]]]:
     traced = trace_embedding(meta)
     graph = canonical(pack(traced.graph).graph, "embedding", INPUT_ORDER, {name: name for name in traced.weights})
-    return graph, {slot["name"]: slot["name"] for slot in graph.slots}
+    layout = checkpoint_layout(meta)
+    return graph, {slot["name"]: layout[slot["name"]] for slot in graph.slots}
 
 
 def _describe(graph: Graph, name: str) -> dict[str, Any]:
@@ -163,8 +165,17 @@ def _describe(graph: Graph, name: str) -> dict[str, Any]:
     return described | ({"slots": list(graph.slots)} if graph.slots else {})
 
 
-def _lists(slots: dict[str, str]) -> dict[str, list[str]]:
-    return {slot: [tensor] for slot, tensor in slots.items()}
+def _describe_batchful(data: bytes, tensors: dict[str, list[str]]) -> dict[str, Any]:
+    graph = onnx.ModelProto.FromString(data).graph
+    inputs = [describe(value) for value in graph.input]
+    return {
+        "graph": "batchful.onnx",
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "inputs": [value for value in inputs if value["name"] not in tensors],
+        "slots": [value for value in inputs if value["name"] in tensors],
+        "outputs": [describe(value) for value in graph.output],
+        "tensors": tensors,
+    }
 
 
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> list[int]:

@@ -15,29 +15,34 @@ import torch
 
 from lockstep.split.canonical import Graph
 from lockstep.split.cut import Cut, Region, bind_slot, cut
+from lockstep.split.layout import checkpoint_layout
 from lockstep.split.simplify import pack
 from lockstep.split.tracer import NOT_PER_LAYER, layer_list, trace
 
 
 @dataclass(frozen=True)
 class Layer:
-    """block comes before the layer's attention (region); exit follows it when the model ends here. Slots: {slot: tensor name}."""
+    """block comes before the layer's attention (region); exit follows it when the model ends here.
+
+    Slots: {slot: checkpoint tensors whose bytes, one after another, it takes}.
+    """
 
     block: Graph
-    block_slots: dict[str, str]
+    block_slots: dict[str, list[str]]
     region: Region
     exit: Graph
-    exit_slots: dict[str, str]
+    exit_slots: dict[str, list[str]]
 
 
 def layers_of(meta: torch.nn.Module, stamp: bool = True) -> list[Layer]:
     """All layers of the model. With `stamp=False` every depth is traced whole (slow; the result is the same, a test holds it)."""
     looks, prefix = signatures(meta), layer_list(meta)[0]
     cuts = _Cuts(meta, looks) if stamp else _FullCuts(meta, len(looks))
+    layout = checkpoint_layout(meta)
     layers = []
     for index in range(len(looks)):
         block, region, exit = cuts.block(index), cuts.region(index), cuts.exit(index)
-        layers.append(Layer(block, _bind(block, index, prefix), region, exit, _bind(exit, index + 1, prefix)))
+        layers.append(Layer(block, _bind(block, index, prefix, layout), region, exit, _bind(exit, index + 1, prefix, layout)))
     return layers
 
 
@@ -98,8 +103,8 @@ def _cut(meta: torch.nn.Module, indices: Sequence[int]) -> Cut:
     return cut(pack(traced.graph), traced.weights, traced.layer_prefix)
 
 
-def _bind(graph: Graph, layer: int, prefix: str) -> dict[str, str]:
-    return {slot["name"]: bind_slot(slot["name"], layer, prefix) for slot in graph.slots}
+def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    return {slot["name"]: layout[bind_slot(slot["name"], layer, prefix)] for slot in graph.slots}
 
 
 def signatures(meta: torch.nn.Module) -> list[str]:

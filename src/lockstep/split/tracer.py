@@ -145,8 +145,11 @@ def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
     """
     config, dtype = build_config(config), DTYPES[precision]
     with quiet():
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except Exception as error:  # a config that contradicts itself fails anywhere in the model's code
+            raise InputError(f"config.json: expected the config of a {config.model_type!r} model, found one that it refuses: {_root_cause(error)}") from error
         for module in model.modules():
             computed = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None and module._buffers[n].is_meta]
             for name in computed:
@@ -276,8 +279,7 @@ def _export(module: torch.nn.Module, inputs: dict[str, torch.Tensor], output: st
                 custom_translation_table=_TRANSLATION,
             )  # fmt: skip
     except Exception as error:  # whatever a model's code raises under trace is the reason why it is refused
-        reason = _root_cause(error)
-        raise InputError(f"model type {model_type!r} cannot be split: {reason}") from error
+        raise InputError(f"model type {model_type!r} cannot be split: tracing it fails: {_root_cause(error)}") from error
     model = program.model
     for value in model.graph.initializers.values():
         if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
@@ -291,7 +293,7 @@ def _root_cause(error: BaseException) -> str:
     while (inner := error.__cause__ or error.__context__) is not None and not isinstance(error, InputError):
         error = inner
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return line if isinstance(error, InputError) else f"{type(error).__name__} while tracing it: {line}"
+    return line if isinstance(error, InputError) else f"{type(error).__name__}: {line}"
 
 
 def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> frozenset[str]:

@@ -43,10 +43,13 @@ def check_signature(where: str, model: onnx.ModelProto, inputs: Sequence[IO], ou
         for io in declared:
             expected = (io["dtype"], list(io["shape"]))
             if found[io["name"]] != expected:
-                raise CheckError(f"{where}: {role} {io['name']!r}: expected {_text(*expected)}, found {_text(*found[io['name']])}; export again")
+                wrong = _text(*found[io["name"]])
+                raise CheckError(f"{where}: {role} {io['name']!r}: expected {_text(*expected)}, found {wrong}; export again")
 
 
-def check_arrays(where: str, role: str, declared: Sequence[IO], arrays: Mapping[str, np.ndarray], dims: Mapping[str, int] | None = None) -> dict[str, int]:
+def check_arrays(
+    where: str, role: str, declared: Sequence[IO], arrays: Mapping[str, np.ndarray], dims: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Arrays are what the declared inputs or outputs (`role`) want, with every free dimension of one size wherever it occurs.
 
     `dims` are sizes known already. Gives them with those found.
@@ -55,10 +58,11 @@ def check_arrays(where: str, role: str, declared: Sequence[IO], arrays: Mapping[
     sizes = dict(dims or {})
     for io in declared:
         array, shape = arrays[io["name"]], tuple(io["shape"])
-        fits = len(shape) == array.ndim and all(sizes.setdefault(want, size) == size if isinstance(want, str) else want == size for want, size in zip(shape, array.shape))
-        if array.dtype.name != io["dtype"] or not fits:
-            wanted = [f"{dim}={sizes[dim]}" if dim in sizes and isinstance(dim, str) else dim for dim in shape]
-            raise CheckError(f"{where}: {role} {io['name']!r}: expected {_text(io['dtype'], wanted)}, found {_text(array.dtype.name, list(array.shape))}")
+        expected = [sizes.setdefault(want, size) if isinstance(want, str) else want for want, size in zip(shape, array.shape)]
+        if array.dtype.name != io["dtype"] or array.ndim != len(shape) or list(array.shape) != expected:
+            wanted = [f"{dim}={sizes[dim]}" if isinstance(dim, str) and dim in sizes else dim for dim in shape]
+            found = _text(array.dtype.name, array.shape)
+            raise CheckError(f"{where}: {role} {io['name']!r}: expected {_text(io['dtype'], wanted)}, found {found}")
     return sizes
 
 

@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from lockstep.errors import CheckError, InputError
 from lockstep.validate.gate import check_arrays, check_graph
-from lockstep.weights import Weights, check_slots
+from lockstep.weights import Weights, check_slots, slot_array
 
 PRECISIONS = ("fp32", "fp16")  # what ONNX Runtime computes in on a CPU
 
@@ -84,9 +84,13 @@ class Assembly:
         """Raises InputError for weights of another precision and for a layer count that the model does not have."""
         self.path, self.manifest, self.weights = path, manifest, weights
         if manifest["precision"] not in PRECISIONS:
-            raise InputError(f"{path}: precision: expected one of {', '.join(PRECISIONS)}, which ONNX Runtime computes in, found {manifest['precision']!r}")
+            allowed = ", ".join(PRECISIONS)
+            raise InputError(f"{path}: precision: expected one of {allowed}, which ONNX Runtime computes in, found {manifest['precision']!r}")
         if weights.precision != manifest["precision"]:
-            raise InputError(f"{weights.manifest_path}: precision: expected {manifest['precision']} as in {path}, found {weights.precision}; give the weights of this precision")
+            raise InputError(
+                f"{weights.manifest_path}: precision: expected {manifest['precision']} as in {path}, found {weights.precision}; "
+                "give the weights of this precision"
+            )
         depth = manifest["num_layers"]
         if layers != "all" and (not isinstance(layers, int) or not 1 <= layers <= depth):
             raise InputError(f"layers: expected 1 to {depth} or 'all', found {layers!r}")
@@ -116,7 +120,7 @@ class Assembly:
 
     def run_block(self, part: Mapping[str, Any], env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a block on what it names of `env`. Outputs by the name under which the next block reads them (`hidden_out` as `hidden`)."""
-        outputs = _run(self.classes[part["class"]], env, self._tensors(part["slots"]))
+        outputs = _run(self.classes[part["class"]], env, self._tensors(self.classes[part["class"]], part["slots"]))
         return {name.removesuffix("_out"): value for name, value in outputs.items()}
 
     def run_kind(self, kind: str, phase: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -124,9 +128,8 @@ class Assembly:
         `attention`, `key_out`, `value_out`."""
         return _run(self.kinds[kind, phase], inputs)
 
-    def _tensors(self, slots: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
-        arrays = {slot: [self.weights[name] for name in names] for slot, names in slots.items()}
-        return {slot: parts[0] if len(parts) == 1 else np.concatenate(parts) for slot, parts in arrays.items()}
+    def _tensors(self, graph: Graph, slots: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+        return {slot["name"]: slot_array(self.weights, slots[slot["name"]], slot["shape"]) for slot in graph.slots}
 
     def forward_inputs(self) -> list[dict[str, Any]]:
         """What a whole forward takes: hidden, position_ids, logit_rows, as the assembly's entries of inputs."""
@@ -138,13 +141,7 @@ class Assembly:
         """The uncut graph, its weight inputs (named as in the checkpoint) as slots; None when the model is cut, for it has all layers."""
         if self.num_layers < self.manifest["num_layers"]:
             return None
-        slots: dict[str, dict[str, Any]] = {}
-        for part in (*(layer["block"] for layer in self.layers), self.exit):
-            for slot in self.classes[part["class"]].slots:
-                for name in part["slots"][slot["name"]]:
-                    slots[name] = {"name": name, "dtype": slot["dtype"], "shape": list(self.weights.info(name).shape)}
-        outputs = self.classes[self.exit["class"]].outputs
-        entry = {**self.manifest["batchful"], "inputs": self.forward_inputs(), "slots": list(slots.values()), "outputs": outputs}
+        entry = self.manifest["batchful"]
         return Graph(self.path.parent / entry["graph"], entry, threads)
 
 
@@ -152,5 +149,6 @@ def _run(graph: Graph, env: Mapping[str, np.ndarray], weights: Mapping[str, np.n
     """Run a graph on those of `env` that it declares as inputs."""
     missing = [io["name"] for io in graph.inputs if io["name"] not in env]
     if missing:
-        raise CheckError(f"{graph.path}: expected inputs that a decoder step has ({', '.join(sorted(env))}), found {', '.join(missing)}; export again")
+        known = ", ".join(sorted(env))
+        raise CheckError(f"{graph.path}: expected inputs that a decoder step has ({known}), found {', '.join(missing)}; export again")
     return graph.run({io["name"]: env[io["name"]] for io in graph.inputs}, weights)

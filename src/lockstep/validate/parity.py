@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from lockstep.checks import Difference, difference
 from lockstep.validate.graphs import Assembly
-from lockstep.validate.torch_trace import Record
+from lockstep.validate.torch_trace import LayerRecord, Record
 
 _STALE = 300.0  # in cache rows beyond past_lengths: what a mask must hide, yet finite and within fp16's range
 _SPARE = 3  # such rows
@@ -64,7 +63,9 @@ def layer_errors(assembly: Assembly, records: Sequence[Record]) -> tuple[list[La
     return errors, difference(np.concatenate([record.logits for record in records]), logits)
 
 
-def _kind_errors(assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], layers: Sequence[Any], spans: Sequence[slice]) -> dict[str, Difference]:
+def _kind_errors(
+    assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
+) -> dict[str, Difference]:
     """A layer's attention three ways: whole prompts, prompts whose second half comes behind a cache, and last tokens as one decode step."""
     found: dict[str, list[tuple[str, np.ndarray, np.ndarray]]] = {"prefill": [], "chunked": [], "decode": []}
 
@@ -92,7 +93,7 @@ def _kind_errors(assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], l
     return errors
 
 
-def _past(assembly: Assembly, layers: Sequence[Any], lengths: Sequence[int]) -> dict[str, np.ndarray]:
+def _past(assembly: Assembly, layers: Sequence[LayerRecord], lengths: Sequence[int]) -> dict[str, np.ndarray]:
     """A cache with torch's keys and values of each request's first tokens, and stale numbers behind them."""
     capacity = max(lengths) + _SPARE
     caches = {}
@@ -105,7 +106,7 @@ def _past(assembly: Assembly, layers: Sequence[Any], lengths: Sequence[int]) -> 
     return {**caches, "past_lengths": np.array(lengths, np.int64)}
 
 
-def _expected(layer: Any, rows: slice) -> dict[str, np.ndarray]:
+def _expected(layer: LayerRecord, rows: slice) -> dict[str, np.ndarray]:
     return {"key_out": layer.key[rows], "value_out": layer.value[rows], "attention": layer.attention[rows]}
 
 
@@ -124,8 +125,7 @@ def forward(assembly: Assembly, hidden: np.ndarray, position_ids: np.ndarray, lo
     for layer in assembly.layers:
         env |= assembly.run_block(layer["block"], env)
         kind = assembly.manifest["kinds"][layer["kind"]]
-        heads = kind["num_kv_heads"]
-        past = {name: np.zeros((1, heads, 1, kind[dim]), assembly.dtype) for name, dim in (("past_key", "head_dim"), ("past_value", "value_head_dim"))}
-        inputs = {**_rows(env, slice(None)), **past, "past_lengths": np.zeros(1, np.int64)}
-        env["attention"] = assembly.run_kind(layer["kind"], "prefill", inputs)["attention"]
+        empty = lambda dim: np.zeros((1, kind["num_kv_heads"], 1, kind[dim]), assembly.dtype)
+        past = {"past_key": empty("head_dim"), "past_value": empty("value_head_dim"), "past_lengths": np.zeros(1, np.int64)}
+        env["attention"] = assembly.run_kind(layer["kind"], "prefill", {**_rows(env, slice(None)), **past})["attention"]
     return assembly.run_block(assembly.exit, env)["logits"]

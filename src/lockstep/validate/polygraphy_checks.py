@@ -132,7 +132,9 @@ class BoundRunner(OnnxrtRunner):
         return super().infer_impl({**feed_dict, **self._weights})
 
 
-def compare(runners: Sequence[BaseRunner], inputs: Sequence[IO], feeds: Sequence[Mapping[str, np.ndarray]], tolerance: float) -> dict[str, dict[str, Any]]:
+def compare(
+    runners: Sequence[BaseRunner], inputs: Sequence[IO], feeds: Sequence[Mapping[str, np.ndarray]], tolerance: float
+) -> dict[str, dict[str, Any]]:
     """Run all runners on all feeds with Polygraphy's Comparator; each is compared with the last, by largest absolute error and cosine.
 
     Gives {runner: {"max_abs_error", "cosine", "tolerance", "passed"}}. Raises CheckError when a feed is not what `inputs` declare, when
@@ -149,7 +151,8 @@ def compare(runners: Sequence[BaseRunner], inputs: Sequence[IO], feeds: Sequence
                     _check_metadata(runner, inputs)
             results = Comparator.run(list(runners), data_loader=[OrderedDict(feed) for feed in feeds])
             _check_outputs(results)
-            errors, angles = Comparator.compare_accuracy(results, comparisons=[(index, against) for index in range(against)], compare_func=functions)
+            pairs = [(index, against) for index in range(against)]
+            errors, angles = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=functions)
     except PolygraphyException as error:
         raise CheckError(f"Comparator: {_line(error)}") from error
     return {pair[0]: _summary(errors[pair], angles[pair], tolerance) for pair in errors}

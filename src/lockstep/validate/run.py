@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 import torch
 from polygraphy.backend.base import BaseRunner
@@ -21,7 +22,7 @@ from lockstep.validate.graphs import Assembly, Graph
 from lockstep.validate.parity import LayerErrors, embedding_error, forward, layer_errors
 from lockstep.validate.polygraphy_checks import BoundRunner, GraphRunner, check_model, compare, inspect, lint
 from lockstep.validate.torch_trace import Record, TorchModel, sequences
-from lockstep.weights import Weights
+from lockstep.weights import Weights, slot_array
 
 FORMAT = "lockstep.validate/1"
 _TEXT = "The river comes down from the hills, and the town lies where it is wide and slow."
@@ -39,9 +40,12 @@ def run(
 ) -> Path:
     """Validate the graphs of an assembly cut after `layers` layers (or "all") and write the report to `out`, which is returned.
 
-    tolerance: {"block": for what a layer computes, "logits": for logits}, see the README for how they are meant. model: its name in
-    the report, by default the last part of the checkpoint's source. Raises CheckError, which names the first layer over tolerance,
-    and then writes the report to `<out>.failed.json` instead; InputError for inputs that do not fit together.
+    tolerance: {"logits": the largest absolute error of a logit, "block": the same for what a layer computes, where values above one
+    have proportionally more room (`Difference.within_scaled`)}. model: its name in the report, by default the last part of the
+    checkpoint's source. threads: None takes all cores.
+
+    Raises CheckError, which names the first layer over tolerance, and then writes the report to `<out>.failed.json` instead;
+    InputError for inputs that do not fit together.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -91,14 +95,16 @@ def _check_layers(assembly: Assembly, records: list[Record], tolerance: Mapping[
                 raise CheckError(f"layer {entry.layer} (block {entry.block}, {entry.kind}): {_found(name, error, block)}")
     if not logits.within(bound):
         report["first_failing_layer"] = assembly.num_layers - 1
-        raise CheckError(f"layer {assembly.num_layers - 1} (block {assembly.exit['class']}, behind the last attention): {_found('logits', logits, bound)}")
+        where = f"layer {assembly.num_layers - 1} (block {assembly.exit['class']}, behind the last attention)"
+        raise CheckError(f"{where}: {_found('logits', logits, bound)}")
 
 
-def _sequences(assembly: Assembly) -> list:
+def _sequences(assembly: Assembly) -> list[np.ndarray]:
     tokenizer = tokenizers.Tokenizer.from_file(str(assembly.path.parent / assembly.manifest["tokenizer"]["file"]))
     vocab_size = assembly.manifest["vocab_size"]
     prompt = [token for token in tokenizer.encode(_TEXT).ids if token < vocab_size]
-    return sequences(vocab_size, assembly.manifest["max_position_embeddings"] or 64, prompt)
+    windows = [assembly.manifest["kinds"][layer["kind"]]["window"] for layer in assembly.layers]
+    return sequences(vocab_size, assembly.manifest["max_position_embeddings"] or 64, prompt, windows)
 
 
 def _check_forward(
@@ -110,11 +116,13 @@ def _check_forward(
     expected = lambda feed: torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
     runners: list[BaseRunner] = [GraphRunner("split", inputs, split)]
     if uncut is not None:
-        weights = {slot["name"]: assembly.weights[slot["name"]] for slot in uncut.slots}
+        tensors = assembly.manifest["batchful"]["tensors"]
+        weights = {slot["name"]: slot_array(assembly.weights, tensors[slot["name"]], slot["shape"]) for slot in uncut.slots}
         runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
     runners.append(GraphRunner("torch", inputs, expected))
     feeds = [
-        {"hidden": record.embedded.astype(assembly.dtype), "position_ids": record.position_ids, "logit_rows": record.position_ids} for record in records
+        {"hidden": record.embedded.astype(assembly.dtype), "position_ids": record.position_ids, "logit_rows": record.position_ids}
+        for record in records
     ]
     report["forward"] = compare(runners, inputs, feeds, tolerance)
     for runner, result in report["forward"].items():
@@ -137,4 +145,5 @@ def _entry(error: Difference, tolerance: float) -> dict[str, Any]:
 def _found(name: str, error: Difference, tolerance: float) -> str:
     if error.max_abs_error is None:
         return f"{name}: expected finite numbers, found NaN or infinity"
-    return f"{name}: expected an error of at most {tolerance:g}, found {error.relative_error:.3g} (largest absolute error {error.max_abs_error:.3g}, cosine {error.cosine:.6f})"
+    found = f"{error.relative_error:.3g} (largest absolute error {error.max_abs_error:.3g}, cosine {error.cosine:.6f})"
+    return f"{name}: expected an error of at most {tolerance:g}, found {found}"

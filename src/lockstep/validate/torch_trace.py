@@ -27,6 +27,7 @@ from lockstep.torch_model import cut_config, load_tensors
 from lockstep.weights import Weights
 
 _HOOK = "lockstep_recording"
+_WIDEST = 256
 _calls: contextvars.ContextVar[dict[int, tuple[np.ndarray, ...]]] = contextvars.ContextVar("calls")
 
 
@@ -98,9 +99,9 @@ def _record_attention(module, query, key, value, attention_mask, **options):
     calls = _calls.get()
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
-        raise InputError(f"{type(module).__name__}: expected a model whose module has eager_attention_forward, found none; this model cannot be validated")
+        raise InputError(f"{type(module).__name__}: expected eager_attention_forward beside it, found none; this model cannot be validated")
     if module.layer_idx in calls:
-        raise InputError(f"{type(module).__name__}: expected one attention for layer {module.layer_idx}, found two; this model cannot be validated")
+        raise InputError(f"{type(module).__name__}: expected one attention in layer {module.layer_idx}, found two; this model cannot be validated")
     attention, weights = eager(module, query, key, value, attention_mask, **options)
     by_token = lambda x: np.ascontiguousarray(x[0].transpose(0, 1).numpy())
     calls[module.layer_idx] = (by_token(key), by_token(value), attention[0].flatten(1).numpy())
@@ -128,9 +129,13 @@ def _is_float(array: np.ndarray) -> bool:
     return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
-def sequences(vocab_size: int, longest: int, prompt: Sequence[int]) -> list[np.ndarray]:
-    """Token sequences to validate with: seeded random ids of several lengths, one of them 1, and a real text's `prompt` ids."""
+def sequences(vocab_size: int, longest: int, prompt: Sequence[int], windows: Sequence[int] = ()) -> list[np.ndarray]:
+    """Token sequences to validate with: seeded random ids of several lengths, one of them 1, and a real text's `prompt` ids.
+
+    One goes beyond each of the sliding `windows` of at most _WIDEST tokens; a wider one costs more than it would show.
+    """
     rng = np.random.default_rng(0)
-    lengths = [min(length, longest) for length in (1, 2, 7, 33)]
+    beyond = sorted({window + 3 for window in windows if 0 < window <= _WIDEST})
+    lengths = [min(length, longest) for length in (1, 2, 7, 33, *beyond)]
     made = [rng.integers(0, vocab_size, length) for length in dict.fromkeys(lengths)]
     return [np.asarray(ids, np.int64) for ids in (*made, np.asarray(prompt[:longest], np.int64)) if len(ids)]

@@ -2,6 +2,6 @@
 
 from lockstep.weights.convert import convert
 from lockstep.weights.reader import TensorInfo, Weights
-from lockstep.weights.slots import check_slots
+from lockstep.weights.slots import check_slots, slot_array
 
-__all__ = ["TensorInfo", "Weights", "check_slots", "convert"]
+__all__ = ["TensorInfo", "Weights", "check_slots", "convert", "slot_array"]

@@ -58,7 +58,11 @@ class Weights:
         return sorted(self._tensors)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        return isinstance(name, str) and self._key(name) in self._tensors
+
+    def _key(self, name: str) -> str:
+        """The name under which the checkpoint holds `name`: checkpoints of a bare decoder leave out its first part ("transformer.")."""
+        return name if name in self._tensors else name.partition(".")[2]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -69,7 +73,7 @@ class Weights:
     def info(self, name: str) -> TensorInfo:
         """Raises InputError, which names the nearest tensors, when there is none of this name."""
         try:
-            return self._tensors[name]
+            return self._tensors[self._key(name)]
         except KeyError:
             near = difflib.get_close_matches(name, self.names(), n=3)
             found = f"the nearest are {', '.join(near)}" if near else f"{len(self)} others"
