@@ -32,7 +32,8 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
     """
     if config.get("model_type") not in CONFIG_MAPPING:
         raise InputError(
-            f"config.json: model_type: expected one of transformers {transformers.__version__}, found {config.get('model_type')!r}; install a newer transformers"
+            f"config.json: model_type: expected one that transformers {transformers.__version__} knows, found {config.get('model_type')!r}; "
+            "correct it, or install a newer transformers"
         )
     with quiet():
         made = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
@@ -67,7 +68,7 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], config: transformers.PreTr
     """The causal LM of `config` with the given tensors (names as in the checkpoint), in float32, with the attention function
     registered as `attention`. `where` says whose tensors they are, for the message of the InputError when some are missing."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, found {config.model_type!r}")
+        raise InputError(f"config.json: model_type: expected a causal LM, found {config.model_type!r}; use a decoder-only model")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with quiet():
         model, info = architecture.from_pretrained(
@@ -82,7 +83,8 @@ def _check_loaded(where: str, info: Mapping[str, Any]) -> None:
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info[problem]:
             found = ", ".join(map(str, sorted(info[problem], key=str)[:3]))
-            raise InputError(f"{where}: expected all tensors of the model, found {problem.replace('_', ' ')}: {found}; does config.json belong to these weights?")
+            what = problem.replace("_", " ")
+            raise InputError(f"{where}: expected all tensors of the model, found {what}: {found}; does config.json belong to these weights?")
 
 
 @contextlib.contextmanager

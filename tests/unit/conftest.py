@@ -1,20 +1,14 @@
 """The demo checkpoint, taken through the stages that others build on, once a test run."""
 
-from pathlib import Path
-
 import pytest
-import yaml
+from demo_model import DEMO, GOLDEN
 
-from lockstep import config, golden
+from lockstep import golden
 from lockstep.checkpoint import resolve
 from lockstep.engine import build
 from lockstep.paths import Results
 from lockstep.split import export
 from lockstep.weights import convert
-
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "resources" / "demo-llama"
-GOLDEN = config.load(yaml.safe_load((ROOT / "config" / "config.yaml").read_text())).models["demo-llama"].golden
 
 
 @pytest.fixture(scope="session")

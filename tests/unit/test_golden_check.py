@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from conftest import GOLDEN
+from demo_model import GOLDEN, LIMITS, TOLERANCES
 from onnx import numpy_helper
 from safetensors.numpy import load_file, save_file
 
@@ -19,8 +19,6 @@ from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 from lockstep.paths import Target
 
-LIMITS = {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 256, "max_num_tokens": 512}
-TOLERANCES = {"fp32": {"block": 1e-4, "logits": 1e-3}, "fp16": {"block": 2e-2, "logits": 5e-2}}  # the config's defaults
 
 
 def check(results, tmp_path, precision="fp32", layers=2, **changes):

@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from demo_model import DEMO
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,7 +17,6 @@ from lockstep.files import read_json, sha256_file
 from lockstep.golden.reference import compute
 from lockstep.golden.text import new_text
 
-DEMO = Path(__file__).parents[2] / "resources" / "demo-llama"
 PROMPTS = ["San Francisco is a", "Ice floats because", "Light"]
 
 

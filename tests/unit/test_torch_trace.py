@@ -1,12 +1,12 @@
 """What is recorded of torch is what torch computes: checked against transformers' own cache, hidden states and a module's input."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from demo_model import DEMO
 
 from lockstep.errors import InputError
 from lockstep.files import read_json
@@ -14,7 +14,6 @@ from lockstep.torch_model import cut_config, load_folder
 from lockstep.validate.torch_trace import TorchModel, sequences
 from lockstep.weights import Weights
 
-DEMO = Path(__file__).parents[2] / "resources" / "demo-llama"
 CONFIG = json.loads((DEMO / "config.json").read_text())
 IDS = np.array([681, 221, 667, 572, 396, 353, 301, 259])
 
@@ -75,7 +74,7 @@ def test_a_model_without_the_attention_interface_is_refused(tmp_path):
 
 
 def test_an_unknown_model_type_is_refused(demo):
-    with pytest.raises(InputError, match="model_type: expected one of transformers .*, found 'none'"):
+    with pytest.raises(InputError, match="model_type: expected one that transformers .* knows, found 'none'"):
         cut_config({"model_type": "none"}, 1)
     with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 0"):
         cut_config(CONFIG, 0)
@@ -91,4 +90,5 @@ def test_sequences_have_several_lengths_within_the_models_limit():
     lengths = [len(ids) for ids in sequences(100, 512, list(range(20)))]
     assert lengths == [1, 2, 7, 33, 20]
     assert [len(ids) for ids in sequences(100, 8, list(range(20)))] == [1, 2, 7, 8, 8]
+    assert [len(ids) for ids in sequences(100, 512, [], [0, 40, 40, 4096])] == [1, 2, 7, 33, 43]
     assert all((0 <= ids).all() and (ids < 100).all() for ids in sequences(100, 512, [1]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import DEMO
+from demo_model import DEMO, TOLERANCES
 
 from lockstep import validate
 from lockstep.checkpoint import resolve
@@ -15,8 +15,6 @@ from lockstep.errors import InputError
 from lockstep.files import read_json
 from lockstep.split import export
 from lockstep.weights import convert
-
-TOLERANCES = {"fp32": {"block": 1e-4, "logits": 1e-3}, "fp16": {"block": 2e-2, "logits": 5e-2}}  # the config's defaults
 
 
 def run(results, precision, layers, out, **changes):

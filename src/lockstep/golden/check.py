@@ -67,6 +67,9 @@ def check(
         engines_json, assembly_json, weights_json, target.layers,
         max_batch_size=limits["max_batch_size"], max_seq_len=limits["max_seq_len"], max_num_tokens=limits["max_num_tokens"], threads=threads,
     )  # fmt: skip
+    vocab_size = prompts[0].logits.shape[1]
+    if vocab_size != model.vocab_size:
+        raise InputError(f"{reference_json}: expected logits of {model.vocab_size} tokens as in {assembly_json}, found {vocab_size}; make the reference again")
     tokenizer = Tokenizer.open(assembly_json)
     checked = _Check(model, tokenizer, prompts, reference, tolerance["logits"], limits["max_num_tokens"])
     report, speed = checked.run()
@@ -79,7 +82,9 @@ def check(
 class _Check:
     """One run of the check; `failures` are lines, in the order in which they were found."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[Prompt], reference: Mapping[str, Any], tolerance: float, max_num_tokens: int):
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, prompts: Sequence[Prompt], reference: Mapping[str, Any], tolerance: float, max_num_tokens: int
+    ):
         self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
         self.max_new_tokens, self.eos_token_ids = reference["max_new_tokens"], tuple(reference["eos_token_ids"])
         self.tolerance, self.max_num_tokens = tolerance, max_num_tokens
@@ -88,7 +93,8 @@ class _Check:
     def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(report, speeds)"""
         if tuple(sorted(self.model.eos_token_ids)) != self.eos_token_ids:
-            self.failures.append(f"end-of-sequence tokens: expected {list(self.eos_token_ids)} as in transformers, found {list(self.model.eos_token_ids)}")
+            expected, found = list(self.eos_token_ids), list(self.model.eos_token_ids)
+            self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
         ids = [prompt.prompt_ids for prompt in self.prompts]
         free = decode(self.model, ids, self._greedily, self.max_num_tokens)
         forced = decode(self.model, ids, self._along_reference, self.max_num_tokens)
@@ -128,7 +134,8 @@ class _Check:
             self._fail(prompt, f"step {drifted}, alone instead of in the batch: {_off(drift[drifted], self.tolerance)}")
         text = new_text(self.tokenizer.decode, prompt.prompt_ids, tokens)
         if prompt.expected is not None and text != prompt.expected:
-            self._fail(prompt, f"text: expected {prompt.expected!r} as in the config, found {text!r} (the reference says {prompt.new_text!r})")
+            said = f"(the reference says {prompt.new_text!r})"
+            self._fail(prompt, f"text: expected {prompt.expected!r} as in the config, found {text!r} {said}")
         return {
             "text": prompt.text,
             "tokens": tokens,
@@ -158,9 +165,11 @@ class _Check:
         if step is None:
             return []
         gap, row = prompt.gaps[step], prompt.logits[step]
-        accepted = bool(gap is not None and abs(float(row[expected[step]]) - float(row[found[step]])) < self.tolerance and gap < self.tolerance)
+        apart = abs(float(row[expected[step]]) - float(row[found[step]]))
+        accepted = gap is not None and max(gap, apart) < self.tolerance
         if not accepted:
-            self._fail(prompt, f"step {step}, {how}: expected token {expected[step]}, found {found[step]}; another one is accepted where the gap is below {self.tolerance:g}, here it is {gap:.3g}")
+            why = f"another one is accepted where the gap is below {self.tolerance:g}, here it is {gap:.3g}" if gap is not None else "there is no gap"
+            self._fail(prompt, f"step {step}, {how}: expected token {expected[step]}, found {found[step]}; {why}")
         return [{"step": step, "reference": expected[step], "found": found[step], "gap": gap, "accepted": accepted}]
 
     def _fail(self, prompt: Prompt, what: str) -> None:
@@ -174,15 +183,17 @@ def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Pr
     texts = list(expected) or [None] * len(entries)
     if len(texts) != len(entries):
         raise InputError(f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again")
-    return [
-        Prompt(entry["text"], entry["prompt_ids"], entry["tokens"], entry["new_text"], logits[f"logits.{i}"], [step["gap"] for step in entry["steps"]], text)
-        for i, (entry, text) in enumerate(zip(entries, texts))
-    ], manifest
+    prompts = []
+    for i, (entry, text) in enumerate(zip(entries, texts)):
+        gaps = [step["gap"] for step in entry["steps"]]
+        prompts.append(Prompt(entry["text"], entry["prompt_ids"], entry["tokens"], entry["new_text"], logits[f"logits.{i}"], gaps, text))
+    return prompts, manifest
 
 
 def _read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
     if not path.is_file() or sha256_file(path) != sha256:
-        raise InputError(f"{path}: expected the logits of the reference beside it, found {'other bytes' if path.is_file() else 'no file'}; make the reference again")
+        found = "other bytes" if path.is_file() else "no file"
+        raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")
     data = np.fromfile(path, np.uint8)
     return {
         name: data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype)).reshape(record.shape)
@@ -194,7 +205,10 @@ def _check_limits(prompts: Sequence[Prompt], max_new_tokens: int, limits: Mappin
     for prompt in prompts:
         count = len(prompt.prompt_ids)
         if count > limits["max_input_len"]:
-            raise InputError(f"golden prompt {_short(prompt.text)!r}: expected at most {limits['max_input_len']} tokens (limits.max_input_len), found {count}; shorten it or raise the limit")
+            raise InputError(
+                f"golden prompt {_short(prompt.text)!r}: expected at most {limits['max_input_len']} tokens (limits.max_input_len), "
+                f"found {count}; shorten it or raise the limit"
+            )
         if count + max_new_tokens > limits["max_seq_len"]:
             raise InputError(
                 f"golden prompt {_short(prompt.text)!r}: expected prompt and answer within {limits['max_seq_len']} tokens (limits.max_seq_len), "

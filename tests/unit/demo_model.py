@@ -1,0 +1,14 @@
+"""Where the demo checkpoint lies, and what the config expects of it."""
+
+from pathlib import Path
+
+import yaml
+
+from lockstep import config
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "resources" / "demo-llama"
+CONFIG = config.load(yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
+GOLDEN = CONFIG.models["demo-llama"].golden
+LIMITS = CONFIG.limits.model_dump()
+TOLERANCES = {precision: CONFIG.tolerances[precision].model_dump() for precision in ("fp32", "fp16")}
