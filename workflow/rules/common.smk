@@ -85,6 +85,7 @@ GOLDENS = per_target(RESULTS.golden, "model", "precision", "layers", "backend")
 SPEEDS = per_target(RESULTS.speed, "model", "precision", "layers", "backend")
 ENGINES = per_target(RESULTS.engines, "model", "precision", "backend")
 WEIGHTS = per_target(RESULTS.weights, "model", "precision")
+REFERENCES = per_target(RESULTS.reference, "model", "layers")
 ASSEMBLIES = per_target(RESULTS.assembly, "model", "precision")
 MANIFESTS = [
     str(RESULTS.config()),
@@ -94,7 +95,8 @@ MANIFESTS = [
     *ASSEMBLIES,
     *ENGINES,
     *VALIDATIONS,
-    *per_target(RESULTS.reference, "model", "layers"),
+    *REFERENCES,
+    *(str(Path(reference).with_suffix(".safetensors")) for reference in REFERENCES),
     *GOLDENS,
     *SPEEDS,
 ]
