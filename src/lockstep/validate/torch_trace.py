@@ -33,15 +33,13 @@ _calls: contextvars.ContextVar[dict[int, tuple[np.ndarray, ...]]] = contextvars.
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer on one sequence, float32. hidden, hidden_out [num_tokens, hidden_size]: what enters and leaves the layer;
-    hidden_out is None for the last, whose output torch gives only behind the final norm.
-    key (rotated) [num_tokens, num_kv_heads, head_dim], value [.., value_head_dim], attention [num_tokens, num_heads*value_head_dim]."""
+    """One layer on one sequence, float32: hidden [num_tokens, hidden_size], what enters the layer; key (rotated) [num_tokens, num_kv_heads,
+    head_dim]; value [num_tokens, num_kv_heads, value_head_dim]; attention [num_tokens, num_heads*value_head_dim]."""
 
     hidden: np.ndarray
     key: np.ndarray
     value: np.ndarray
     attention: np.ndarray
-    hidden_out: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,8 @@ class TorchModel:
                 f"attention interface, found layers {sorted(calls)}; this model cannot be validated"
             )
         states = [state[0].numpy() for state in output.hidden_states]
-        outs = [*states[1 : self.num_layers], None]
-        layers = [LayerRecord(states[i], *calls[i], hidden_out) for i, hidden_out in enumerate(outs)]
-        return Record(np.asarray(token_ids, np.int64), embedded.numpy(), tuple(layers), output.logits[0].numpy())
+        layers = tuple(LayerRecord(states[i], *calls[i]) for i in range(self.num_layers))
+        return Record(np.asarray(token_ids, np.int64), embedded.numpy(), layers, output.logits[0].numpy())
 
     def logits(self, hidden: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
         """[num_tokens, hidden_size] embedded tokens of one sequence -> [num_tokens, vocab_size]."""
