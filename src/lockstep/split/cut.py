@@ -64,6 +64,7 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
         part = convenience.extract(graph, list(inputs), list(outputs.values()))
         for value, name in zip(part.inputs, inputs.values(), strict=True):
             value.name = name
+            value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
         for value, name in zip(part.outputs, outputs, strict=True):
             value.name = name
             value.shape = ir.Shape(["num_tokens", *value.shape[1:]])

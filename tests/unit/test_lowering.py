@@ -1,0 +1,126 @@
+"""Lowered and fused graphs compute what the canonical graph computes: both run in ONNX Runtime on the same inputs."""
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from lockstep.engine.fusing import fuse
+from lockstep.engine.lowering import lower
+from lockstep.errors import InputError
+from lockstep.show import show
+from lockstep.split.export import export_config
+
+BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+FAMILIES = {
+    "llama": ({"model_type": "llama", **BASE}, "fp16"),
+    "qwen2 (biases)": ({"model_type": "qwen2", **BASE}, "fp32"),
+    "gemma2 (windows, soft caps, tanh gelu)": ({"model_type": "gemma2", **BASE, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}, "fp32"),
+    "gpt_neox (one tensor for q, k and v; erf gelu)": ({"model_type": "gpt_neox", **BASE, "hidden_act": "gelu"}, "fp32"),
+    "gpt2 (learned positions)": ({"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, "fp32"),
+    "phi (parallel attention)": ({"model_type": "phi", **BASE, "partial_rotary_factor": 0.5}, "fp32"),
+}
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """{family: [(file name, canonical model)]} without the uncut graph's many weights twice over."""
+    made = {}
+    for name, (config, precision) in FAMILIES.items():
+        folder = tmp_path_factory.mktemp("lowering")
+        export_config(config, precision, folder)
+        made[name] = [(path.name, onnx.load(path)) for path in sorted(folder.glob("*.onnx"))]
+    return made
+
+
+def inputs_of(model, seed=0):
+    """Random values for every input; integers that are valid positions, rows and lengths for 3 tokens and a cache of 5."""
+    random, sizes = np.random.default_rng(seed), {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
+    feeds = {}
+    for value in model.graph.input:
+        shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        integers = {"position_ids": np.arange(2, 5), "past_lengths": np.arange(2, 2 + (shape or [1])[0]), "logit_rows": np.array([2, 0, 1])}
+        if dtype.kind == "i":
+            feeds[value.name] = integers.get(value.name, np.array([5, 1, 63]))
+        else:
+            feeds[value.name] = (random.standard_normal(shape) * 0.3).astype(dtype)
+    return feeds
+
+
+def run(model, feeds):
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(model.SerializeToString(), options)
+    return dict(zip([value.name for value in session.get_outputs()], session.run(None, feeds), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lowered_graphs_compute_the_same(graphs, family):
+    for name, model in graphs[family]:
+        lowered = lower(model)
+        assert [(entry.domain, entry.version) for entry in lowered.opset_import] == [("", 17)] and not lowered.functions, name
+        feeds = inputs_of(model)
+        expected, found = run(model, feeds), run(lowered, feeds)
+        assert expected.keys() == found.keys()
+        for output in expected:
+            # the same operators on the same numbers, but for Gelu, which is written out: a few units in the last place of fp32
+            np.testing.assert_allclose(found[output], expected[output], rtol=0, atol=1e-5, err_msg=f"{name}: {output}")
+
+
+def test_reductions_keep_their_axes_as_attributes(graphs):
+    (middle,) = [model for name, model in graphs["llama"] if name == "middle.onnx"]
+    means = [node for node in lower(middle).graph.node if node.op_type == "ReduceMean"]
+    assert means and all(len(node.input) == 1 and [list(a.ints) for a in node.attribute if a.name == "axes"] == [[-1]] for node in means)
+
+
+def test_an_operator_that_opset_17_lacks_is_named():
+    text = '<ir_version: 10, opset_import: ["": 20]> g (float[2, 2, 2] x, float[1, 2, 2, 2] grid) => (float[2] y) { n = StringConcat(x, x) y = Neg(n) }'
+    with pytest.raises(InputError, match="found StringConcat"):
+        lower(onnx.parser.parse_model(text))
+
+
+def test_reduction_over_axes_that_are_computed_is_refused():
+    text = '<ir_version: 10, opset_import: ["": 20]> g (float[2, 2] x, int64[1] axes) => (float[2, 1] y) { y = ReduceMean(x, axes) }'
+    with pytest.raises(InputError, match="expected constant axes"):
+        lower(onnx.parser.parse_model(text))
+
+
+@pytest.mark.parametrize(("family", "products"), [("llama", 4), ("qwen2 (biases)", 4)])
+def test_fused_projections_compute_the_same(graphs, family, products):
+    (model,) = [model for name, model in graphs[family] if name == "middle.onnx"]
+    slots = {value.name for value in model.graph.input if value.name not in ("hidden", "attention")}
+    fused, mapping = fuse(lower(model), slots)
+    assert sum(node.op_type == "Gemm" for node in fused.graph.node) == products  # qkv, output, gate and up, down
+    assert sorted(part for parts in mapping.values() for part in parts) == sorted(slots)
+    feeds = inputs_of(model)
+    rows = {slot: np.concatenate([feeds[part] for part in parts]) for slot, parts in mapping.items()}
+    expected = run(model, feeds)
+    found = run(fused, {name: feeds[name] for name in ("hidden", "attention")} | rows)
+    for output in expected:
+        # sums of 32 products of size 0.1 in another blocking: fp32 1e-6; in fp16 one unit in the last place of values up to 1
+        np.testing.assert_allclose(found[output], expected[output], rtol=0, atol=1e-3 if family == "llama" else 1e-5, err_msg=output)
+
+
+def test_a_weight_that_another_operator_reads_is_not_fused():
+    text = """<ir_version: 10, opset_import: ["": 20]> g (float[n, 4] x, float[2, 4] a, float[2, 4] b) => (float[n, 2] y, float[n, 2] z, float[2, 4] c)
+    { y = Gemm<transB = 1>(x, a)  z = Gemm<transB = 1>(x, b)  c = Neg(b) }"""
+    fused, mapping = fuse(onnx.parser.parse_model(text), {"a", "b"})
+    assert mapping == {"a": ["a"], "b": ["b"]} and sum(node.op_type == "Gemm" for node in fused.graph.node) == 2
+
+
+def test_show_names_operators_shapes_and_slots(graphs, tmp_path):
+    for name, model in graphs["llama"]:
+        onnx.save(model, tmp_path / name)
+    text = show(tmp_path / "middle.onnx")
+    assert "previous.mlp.gate_proj.weight" in text and "fp16 [48, 32]" in text
+    assert "query" in text and "Gemm(mul_5, current.self_attn.q_proj.weight, transB=1)" in text
+    assert "lockstep" not in show(tmp_path / "attention.decode.onnx") and "function attention(query, key, value, position_ids)" in show(tmp_path / "batchful.onnx")
+
+
+def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
+    (tmp_path / "x.onnx").write_bytes(b"not an ONNX model at all")
+    for name in ("x.onnx", "absent.onnx"):
+        with pytest.raises(InputError) as error:
+            show(tmp_path / name)
+        assert "\n" not in str(error.value) and name in str(error.value)
