@@ -6,6 +6,7 @@ The manifest pins every file that later stages may read by size and sha256, and 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,7 +128,7 @@ def _check_tokenizer(folder: Path) -> None:
         raise InputError(
             f"{folder}: expected tokenizer.json, found none; download it, or make it from the slow tokenizer's files: "
             'python -c "import sys, transformers; d = sys.argv[1]; transformers.AutoTokenizer.from_pretrained(d).save_pretrained(d)" '
-            f"{folder}"
+            f"{shlex.quote(str(folder))}"
         )
     model = read_source_json(path).get("model")
     if not isinstance(model, dict):

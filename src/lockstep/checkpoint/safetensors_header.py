@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.checkpoint.dtypes import DTYPE_BITS
-from lockstep.checkpoint.source_files import shorten
+from lockstep.checkpoint.source_files import cut, shorten
 from lockstep.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -88,7 +88,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     except UnicodeError as error:
         _refuse(path, "a header in UTF-8", str(error.reason))
     except (ValueError, RecursionError) as error:
-        _refuse(path, "a JSON header", shorten(str(error)))
+        _refuse(path, "a JSON header", cut(str(error)))
     metadata = header.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(path, "strings in the header's __metadata__", shorten(metadata))
@@ -109,7 +109,8 @@ def _record(path: Path, name: str, entry: Any, start: int) -> TensorRecord:
     begin, end = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (end - begin) * 8:
-        _refuse(path, f"{-(-bits // 8)} bytes for {where} ({dtype} {shorten(shape)})", f"{end - begin} bytes in data_offsets {offsets}")
+        wanted = f"{-(-bits // 8)} bytes" if bits < 2**63 else "fewer elements"  # a longer number would not fit on a line
+        _refuse(path, f"{wanted} for {where} ({dtype} {shorten(shape)})", f"{end - begin} bytes in data_offsets {offsets}")
     return TensorRecord(dtype, tuple(shape), start + begin, end - begin)
 
 

@@ -22,13 +22,17 @@ def read_source_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise InputError(f"{path}: expected JSON, found {shorten(str(error))}; download this file again") from None
+        raise InputError(f"{path}: expected JSON, found {cut(str(error))}; download this file again") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, found {shorten(value)}; download this file again")
     return value
 
 
 def shorten(value: Any) -> str:
-    """`repr` of something found in a damaged file (the text itself, if it is a sentence), cut to fit on the one line of an error."""
-    text = value if isinstance(value, str) and " " in value else repr(value)
+    """`repr` of something found in a damaged file, cut to fit on the one line of an error."""
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """`text`, or its beginning if it is long."""
     return text if len(text) <= 120 else text[:117] + "..."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.safetensors_header import TensorRecord, read_header
-from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep.checkpoint.source_files import cut, present, read_source_json, shorten
 from lockstep.errors import InputError
 
 SINGLE = "model.safetensors"
@@ -57,7 +58,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise InputError(f"{path}: expected weight_map, an object of tensor names and file names, found {shorten(weight_map)}; download the index again")
     for shard in weight_map.values():
-        if not shard.endswith(".safetensors") or Path(shard).name != shard or "\0" in shard:
+        plain = shard.isprintable() and len(shard.encode()) <= 255 and Path(shard).name == shard
+        if not plain or not shard.endswith(".safetensors"):
             raise InputError(f"{path}: expected names of safetensors files beside the index, found {shorten(shard)}; download the index again")
     return weight_map
 
@@ -76,13 +78,13 @@ def _refuse_weights(folder: Path) -> None:
     if "adapter_config.json" in names:
         found, remedy = "an adapter (adapter_config.json)", "merge it into its base model (peft: merge_and_unload) and save that"
     elif safetensors:
-        found, remedy = f"only {shorten(', '.join(safetensors))}", f"download {INDEX} for shards, or rename a single file to {SINGLE}"
+        found, remedy = f"only {cut(', '.join(safetensors))}", f"download {INDEX} for shards, or rename a single file to {SINGLE}"
     elif pickled:
-        found = f"pickled weights ({shorten(', '.join(pickled))}), which can run code when they are opened"
+        found = f"pickled weights ({cut(', '.join(pickled))}), which can run code when they are opened"
         remedy = (
             'convert them once: python -c "import sys, transformers; d = sys.argv[1]; '
             "transformers.AutoModelForCausalLM.from_pretrained(d, dtype='auto').save_pretrained(d)\" "
-            f"{folder}"
+            f"{shlex.quote(str(folder))}"
         )
     else:
         found, remedy = "no weights", "download the whole checkpoint"

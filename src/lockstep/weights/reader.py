@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lockstep.checkpoint.dtypes import numpy_dtype
+from lockstep.checkpoint.dtypes import DTYPE_BITS, numpy_dtype
 from lockstep.errors import InputError
 from lockstep.files import read_json
 from lockstep.weights.source import check_size
@@ -52,7 +53,10 @@ class Weights:
             name: TensorInfo(entry["file"], entry["offset"], entry["length"], entry["dtype"], tuple(entry["shape"]))
             for name, entry in manifest["tensors"].items()
         }
-        return cls(manifest_path, manifest["precision"], paths, tuple(map(_map, paths)), tensors)
+        maps = tuple(map(_map, paths))
+        for name, info in tensors.items():
+            _check_place(manifest_path, name, info, maps)
+        return cls(manifest_path, manifest["precision"], paths, maps, tensors)
 
     def names(self) -> list[str]:
         return sorted(self._tensors)
@@ -96,6 +100,14 @@ class Weights:
             array = array.copy()
             array.flags.writeable = False
         return array
+
+
+def _check_place(manifest_path: Path, name: str, info: TensorInfo, maps: Sequence[np.ndarray]) -> None:
+    """A manifest is ours, but its numbers choose what memory is read: they are checked as any file's are."""
+    size = maps[info.file].size if 0 <= info.file < len(maps) else 0
+    length = math.prod(info.shape) * DTYPE_BITS.get(info.dtype, 0) // 8
+    if info.length != length or info.offset < 0 or info.offset + info.length > size:
+        raise InputError(f"{manifest_path}: expected tensor {name!r} within its file, found {info}; delete the file and convert the checkpoint again")
 
 
 def _map(path: Path) -> np.ndarray:

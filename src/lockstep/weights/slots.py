@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from lockstep.checkpoint.dtypes import graph_dtype
 import numpy as np
 
+from lockstep.checkpoint.dtypes import graph_dtype
 from lockstep.errors import InputError
 from lockstep.weights.reader import Weights
 
@@ -39,7 +39,7 @@ def _check_slot(weights: Weights, spec: Mapping[str, Any], names: Sequence[str],
         part = expected if len(names) == 1 else ["any", *expected[len(expected) - len(info.shape) + 1 :]]
         if not _fits(info.shape, part):
             _refuse(weights, [name], where, f"shape {part}", f"shape {list(info.shape)}", "the tensor does not belong to this config.json")
-    if len(names) > 1:
+    if len(names) > 1 and all(isinstance(size, int) for size in expected):
         found = sum(math.prod(info.shape) for info in infos)
         if found != math.prod(expected):
             _refuse(weights, names, where, f"{math.prod(expected)} numbers in all", f"{found}", "the tensors do not belong to this config.json")

@@ -13,11 +13,13 @@ import numpy as np
 from lockstep.checkpoint import checkpoint_folder
 from lockstep.checkpoint.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES
 from lockstep.checkpoint.resolve import FORMAT
+from lockstep.checkpoint.safetensors_header import TensorRecord, read_header
 from lockstep.errors import InputError
 from lockstep.files import read_json
 from lockstep.weights.scan import NonFinite, count_non_finite, is_finite, largest_bits
 
-PIECE_BYTES = 16 << 20
+# Large enough that calls cost nothing, small enough that a piece is still in the cache when it is scanned, cast and hashed.
+PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Source:
 
 
 def open_source(checkpoint_json: Path) -> Source:
-    """Raises InputError when a file has changed since `resolve`, or holds tensors of a type that cannot be read yet."""
+    """Raises InputError when a file has changed since `resolve` (size, header), or holds tensors of a type that cannot be read yet."""
     manifest = read_json(checkpoint_json, FORMAT)
     folder = checkpoint_folder(checkpoint_json, manifest)
     for file in manifest["files"]:
@@ -57,9 +59,13 @@ def open_source(checkpoint_json: Path) -> Source:
         SourceTensor(name, folder / entry["file"], entry["offset"], entry["length"], entry["dtype"], tuple(entry["shape"]))
         for name, entry in sorted(manifest["tensors"].items())
     )
+    headers = {path: read_header(path) for path in sorted({tensor.path for tensor in tensors})}
     for tensor in tensors:
+        if headers[tensor.path].get(tensor.name) != TensorRecord(tensor.dtype, tensor.shape, tensor.offset, tensor.length):
+            raise InputError(f"{tensor}: expected it at bytes {tensor.offset}+{tensor.length}, found the file's header changed; resolve the checkpoint again")
         if tensor.dtype not in FLOAT_DTYPES + INTEGER_DTYPES:
-            raise InputError(f"{tensor}: expected {', '.join(FLOAT_DTYPES)} or integers, found {tensor.dtype}, which is not supported yet; use a checkpoint that is not quantized")
+            known = f"{', '.join(FLOAT_DTYPES)} or integers"
+            raise InputError(f"{tensor}: expected {known}, found {tensor.dtype}, which is not supported yet; use a checkpoint that is not quantized")
     return Source(folder, manifest, tensors)
 
 
@@ -86,7 +92,8 @@ def pieces(tensor: SourceTensor, buffer: np.ndarray) -> Iterator[np.ndarray]:
             while filled < piece.size:
                 count = file.readinto(memoryview(piece)[filled:])
                 if not count:
-                    raise InputError(f"{tensor}: expected {tensor.length} bytes at {tensor.offset}, found the end of the file; restore it or resolve the checkpoint again")
+                    expected = f"{tensor.length} bytes at byte {tensor.offset}"
+                    raise InputError(f"{tensor}: expected {expected}, found the end of the file; restore it or resolve the checkpoint again")
                 filled += count
             yield piece
 

@@ -1,4 +1,4 @@
-"""Stream a checkpoint's tensors, cast to one float type, into a safetensors file. Memory: three pieces, however large the model."""
+"""Stream a checkpoint's tensors, cast to one float type, into a safetensors file. Memory: a few pieces, however large the model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,17 @@ def write_cast(source: Source, dtype: str, path: Path, before_rename: Callable[[
     by_name = {tensor.name: tensor for tensor in source.tensors}
     try:
         with atomic_path(path) as temporary:
-            with open(temporary, "wb", buffering=0) as file:
+            with open(temporary, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
                 for data in _contents(header, [by_name[name] for name in tensors], dtype):
-                    digest.update(data)
+                    hashed = pool.submit(digest.update, data)  # hashlib lets go of the interpreter lock
                     _write_all(file, data)
+                    hashed.result()
             before_rename()
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
-        raise InputError(f"{path}: expected {size} bytes free for the converted weights, found the disk full ({error.strerror}); free space and run again") from None
+        found = f"found the disk full ({error.strerror})"
+        raise InputError(f"{path}: expected {size} bytes free for the converted weights, {found}; free space and run again") from None
     return {"files": [{"path": path.name, "size": size, "sha256": digest.hexdigest()}], "tensors": tensors}
 
 
@@ -87,19 +90,22 @@ def _contents(opening: bytes, tensors: list[SourceTensor], dtype: str) -> Iterat
 
 def _cast(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> Iterator[memoryview]:
     found, wanted = numpy_dtype(tensor.dtype), numpy_dtype(dtype)
+    out = np.empty(PIECE_BYTES // found.itemsize, wanted)
     for piece, bits in finite_pieces(tensor, buffer):
-        with np.errstate(over="ignore", under="ignore"):  # overflow is looked for in the line below, loss of small numbers is rounding
-            largest = from_bits(tensor.dtype, bits, found)
-            if np.isinf(largest.astype(wanted))[0]:
+        numbers = piece.view(found)
+        cast = out[: numbers.size]
+        with np.errstate(over="ignore", under="ignore"):  # what overflows is refused, what is too small is rounded
+            if np.isinf(from_bits(tensor.dtype, bits, found).astype(wanted))[0]:
                 _refuse_overflow(tensor, dtype, buffer)
-            yield memoryview(piece.view(found).astype(wanted).view(np.uint8))
+            np.copyto(cast, numbers, casting="unsafe")
+        yield memoryview(cast.view(np.uint8))
 
 
 def _refuse_overflow(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> None:
     """Read the whole tensor once more for its largest number."""
     largest = from_bits(tensor.dtype, max(bits for _, bits in finite_pieces(tensor, buffer)), numpy_dtype(tensor.dtype))
     precision = next(name for name, stored in PRECISION_DTYPES.items() if stored == dtype)
-    other = {"F16": "bf16 or fp32", "BF16": "fp32 or fp16", "F32": "a checkpoint stored in fp32 or smaller"}[dtype]
+    other = {"F16": "bf16 or fp32", "BF16": "fp32", "F32": "a checkpoint stored in fp32 or smaller"}[dtype]
     raise InputError(f"{tensor}: expected numbers that fit {precision}, found a magnitude of {float(largest[0]):g}, which overflows; use {other} for this model")
 
 
