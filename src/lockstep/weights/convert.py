@@ -25,8 +25,9 @@ WEIGHTS = "weights.safetensors"
 def convert(checkpoint_json: Path, precision: str, out_json: Path) -> Path:
     """Write the weights manifest `out_json` of `precision` (fp32, fp16 or bf16), and return it.
 
-    Floats are rounded to nearest, ties to even (fp64 to bf16 by way of fp32, as in torch); integers and booleans keep their type. Raises InputError when a file has
-    changed since `resolve`, at NaN, infinity and numbers too large for the precision, and when the disk has no room.
+    Floats are rounded to nearest, ties to even (fp64 to bf16 by way of fp32, as in torch); integers and booleans keep their type.
+    Raises InputError when a file has changed since `resolve`, at NaN, infinity and numbers too large for the precision, and when
+    the disk has no room.
     """
     if precision not in PRECISION_DTYPES:
         raise InputError(f"expected a precision of {', '.join(PRECISION_DTYPES)}, found {precision!r}; correct it in the config")
