@@ -183,11 +183,29 @@ def summary(results: Path) -> None:
 
 
 @main.command()
+@click.option("-v", "--verbose", is_flag=True, help="Also which block class, kind and exit each layer uses, of the models that are exported.")
 @_CONFIG
-def targets(config_file: Path | None) -> None:
+@_RESULTS
+def targets(config_file: Path | None, results: Path, verbose: bool) -> None:
     """List the targets of a config."""
-    for target in _config(config_file).targets():
+    chosen = _config(config_file).targets()
+    for target in chosen:
         click.echo(target)
+    if verbose:
+        from lockstep.show import layer_table
+
+        for model, precision in dict.fromkeys((target.model, target.precision) for target in chosen):
+            path = Results(results).assembly(model, precision)
+            click.echo(f"\n{model}/{precision}: " + (layer_table(path) if path.is_file() else "not exported yet"))
+
+
+@main.command()
+@click.argument("graph", type=click.Path(path_type=Path))
+def show(graph: Path) -> None:
+    """Print a graph so that a person can read it: operators, shapes, slots."""
+    from lockstep.show import show as text
+
+    click.echo(text(graph), nl=False)
 
 
 @main.command()

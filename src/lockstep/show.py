@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
 from lockstep.errors import InputError
+from lockstep.files import read_json
 
 _SHORT = {"float": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -27,6 +28,22 @@ def show(path: str | os.PathLike) -> str:
     except (DecodeError, onnx.checker.ValidationError) as error:
         raise InputError(f"{path}: expected an ONNX model, found {' '.join(str(error).split())[:200]}") from None
     return "\n".join(_lines(path, onnx.shape_inference.infer_shapes(model))) + "\n"
+
+
+def layer_table(assembly_json: str | os.PathLike) -> str:
+    """Which class, kind and exit each layer of an assembly uses; equal neighbours share a line. Raises InputError for no assembly."""
+    assembly = read_json(assembly_json, "lockstep.assembly/1")
+    used = [(layer["block"]["class"], layer["kind"], layer["exit"]["class"]) for layer in assembly["layers"]]
+    rows, start = [("layers", "block", "kind", "exit when cut here")], 0
+    for index in range(1, len(used) + 1):
+        if index == len(used) or used[index] != used[start]:
+            rows.append((str(start) if index == start + 1 else f"{start}-{index - 1}", *used[start]))
+            start = index
+    digests = [(name, entry["sha256"][:12]) for name, entry in sorted(assembly["classes"].items())]
+    for name, kind in sorted(assembly["kinds"].items()):
+        digests += [(f"{name}.{phase}", kind[phase]["sha256"][:12]) for phase in ("prefill", "decode")]
+    count = f"{assembly['num_layers']} layers, {len(assembly['classes'])} classes, {len(assembly['kinds'])} kinds"
+    return "\n".join([count, *_columns(rows), *_columns(digests)])
 
 
 def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
