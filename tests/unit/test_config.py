@@ -61,7 +61,7 @@ def test_what_is_left_out_has_a_default():
 
 def test_a_tolerance_left_out_keeps_its_default_by_precision():
     config = load({**SMALLEST, "tolerances": {"fp16": {"logits": 0.5}}})
-    assert (config.tolerances.fp16.logits, config.tolerances.fp16.block) == (0.5, 2e-2)
+    assert (config.tolerances.fp16.logits, config.tolerances.fp16.block) == (0.5, 1e-2)
     assert config.tolerances["fp32"].block == 1e-4
     with pytest.raises(KeyError):
         config.tolerances["fp8"]

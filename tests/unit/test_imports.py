@@ -15,8 +15,9 @@ PACKAGE = Path(buildkey.__file__).parent
 ROWS = (
     ("__init__",),
     ("errors", "files"),
-    ("paths", "checks", "sidefiles", "sources", "documents", "configerrors", "configtypes", "config", "configdoc"),
+    ("paths", "checks", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
     ("checkpoint",),
+    ("hub",),
     ("weights",),
     ("split",),
     ("torch_model", "random_model"),
@@ -24,7 +25,7 @@ ROWS = (
     ("engine",),
     ("runtime",),
     ("golden",),
-    ("summary", "plots", "buildkey", "bench"),
+    ("summary", "plots", "show", "buildkey", "bench"),
     ("cli", "__main__"),
 )
 # What traces, what is compared with, and what times it. Nothing else may need torch to be installed.

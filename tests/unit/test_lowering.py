@@ -127,7 +127,7 @@ def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
 
 
 def test_layer_table_says_which_layer_uses_which_class(tmp_path):
-    config = {"model_type": "qwen3_moe", **BASE, "num_hidden_layers": 4, "head_dim": 8, "mlp_only_layers": [0], "num_experts": 4, "moe_intermediate_size": 16}
+    config = {"model_type": "qwen3_moe", **BASE, "num_hidden_layers": 4, "head_dim": 8, "mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     export_config(config, "fp32", tmp_path)
     lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]
     assert lines[0] == "4 layers, 6 classes, 1 kinds".split()
