@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -36,23 +37,25 @@ def test_a_run_that_is_alive_keeps_others_out(fresh: Checkout) -> None:
         process.wait()
 
 
-def start(checkout: Checkout) -> subprocess.Popen:
+def start(checkout: Checkout, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "snakemake", "--cores", "2"], cwd=checkout.folder, env=checkout.environment(),
+        [sys.executable, "-m", "snakemake", "--cores", "2", *arguments], cwd=checkout.folder, env=checkout.environment(),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
 
 
 def kill_in(checkout: Checkout, stage: str) -> None:
-    """Kill a run and all its jobs shortly after the first job of `stage` has opened its log."""
+    """Kill a run that makes `stage` anew, and all its jobs, shortly after the first job of `stage` has opened its log."""
     log = checkout.results / "logs" / stage
     shutil.rmtree(log, ignore_errors=True)
-    process = start(checkout)
+    process = start(checkout, "--forcerun", stage)
     try:
-        wait_for(lambda: any(path.is_file() for path in log.rglob("*.log")), seconds=300)
+        wait_for(lambda: process.poll() is not None or any(path.is_file() for path in log.rglob("*.log")), seconds=300)
         time.sleep(0.3)
+        assert process.poll() is None, "the run ended before it was killed"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
