@@ -11,8 +11,10 @@ import pytest
 
 from lockstep.engine import EngineSet, build, get_backend
 from lockstep.engine.cpu import THREADS_VARIABLE, describe_cpu, thread_count
+from lockstep.engine.prepare import Prepared, check_same
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
+from lockstep.runtime import Advance, Model
 from lockstep.weights import Weights
 
 
@@ -54,7 +56,7 @@ def test_one_set_covers_every_class_and_kind_and_says_what_it_was_made_for(demo)
     manifest = read_json(demo.engines("demo-llama", "fp16", "onnxruntime"), "lockstep.engines/1")
     assert sorted(manifest["engines"]) == ["attention.decode", "attention.prefill", "embedding", "entry", "exit", "middle"]
     assert manifest["precision"] == "fp16" and manifest["backend_version"] == get_backend("onnxruntime").version()
-    assert manifest["device"]["architecture"] and manifest["options"] == {"optimization_level": "all"}
+    assert manifest["device"]["architecture"] and manifest["options"] == {"optimization_level": "all", "opset": None, "fuse_projections": False}
 
 
 def test_what_fits_is_not_built_again(made):
@@ -97,7 +99,7 @@ def test_the_options_are_part_of_the_engine(made, tmp_path):
     assert EngineSet.open(other, made[0]).digest() != EngineSet.open(made[1], made[0]).digest()
     with pytest.raises(InputError, match="optimization_level: expected one of all, basic, disabled, extended, found 'most'"):
         build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "most"})
-    with pytest.raises(InputError, match="options of backend onnxruntime: expected only optimization_level, found level"):
+    with pytest.raises(InputError, match="options of backend onnxruntime: expected only optimization_level, opset, fuse_projections, found level"):
         build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"level": "all"})
 
 
@@ -281,3 +283,27 @@ def test_a_process_has_one_number_of_threads(made):
 def test_nothing_of_this_machine_stands_in_a_manifest(demo):
     text = json.dumps(read_json(demo.engines("demo-llama", "fp32", "onnxruntime")))
     assert str(Path.home()) not in text and str(demo.root) not in text
+
+
+def test_a_set_of_fused_and_lowered_graphs_gives_the_same_logits(demo, tmp_path):
+    """As a backend asks for that reads opset 17 and runs q, k and v as one product: the checkpoint's tensors are placed side by side."""
+    options = {"opset": 17, "fuse_projections": True}
+    assembly, weights = demo.assembly("demo-llama", "fp32"), demo.weights("demo-llama", "fp32")
+    built = build(assembly, "onnxruntime", tmp_path / "engines.json", options)
+    parts = read_json(built)["engines"]["middle"]["parts"]
+    assert [name for name in parts if " + " in name] == [
+        "current.self_attn.q_proj.weight + current.self_attn.k_proj.weight + current.self_attn.v_proj.weight",
+        "previous.mlp.gate_proj.weight + previous.mlp.up_proj.weight",
+    ]
+    logits = []
+    for engines in (demo.engines("demo-llama", "fp32", "onnxruntime"), built):
+        model = Model.open(engines, assembly, weights)
+        logits.append(model.step([Advance(0, np.array([5, 90, 300, 7]), 0), Advance(1, np.array([8]), 0)]))
+    assert np.abs(logits[0] - logits[1]).max() < 1e-4  # fp32, logits near 10: the order of sums
+
+
+def test_a_rewritten_graph_that_computes_something_else_is_refused():
+    text = '<ir_version: 10, opset_import: ["": 20]> g (float[num_tokens, 4] hidden, float[2, 4] w) => (float[num_tokens, 2] y) { y = Gemm<%s>(hidden, w) }'
+    model, wrong = onnx.parser.parse_model(text % "transB = 1"), onnx.parser.parse_model(text % "transB = 1, alpha = 0.95")
+    with pytest.raises(CheckError, match="expected the rewritten graph to give the same"):
+        check_same(model, Prepared(wrong, [{"name": "w", "dtype": "float32", "shape": [2, 4]}], {"w": ["w"]}))

@@ -15,7 +15,7 @@ PACKAGE = Path(buildkey.__file__).parent
 ROWS = (
     ("__init__",),
     ("errors", "files"),
-    ("paths", "checks", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
+    ("paths", "checks", "sessions", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
     ("checkpoint",),
     ("hub",),
     ("weights",),

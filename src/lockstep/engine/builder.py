@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from lockstep.engine.backend import Backend, get_backend
+from lockstep.engine.prepare import prepare
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 
@@ -48,13 +52,25 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
             raise CheckError(f"{graph_path}: expected sha256 {graph['sha256']}, found {sha256_file(graph_path)}; export again")
         entry = recorded.get(name)
         if entry is None or entry["graph_sha256"] != graph["sha256"]:
-            file = out.parent / f"{name}{library.suffix}"
-            library.build(graph_path, file, manifest["options"])
-            entry = {"file": file.name, "sha256": sha256_file(file), "graph_sha256": graph["sha256"]}
+            entry = {**_build_one(graph_path, graph, out.parent / f"{name}{library.suffix}", library, manifest["options"]), "graph_sha256": graph["sha256"]}
         manifest["engines"][name] = entry
     write_json(out, manifest)
     _delete_leftovers(out, {entry["file"] for entry in manifest["engines"].values()}, library.suffix)
     return out
+
+
+def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Build one engine. Where the backend asked for another form of the graph, the entry says which slots it has and of what."""
+    prepared = prepare(onnx.load(graph_path), graph.get("slots", ()), options)
+    if prepared is None:
+        library.build(graph_path, file, options)
+        return {"file": file.name, "sha256": sha256_file(file)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp") as folder:
+        rewritten = Path(folder) / "prepared.onnx"
+        rewritten.write_bytes(prepared.model.SerializeToString(deterministic=True))
+        library.build(rewritten, file, options)
+    return {"file": file.name, "sha256": sha256_file(file), "slots": prepared.slots, "parts": prepared.parts}
 
 
 def graphs_of(assembly: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,14 @@ class EngineSet:
 
     def load(self, name: str, threads: int | None = None, low_memory: bool = False) -> Program:
         """Load the engine `name` (a class, or `<kind>.prefill`, `<kind>.decode`)."""
-        slots = dict(graphs_of(self.assembly))[name].get("slots", [])
-        return self.backend.load(self.path.parent / self.manifest["engines"][name]["file"], slots, threads, low_memory)
+        entry = self.manifest["engines"][name]
+        slots = entry.get("slots", dict(graphs_of(self.assembly))[name].get("slots", []))
+        return self.backend.load(self.path.parent / entry["file"], slots, threads, low_memory)
+
+    def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        """{slot of the engine `name`: tensors} from the assembly's {slot: tensors}: a fused slot takes its parts' one after another."""
+        parts = self.manifest["engines"][name].get("parts") or {slot: [slot] for slot in slots}
+        return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in parts.items()}
 
 
 def _same(where: Path, what: str, recorded: Any, found: Any, advice: str) -> None:

@@ -55,7 +55,7 @@ class OnnxRuntimeBackend:
         return cpu_key(device)
 
     def default_options(self) -> dict[str, Any]:
-        return {"optimization_level": "all"}
+        return {"optimization_level": "all", "opset": None, "fuse_projections": False}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> None:
         level = options["optimization_level"]

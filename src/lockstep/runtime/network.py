@@ -40,10 +40,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Kind:
-    """A batchless behaviour: its two engines and the cache that a layer of this kind needs."""
+    """A batchless behaviour: its two engines, what each reads (a kind without rotary encoding decodes without positions), and the
+    cache that a layer of this kind needs."""
 
     prefill: Executable
     decode: Executable
+    inputs: Mapping[str, tuple[str, ...]]
     attention: IO
     cache: LayerShape
 
@@ -75,13 +77,14 @@ def open_network(
 
     def block(part: Mapping[str, Any]) -> Block:
         entry = assembly["classes"][part["class"]]
-        return Block(programs[part["class"]].bind(weights, part["slots"]), _ios(entry["inputs"]), _ios(entry["outputs"]))
+        return Block(programs[part["class"]].bind(weights, engines.tensors(part["class"], part["slots"])), _ios(entry["inputs"]), _ios(entry["outputs"]))
 
     chosen = assembly["layers"][:count]
     kinds = {
         name: Kind(
             load(f"{name}.prefill").bind(None, {}),
             load(f"{name}.decode").bind(None, {}),
+            {phase: tuple(io["name"] for io in kind[phase]["inputs"]) for phase in ("prefill", "decode")},
             next(io for io in _ios(kind["decode"]["outputs"]) if io.name == "attention"),
             LayerShape(kind["num_kv_heads"], kind["head_dim"], kind["value_head_dim"]),
         )

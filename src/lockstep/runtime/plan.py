@@ -129,6 +129,7 @@ class Plan:
     ) -> None:
         inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
         inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": past_lengths}
+        inputs = {name: inputs[name] for name in kind.inputs[phase]}
         outputs = {"attention": attention[tokens], "key_out": key_out, "value_out": value_out}
         self._calls.append(getattr(kind, phase).prepare(inputs, outputs))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from lockstep.errors import CheckError, InputError
+from lockstep.sessions import open_session
 from lockstep.validate.gate import check_arrays, check_graph
 from lockstep.weights import Weights, check_slots, slot_array
 
@@ -49,32 +49,6 @@ class Graph:
         found = dict(zip([value.name for value in self.session.get_outputs()], arrays))
         check_arrays(str(self.path), "output", self.outputs, found, dims)
         return found
-
-
-def open_session(model: Path | bytes, threads: int | None = None) -> ort.InferenceSession:
-    """A session of an unoptimised graph, by path or bytes. `threads`: None lets the library take all cores.
-
-    Raises CheckError when the library refuses the graph.
-    """
-    settings = ort.SessionOptions()
-    settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    settings.intra_op_num_threads = threads or 0
-    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # pools of several sessions would fight for the cores
-    settings.log_severity_level = 3
-    source = model if isinstance(model, bytes) else str(model)
-    start = lambda: ort.InferenceSession(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
-    try:
-        return start()
-    except Exception as error:  # ONNX Runtime's errors share no base class
-        failure = error
-    if "use_per_session_threads" in str(failure):  # a process that also runs engines has one pool for all sessions
-        settings.use_per_session_threads, settings.intra_op_num_threads = False, 0
-        try:
-            return start()
-        except Exception as error:
-            failure = error
-    where = "" if isinstance(model, bytes) else f"{model}: "
-    raise CheckError(f"{where}ONNX Runtime {ort.__version__} cannot load this graph: {' '.join(str(failure).split())}") from failure
 
 
 class Assembly:

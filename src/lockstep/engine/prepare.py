@@ -1,0 +1,89 @@
+"""Bring a canonical graph into the form that a backend asks for, and prove that it is the same computation.
+
+In: a graph of the assembly and the backend's options `opset` (None: as it is) and `fuse_projections`. Out: the graph to build, its slots, and for
+each slot the assembly's slots that it is made of. Whatever was rewritten is run beside the canonical graph in ONNX Runtime, on random
+numbers, before anything is built from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from lockstep.engine.fusing import fuse
+from lockstep.engine.lowering import lower
+from lockstep.errors import CheckError
+
+_SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
+# Relative to the largest value: the same products in another blocking. fp16 and bf16: their last bits.
+_TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """model is what is built; slots are its weight inputs ({"name", "dtype", "shape"}); parts: {slot: [slots of the assembly]}."""
+
+    model: onnx.ModelProto
+    slots: list[dict[str, Any]]
+    parts: dict[str, list[str]]
+
+
+def prepare(model: onnx.ModelProto, slots: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Prepared | None:
+    """The form that `options` ask for; None when that is the graph as it is.
+
+    Raises InputError for an operator that the asked opset lacks, CheckError when the rewritten graph computes something else.
+    """
+    lowered = lower(model, options["opset"]) if options.get("opset") else model
+    fused, parts = fuse(lowered, {slot["name"] for slot in slots}) if options.get("fuse_projections") else (lowered, {s["name"]: [s["name"]] for s in slots})
+    if fused is model:
+        return None
+    declared = {value.name: value for value in fused.graph.input}
+    known = {slot["name"]: slot for slot in slots}
+    described = []
+    for name, names in parts.items():
+        shape = [dim.dim_value for dim in declared[name].type.tensor_type.shape.dim]
+        described.append({"name": name, "dtype": known[names[0]]["dtype"], "shape": shape})
+    prepared = Prepared(fused, described, parts)
+    check_same(model, prepared)
+    return prepared
+
+
+def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
+    """Run both on the same random numbers. Raises CheckError naming the first output that differs by more than rounding."""
+    feeds = _random_inputs(model)
+    expected = _run(model, feeds)
+    weights = {slot: np.concatenate([feeds[part] for part in parts]) for slot, parts in prepared.parts.items()}
+    rest = {value.name: feeds[value.name] for value in prepared.model.graph.input if value.name not in weights}
+    found = _run(prepared.model, {**rest, **weights})
+    for name, values in expected.items():
+        exact, other = values.astype(np.float64), found[name].astype(np.float64)
+        allowed = _TOLERANCE[values.dtype.name] * max(1.0, float(np.abs(exact).max(initial=0)))
+        error = float(np.abs(exact - other).max(initial=0))
+        if not error <= allowed:
+            raise CheckError(f"graph {model.graph.name}: output {name}: expected the rewritten graph to give the same within {allowed:.1e}, found {error:.1e}; please report it")
+
+
+def _random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """Seeded values for all inputs, weights too; integers are positions, lengths, rows and ids that are valid at `_SIZES`."""
+    random = np.random.default_rng(0)
+    feeds = {}
+    for value in model.graph.input:
+        shape = [dim.dim_value or _SIZES[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        if dtype.kind == "i":
+            feeds[value.name] = np.arange(shape[0]) + (2 if value.name in ("position_ids", "past_lengths") else 0)
+        else:  # rows of length one or so, whatever their number: nothing overflows in fp16
+            scale = np.float32(1 / max(1, shape[-1]) ** 0.5) if len(shape) > 1 and value.name not in ("hidden", "attention") else np.float32(1)
+            feeds[value.name] = (random.standard_normal(shape, np.float32) * scale).astype(dtype)
+    return feeds
+
+
+def _run(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    from lockstep.sessions import open_session  # needed only where a graph is rewritten, not where engines run
+
+    session = open_session(model.SerializeToString())
+    return dict(zip([value.name for value in session.get_outputs()], session.run(None, dict(feeds))))

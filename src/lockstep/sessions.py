@@ -1,0 +1,35 @@
+"""ONNX Runtime as a calculator of graphs: a model in, a session out that computes it as it is written, nothing optimised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnxruntime as ort
+
+from lockstep.errors import CheckError
+
+
+def open_session(model: Path | bytes, threads: int | None = None) -> ort.InferenceSession:
+    """A session of an unoptimised graph, by path or bytes. `threads`: None lets the library take all cores.
+
+    Raises CheckError when the library refuses the graph.
+    """
+    settings = ort.SessionOptions()
+    settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    settings.intra_op_num_threads = threads or 0
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # pools of several sessions would fight for the cores
+    settings.log_severity_level = 3
+    source = model if isinstance(model, bytes) else str(model)
+    start = lambda: ort.InferenceSession(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+    try:
+        return start()
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        failure = error
+    if "use_per_session_threads" in str(failure):  # a process that also runs engines has one pool for all sessions
+        settings.use_per_session_threads, settings.intra_op_num_threads = False, 0
+        try:
+            return start()
+        except Exception as error:
+            failure = error
+    where = "" if isinstance(model, bytes) else f"{model}: "
+    raise CheckError(f"{where}ONNX Runtime {ort.__version__} cannot load this graph: {' '.join(str(failure).split())}") from failure
