@@ -79,8 +79,8 @@ def _matches(target: Target, text: str) -> bool:
 
 
 def _project(config_file: Path | None, results: Path) -> Project:
-    config = _config(config_file)
-    return Project(config, config.check_sources(), Results(results))
+    config, tree = _config(config_file), Results(results)
+    return Project(config, config.check_sources(results=tree), tree)
 
 
 def _config(config_file: Path | None) -> Config:
@@ -100,13 +100,36 @@ def _used_config(results: Results) -> Config:
 
 
 @_stage("model")
+def fetch(project: Project, model: str) -> Path:
+    """A model on the hub, or random weights -> source.json and its folder."""
+    from lockstep.sources import FolderSource, RandomSource, parse_source
+
+    source, out = project.config.models[model].source, project.results.source(model)
+    kind = parse_source(source)
+    if isinstance(kind, FolderSource):
+        return project.sources[model]  # nothing to fetch
+    if isinstance(kind, RandomSource):
+        from lockstep import random_model
+
+        return random_model.fetch(source, project.sources[model], out)
+    from lockstep import hub
+
+    return hub.fetch(source, out, lambda folder: project.config.check_model(model, folder))
+
+
+@_stage("model")
 def resolve(project: Project, model: str) -> Path:
     """Checkpoint folder -> checkpoint.json and architecture.json."""
     from lockstep import checkpoint
+    from lockstep.fetched import folder_of
+    from lockstep.sources import FolderSource, parse_source
 
-    source = project.config.models[model].source
-    checkpoint.resolve_architecture(source, project.sources[model], project.results.architecture(model))
-    return checkpoint.resolve(source, project.sources[model], project.results.checkpoint(model))
+    source, results = project.config.models[model].source, project.results
+    fetched = None if isinstance(parse_source(source), FolderSource) else results.source(model)
+    folder = folder_of(fetched) if fetched else project.sources[model]
+    made = checkpoint.resolve_fetched(fetched, results.checkpoint(model)) if fetched else checkpoint.resolve(source, folder, results.checkpoint(model))
+    checkpoint.resolve_architecture(source, folder, results.architecture(model))
+    return made
 
 
 @_stage("model", "precision")

@@ -16,8 +16,9 @@ from lockstep.configtypes import (
 )
 from lockstep.documents import read_document
 from lockstep.errors import InputError
-from lockstep.paths import Target
-from lockstep.sources import read_shape, resolve_source, source_folders
+from lockstep.fetched import known
+from lockstep.paths import Results, Target
+from lockstep.sources import FolderSource, RandomSource, parse_source, read_shape, resolve_random, resolve_source, source_folders
 
 __all__ = [
     "BACKEND_PRECISIONS", "Config", "Golden", "Limits", "ModelConfig", "Prompt", "Tolerance", "Tolerances",
@@ -76,24 +77,33 @@ class Config(Section):
         )
 
     def check_sources(
-        self, folders: Sequence[str | os.PathLike] | None = None, where: str = "config",
+        self, folders: Sequence[str | os.PathLike] | None = None, where: str = "config", results: Results = Results(),
     ) -> dict[str, Path]:
-        """Hold the config against the `config.json` of each model; gives the checkpoint folder of each.
+        """Hold the config against the `config.json` of each model; gives the folder, or for random weights the config.json, of each.
 
         `folders` is where relative sources are looked up (default: working directory, then repository), `where` opens the
-        message. Raises InputError when a folder is not there, or is a model with fewer layers or positions than asked.
+        message. No network is used: a model on the hub is held against what `results` has of it, and left out before that.
+        Raises InputError when a folder is not there, or is a model with fewer layers or positions than asked.
         """
         found: dict[str, Path] = {}
         problems: list[Problem] = []
         for name, model in self.models.items():
             try:
-                found[name] = resolve_source(model.source, folders)
-                problems += _shape_problems(name, model, self.limits, found[name])
+                place = _place(model.source, folders, results.source(name))
+                if place:
+                    found[name] = place
+                    problems += _shape_problems(name, model, self.limits, place)
             except InputError as error:
                 problems.append(Problem(("models", name, "source"), str(error)))
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
         return found
+
+    def check_model(self, name: str, place: Path, where: str = "config") -> None:
+        """As `check_sources` for one model, with the folder of its checkpoint or its config.json at hand."""
+        problems = [*_shape_problems(name, self.models[name], self.limits, place)]
+        if problems:
+            raise InputError(f"{where}: {join(Config, problems)}")
 
     def dump(self) -> dict[str, Any]:
         """Plain JSON types, with all defaults filled in; `load` of it gives the same config."""
@@ -166,16 +176,27 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
                 yield Problem((*here, "golden", "prompts", index, "expected", key), text)
 
 
-def _shape_problems(name: str, model: ModelConfig, limits: Limits, folder: Path) -> Iterator[Problem]:
-    """`layers` and `limits` against the depth and the positions of the checkpoint in `folder`."""
-    shape = read_shape(folder)
+def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:
+    """What holds the model's shape: a folder or a config.json. None for a model on the hub that was not fetched yet."""
+    kind = parse_source(source)
+    if isinstance(kind, FolderSource):
+        return resolve_source(source, folders)
+    if isinstance(kind, RandomSource):
+        return resolve_random(kind, folders)
+    fetched = known(manifest, source)
+    return fetched.folder if fetched and (fetched.folder / "config.json").is_file() else None
+
+
+def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) -> Iterator[Problem]:
+    """`layers` and `limits` against the depth and the positions in a `config.json`, or that of a folder."""
+    shape, path = read_shape(place), place / "config.json" if place.is_dir() else place
     depth, positions = shape.num_hidden_layers, shape.max_position_embeddings
     for index, layers in enumerate(model.layers):
         where = ("models", name, "layers", index)
         if layers != "all" and layers > depth:
-            yield Problem(where, f"expected at most {depth} (num_hidden_layers in {folder / 'config.json'}) or all; found {layers}")
+            yield Problem(where, f"expected at most {depth} (num_hidden_layers in {path}) or all; found {layers}")
         if layers == depth and "all" in model.layers:
             yield Problem(where, f"expected each target once; found {layers}, which is all of this model's layers, beside all")
     if positions is not None and limits.max_seq_len > positions:
-        text = f"expected at most {positions} (max_position_embeddings in {folder / 'config.json'}); found {limits.max_seq_len}"
+        text = f"expected at most {positions} (max_position_embeddings in {path}); found {limits.max_seq_len}"
         yield Problem(("limits", "max_seq_len"), text)

@@ -39,6 +39,9 @@ class Results:
     def config(self) -> Path:
         return self.root / "config.json"
 
+    def source(self, model: str) -> Path:
+        return self.root / model / "source.json"
+
     def checkpoint(self, model: str) -> Path:
         return self.root / model / "checkpoint.json"
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
@@ -20,41 +21,68 @@ import ml_dtypes
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from lockstep.checkpoint.tensors import INDEX, SINGLE
 from lockstep.errors import InputError
-from lockstep.files import atomic_path, write_json
+from lockstep.fetched import clear, folder_of, write_fetched
+from lockstep.files import atomic_path, sha256_file, write_json
+from lockstep.sources import parse_source
 
 _DTYPES = {"float32": ("F32", np.dtype(np.float32)), "float16": ("F16", np.dtype(np.float16)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
 SHARD_BYTES = 4 << 30
 _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
 
 
+def fetch(source: str, config_json: str | os.PathLike, out: str | os.PathLike) -> Path:
+    """Make the checkpoint of a `random:` source, whose config is `config_json`, in `checkpoint/` beside the manifest `out`."""
+    out, seed = Path(out), parse_source(source).seed
+    out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
+    clear(folder_of(out))
+    make(config_json, seed, folder_of(out))
+    files = sorted(path.name for path in folder_of(out).iterdir())
+    return write_fetched(out, source, {name: sha256_file(folder_of(out) / name) for name in files}, seed=seed)
+
+
 def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, shard_bytes: int = SHARD_BYTES) -> Path:
     """Write the checkpoint of `config_json` with random weights of `seed` to `folder`; the dtype is the config's (float32 if it names none).
 
-    A tokenizer.json beside the config is copied, else one of single bytes is made. Raises InputError for a config that is no causal LM's.
+    A tokenizer.json beside the config is copied, else one of single bytes is made. What an earlier call left in the folder is
+    replaced. Raises InputError for a config that is no causal LM's, and when the disk has no room for the weights.
     """
     config_json, folder = Path(config_json), Path(folder)
     config = _read(config_json)
     label, dtype = _DTYPES[_dtype_name(config_json, config)]
     shapes = tensor_shapes(config)
     folder.mkdir(parents=True, exist_ok=True)
+    if config_json.resolve() != (folder / "config.json").resolve():
+        (folder / "config.json").unlink(missing_ok=True)
+    for old in _earlier(folder):
+        old.unlink()
+    total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    free = shutil.disk_usage(folder).free
+    if free < total:
+        raise InputError(f"{folder}: expected {total} bytes free for random weights, found {free}; free space or choose another output folder")
     shards = _shards(shapes, dtype.itemsize, shard_bytes)
     index: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(folder / file, {name: shapes[name] for name in names}, seed, label, dtype)
         index |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
     beside = config_json.with_name("tokenizer.json")
     if beside.is_file():
-        shutil.copyfile(beside, folder / "tokenizer.json")
+        if beside.resolve() != (folder / "tokenizer.json").resolve():
+            shutil.copyfile(beside, folder / "tokenizer.json")
     else:
         with atomic_path(folder / "tokenizer.json") as temporary:
             byte_tokenizer().save(str(temporary))
     write_json(folder / "config.json", config)  # last: a folder with a config.json is whole
     return folder
+
+
+def _earlier(folder: Path) -> list[Path]:
+    """Weights that an earlier call left in `folder`, whole or not. Of another shape, they would be read beside or before the new ones."""
+    return [path for path in folder.iterdir() if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|\.model.*\.safetensors.*\.tmp", path.name)]
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

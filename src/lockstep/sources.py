@@ -1,19 +1,78 @@
-"""From a model's `source` in the config to the folder of its checkpoint, and the few facts the config is checked against."""
+"""From a model's `source` in the config to what it names, and the few facts of a model the config is checked against.
+
+Three kinds: a checkpoint folder; `hf:org/name@revision`, a repository on the Hugging Face hub; `random:config.json?seed=0`, random
+weights in the shape of a config. Nothing is fetched or made here.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RESERVED_PREFIXES = ("hf:", "random:")  # a hub id and random weights: not folders, and not supported yet
-_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
+HUB_PREFIX, RANDOM_PREFIX = "hf:", "random:"
+BYTES = 256  # tokens that a random model needs, so that any prompt can be spelled
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _POSITION_KEYS = ("max_position_embeddings", "n_positions")
+# The hub's own rules for names, and those of git for branches and tags as far as they can stand in a URL and a file name.
+_REPOSITORY_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9][\w.+/-]{0,199}", re.ASCII)
+_SEED = re.compile(r"[0-9]{1,18}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """A checkpoint folder, as the config writes it."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A model repository on the Hugging Face hub, at a branch, a tag or a commit."""
+
+    repository: str
+    revision: str = "main"
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Random weights for the model of a `config.json`, as the config writes its path."""
+
+    config: str
+    seed: int = 0
+
+
+class SourceError(InputError):
+    """A source that is of no kind; `expected` says what its kind looks like."""
+
+    def __init__(self, expected: str, text: str) -> None:
+        super().__init__(f"expected {expected}; found {text!r}")
+        self.expected = expected
+
+
+def parse_source(text: str) -> FolderSource | HubSource | RandomSource:
+    """What `source` in the config names. Raises SourceError when it opens like a hub or random source and is none."""
+    if text.startswith(HUB_PREFIX):
+        repository, at, revision = text.removeprefix(HUB_PREFIX).partition("@")
+        fits = _REPOSITORY_ID.fullmatch(repository) and not re.search(r"\.\.|--|\.git$", repository)
+        if not fits or (at and not (_REVISION.fullmatch(revision) and ".." not in revision)):
+            raise SourceError("hf:org/name or hf:org/name@revision (a branch, a tag or a commit)", text)
+        return HubSource(repository, revision or "main")
+    if text.startswith(RANDOM_PREFIX):
+        path, question, query = text.removeprefix(RANDOM_PREFIX).partition("?")
+        name, _, seed = query.partition("=")
+        if not path or (question and not (name == "seed" and _SEED.fullmatch(seed))):
+            raise SourceError("random:path/to/config.json or random:path/to/config.json?seed=0", text)
+        return RandomSource(path, int(seed or 0))
+    return FolderSource(text)
 
 
 def source_folders() -> tuple[Path, ...]:
@@ -27,11 +86,9 @@ def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = No
     A relative source is looked up in `folders` (default: `source_folders()`), and the first that exists is taken.
     Raises InputError naming every place looked at.
     """
-    if source.startswith(RESERVED_PREFIXES):
-        raise InputError(f"expected a folder (only folders are supported yet); found {source!r}")
-    bases = source_folders() if folders is None else [Path(folder).absolute() for folder in folders]
-    # dict.fromkeys: started in the repository, both places are one; an absolute source ignores the base.
-    places = list(dict.fromkeys(Path(os.path.normpath(base / source)) for base in bases))
+    if not isinstance(parse_source(source), FolderSource):
+        raise InputError(f"expected a folder; found {source!r}, which is fetched or made first")
+    places = _places(source, folders)
     for place in places:  # os.path, not Path: false, not an error, for a name that no file can have
         if os.path.isdir(place):
             if not os.path.isfile(place / "config.json"):
@@ -44,6 +101,29 @@ def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = No
     raise InputError(f"expected a checkpoint folder; found none at {looked}")
 
 
+def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | None = None) -> Path:
+    """The absolute path of the `config.json` that a random source names, looked up as `resolve_source` does.
+
+    Raises InputError when it is not there, and for a vocabulary that cannot spell a prompt: fewer than 256 tokens, one for each
+    byte, and no tokenizer.json beside the config.
+    """
+    places = _places(source.config, folders)
+    path = next((place for place in places if os.path.isfile(place)), None)
+    if path is None:
+        found = next((f"a folder at {place}: give the config.json in it" for place in places if os.path.isdir(place)), None)
+        raise InputError(f"expected a model's config.json; found {found or 'none at ' + ' and '.join(map(str, places))}")
+    vocabulary = _count(_read_object(path), ("vocab_size",), path)
+    if not path.with_name("tokenizer.json").is_file() and vocabulary is not None and vocabulary < BYTES:
+        raise InputError(f"expected a vocab_size of {BYTES} or more in {path}, a token for each byte, or a tokenizer.json beside it; found {vocabulary}")
+    return path
+
+
+def _places(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path]:
+    bases = source_folders() if folders is None else [Path(folder).absolute() for folder in folders]
+    # dict.fromkeys: started in the repository, both places are one; an absolute path ignores the base.
+    return list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in bases))
+
+
 @dataclass(frozen=True)
 class CheckpointShape:
     """What the config is held against: the model's depth, and how many positions it knows (None: it does not say)."""
@@ -52,9 +132,17 @@ class CheckpointShape:
     max_position_embeddings: int | None
 
 
-def read_shape(folder: Path) -> CheckpointShape:
-    """Read `config.json` of a checkpoint folder. Raises InputError when it is not JSON or does not give the depth."""
-    path = folder / "config.json"
+def read_shape(path: Path) -> CheckpointShape:
+    """Read a model's `config.json`, or that of a checkpoint folder. Raises InputError when it is not JSON or gives no depth."""
+    path = path / "config.json" if path.is_dir() else path
+    value = _read_object(path)
+    depth = _count(value, _DEPTH_KEYS, path)
+    if depth is None:
+        raise InputError(f"expected num_hidden_layers in {path}; found none")
+    return CheckpointShape(depth, _count(value, _POSITION_KEYS, path))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -63,17 +151,17 @@ def read_shape(folder: Path) -> CheckpointShape:
         raise InputError(f"expected a readable file at {path}; found {error.strerror}") from None
     if not isinstance(value, dict):
         raise InputError(f"expected a JSON object in {path}; found {type(value).__name__}")
-    depth = _count(value, _DEPTH_KEYS, path)
-    if depth is None:
-        raise InputError(f"expected num_hidden_layers in {path}; found none")
-    return CheckpointShape(depth, _count(value, _POSITION_KEYS, path))
+    return value
 
 
-def _count(value: dict, keys: tuple[str, ...], path: Path) -> int | None:
-    key = next((key for key in keys if value.get(key) is not None), None)
-    if key is None:
-        return None
-    found = value[key]
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise InputError(f"expected a positive integer as {key} in {path}; found {found!r}")
-    return found
+def _count(value: dict[str, Any], keys: tuple[str, ...], path: Path) -> int | None:
+    """The first of `keys` that is there; models of text and images keep theirs in `text_config`."""
+    text = value.get("text_config")
+    for part in (value, text if isinstance(text, dict) else {}):
+        key = next((key for key in keys if part.get(key) is not None), None)
+        if key is not None:
+            found = part[key]
+            if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+                raise InputError(f"expected a positive integer as {key} in {path}; found {found!r}")
+            return found
+    return None

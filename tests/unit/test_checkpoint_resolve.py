@@ -183,11 +183,6 @@ def test_no_folder_and_a_file_instead(tmp_path):
     assert "expected the folder of a checkpoint, found a file;" in error_of(resolve, "x", tmp_path / "x", tmp_path / "o.json")
 
 
-@pytest.mark.parametrize("source", ["hf:org/name", "random:config.json?seed=0"])
-def test_sources_of_other_kinds_are_refused_by_name(tmp_path, source):
-    assert f"source '{source}': expected a folder, found a source of kind" in error_of(resolve, source, tmp_path, tmp_path / "o.json")
-
-
 def test_no_config(folder):
     (folder / "config.json").unlink()
     assert line_of(folder) == f"{folder}: expected config.json, found none; give a model folder in Hugging Face format"

@@ -9,7 +9,11 @@ import pytest
 
 from lockstep.config import load
 from lockstep.errors import InputError
-from lockstep.sources import REPOSITORY, CheckpointShape, read_shape, resolve_source, source_folders
+from lockstep.fetched import write_fetched
+from lockstep.paths import Results
+from lockstep.sources import (
+    REPOSITORY, CheckpointShape, FolderSource, HubSource, RandomSource, SourceError, parse_source, read_shape, resolve_source, source_folders,
+)
 
 CONFIG = {"models": {"m": {
     "source": "checkpoint", "layers": [2, "all"], "golden": {"max_new_tokens": 8, "prompts": [{"text": "Hello"}]},
@@ -65,10 +69,49 @@ def test_a_source_that_no_folder_can_have_is_only_not_found(tmp_path, source):
         resolve_source(source, [tmp_path])
 
 
-@pytest.mark.parametrize("source", ["hf:a/b", "random:llama"])
-def test_sources_other_than_folders_are_refused(source):
-    with pytest.raises(InputError, match=r"^expected a folder \(only folders are supported yet\); found '.*'$"):
-        resolve_source(source)
+@pytest.mark.parametrize(("text", "source"), [
+    ("hf:a/b", HubSource("a/b", "main")),
+    ("hf:gpt2", HubSource("gpt2", "main")),
+    ("hf:a/b.c-1@refs/pr/1", HubSource("a/b.c-1", "refs/pr/1")),
+    ("random:shape.json", RandomSource("shape.json", 0)),
+    ("random:../a b/shape.json?seed=12", RandomSource("../a b/shape.json", 12)),
+    ("checkpoints/hf:a", FolderSource("checkpoints/hf:a")),
+])
+def test_a_source_is_a_folder_a_name_on_the_hub_or_a_shape(text, source):
+    assert parse_source(text) == source
+
+
+@pytest.mark.parametrize("text", [
+    "hf:", "hf:a/b/c", "hf:/b", "hf:a/", "hf:../b", "hf:a/b..c", "hf:a--b/c", "hf:a b/c", "hf:a/b@", "hf:a/b@../x", "hf:a/b@a b", "hf:a/b@x@y", "hf:a/b\n",
+    "random:", "random:?seed=1", "random:a?", "random:a?seed=", "random:a?seed=-1", "random:a?seed=1&x=2", "random:a?sed=1", "random:a?seed=٣",
+])
+def test_what_opens_like_a_source_of_another_kind_must_be_one(text):
+    with pytest.raises(SourceError, match=r"^expected (hf:org/name or|random:path/to/config.json or) .*; found "):
+        parse_source(text)
+
+
+def test_a_random_source_names_a_config_that_can_spell_prompts(tmp_path):
+    assert error_of(tmp_path / "x", source="random:shape.json") == f"config/config.yaml: models.m.source: expected a model's config.json; found none at {tmp_path}/shape.json"
+    shape = write_checkpoint(tmp_path / "shape", {"num_hidden_layers": 3, "vocab_size": 255})
+    assert "found a folder at" in error_of(shape, source="random:shape")
+    assert error_of(shape, source="random:shape/config.json") == (
+        f"config/config.yaml: models.m.source: expected a vocab_size of 256 or more in {shape}/config.json, a token for each byte, "
+        "or a tokenizer.json beside it; found 255"
+    )
+    (shape / "tokenizer.json").touch()
+    assert "models.m.layers[0]: expected at most 3" in error_of(shape, source="random:shape/config.json", layers=[4])
+    assert load({"models": {"m": {**CONFIG["models"]["m"], "source": "random:shape/config.json?seed=3"}}}).check_sources([tmp_path]) == {"m": shape / "config.json"}
+
+
+def test_a_model_on_the_hub_is_checked_once_it_is_here(tmp_path):
+    config, results = load({"models": {"m": {**CONFIG["models"]["m"], "source": "hf:a/b", "layers": [9]}}}), Results(tmp_path / "results")
+    assert config.check_sources([tmp_path], results=results) == {}
+    write_checkpoint(tmp_path / "results" / "m" / "checkpoint", {"num_hidden_layers": 6})
+    write_fetched(results.source("m"), "hf:a/b", {"config.json": "0"}, commit="1")
+    with pytest.raises(InputError, match=r"models.m.layers\[0\]: expected at most 6"):
+        config.check_sources([tmp_path], results=results)
+    write_fetched(results.source("m"), "hf:a/b@other", {"config.json": "0"}, commit="1")
+    assert config.check_sources([tmp_path], results=results) == {}
 
 
 def test_a_file_and_a_folder_without_config_are_told_apart(tmp_path):
@@ -89,6 +132,8 @@ def test_the_shape_is_read_under_other_models_names_for_it(tmp_path):
     assert read_shape(gpt2) == CheckpointShape(12, 1024)
     bloom = write_checkpoint(tmp_path / "bloom", {"n_layer": 30})
     assert read_shape(bloom) == CheckpointShape(30, None)
+    with_images = write_checkpoint(tmp_path / "with_images", {"text_config": {"num_hidden_layers": 34, "max_position_embeddings": 131072}})
+    assert read_shape(with_images) == CheckpointShape(34, 131072)
 
 
 def test_more_layers_than_the_model_has(checkpoint):

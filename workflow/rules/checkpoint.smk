@@ -1,7 +1,8 @@
 # Which bytes: the checkpoint's files, and its tensors in each precision.
 #
-# needs: a local checkpoint folder for each model (SOURCES)
-# makes: results/config.json, <model>/checkpoint.json and architecture.json (the same without weights),
+# needs: for each model a checkpoint folder, a name on the hub, or a config.json for random weights (SOURCES)
+# makes: results/config.json, <model>/source.json (of models that are fetched or made, with checkpoint/ beside it),
+#        <model>/checkpoint.json and architecture.json (the same without weights),
 #        <model>/<precision>/weights.json (and weights.safetensors where it casts)
 
 
@@ -21,10 +22,60 @@ rule config:
         "../scripts/config.py"
 
 
+rule fetch:
+    input:
+        # Held against the model's config.json before its weights are downloaded; another config downloads nothing again.
+        config=ancient(RESULTS.config()),
+    output:
+        # Not deleted before: it names the commit that a branch was found at.
+        update(RESULTS.source(MODEL)),
+    wildcard_constraints:
+        model=one_of(ON_HUB),
+    log:
+        log_of("fetch", MODEL),
+    # Where Snakemake runs: the nodes of a cluster may have no network.
+    localrule: True
+    conda:
+        "../../envs/fetch.yaml"
+    params:
+        source=lambda wildcards: CONFIG.models[wildcards.model].source,
+        key=KEYS["fetch"],
+    message:
+        "Fetch {wildcards.model} from the hub"
+    script:
+        "../scripts/fetch.py"
+
+
+rule random_weights:
+    input:
+        config=lambda wildcards: display_paths([SOURCES[wildcards.model]]),
+        tokenizer=lambda wildcards: display_paths(
+            path
+            for path in [SOURCES[wildcards.model].with_name("tokenizer.json")]
+            if path.is_file()
+        ),
+    output:
+        RESULTS.source(MODEL),
+    wildcard_constraints:
+        model=one_of(RANDOM),
+    log:
+        log_of("random_weights", MODEL),
+    conda:
+        "../../envs/torch.yaml"
+    params:
+        source=lambda wildcards: CONFIG.models[wildcards.model].source,
+        key=KEYS["random"],
+    message:
+        "Make random weights for {wildcards.model}"
+    script:
+        "../scripts/random_weights.py"
+
+
 rule resolve:
     input:
-        sides=lambda wildcards: SIDE_FILES[wildcards.model],
-        weights=lambda wildcards: WEIGHT_FILES[wildcards.model],
+        fetched=fetched,
+        sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
+        weights=lambda wildcards: WEIGHT_FILES.get(wildcards.model, []),
     output:
         RESULTS.checkpoint(MODEL),
     log:
@@ -42,7 +93,8 @@ rule resolve:
 
 rule architecture:
     input:
-        sides=lambda wildcards: SIDE_FILES[wildcards.model],
+        fetched=fetched,
+        sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
     output:
         RESULTS.architecture(MODEL),
     log:

@@ -1,7 +1,7 @@
 # What all rules share: the config, checked before any job starts, and the names of all results.
 #
 # needs: config (Snakemake's merged mapping)
-# makes: CONFIG, SOURCES, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
+# makes: CONFIG, SOURCES, ON_HUB, RANDOM, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
 
 import sys
 from pathlib import Path
@@ -16,6 +16,7 @@ from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import guard
 from lockstep.paths import Results, layer_count
+from lockstep.sources import FolderSource, HubSource, RandomSource, parse_source
 
 RESULTS = Results(Path("results"))
 MODEL, PRECISION, LAYERS, BACKEND = "{model}", "{precision}", "{layers}", "{backend}"
@@ -38,15 +39,24 @@ def display_paths(paths):
 with guard():
     CONFIG = lockstep_config.load_merged(config, workflow.configfiles)
     SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY])
+    KINDS = {
+        name: type(parse_source(model.source)) for name, model in CONFIG.models.items()
+    }
+    # Models whose checkpoint is a folder that is there; of others, jobs make one first.
+    FOLDERS = {
+        model: SOURCES[model] for model, kind in KINDS.items() if kind is FolderSource
+    }
     SIDE_FILES = {
-        model: display_paths(side_files(folder)) for model, folder in SOURCES.items()
+        model: display_paths(side_files(folder)) for model, folder in FOLDERS.items()
     }
     WEIGHT_FILES = {
         model: display_paths(weight_files(folder, find_tensors(folder)))
-        for model, folder in SOURCES.items()
+        for model, folder in FOLDERS.items()
     }
     # What a change of the code or of the pinned packages reruns.
     KEYS = {
+        "fetch": stage_key("hub"),
+        "random": stage_key("random_model"),
         "resolve": stage_key("checkpoint"),
         "convert": stage_key("weights"),
         "export": stage_key("split"),
@@ -59,6 +69,9 @@ with guard():
     }
 
 TARGETS = CONFIG.targets()
+ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
+RANDOM = sorted(model for model, kind in KINDS.items() if kind is RandomSource)
+FETCHED = [str(RESULTS.source(model)) for model in [*ON_HUB, *RANDOM]]
 # Bytes of weights: a smaller model is computed before more threads would pay.
 SMALL = 100_000_000
 
@@ -68,6 +81,11 @@ wildcard_constraints:
     precision="fp32|fp16|bf16",
     layers="all|[1-9][0-9]*",
     backend="[a-z]+",
+
+
+def one_of(models):
+    """A wildcard's constraint to these models; without any it fits nothing."""
+    return "|".join(map(re.escape, models)) or "(?!)"
 
 
 def per_target(path, *fields):
@@ -89,6 +107,7 @@ REFERENCES = per_target(RESULTS.reference, "model", "layers")
 ASSEMBLIES = per_target(RESULTS.assembly, "model", "precision")
 MANIFESTS = [
     str(RESULTS.config()),
+    *FETCHED,
     *per_target(RESULTS.checkpoint, "model"),
     *per_target(RESULTS.architecture, "model"),
     *WEIGHTS,
@@ -113,6 +132,12 @@ def log_of(rule, *wildcards):
     return str(RESULTS.log(rule, *wildcards))
 
 
+def fetched(wildcards):
+    """The manifest of a checkpoint that a job fetches or makes; nothing for a folder that is there."""
+    is_fetched = wildcards.model not in FOLDERS
+    return [RESULTS.source(wildcards.model)] if is_fetched else []
+
+
 def golden_prompts(wildcards):
     """What a reference is made from: prompts and length, not the texts that are expected of them."""
     golden = CONFIG.models[wildcards.model].golden
@@ -134,5 +159,6 @@ def tolerance(wildcards):
 
 def compute_threads(wildcards):
     """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
-    weights = sum(map(os.path.getsize, WEIGHT_FILES[wildcards.model]))
-    return 1 if weights < SMALL else 16
+    files = WEIGHT_FILES.get(wildcards.model)
+    known_small = files is not None and sum(map(os.path.getsize, files)) < SMALL
+    return 1 if known_small else 16

@@ -32,7 +32,7 @@ except OSError as error:
     logger.debug(f"stale locks are not looked for: {error}")
 
 # Snakemake looks at manifests only. One whose files are gone or cut short is worth nothing, and without it they are made again.
-for manifest in [*WEIGHTS, *ASSEMBLIES, *ENGINES]:
+for manifest in [*FETCHED, *WEIGHTS, *ASSEMBLIES, *ENGINES]:
     if os.path.exists(manifest) and (lost := lost_files(manifest)):
         logger.info(f"{lost[0]} is gone or not whole: {manifest} is made again")
         os.remove(manifest)

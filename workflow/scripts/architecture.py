@@ -1,4 +1,4 @@
-"""Checkpoint folder -> architecture.json: the manifest without weights."""
+"""Checkpoint folder, given or fetched -> architecture.json: the manifest without weights."""
 
 from job import job
 
@@ -6,5 +6,8 @@ with job(snakemake.log[0]):
     from pathlib import Path
 
     from lockstep import checkpoint
+    from lockstep.fetched import folder_of
 
-    checkpoint.resolve_architecture(snakemake.params.source, Path(snakemake.input.sides[0]).parent, Path(snakemake.output[0]))
+    fetched = snakemake.input.fetched
+    folder = folder_of(Path(fetched[0])) if fetched else Path(snakemake.input.sides[0]).parent
+    checkpoint.resolve_architecture(snakemake.params.source, folder, Path(snakemake.output[0]))

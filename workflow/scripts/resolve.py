@@ -1,4 +1,4 @@
-"""Checkpoint folder -> checkpoint.json."""
+"""Checkpoint folder, given or fetched -> checkpoint.json."""
 
 from job import job
 
@@ -7,4 +7,8 @@ with job(snakemake.log[0]):
 
     from lockstep import checkpoint
 
-    checkpoint.resolve(snakemake.params.source, Path(snakemake.input.sides[0]).parent, Path(snakemake.output[0]))
+    out = Path(snakemake.output[0])
+    if snakemake.input.fetched:
+        checkpoint.resolve_fetched(Path(snakemake.input.fetched[0]), out)
+    else:
+        checkpoint.resolve(snakemake.params.source, Path(snakemake.input.sides[0]).parent, out)

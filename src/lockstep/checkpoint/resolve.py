@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
 from lockstep.errors import InputError
+from lockstep.fetched import read_fetched
 from lockstep.files import dump_json, remove_leftovers, sha256_file, write_json
 
 FORMAT = "lockstep.checkpoint/1"
@@ -44,20 +45,33 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     return _write(source, Path(folder), Path(out), weights=False)
 
 
+def resolve_fetched(source_json: Path, out: Path) -> Path:
+    """As `resolve`, of a checkpoint that was fetched or made; its commit is recorded too.
+
+    Raises InputError also when a file is not the one that was fetched.
+    """
+    fetched, out = read_fetched(Path(source_json)), Path(out)
+    manifest = _manifest(fetched.source, fetched.folder, out, weights=True)
+    for file in manifest["files"]:
+        expected = fetched.sha256.get(file["path"])
+        if file["sha256"] != expected:
+            path = os.path.realpath(fetched.folder / file["path"])
+            raise InputError(f"{path}: expected the file that was fetched (sha256 {expected}), found {file['sha256']}; delete it and {source_json}, then run again")
+    return _save({**manifest, "commit": fetched.commit} if fetched.commit else manifest, out)
+
+
 def _write(source: str, folder: Path, out: Path, weights: bool) -> Path:
-    scheme = source.partition(":")[0]
-    if scheme in _UNSUPPORTED:
-        raise InputError(f"source {source!r}: expected a folder, found a source of kind {scheme!r}, {_UNSUPPORTED[scheme]}")
-    manifest = {"format": FORMAT, "source": source, "folder": _recorded_folder(source, folder, out), **describe(folder, weights)}
+    return _save(_manifest(source, folder, out, weights), out)
+
+
+def _manifest(source: str, folder: Path, out: Path, weights: bool) -> dict[str, Any]:
+    return {"format": FORMAT, "source": source, "folder": _recorded_folder(source, folder, out), **describe(folder, weights)}
+
+
+def _save(manifest: dict[str, Any], out: Path) -> Path:
     remove_leftovers(out)
     write_json(out, manifest)
     return out
-
-
-_UNSUPPORTED = {
-    "hf": "which this version cannot fetch; download it with `hf download` and give its folder",
-    "random": "which this version cannot make; give the folder of a checkpoint",
-}
 
 
 def describe(folder: Path, weights: bool = True) -> dict[str, Any]:

@@ -53,6 +53,11 @@ def _sharded(folder: Path) -> CheckpointTensors:
     return CheckpointTensors(tuple(shards), tensors, tuple(sorted(unindexed)))
 
 
+def indexed_shards(index: Path) -> list[str]:
+    """The files that an index of shards names, sorted. Raises InputError for an index that is damaged."""
+    return sorted(set(_read_index(index).values()))
+
+
 def _read_index(path: Path) -> dict[str, str]:
     weight_map = read_source_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):

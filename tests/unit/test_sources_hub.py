@@ -1,0 +1,289 @@
+"""`hf:` sources against a hub of one's own: what is asked for, what is kept, and one line for each way it can fail.
+
+Each fetch is a `lockstep fetch` in a process of its own, as a user starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub_server import HubServer
+from safetensors.numpy import save
+
+from lockstep.checkpoint import resolve_fetched
+from lockstep.errors import InputError
+from lockstep.files import sha256_file
+from lockstep.fetched import read_fetched
+from lockstep.random_model import byte_tokenizer
+from lockstep.sidefiles import lost_files
+
+NAME = "acme/tiny"
+TOKENIZER = byte_tokenizer().to_str().encode()
+CONFIG = json.dumps({"model_type": "llama", "num_hidden_layers": 4, "max_position_embeddings": 256}).encode()
+
+
+def weights(seed: int = 0, size: int = 1 << 20) -> bytes:
+    return save({"w": np.random.default_rng(seed).standard_normal(size, dtype=np.float32)})
+
+
+def model(**changes: bytes | None) -> dict[str, bytes]:
+    """The files of a repository, with what nobody needs among them."""
+    files = {
+        "config.json": CONFIG, "generation_config.json": b"{}", "tokenizer.json": TOKENIZER, "model.safetensors": weights(),
+        "README.md": b"#", "modeling_tiny.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "onnx/model.onnx": b"x",
+    }  # fmt: skip
+    return {name: data for name, data in (files | changes).items() if data is not None}
+
+
+class User:
+    """A working directory, a hub cache, and `lockstep` started there."""
+
+    def __init__(self, folder: Path, hub: HubServer) -> None:
+        self.folder, self.hub = folder, hub
+        self.out = folder / "results" / "m" / "source.json"
+        self.snapshots = folder / "home" / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots"
+        folder.mkdir(exist_ok=True)
+
+    def start(self, source: str = f"hf:{NAME}", layers: int = 2, **environment: str) -> subprocess.Popen:
+        config = {"models": {"m": {"source": source, "layers": [layers], "golden": {"prompts": [{"text": "Hello"}]}}}}
+        (self.folder / "config.json").write_text(json.dumps(config))
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_") and not name.lower().endswith("_proxy")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "lockstep", "fetch", "--config", "config.json"], cwd=self.folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**kept, "HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, **environment},
+        )  # fmt: skip
+
+    def fetch(self, *arguments: str, **environment: str):
+        process = self.start(*arguments, **environment)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        return read_fetched(self.out)
+
+    def error(self, *arguments, **environment: str) -> str:
+        """The one line of a run that must fail, and leaves no manifest that was not there."""
+        before = self.out.read_bytes() if self.out.exists() else None
+        process = self.start(*arguments, **environment)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 2, errors
+        assert (self.out.read_bytes() if self.out.exists() else None) == before
+        *_, last = errors.splitlines()
+        assert last.startswith("lockstep: error: ") and "Traceback" not in errors
+        return last.removeprefix("lockstep: error: ")
+
+    def parts(self) -> list[Path]:
+        return sorted(self.folder.rglob("*.lockstep-part"))
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def user(tmp_path: Path, hub: HubServer) -> User:
+    return User(tmp_path / "work", hub)
+
+
+def test_only_the_files_that_are_needed_come_and_the_commit_is_recorded(user: User, hub: HubServer) -> None:
+    commit = hub.model(NAME, model())
+    found = user.fetch()
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert found.commit == commit and found.source == f"hf:{NAME}" and sorted(found.sha256) == names
+    assert {path.name: sha256_file(path) for path in found.folder.iterdir()} == found.sha256
+    assert sorted(path.name for path in user.snapshots.joinpath(commit).iterdir()) == names
+    manifest = json.loads(resolve_fetched(user.out, user.out.with_name("checkpoint.json")).read_text())
+    assert (manifest["commit"], manifest["folder"]) == (commit, "checkpoint")
+
+
+def test_shards_are_those_of_the_index(user: User, hub: HubServer) -> None:
+    shards = {f"model-0000{n}-of-00002.safetensors": weights(n) for n in (1, 2)}
+    index = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}).encode()
+    files = {"model.safetensors": None, "model.safetensors.index.json": index, "consolidated.safetensors": weights(3), **shards}
+    hub.model(NAME, model(**files))
+    assert {name for name in user.fetch().sha256 if "safetensors" in name} == {"model.safetensors.index.json", *shards}
+    hub.model(NAME, model(**files | {"model-00002-of-00002.safetensors": None}))
+    assert "expected model-00002-of-00002.safetensors, which model.safetensors.index.json names" in User(user.folder / "other", hub).error()
+
+
+def test_a_branch_a_tag_and_a_commit(user: User, hub: HubServer) -> None:
+    first = hub.model(NAME, model())
+    second = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}), ref="refs/pr/1")
+    assert user.fetch(f"hf:{NAME}@refs/pr/1").commit == second
+    assert user.fetch(f"hf:{NAME}@{first}").commit == first
+    assert sha256_file(user.out.parent / "checkpoint" / "model.safetensors") == read_fetched(user.out).sha256["model.safetensors"]
+
+
+def test_a_branch_that_moves_is_not_followed(user: User, hub: HubServer) -> None:
+    first = hub.model(NAME, model())
+    user.fetch()
+    resolve_fetched(user.out, user.out.with_name("checkpoint.json"))
+    hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
+    hub.requests.clear()
+    assert user.fetch().commit == first and not hub.requests, "all is there: nothing is asked"
+    user.out.unlink()
+    assert user.fetch().commit == first, "the checkpoint's manifest remembers it"
+    user.out.unlink()
+    user.out.with_name("checkpoint.json").unlink()
+    assert user.fetch().commit == hub.repositories[NAME].refs["main"] != first
+
+
+def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> None:
+    commit = hub.model(NAME, model())
+    found = user.fetch()
+    (found.folder / "model.safetensors").resolve().unlink()
+    assert lost_files(user.out)
+    hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
+    assert user.fetch().commit == commit and not lost_files(user.out)
+
+
+def test_a_dropped_download_goes_on_with_a_range(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model(**{"model.safetensors": weights(size=8 << 20)}))
+    hub.drop_after = 25_000_000
+    assert user.error() == f"hf:{NAME}: expected the whole download, found it interrupted (RemoteProtocolError); run the same command again, it goes on where it stopped"
+    (part,) = user.parts()
+    done = part.stat().st_size
+    assert done == 20 << 20, "whole pieces of 10 MiB are kept"
+    hub.drop_after = None
+    hub.requests.clear()
+    found = user.fetch()
+    assert [request.range for request in hub.asked("/cdn/")] == [f"bytes={done}-"]
+    assert sha256_file(found.folder / "model.safetensors") == found.sha256["model.safetensors"] and not user.parts()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_download_goes_on_with_a_range(user: User, hub: HubServer, how: signal.Signals) -> None:
+    data = weights(size=16 << 20)
+    hub.model(NAME, model(**{"model.safetensors": data}))
+    hub.pause_after = 40_000_000
+    process = user.start()
+    deadline = time.monotonic() + 30
+    while not (user.parts() and user.parts()[0].stat().st_size):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(how)
+    hub.resume.set()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (130 if how == signal.SIGINT else -how), errors
+    done = user.parts()[0].stat().st_size
+    hub.requests.clear()
+    user.fetch()
+    assert [request.range for request in hub.asked("/cdn/")] == [f"bytes={done}-"] and 0 < done < len(data)
+
+
+def test_the_config_is_checked_before_weights_come(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model())
+    assert "models.m.layers[0]: expected at most 4 (num_hidden_layers in " in user.error(f"hf:{NAME}", 5)
+    assert not hub.asked("safetensors") and not hub.asked("/cdn/")
+    user.fetch()
+    assert "expected at most 4" in user.error(f"hf:{NAME}", 5)
+
+
+def test_bytes_damaged_on_the_way_never_reach_the_cache(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model())
+    hub.damage = True
+    assert "damaged on the way; run the same command again" in user.error()
+    assert not list(user.snapshots.rglob("*.safetensors"))
+    hub.damage = False
+    user.fetch()
+
+
+def test_a_file_of_another_size_than_announced(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model())
+    hub.announce = 100
+    assert "expected the files that the hub announces, found Consistency check failed: file should be of size" in user.error()
+    hub.announce = 0
+    user.fetch()
+
+
+def test_a_file_that_changed_in_the_cache_is_seen_by_resolve(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model())
+    blob = (user.fetch().folder / "model.safetensors").resolve()
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    with pytest.raises(InputError, match=f"^{blob}: expected the file that was fetched .* delete it and "):
+        resolve_fetched(user.out, user.out.with_name("checkpoint.json"))
+
+
+def test_the_token_goes_to_the_hub_and_not_beyond(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model())
+    hub.repositories[NAME].token = "hf_secret"
+    assert "found none of this name (401); correct it, or if it is private log in with `hf auth login` or set HF_TOKEN" in user.error()
+    assert "found none of this name (404); correct it, or if it is private use a token that may read it" in user.error(HF_TOKEN="hf_other")
+    hub.requests.clear()
+    user.fetch(HF_TOKEN="hf_secret")
+    assert {request.token for request in hub.asked("/resolve/")} == {"hf_secret"}
+    assert [request.token for request in hub.asked("/cdn/")] == [None]
+    (user.folder / "home" / "token").write_text("hf_secret")
+    user.out.unlink()
+    user.fetch()
+
+
+def test_a_gated_model(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model())
+    hub.repositories[NAME].token, hub.repositories[NAME].gated = "hf_secret", True
+    asked = f"hf:{NAME}: expected access to this gated model, found none; ask for it on {hub.url}/{NAME}, then "
+    assert user.error() == asked + "log in with `hf auth login` or set HF_TOKEN"
+    assert user.error(HF_TOKEN="hf_other") == asked + "use a token that may read it"
+
+
+def test_no_such_model_and_no_such_revision(user: User, hub: HubServer) -> None:
+    assert f"hf:{NAME}: expected a model on {hub.url}, found none of this name (401)" in user.error()
+    hub.model(NAME, model())
+    assert user.error(f"hf:{NAME}@v9") == f"hf:{NAME}@v9: expected a branch, tag or commit, found no revision 'v9' in {NAME}; correct it"
+    assert "found no revision" in user.error(f"hf:{NAME}@{'0' * 40}")
+
+
+@pytest.mark.parametrize(("files", "expected"), [
+    ({"model.safetensors": None}, "found pickled weights (pytorch_model.bin), which can run code when they are opened; use a revision with safetensors"),
+    ({"model.safetensors": None, "pytorch_model.bin": None}, "expected model.safetensors or model.safetensors.index.json, found no weights"),
+    ({"tokenizer.json": None}, "expected tokenizer.json, found none in the repository; download it with `hf download acme/tiny --local-dir FOLDER`"),
+    ({"config.json": None}, "expected config.json, found none in the repository"),
+    ({"config.json": None, "adapter_config.json": b"{}"}, "found an adapter (adapter_config.json); merge it into its base model"),
+])  # fmt: skip
+def test_a_repository_that_holds_no_checkpoint(user: User, hub: HubServer, files: dict, expected: str) -> None:
+    hub.model(NAME, model(**files))
+    assert expected in user.error() and not hub.asked("/cdn/")
+
+
+def test_without_a_network_the_cache_serves(user: User, hub: HubServer) -> None:
+    commit = hub.model(NAME, model())
+    dark = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
+    nothing = f"hf:{NAME}: expected the hub or its cache, found {{}} and no such model in the cache; run again with a network"
+    assert user.error(HF_HUB_OFFLINE="1") == nothing.format("HF_HUB_OFFLINE set")
+    assert user.error(HF_ENDPOINT=dark) == nothing.format(f"{dark} out of reach")
+    user.fetch()
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": dark}):
+        user.out.unlink()
+        assert user.fetch(**environment).commit == commit
+        user.out.unlink()
+        assert user.fetch(f"hf:{NAME}@{commit}", **environment).commit == commit
+    user.out.unlink()
+    (user.snapshots / commit / "model.safetensors").resolve().unlink()
+    assert f"found HF_HUB_OFFLINE set and no model.safetensors in {user.snapshots / commit}" in user.error(HF_HUB_OFFLINE="1")
+
+
+def test_a_hub_that_is_down(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model())
+    hub.failing = 503
+    assert f"found {hub.url} out of reach and no such model in the cache" in user.error()
+
+
+def test_a_changed_source_leaves_nothing_of_the_old_one(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model())
+    user.fetch()
+    other = hub.model("acme/other", model(**{"generation_config.json": None, "tokenizer_config.json": b"{}"}))
+    found = user.fetch("hf:acme/other")
+    assert found.commit == other and sorted(path.name for path in found.folder.iterdir()) == sorted(found.sha256)
+    assert "tokenizer_config.json" in found.sha256 and "generation_config.json" not in found.sha256
