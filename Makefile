@@ -2,6 +2,7 @@
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make test                     runs the tests; ARGS="-k name" is passed on to pytest
+#   make test-all                 runs the long ones too: every model family through every stage
 #   make demo PYTHON=python3.12   with another Python (3.11 or newer)
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINS := envs/requirements.txt
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test setup clean
+.PHONY: demo test test-all setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -22,6 +23,9 @@ demo: setup
 	@$(BIN)/lockstep summary
 
 test: setup
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 setup: $(VENV)/.installed

@@ -23,6 +23,7 @@ from lockstep.split.canonical import Graph, canonical, describe
 from lockstep.split.compose import Step, compose
 from lockstep.split.cut import INPUT_ORDER, Region
 from lockstep.split.layout import checkpoint_layout
+from lockstep.split.proof import prove
 from lockstep.split.simplify import pack
 from lockstep.split.stamp import layers_of
 from lockstep.split.tracer import meta_model, trace_embedding
@@ -53,7 +54,7 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     checkpoint, out = Path(checkpoint), Path(out)
     manifest = read_json(checkpoint, "lockstep.checkpoint/1")
     folder, config = checkpoint_folder(checkpoint, manifest), manifest["config"]
-    files, assembly = _assemble(meta_model(config, precision), config, precision)
+    files, assembly = _proven(config, precision)
     assembly["eos_token_ids"] = _eos_token_ids(folder, config)
     tokenizer = (folder / "tokenizer.json").read_bytes()
     files["tokenizer.json"] = tokenizer
@@ -70,14 +71,22 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
 
 def export_config(config: dict[str, Any], precision: str, folder: Path, stamp: bool = True) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives {file: size, sha256}."""
-    files, assembly = _assemble(meta_model(config, precision), config, precision, stamp)
+    files, assembly = _proven(config, precision) if stamp else assemble(meta_model(config, precision), config, precision, stamp)
     files["assembly.json"] = dump_json(assembly).encode()
     for name, data in sorted(files.items()):
         write_bytes(folder / name, data)
     return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
-def _assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stamp: bool = True) -> tuple[dict[str, bytes], dict[str, Any]]:
+def _proven(config: dict[str, Any], precision: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does."""
+    meta = meta_model(config, precision)
+    files, assembly = assemble(meta, config, precision)
+    prove(config, meta, files, assembly, assemble)
+    return files, assembly
+
+
+def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stamp: bool = True) -> tuple[dict[str, bytes], dict[str, Any]]:
     """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
     layers = layers_of(meta, stamp)
     classes, kinds = _Registry(), _Kinds()

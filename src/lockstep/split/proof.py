@@ -1,0 +1,186 @@
+"""The export's numeric gate: is a model's split form the same computation as transformers' own?
+
+In: a config.json mapping and the assembly that was made from it. A small model of the same class and settings gets random weights; it
+is split in the same way, and its graphs run in ONNX Runtime (chunked prefill, decode, two requests mixed) against transformers' eager
+forward. A model whose attention does more than the split knows (a mask of its own, a bias, a sink) passes every other gate and fails
+here. Needs neither weights nor a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from lockstep.errors import InputError
+from lockstep.split.small import shallow_config, small_configs
+from lockstep.split.stamp import signatures
+from lockstep.split.tracer import build_config, meta_model, quiet
+from lockstep.split.walk import Part, Walk
+
+# fp32 rounding over a few layers, relative to the standard deviation of the logits: 1e-6 to 2e-5 is seen. The faults that the
+# tests plant, each as small as a wrong export can be, give 1e-3 and more.
+TOLERANCE = 1e-4
+LENGTHS = (23, 15)  # tokens of two requests: each crosses a window several times
+# What each step brings of each request: whole and partial prompts, a prompt beside a decoding request, both decoding.
+_STEPS = ((7, 6), (8, 1), (1, 1), (1, 4), (4, 1), (1, 1), (1, 1))
+_SMALL_ENOUGH = 3_000_000  # parameters: a model below is taken as it is, cut to the depth that shows all its layers
+_TOO_LARGE = 120_000_000  # parameters, 500 MB
+_SEEDS = (0, 1)
+
+Files = Mapping[str, bytes]
+Assemble = Callable[[torch.nn.Module, dict[str, Any], str], tuple[Files, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small model in split form: its config.json, its graphs and assembly (fp32)."""
+
+    config: dict[str, Any]
+    files: Files
+    assembly: dict[str, Any]
+
+
+def prove(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assembly: Mapping[str, Any], assemble: Assemble) -> float:
+    """Largest error of the logits of the small model's split form, relative to their standard deviation.
+
+    meta: the model of `config`; files, assembly: what `assemble` made of it. Raises InputError for a model whose split form differs from transformers, or of which no small model could be made.
+    """
+    small = make_small(config, meta, files, assembly, assemble)
+    # A router that chooses between two nearly equal experts may choose differently after rounding: what is wrong is wrong for all weights.
+    errors = []
+    for seed in _SEEDS:
+        errors.append(largest_error(small, seed))
+        if errors[-1] <= TOLERANCE:
+            return errors[-1]
+    raise InputError(
+        f"model type {config['model_type']!r} cannot be split: its split form differs from transformers by {min(errors):.1e} of the logits' "
+        f"standard deviation on a small model of its kind, expected at most {TOLERANCE:.0e}; please report it"
+    )
+
+
+def make_small(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assembly: Mapping[str, Any], assemble: Assemble) -> Small:
+    """The smallest model of the class that has the same layers and kinds, in split form: the model itself, when it is that small.
+
+    Raises InputError when there is none.
+    """
+    looks = signatures(meta)
+    depth = depth_of_all_looks(looks)
+    reasons = []
+    for candidate in _candidates(config, depth):
+        try:
+            small = meta_model(candidate, "fp32")
+            _compare_looks(signatures(small), looks[:depth])
+            if (count := _parameters(small)) > _TOO_LARGE:
+                raise InputError(f"it has {count:,} parameters, expected at most {_TOO_LARGE:,}")
+            if assembly["precision"] == "fp32" and small.config.to_dict() == meta.config.to_dict():
+                return Small(candidate, files, dict(assembly))
+            small_files, made = assemble(small, candidate, "fp32")
+            _compare_kinds(made, assembly)
+            return Small(candidate, small_files, made)
+        except InputError as error:
+            reasons.append(str(error))
+    raise InputError(
+        f"model type {config['model_type']!r} cannot be split: no small model with its settings could be made to check the split form: {reasons[-1]}"
+    )
+
+
+def _candidates(config: Mapping[str, Any], depth: int):
+    shallow = shallow_config(config, depth)
+    try:
+        if _parameters(meta_model(shallow, "fp32")) <= _SMALL_ENOUGH:
+            yield shallow
+    except InputError:  # the class refuses the small windows or vocabulary: the other candidates say why
+        pass
+    yield from small_configs(config, depth)
+
+
+def depth_of_all_looks(looks: Sequence[str]) -> int:
+    """How many layers from the first show every pair of neighbours that the model has; three at least, where it has them."""
+    pairs = list(zip(looks, looks[1:]))
+    last = max((pairs.index(pair) for pair in set(pairs)), default=0)
+    return min(len(looks), max(3, last + 2))
+
+
+def _parameters(meta: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in meta.parameters())
+
+
+def _compare_looks(found: Sequence[str], expected: Sequence[str]) -> None:
+    pattern = lambda looks: [list(looks).index(look) for look in looks]
+    if pattern(found) != pattern(expected):
+        raise InputError(f"expected layers that look alike as in {pattern(expected)}, found {pattern(found)}")
+
+
+def _compare_kinds(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Each layer's attention must be the same but for head counts and the size of the window."""
+    for index, (small, real) in enumerate(zip(found["layers"], expected["layers"])):
+        one, other = (_essence(assembly["kinds"][layer["kind"]]) for assembly, layer in ((found, small), (expected, real)))
+        if one != other:
+            raise InputError(f"expected the attention of layer {index} with {other}, found {one}")
+
+
+def _essence(kind: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: kind[key] for key in ("head_dim", "value_head_dim", "scale", "softcap")}
+    return kept | {"window": bool(kind["window"]), "grouped": kind["num_heads"] > kind["num_kv_heads"]}
+
+
+def largest_error(small: Small, seed: int = 0) -> float:
+    """Of all tokens of two requests: the largest difference of a logit from transformers', over the logits' standard deviation."""
+    model = reference_model(small.config, seed)
+    vocabulary = small.assembly["vocab_size"]
+    random = np.random.default_rng(seed)
+    sequences = [random.integers(0, vocabulary, length) for length in LENGTHS]
+    with torch.no_grad():
+        expected = [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in sequences]
+    spread = float(np.concatenate(expected).std())
+    if not np.isfinite(spread) or spread == 0:
+        raise InputError(f"model type {small.config['model_type']!r} cannot be split: transformers gives logits with standard deviation {spread} on a small model")
+    try:
+        found = walk(Walk(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1), sequences)
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise InputError(f"model type {small.config['model_type']!r} cannot be split: its split form does not run: {' '.join(str(error).split())}") from error
+    worst = max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+    return worst / spread if np.isfinite(worst) else float("inf")
+
+
+def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Logits of all tokens of each sequence, brought in the steps of `_STEPS`."""
+    logits: list[list[np.ndarray]] = [[] for _ in sequences]
+    at = [0] * len(sequences)
+    for counts in _STEPS:
+        parts = [Part(request, ids[at[request] : at[request] + counts[request]]) for request, ids in enumerate(sequences)]
+        for part, rows in zip(parts, run.step(parts), strict=True):
+            logits[part.request].append(rows)
+            at[part.request] += len(part.tokens)
+    return [np.concatenate(rows) for rows in logits]
+
+
+def reference_model(config: Mapping[str, Any], seed: int) -> torch.nn.Module:
+    """transformers' own model with random weights in fp32, eager: gains and biases vary too, so that none can stand for another."""
+    made = build_config(config)
+    made._experts_implementation = None  # transformers' default, not what the trace needs
+    with quiet():
+        model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator)
+                if tensor.dim() > 1:
+                    tensor.copy_(noise / tensor.shape[-1] ** 0.5)
+                else:
+                    tensor.copy_(0.2 * noise + (0.0 if "bias" in name else 1.0))
+    return model
+
+
+def checkpoint_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The model's tensors under the names, and in the form, of a checkpoint."""
+    with quiet():
+        saved = revert_weight_conversion(model, dict(model.state_dict()))
+    return {name: tensor.numpy() for name, tensor in saved.items()}

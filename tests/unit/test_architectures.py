@@ -1,0 +1,157 @@
+"""Every family through all stages, against transformers: the same tokens, the same logits, however a prompt is cut or mixed.
+
+A few families run always; the rest are `long` and run with `make test-all`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, WINDOW, Family
+from transformers import AutoModelForCausalLM
+
+from lockstep import golden, validate
+from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.engine import build
+from lockstep.paths import Results, Target
+from lockstep.random_model import make
+from lockstep.runtime import Advance, Decoding, Model, Request
+from lockstep.split import export
+from lockstep.torch_model import cut_config, load_folder
+from lockstep.weights import convert
+
+# Those that differ most: layers of two kinds, fused projections, learned positions, layers without rotary, experts and two sorts of layers.
+ALWAYS = {"gemma3_text", "phi3", "gpt2", "smollm3", "qwen3_moe"}
+NEW_TOKENS = 20
+PROMPTS = [np.random.default_rng(seed).integers(3, 256, length) for seed, length in enumerate((5, 19, 11))]
+# Logits of random models have a standard deviation of 0.3 to 4; fp32 sums in another order give 1e-6 to 2e-5 of it.
+TOLERANCE = 1e-4
+TOLERANCES = {"block": TOLERANCE, "logits": TOLERANCE}
+NAME = "tiny"
+
+
+@dataclass
+class Built:
+    """A family's random checkpoint, taken through all stages, and what transformers makes of it."""
+
+    family: Family
+    results: Results
+    folder: object
+    assembly: dict
+    reference: torch.nn.Module
+
+    def open(self, layers="all", **limits) -> Model:
+        results = self.results
+        return Model.open(
+            results.engines(NAME, "fp32", "onnxruntime"), results.assembly(NAME, "fp32"), results.weights(NAME, "fp32"), layers,
+            **({"max_batch_size": 3, "max_seq_len": 64} | limits),
+        )  # fmt: skip
+
+    def logits(self, ids) -> np.ndarray:
+        return forward(self.reference, ids)
+
+
+def forward(model, ids) -> np.ndarray:
+    """[len(ids), vocab_size]"""
+    with torch.no_grad():
+        return model(torch.as_tensor(ids)[None], use_cache=False).logits[0].numpy()
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES])
+def built(request, tmp_path_factory) -> Built:
+    family = FAMILIES[request.param]
+    root = tmp_path_factory.mktemp("family")
+    (root / "shape.json").write_text(json.dumps(family.config))
+    folder = make(root / "shape.json", 0, root / "checkpoint")
+    # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    results = Results(root / "results")
+    checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
+    convert(checkpoint, "fp32", results.weights(NAME, "fp32"))
+    export(resolve_architecture(str(folder), folder, results.architecture(NAME)), "fp32", results.assembly(NAME, "fp32"))
+    build(results.assembly(NAME, "fp32"), "onnxruntime", results.engines(NAME, "fp32", "onnxruntime"))
+    reference = load_folder(folder, cut_config(family.config, "all"))
+    return Built(family, results, folder, json.loads(results.assembly(NAME, "fp32").read_text()), reference)
+
+
+def test_the_graphs_show_what_the_family_is_known_for(built):
+    family, assembly = built.family, built.assembly
+    kinds = assembly["kinds"].values()
+    assert tuple(kind["window"] for kind in kinds) == family.windows
+    assert {kind["softcap"] for kind in kinds} == {family.softcap}
+    assert len(assembly["classes"]) == family.classes
+    slots = {slot["name"].removeprefix("current.").removeprefix("previous.") for entry in assembly["classes"].values() for slot in entry["slots"]}
+    assert set(family.slots) <= {known for known in family.slots if any(slot.endswith(known) for slot in slots)}
+
+
+def test_twenty_tokens_of_three_requests_are_those_of_generate(built):
+    expected = [generate(built.reference, prompt) for prompt in PROMPTS]
+    for budget in (None, 7):  # 7 tokens a step: prompts in pieces beside requests that decode already
+        decoding = Decoding(built.open(), [Request(prompt, NEW_TOKENS) for prompt in PROMPTS], max_num_tokens=budget)
+        found = [[], [], []]
+        for made in decoding:
+            tokens, logits = expected[made.request]
+            at = len(found[made.request])
+            found[made.request].append(made.token)
+            assert abs(made.logits - logits[at]).max() < TOLERANCE, (budget, made.request, at)
+        assert found == [tokens for tokens, _ in expected], budget
+
+
+def generate(model, prompt) -> tuple[list[int], list[np.ndarray]]:
+    """Greedy tokens of transformers' own loop, with the logits that each was chosen from."""
+    model.generation_config.eos_token_id = None  # random models say it at any time
+    out = model.generate(
+        torch.as_tensor(prompt)[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), max_new_tokens=NEW_TOKENS, do_sample=False,
+        return_dict_in_generate=True, output_logits=True, pad_token_id=0,
+    )  # fmt: skip
+    return out.sequences[0, len(prompt) :].tolist(), [row[0].numpy() for row in out.logits]
+
+
+def test_a_prompt_in_three_pieces_gives_what_the_whole_gives(built):
+    prompt, model = PROMPTS[1], built.open()
+    expected = built.logits(prompt)[-1]
+    (whole,) = model.step([Advance(0, prompt, 0)])
+    assert abs(whole - expected).max() < TOLERANCE
+    for cuts in ((0, WINDOW + 1, WINDOW + 3, 19), (0, 1, 18, 19)):
+        for start, end in zip(cuts, cuts[1:]):
+            (found,) = model.step([Advance(1, prompt[start:end], start)])
+        assert abs(found - expected).max() < TOLERANCE, cuts
+
+
+def test_a_step_that_mixes_prefill_and_decode_gives_what_each_gives_alone(built):
+    one, two, three = PROMPTS
+    model = built.open()
+    model.step([Advance(2, two[:17], 0), Advance(0, three[:8], 0)])
+    found = model.step([Advance(0, three[8:9], 8), Advance(1, one, 0), Advance(2, two[17:18], 17)])
+    expected = [built.logits(three)[8], built.logits(one)[4], built.logits(two)[17]]
+    assert abs(found - expected).max() < TOLERANCE
+    found = model.step([Advance(2, two[18:], 18), Advance(0, three[9:], 9)])
+    assert abs(found - [built.logits(two)[18], built.logits(three)[10]]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_first_layers_alone_are_those_of_the_cut_model(built, layers):
+    cut = load_folder(built.folder, cut_config(built.family.config, layers))
+    (found,) = built.open(layers).step([Advance(0, PROMPTS[1], 0)])
+    assert abs(found - forward(cut, PROMPTS[1])[-1]).max() < TOLERANCE
+
+
+def test_validation_and_golden_check_pass(built):
+    results = built.results
+    checkpoint, assembly, weights = results.checkpoint(NAME), results.assembly(NAME, "fp32"), results.weights(NAME, "fp32")
+    validate.run(assembly, weights, checkpoint, "all", TOLERANCES, results.validation(NAME, "fp32", "all"))
+    prompts = {"max_new_tokens": 8, "prompts": ["San Francisco is a", "x", "lockstep"]}
+    golden.make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))
+    target = Target(NAME, "fp32", "all", "onnxruntime")
+    limits = {"max_batch_size": 3, "max_input_len": 32, "max_seq_len": 64, "max_num_tokens": 64}
+    report, speed = results.golden(*_names(target)), results.speed(*_names(target))
+    golden.check(assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"), target, TOLERANCES, limits, report, speed)
+    assert json.loads(report.read_text())["result"] == "pass"
+
+
+def _names(target: Target) -> tuple:
+    return target.model, target.precision, target.layers, target.backend

@@ -1,0 +1,207 @@
+"""The export's numeric gate: it passes what is right, and catches each fault that a split could have."""
+
+import dataclasses
+
+import numpy as np
+import onnx
+import pytest
+from families import FAMILIES
+from onnx import numpy_helper
+
+from lockstep.errors import InputError
+from lockstep.split.export import assemble, export_config
+from lockstep.split.proof import TOLERANCE, depth_of_all_looks, largest_error, make_small, prove
+from lockstep.split.small import small_configs
+from lockstep.split.tracer import meta_model
+
+# One model that has all of it: windows and none, capped scores, rotary, groups, tied and scaled embeddings.
+CONFIG = FAMILIES["gemma2"].config
+PREFILL, DECODE = "attention.prefill.onnx", "attention.decode.onnx"
+
+
+@pytest.fixture(scope="module")
+def small():
+    meta = meta_model(CONFIG, "fp32")
+    return make_small(CONFIG, meta, *assemble(meta, CONFIG, "fp32"), assemble)
+
+
+def test_the_split_form_itself_passes(small):
+    assert largest_error(small) < TOLERANCE / 4  # room for other processors' sums
+
+
+def with_graph(small, name, change):
+    """The small model with the graph of one file changed: `change` takes a GraphProto and changes something."""
+    model = onnx.ModelProto.FromString(small.files[name])
+    before = model.SerializeToString(deterministic=True)
+    change(model.graph)
+    assert model.SerializeToString(deterministic=True) != before, "no fault was planted"
+    return dataclasses.replace(small, files={**small.files, name: model.SerializeToString()})
+
+
+def with_slots(small, change):
+    """The small model with other tensors bound: `change` takes the layers of the assembly."""
+    assembly = {**small.assembly, "layers": [{**layer, "block": {**layer["block"], "slots": dict(layer["block"]["slots"])}} for layer in small.assembly["layers"]]}
+    change(assembly["layers"])
+    return dataclasses.replace(small, assembly=assembly)
+
+
+def replace_constant(matches, new):
+    def change(graph):
+        for tensor in graph.initializer:
+            array = numpy_helper.to_array(tensor)
+            if matches(array):
+                tensor.CopyFrom(numpy_helper.from_array(new(array), tensor.name))
+
+    return change
+
+
+def bypass(op_type, keep_input):
+    """Let what the last such operator gives be one of its inputs."""
+
+    def change(graph):
+        node = [node for node in graph.node if node.op_type == op_type][-1]
+        node.CopyFrom(onnx.helper.make_node("Identity", [node.input[keep_input]], list(node.output)))
+
+    return change
+
+
+def shift_positions(by):
+    def change(graph):
+        for node in graph.node:
+            node.input[:] = ["shifted" if name == "position_ids" else name for name in node.input]
+        graph.initializer.append(numpy_helper.from_array(np.array(by), "by"))
+        graph.node.insert(0, onnx.helper.make_node("Add", ["position_ids", "by"], ["shifted"]))
+
+    return change
+
+
+def rename(op_type, new):
+    def change(graph):
+        for node in graph.node:
+            if node.op_type == op_type:
+                node.op_type = new
+
+    return change
+
+
+def is_float(array, value):
+    return array.dtype == np.float32 and array.shape == () and np.isclose(array, value)
+
+
+SCALE = CONFIG["query_pre_attn_scalar"] ** -0.5
+SCALED = replace_constant(lambda array: is_float(array, SCALE), lambda array: array * np.float32(1.05))
+NO_ROTARY = replace_constant(lambda array: array.dtype == np.float32 and array.size == CONFIG["head_dim"] // 2, np.zeros_like)
+WIDER = replace_constant(lambda array: array.dtype == np.int64 and array.shape == () and array == CONFIG["sliding_window"], lambda array: array + 1)
+UNCAPPED = replace_constant(lambda array: is_float(array, CONFIG["attn_logit_softcapping"]), lambda array: array * np.float32(20))
+GRAPH_FAULTS = {
+    "scale off by 5 %": SCALED,
+    "mask dropped": bypass("Where", keep_input=1),
+    "rotary dropped": NO_ROTARY,
+    "positions off by one": shift_positions(1),
+    "window wider by one": WIDER,
+    "cap lifted": UNCAPPED,
+}
+
+
+@pytest.mark.parametrize("name", [PREFILL, DECODE])
+@pytest.mark.parametrize("fault", GRAPH_FAULTS.values(), ids=GRAPH_FAULTS.keys())
+def test_a_fault_in_attention_is_caught(small, name, fault):
+    assert largest_error(with_graph(small, name, fault)) > 10 * TOLERANCE
+
+
+def test_a_filled_cache_row_taken_for_an_empty_one_is_caught(small):
+    for graph in (PREFILL, DECODE):
+        assert largest_error(with_graph(small, graph, rename("Less", "LessOrEqual"))) > 10 * TOLERANCE
+
+
+def swap(layer, one, other):
+    def change(layers):
+        slots = layers[layer]["block"]["slots"]
+        slots[one], slots[other] = slots[other], slots[one]
+
+    return change
+
+
+def of_another_layer(slot):
+    def change(layers):
+        layers[1]["block"]["slots"][slot] = layers[2]["block"]["slots"][slot]
+
+    return change
+
+
+SLOT_FAULTS = {
+    "key and value swapped": swap(1, "current.self_attn.k_proj.weight", "current.self_attn.v_proj.weight"),
+    "two norms swapped": swap(1, "current.input_layernorm.weight", "previous.post_attention_layernorm.weight"),
+    "gate and up swapped": swap(1, "previous.mlp.gate_proj.weight", "previous.mlp.up_proj.weight"),
+    "another layer's weight": of_another_layer("current.self_attn.q_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", SLOT_FAULTS.values(), ids=SLOT_FAULTS.keys())
+def test_a_wrong_weight_is_caught(small, fault):
+    assert largest_error(with_slots(small, fault)) > 10 * TOLERANCE
+
+
+def test_a_fault_in_the_export_is_a_refusal_that_says_so(small):
+    def faulty(meta, config, precision):
+        files, assembly = assemble(meta, config, precision)
+        model = onnx.ModelProto.FromString(files[PREFILL])
+        SCALED(model.graph)
+        return {**files, PREFILL: model.SerializeToString()}, assembly
+
+    meta = meta_model(CONFIG, "fp32")
+    with pytest.raises(InputError) as error:
+        prove(CONFIG, meta, *faulty(meta, CONFIG, "fp32"), faulty)
+    assert "its split form differs from transformers" in str(error.value) and "please report" in str(error.value) and "\n" not in str(error.value)
+
+
+BERT = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def test_a_model_that_traces_without_complaint_but_attends_otherwise_is_refused(tmp_path):
+    assemble(meta_model(BERT, "fp32"), BERT, "fp32")  # nothing to see: one attention for each layer, no weight in a batchless graph
+    with pytest.raises(InputError, match="its split form differs"):  # it looks ahead: BERT is no decoder unless told so
+        export_config(BERT, "fp32", tmp_path)
+    assert not list(tmp_path.iterdir())
+    decoder = {**BERT, "is_decoder": True}
+    assert export_config(decoder, "fp32", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("looks", "depth"),
+    [("a", 1), ("ab", 2), ("aaaaaaaa", 3), ("abababab", 3), ("aabbbbbb", 4), ("aaaaabaaaaab", 7), ("aaaabbbba", 9)],
+)
+def test_the_small_model_is_deep_enough_to_show_all_neighbours(looks, depth):
+    assert depth_of_all_looks(looks) == depth
+    pairs = lambda text: set(zip(text, text[1:]))
+    assert pairs(looks[:depth]) == pairs(looks)
+
+
+SHAPES = {
+    "llama-3-70b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192, "bos_token_id": 128000, "eos_token_id": [128001, 128009],
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    },
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024, "vocab_size": 50257},
+    "gemma-3-27b": {
+        "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32, "vocab_size": 262208,
+        "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
+    },
+    "mixtral-8x22b": {
+        "model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48,
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32768,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_large_shapes_become_small_and_keep_their_settings(config):
+    small = meta_model(next(small_configs(config, 3)), "fp32")
+    assert sum(parameter.numel() for parameter in small.parameters()) < 8_000_000
+    real, text = meta_model(config, "fp32").config, small.config
+    assert text.num_hidden_layers == 3
+    for key in ("hidden_act", "activation_function", "rope_parameters", "head_dim", "query_pre_attn_scalar", "tie_word_embeddings", "rms_norm_eps"):
+        assert getattr(text, key, None) == getattr(real, key, None), key
+    ratio = lambda config: config.num_attention_heads > getattr(config, "num_key_value_heads", config.num_attention_heads)
+    assert ratio(text) == ratio(real)
