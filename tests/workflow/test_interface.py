@@ -96,3 +96,41 @@ def test_stages_by_hand_make_what_the_workflow_makes(finished: Checkout, fresh: 
     made = fresh.digests()
     assert len(made) > 10
     assert made == {name: digest for name, digest in finished.digests().items() if name in made}
+
+
+def generate(checkout: Checkout, *arguments: str) -> subprocess.CompletedProcess:
+    return checkout.run("lockstep", "generate", *arguments, check=False)
+
+
+def test_generate_says_what_the_golden_text_says_and_how_fast(finished: Checkout) -> None:
+    model = yaml.safe_load((finished.folder / "config" / "config.yaml").read_text())["models"]["demo-llama"]
+    prompt = model["golden"]["prompts"][0]
+    for layers in (2, "all"):
+        process = generate(finished, "--target", f"demo-llama/fp16/{layers}", "--prompt", prompt["text"], "--max-new-tokens", str(model["golden"]["max_new_tokens"]))
+        assert process.returncode == 0 and process.stdout == prompt["expected"][layers] + "\n"
+        assert [line.split(":")[0] for line in process.stderr.splitlines()] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--target", "demo-llama/fp64/all", "--prompt", "A"), "target: expected one of"),
+        (("--target", "demo-llama/fp32/all", "--prompt", "word " * 500), "expected 1 to 128 tokens"),
+        (("--target", "demo-llama/fp32/all", "--prompt", "A", "--temperature", "-1"), "temperature: expected 0 or more"),
+        (("--target", "demo-llama/fp32/all", "--prompt", "A", "--results", "nowhere"), "nowhere/config.json: expected a file"),
+    ],
+)
+def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple[str, ...], message: str) -> None:
+    process = generate(finished, *arguments)
+    assert process.returncode == 2 and process.stdout == ""
+    assert len(process.stderr.splitlines()) == 1 and message in process.stderr
+
+
+def test_a_stage_by_hand_names_the_targets_there_are(fresh: Checkout) -> None:
+    process = fresh.run("lockstep", "export", "demo-llama/fp64", check=False)
+    assert process.returncode == 2 and "demo-llama/fp16/all" in process.stderr and len(process.stderr.splitlines()) == 1
+
+
+def test_a_stage_by_hand_before_its_time_says_what_is_missing(fresh: Checkout) -> None:
+    process = fresh.run("lockstep", "build", "demo-llama/fp16", check=False)
+    assert process.returncode == 2 and "assembly.json: expected a file, found none" in process.stderr

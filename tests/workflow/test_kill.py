@@ -26,6 +26,19 @@ def test_killed_runs_end_in_the_results_of_an_undisturbed_one(finished: Checkout
     assert not fresh.would_run()
 
 
+def test_an_interrupted_run_ends_by_itself_and_goes_on_next_time(fresh: Checkout) -> None:
+    """Ctrl-C reaches Snakemake and its jobs."""
+    process = start(fresh)
+    log = fresh.results / "logs" / "export"
+    wait_for(lambda: any(path.is_file() for path in log.rglob("*.log")))
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) != 0
+    assert not list((fresh.folder / ".snakemake" / "locks").glob("*.lock"))
+    assert not [path for path in fresh.results.rglob("*") if path.name.endswith(".tmp")]
+    assert "Traceback" not in "".join(path.read_text() for path in log.rglob("*.log"))
+    assert fresh.would_run()["export"] >= 1
+
+
 def test_a_run_that_is_alive_keeps_others_out(fresh: Checkout) -> None:
     process = start(fresh)
     try:
