@@ -1,0 +1,117 @@
+"""The side-by-side benchmark: children are measured, contestants agree on a tiny shape, tables say what the record says."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.bench import peers, peers_table
+from lockstep.bench.child import run_child
+from lockstep.errors import InputError
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def entry(label: str, seconds: float, written: int, rate: float, **more) -> dict:
+    def three(value):
+        return {"min": value * 0.9, "median": value, "max": value * 1.1}
+
+    return {
+        "label": label, "versions": {"transformers": "5.23.0"}, "notes": [], **more,
+        "export": {"seconds": three(seconds), "cpu_seconds": three(seconds), "peak_memory_mb": three(100 * seconds), "bytes_written": written},
+        "decode": {"tokens_per_second": three(rate), "open_seconds": three(1.0), "peak_memory_mb": three(500.0)},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def record() -> dict:
+    def three(value):
+        return {"min": value, "median": value, "max": value}
+
+    contestants = {
+        "lockstep": entry("lockstep", 4.0, 2_000_000, 5.0),
+        "optimum": entry("optimum", 60.0, 4_400_000_000, 5.5, notes=["ran with an older transformers."]),
+        "genai": {"label": "onnxruntime-genai", "versions": {}, "notes": [], "reason": "skipped: 12 GB of free memory wanted, 3 GB found"},
+    }
+    return {
+        "benchmark": "peers", "command": "lockstep bench peers --work FOLDER", "shape": "llama-1.1b", "precision": "fp32",
+        "checkpoint_bytes": 4_400_000_000, "context": 64, "steps": 32, "rounds": 3, "repeats": 2, "load_average": {"min": 0.5, "median": 1.0, "max": 1.5}, "contestants": contestants, "threads": 2,
+        "lockstep_relative_to": {key: {"optimum": three(value)} for key, value in (("seconds", 15.0), ("peak_memory", 7.0), ("decode", 0.91))},
+        "cpu": {"architecture": "x86_64", "vendor": "V", "family": "6", "isa": ["avx2"]}, "versions": {},
+    }  # fmt: skip
+
+
+def test_tables_say_what_is_reached_what_is_missed_and_who_is_absent(record):
+    text = peers_table.render(record)
+    assert "| optimum | 60.0 | 60.0 | 6.3 GB | 4.4 GB | 5.23.0 |" in text
+    assert "| 0.91 (0.91 - 0.91) |" in text
+    assert "Aim: 10 times as fast to a runnable model: reached (optimum 15.00)" in text
+    assert "Aim: 8 times less memory: missed (optimum 7.00)" in text
+    assert "Aim: 1 times as fast in decoding: missed (optimum 0.91)" in text
+    assert "no weight bytes written: reached (2.0 MB" in text
+    assert "onnxruntime-genai is not in a table: skipped: 12 GB" in text
+    assert "ran with an older transformers." in text
+
+
+def test_writing_replaces_its_own_part_and_leaves_the_rest(record, tmp_path):
+    page = tmp_path / "benchmarks.md"
+    page.write_text("# Benchmarks\n\n## Export\n\nfirst\n")
+    peers_table.write(record, tmp_path)
+    once = page.read_text()
+    page.write_text(once + "\n## Decode\n\nlast\n")
+    peers_table.write(record, tmp_path)
+    text = page.read_text()
+    assert text.count("## Side by side") == 1 and text.count(peers_table.BEGIN) == 1
+    assert text.index("first") < text.index("## Side by side") < text.index("last")
+    assert json.loads((tmp_path / "bench" / "peers.json").read_text()) == record
+
+
+def test_a_childs_memory_and_time_are_its_own(tmp_path):
+    usage = run_child([sys.executable, "-c", "block = b'x' * (300 << 20); sum(range(3_000_000))"], tmp_path / "log", 60)
+    assert usage.reason is None
+    assert usage.peak_mb > 300  # the block; the interpreter comes on top
+    assert 0 < usage.cpu_seconds and 0 < usage.seconds < 60
+
+
+def test_a_child_that_fails_or_hangs_says_so(tmp_path):
+    assert run_child([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log", 60).reason == "exit code 1: no such model"
+    usage = run_child([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", 1)
+    assert usage.reason == "not done after 1 s" and usage.seconds < 30
+
+
+def test_unknown_contestants_and_shapes_are_named(tmp_path):
+    with pytest.raises(InputError, match="found nobody"):
+        peers.run(tmp_path, "llama-1.1b", peers.Settings(), ("nobody",))
+    with pytest.raises(InputError, match="expected a model's config.json.*llama-1.1b"):
+        peers.run(tmp_path, "no-such-shape", peers.Settings(), ("lockstep",))
+
+
+def test_pins_of_the_environments_are_exact_and_keep_our_torch():
+    ours = {line for line in (peers.REPOSITORY / "envs" / "requirements.txt").read_text().splitlines() if line.startswith("torch==")}
+    for contestant in peers.CONTESTANTS.values():
+        if contestant.pins:
+            lines = (peers.REPOSITORY / "envs" / contestant.pins).read_text().splitlines()
+            pins = [line for line in lines if line and not line.startswith("#")]
+            assert all(line.count("==") == 1 for line in pins)
+            assert ours <= set(pins)
+
+
+@pytest.mark.long
+def test_contestants_of_our_environment_agree_on_a_tiny_shape(tmp_path):
+    (shape := tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    settings = peers.Settings(rounds=1, context=8, steps=4, repeats=1)
+    record = peers.run(tmp_path / "work", str(shape), settings, ("lockstep", "torch", "transformers"))
+    ours, torch = record["contestants"]["lockstep"], record["contestants"]["torch"]
+    for found in (ours, torch):
+        assert "reason" not in found
+        assert found["decode"]["tokens_equal"]
+        assert found["decode"]["largest_logit_difference"] < 1e-4  # fp32, logits near 1: the order of sums
+        assert found["export"]["peak_memory_mb"]["median"] > 100  # torch alone is larger
+    written = [path.suffix for path in Path(tmp_path / "work" / "out" / "lockstep").rglob("*")]
+    assert ".safetensors" not in written  # the weights are read where they are
+    assert set(record["lockstep_relative_to"]["decode"]) == {"torch", "transformers"}
+    assert "lockstep" in peers_table.render(record)
