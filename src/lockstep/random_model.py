@@ -147,7 +147,7 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, l
         file.write(struct.pack("<Q", len(text)) + text)
         for name, shape in shapes.items():
             for piece in _draw(name, shape, seed):
-                file.write(piece.astype(dtype).tobytes())
+                file.write(piece.astype(dtype, copy=False).view(np.uint8))
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
@@ -161,4 +161,6 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
     count = math.prod(shape)
     for start in range(0, count, _PIECE):
         piece = random.standard_normal(min(_PIECE, count - start), dtype=np.float32)
-        yield piece * np.float32(scale) + np.float32(mean)
+        piece *= np.float32(scale)
+        piece += np.float32(mean)
+        yield piece

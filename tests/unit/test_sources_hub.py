@@ -53,17 +53,17 @@ class User:
         self.snapshots = folder / "home" / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots"
         folder.mkdir(exist_ok=True)
 
-    def start(self, source: str = f"hf:{NAME}", layers: int = 2, **environment: str) -> subprocess.Popen:
+    def start(self, source: str = f"hf:{NAME}", layers: int = 2, *options: str, **environment: str) -> subprocess.Popen:
         config = {"models": {"m": {"source": source, "layers": [layers], "golden": {"prompts": [{"text": "Hello"}]}}}}
         (self.folder / "config.json").write_text(json.dumps(config))
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_") and not name.lower().endswith("_proxy")}
         return subprocess.Popen(
-            [sys.executable, "-m", "lockstep", "fetch", "--config", "config.json"], cwd=self.folder, text=True,
+            [sys.executable, "-m", "lockstep", "fetch", "--config", "config.json", *options], cwd=self.folder, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**kept, "HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, **environment},
         )  # fmt: skip
 
-    def fetch(self, *arguments: str, **environment: str):
+    def fetch(self, *arguments, **environment: str):
         process = self.start(*arguments, **environment)
         output, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
@@ -135,7 +135,10 @@ def test_a_branch_that_moves_is_not_followed(user: User, hub: HubServer) -> None
     assert user.fetch().commit == first, "the checkpoint's manifest remembers it"
     user.out.unlink()
     user.out.with_name("checkpoint.json").unlink()
-    assert user.fetch().commit == hub.repositories[NAME].refs["main"] != first
+    second = hub.repositories[NAME].refs["main"]
+    assert user.fetch().commit == second != first
+    third = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(2)}))
+    assert user.fetch().commit == second and user.fetch(f"hf:{NAME}", 2, "--newest").commit == third
 
 
 def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> None:

@@ -29,10 +29,10 @@ rule fetch:
     output:
         # Not deleted before: it names the commit that a branch was found at.
         update(RESULTS.source(MODEL)),
-    wildcard_constraints:
-        model=one_of(ON_HUB),
     log:
         log_of("fetch", MODEL),
+    wildcard_constraints:
+        model=one_of(ON_HUB),
     # Where Snakemake runs: the nodes of a cluster may have no network.
     localrule: True
     conda:
@@ -56,10 +56,10 @@ rule random_weights:
         ),
     output:
         RESULTS.source(MODEL),
-    wildcard_constraints:
-        model=one_of(RANDOM),
     log:
         log_of("random_weights", MODEL),
+    wildcard_constraints:
+        model=one_of(RANDOM),
     conda:
         "../../envs/torch.yaml"
     params:

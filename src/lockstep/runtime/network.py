@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.engine import EngineSet, Executable
 from lockstep.errors import InputError
 from lockstep.runtime.kv_cache import LayerShape
-from lockstep.weights import Weights
+from lockstep.weights import Weights, check_slots
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def open_network(
 ) -> Network:
     """Bind the engine set to the weights, cut after `layers` layers (or "all").
 
-    Raises InputError for a layer count that the model does not have, or a tensor that the weights lack.
+    Raises InputError for a layer count that the model does not have, or a tensor that the weights lack or hold in another shape.
     """
     assembly, weights = engines.assembly, Weights.open(weights_json)
     count = layer_count(assembly, layers)
@@ -77,6 +77,7 @@ def open_network(
 
     def block(part: Mapping[str, Any]) -> Block:
         entry = assembly["classes"][part["class"]]
+        check_slots(weights, part["slots"], entry["slots"], part["class"])
         return Block(programs[part["class"]].bind(weights, engines.tensors(part["class"], part["slots"])), _ios(entry["inputs"]), _ios(entry["outputs"]))
 
     chosen = assembly["layers"][:count]

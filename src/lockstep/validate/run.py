@@ -54,6 +54,7 @@ def run(
     report: dict[str, Any] = {"format": FORMAT, "target": target, "first_failing_layer": None}
     try:
         assembly = Assembly(Path(assembly_json), manifest, Weights.open(weights_json), layers, threads)
+        report["unused_tensors"] = assembly.weights.unused(_bound_tensors(manifest))
         report["checks"] = {"checker": {}, "inspect": {}, "lint": {}}
         for name, graph in assembly.graphs().items():
             _check_graph(name, graph, report["checks"])
@@ -67,6 +68,12 @@ def run(
     except CheckError as error:
         return finish(out, report, str(error))
     return finish(out, report, None)
+
+
+def _bound_tensors(manifest: Mapping[str, Any]) -> list[str]:
+    """The tensors that the model's blocks take, at full depth. What else a checkpoint holds is ignored, and listed in the report."""
+    parts = [manifest["embedding"], *(part for layer in manifest["layers"] for part in (layer["block"], layer["exit"]))]
+    return [name for part in parts for names in part["slots"].values() for name in names]
 
 
 def _check_graph(name: str, graph: Graph, checks: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import difflib
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,10 @@ class Weights:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """The tensors that are none of `names`, sorted."""
+        return sorted(set(self._tensors) - {self._key(name) for name in names})
 
     def info(self, name: str) -> TensorInfo:
         """Raises InputError, which names the nearest tensors, when there is none of this name."""

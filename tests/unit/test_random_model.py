@@ -1,0 +1,140 @@
+"""Random checkpoints: the same bytes for the same seed, logits of a useful size, little memory, and nothing left of an earlier one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from lockstep import random_model
+from lockstep.checkpoint import describe, resolve_fetched
+from lockstep.errors import InputError
+from lockstep.fetched import read_fetched
+from lockstep.files import sha256_file
+from lockstep.split.tracer import quiet
+
+SIZES = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 256,
+}  # fmt: skip
+OWN = {
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}, "opt": {"ffn_dim": 160, "word_embed_proj_dim": 64},
+    "gemma2": {"query_pre_attn_scalar": 16},
+}  # fmt: skip
+
+
+def shape(folder: Path, **changes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "shape.json"
+    path.write_text(json.dumps({"model_type": "llama", "dtype": "float16", **SIZES, **changes}))
+    return path
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "opt", "qwen2"])
+def test_logits_neither_vanish_nor_explode(tmp_path: Path, model_type: str, tied: bool) -> None:
+    config = shape(tmp_path, model_type=model_type, dtype="float32", tie_word_embeddings=tied, **OWN.get(model_type, {}))
+    folder = random_model.make(config, 0, tmp_path / "checkpoint")
+    with quiet(), torch.no_grad():
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        logits = model(torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))).logits
+    assert not any(info.values()), "transformers finds each tensor, and no other"
+    # Softmax over logits of std 0.3 is all but flat and over std 3 all but certain; in between rounding errors can be read.
+    assert 0.3 < logits.std() < 3 and 0.3 < logits.std(-1).min()
+
+
+def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    config = shape(tmp_path)
+    first, again, other = (digests(random_model.make(config, seed, tmp_path / name)) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    assert first == again and first["model.safetensors"] != other["model.safetensors"]
+    assert {name for name in first if first[name] != other[name]} == {"model.safetensors"}
+
+
+def test_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
+    config = shape(tmp_path)
+    whole = load_file(random_model.make(config, 0, tmp_path / "whole") / "model.safetensors")
+    folder = random_model.make(config, 0, tmp_path / "shards", shard_bytes=100_000)
+    parts = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    assert len(parts) > 3 and sum(map(len, parts)) == len(whole)
+    assert all((part[name] == whole[name]).all() for part in parts for name in part)
+    assert not describe(folder)["unindexed"]
+
+
+def test_nothing_is_left_of_an_earlier_checkpoint(tmp_path: Path) -> None:
+    config = shape(tmp_path)
+    fresh = digests(random_model.make(config, 0, tmp_path / "fresh"))
+    random_model.make(config, 1, tmp_path / "used", shard_bytes=100_000)
+    (tmp_path / "used" / ".model-00001-of-00002.safetensors.7.tmp").touch()
+    (tmp_path / "used" / "notes.txt").touch()
+    random_model.make(config, 0, tmp_path / "used")
+    (tmp_path / "used" / "notes.txt").unlink()
+    assert digests(tmp_path / "used") == fresh
+
+
+def test_a_tokenizer_beside_the_config_is_taken(tmp_path: Path) -> None:
+    config = shape(tmp_path)
+    text = random_model.byte_tokenizer().to_str(pretty=True)
+    (tmp_path / "tokenizer.json").write_text(text)
+    assert (random_model.make(config, 0, tmp_path / "c") / "tokenizer.json").read_text() == text
+
+
+def test_bytes_are_tokens_and_come_back(tmp_path: Path) -> None:
+    tokenizer = random_model.byte_tokenizer()
+    text = "A ß 日本 \n\t\0 \U0001f600"
+    ids = tokenizer.encode(text).ids
+    assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text and tokenizer.get_vocab_size() == 256
+
+
+def test_fetch_records_what_it_made(tmp_path: Path) -> None:
+    config, out = shape(tmp_path), tmp_path / "m" / "source.json"
+    (tmp_path / "m" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "m" / "checkpoint" / "model.safetensors.index.json").touch()
+    random_model.fetch("random:shape.json?seed=5", config, out)
+    fetched = read_fetched(out)
+    assert fetched.sha256 == digests(fetched.folder) and fetched.commit is None
+    manifest = json.loads(resolve_fetched(out, tmp_path / "m" / "checkpoint.json").read_text())
+    assert (manifest["source"], manifest["folder"], "commit" in manifest) == ("random:shape.json?seed=5", "checkpoint", False)
+    before = out.read_bytes()
+    random_model.fetch("random:shape.json?seed=5", config, out)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("{", "expected JSON"), ("[]", "expected a JSON object, found list"), ('{"model_type": "llama", "dtype": "int8"}', "dtype: expected one of bfloat16"),
+    ('{"model_type": "nothing"}', "model_type: expected a causal LM of transformers"), ('{"model_type": "t5"}', "expected a causal LM of transformers"),
+])  # fmt: skip
+def test_a_config_that_is_no_causal_lms(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "shape.json").write_text(text)
+    with pytest.raises(InputError, match=expected):
+        random_model.make(tmp_path / "shape.json", 0, tmp_path / "c")
+
+
+def test_a_model_larger_than_the_disk_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    config = shape(tmp_path, hidden_size=1 << 20, intermediate_size=1 << 30)
+    with pytest.raises(InputError, match="bytes free for random weights, found .*; free space"):
+        random_model.make(config, 0, tmp_path / "c")
+    assert not list((tmp_path / "c").iterdir())
+
+
+def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
+    """A model of 240 MB, whose largest tensor has 100 MB. Pieces have 16 MB: a few at a time, and what the page cache does not count."""
+    config = shape(tmp_path, vocab_size=100_000, hidden_size=512, dtype="float16", tie_word_embeddings=False)
+    code = (
+        "import resource, sys; from lockstep import random_model; from pathlib import Path\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "random_model.make(sys.argv[2], 0, sys.argv[3] + 'small'); before = peak()\n"
+        "random_model.make(sys.argv[1], 0, sys.argv[3]); print(peak() - before)"
+    )
+    small = shape(tmp_path / "small")
+    output = subprocess.run([sys.executable, "-c", code, config, small, tmp_path / "c"], check=True, capture_output=True, text=True).stdout
+    assert float(output) < 90

@@ -1,0 +1,163 @@
+"""Checkpoints as people have them, each through the whole run: resolve, convert, export, build, generate; against transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+
+from lockstep import random_model, validate
+from lockstep.checkpoint import resolve
+from lockstep.engine import build
+from lockstep.errors import InputError
+from lockstep.paths import Results
+from lockstep.runtime import Model, Tokenizer, generate
+from lockstep.split import export
+from lockstep.split.tracer import quiet
+from lockstep.weights import convert
+
+SHAPE = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+PROMPT, NEW = "San Francisco", 12
+TOLERANCE = {"block": 1e-4, "logits": 1e-3}  # those of fp32 in the config
+
+
+def source(folder: Path, dtype: str = "float32", shard_bytes: int = 1 << 30) -> Path:
+    folder.mkdir()
+    (folder / "shape.json").write_text(json.dumps({**SHAPE, "dtype": dtype}))
+    return random_model.make(folder / "shape.json", 0, folder / "checkpoint", shard_bytes)
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Graphs and engines of the shape: they hold no weights, so all checkpoints below share them."""
+    folder = tmp_path_factory.mktemp("graphs")
+    results = Results(folder / "results")
+    checkpoint = resolve("s", source(folder / "s"), results.checkpoint("m"))
+    build(export(checkpoint, "fp32", results.assembly("m", "fp32")), "onnxruntime", results.engines("m", "fp32", "onnxruntime"))
+    return results
+
+
+def run(folder: Path, graphs: Results, name: str = "relative/checkpoint") -> tuple[Results, list[int]]:
+    """Results of the checkpoint in `folder`, in fp32, and the tokens that it generates after the prompt."""
+    results = Results(folder.parent / "results")
+    convert(resolve(name, folder, results.checkpoint("m")), "fp32", results.weights("m", "fp32"))
+    shutil.copytree(graphs.assembly("m", "fp32").parents[1], results.assembly("m", "fp32").parents[1], dirs_exist_ok=True, ignore=shutil.ignore_patterns("weights*"))
+    return results, tokens(results)
+
+
+def tokens(results: Results) -> list[int]:
+    assembly = results.assembly("m", "fp32")
+    model = Model.open(results.engines("m", "fp32", "onnxruntime"), assembly, results.weights("m", "fp32"), "all", max_batch_size=1, max_seq_len=64)
+    generation = generate(model, Tokenizer.open(assembly), [PROMPT], NEW)
+    list(generation)
+    return generation.tokens[0]
+
+
+def expected(folder: Path) -> list[int]:
+    """What transformers gives for the same files, computed in fp32."""
+    with quiet(), torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = torch.tensor([random_model.byte_tokenizer().encode(PROMPT).ids])
+        return model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
+def as_hub_cache(folder: Path, root: Path) -> Path:
+    """The files of `folder` as the hub's cache keeps them: blobs named by digest, and a snapshot of links that leave it."""
+    snapshot = root / "hub" / "models--a--b" / "snapshots" / ("0" * 40)
+    blobs = snapshot.parents[1] / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in folder.iterdir():
+        blob = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.move(path, blob)
+        (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+def change(path: Path, add: dict[str, np.ndarray] = {}, drop: tuple[str, ...] = ()) -> None:
+    tensors = {name: torch.from_numpy(array) for name, array in (load_file(path) | dict(add)).items() if name not in drop}
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 50_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("cached", [False, True], ids=["folder", "hub cache"])
+def test_every_dtype_in_one_file_or_shards_as_a_folder_or_in_a_hub_cache(tmp_path, graphs, dtype, shard_bytes, cached):
+    folder = source(tmp_path / "s", dtype, shard_bytes)
+    if cached:
+        folder = as_hub_cache(folder, tmp_path)
+    results, found = run(folder, graphs)
+    assert found == expected(folder) and len(found) == NEW
+    assert results.weights("m", "fp32").with_name("weights.safetensors").exists() == (dtype != "float32"), "what fits is not copied"
+    if cached and dtype == "float32":  # the manifest points through the links, and follows when all of it moves
+        shutil.move(tmp_path / "hub", tmp_path / "moved")
+        assert tokens(Results(tmp_path / "moved" / results.root.relative_to(tmp_path / "hub"))) == found
+
+
+def test_tensors_that_the_model_does_not_know_are_ignored_and_listed(tmp_path, graphs):
+    folder = source(tmp_path / "s")
+    before = expected(folder)
+    change(folder / "model.safetensors", {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32), "step": np.array([3])})
+    results, found = run(folder, graphs)
+    assert found == before
+    names = results.weights("m", "fp32"), results.checkpoint("m"), "all", TOLERANCE, results.validation("m", "fp32", "all")
+    report = json.loads(validate.run(results.assembly("m", "fp32"), *names).read_text())
+    assert report["unused_tensors"] == ["model.layers.0.self_attn.rotary_emb.inv_freq", "step"] and report["result"] == "pass"
+
+
+def test_a_shards_tensor_that_the_index_does_not_name_is_ignored_and_listed(tmp_path, graphs):
+    folder = source(tmp_path / "s", shard_bytes=50_000)
+    shard = sorted(folder.glob("model-*.safetensors"))[0]
+    change(shard, {"momentum": np.ones(4, np.float32)})
+    results, found = run(folder, graphs)
+    assert found == expected(folder)
+    assert json.loads(results.checkpoint("m").read_text())["unindexed"] == [{"file": shard.name, "tensor": "momentum"}]
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"])
+def test_a_missing_tensor_is_an_error_of_one_line_that_names_it(tmp_path, graphs, name):
+    folder = source(tmp_path / "s")
+    change(folder / "model.safetensors", drop=(name,))
+    with pytest.raises(InputError, match=f"expected tensor '{name}', found none of this name"):
+        run(folder, graphs)
+
+
+def test_a_tensor_of_another_shape_is_an_error_that_names_both(tmp_path, graphs):
+    folder = source(tmp_path / "s")
+    change(folder / "model.safetensors", {"model.norm.weight": np.ones(63, np.float32)})
+    with pytest.raises(InputError, match=r"tensor 'model.norm.weight'.*\[64\], found .*\[63\]"):
+        run(folder, graphs)
+
+
+def test_a_copy_of_the_tied_embedding_changes_nothing(tmp_path):
+    """Some checkpoints hold `lm_head.weight` though it is tied; the embedding counts, as in transformers."""
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / "shape.json").write_text(json.dumps({**SHAPE, "tie_word_embeddings": True, "dtype": "float32"}))
+    random_model.make(folder / "shape.json", 0, folder / "checkpoint")
+    plain = folder / "checkpoint"
+    results = Results(folder / "results")
+    checkpoint = resolve("s", plain, results.checkpoint("m"))
+    convert(checkpoint, "fp32", results.weights("m", "fp32"))
+    build(export(checkpoint, "fp32", results.assembly("m", "fp32")), "onnxruntime", results.engines("m", "fp32", "onnxruntime"))
+    found = tokens(results)
+    assert found == expected(plain)
+    with safe_open(plain / "model.safetensors", "np") as file:
+        assert "lm_head.weight" not in file.keys()
+        table = file.get_tensor("model.embed_tokens.weight")
+    change(plain / "model.safetensors", {"lm_head.weight": table})
+    convert(resolve("s", plain, results.checkpoint("m")), "fp32", results.weights("m", "fp32"))
+    assert tokens(results) == found == expected(plain)
