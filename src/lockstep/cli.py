@@ -51,22 +51,26 @@ class Project:
     results: Results
 
 
-def _stage(*fields: str) -> Callable[[Callable[..., Path]], click.Command]:
-    """A command that runs `function(project, *values)` for each combination of `fields` of the targets that it is given."""
+def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -> Callable[[Callable[..., Path]], click.Command]:
+    """A command that runs `function(project, *values)` for each combination of `fields` of the targets that it is given.
+
+    `option`: a further `click.option`, which the function gets by its name.
+    """
 
     def decorate(function: Callable[..., Path]) -> click.Command:
         @main.command(function.__name__, help=function.__doc__)
         @click.argument("targets", nargs=-1, metavar="[TARGET]...")
         @_CONFIG
         @_RESULTS
-        def command(targets: tuple[str, ...], config_file: Path | None, results: Path) -> None:
+        @option
+        def command(targets: tuple[str, ...], config_file: Path | None, results: Path, **options: Any) -> None:
             project = _project(config_file, results)
             chosen = [target for target in project.config.targets() if not targets or any(_matches(target, text) for text in targets)]
             for text in targets:
                 if not any(_matches(target, text) for target in chosen):
                     project.config.parse_target(text)  # says which there are
             for values in dict.fromkeys(tuple(getattr(target, field) for field in fields) for target in chosen):
-                click.echo(function(project, *values))
+                click.echo(function(project, *values, **options))
 
         return command
 
@@ -99,8 +103,8 @@ def _used_config(results: Results) -> Config:
     return load(read_json(results.config()), where=str(results.config()))
 
 
-@_stage("model")
-def fetch(project: Project, model: str) -> Path:
+@_stage("model", option=click.option("--newest", is_flag=True, help="Take the commit that a branch is at now, not the one it was found at."))
+def fetch(project: Project, model: str, newest: bool) -> Path:
     """A model on the hub, or random weights -> source.json and its folder."""
     from lockstep.sources import FolderSource, RandomSource, parse_source
 
@@ -114,7 +118,7 @@ def fetch(project: Project, model: str) -> Path:
         return random_model.fetch(source, project.sources[model], out)
     from lockstep import hub
 
-    return hub.fetch(source, out, lambda folder: project.config.check_model(model, folder))
+    return hub.fetch(source, out, lambda folder: project.config.check_model(model, folder), newest)
 
 
 @_stage("model")
