@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep import __version__
+from lockstep.bench.cli import bench
 from lockstep.errors import InputError, guard
 from lockstep.paths import Results, Target
 
@@ -270,3 +271,6 @@ def generate(target: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...
         ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
     ):
         click.echo(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", err=True)
+
+
+main.add_command(bench)

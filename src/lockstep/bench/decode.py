@@ -6,6 +6,7 @@ All three get the same prompts, threads and number of steps, and their logits ar
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.bench.export import SHAPES, shape_names
 from lockstep.bench.measure import in_turn, ratios, spread, surroundings
 from lockstep.bench.monolithic import Monolithic
 from lockstep.checkpoint import resolve
@@ -20,12 +22,24 @@ from lockstep.engine import build
 from lockstep.engine.cpu import thread_count
 from lockstep.errors import CheckError
 from lockstep.paths import Results
+from lockstep.random_model import make
 from lockstep.runtime import Advance, Model
 from lockstep.split import export
 from lockstep.weights import convert
 
 PACKAGES = ("numpy", "onnxruntime", "torch", "transformers")
 _BACKEND = "onnxruntime"
+
+
+def run_models(models: Sequence[str], precision: str, batches: Sequence[int], **settings: Any) -> dict[str, Any]:
+    """`run` for each of `models`, a checkpoint folder or the name of a shape, which gets random weights. Works in a temporary folder."""
+    measured = {}
+    for model in models:
+        with tempfile.TemporaryDirectory() as work:
+            folder = make(SHAPES / f"{model}.json", 0, Path(work) / model) if model in shape_names() else Path(model)
+            measured[folder.name] = run(folder, precision, batches, Path(work) / "results", **settings)
+    surrounding = surroundings(*PACKAGES, threads=settings.get("threads"))
+    return {"benchmark": "decode", "precision": precision, "models": measured, **surrounding}
 
 
 def run(
@@ -45,10 +59,7 @@ def run(
             "speed_of_lockstep_relative_to": ratios(times, "lockstep"),
             "largest_logit_difference": agreement,
         }
-    return {
-        "benchmark": "decode", "model": folder.name, "precision": precision, "context": context, "steps": steps, "rounds": rounds,
-        "batch": measured, **surroundings(*PACKAGES, threads=threads),
-    }  # fmt: skip
+    return {"context": context, "steps": steps, "rounds": rounds, "batch": measured}
 
 
 def prepare(folder: Path, precision: str, work: Path) -> dict[str, Path]:

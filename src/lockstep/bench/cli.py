@@ -1,0 +1,111 @@
+"""`lockstep bench`: the benchmarks. Each prints its record as JSON or writes it, with its tables, into a folder of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.files import dump_json, write_json
+
+_DOCS = click.option(
+    "--write", "docs", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Write bench/NAME.json and the tables into this folder."
+)
+
+
+@click.group()
+def bench() -> None:
+    """Speed, memory and coverage, measured here."""
+
+
+def _deliver(record: Mapping[str, Any], docs: Path | None) -> None:
+    if docs is None:
+        click.echo(dump_json(record), nl=False)
+    else:
+        write_json(docs / "bench" / f"{record['benchmark']}.json", record)
+        click.echo(docs / "bench" / f"{record['benchmark']}.json")
+
+
+_ROUNDS = click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds that count; medians are taken.")
+
+
+@bench.command()
+@click.option(
+    "--model", "models", multiple=True, metavar="FOLDER|SHAPE", default=("llama-1024x8", "resources/demo-llama"), show_default=True,
+    help="A checkpoint folder, or a shape that gets random weights; may be given several times.",
+)  # fmt: skip
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
+@click.option("--context", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens in the cache when decoding begins.")
+@click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Decode steps of a round.")
+@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]")
+@_ROUNDS
+@_DOCS
+def decode(models: tuple[str, ...], batches: tuple[int, ...], precision: str, docs: Path | None, **settings: Any) -> None:
+    """A decode step: the engine set, one monolithic ONNX graph, transformers eager, in turn."""
+    from lockstep.bench.decode import run_models
+
+    _deliver(run_models(models, precision, batches, **settings), docs)
+
+
+@bench.command()
+@click.option("--shape", "shapes", multiple=True, default=("llama-2-7b", "llama-3-70b"), show_default=True, help="A shape that comes with the benchmark.")
+@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp16", show_default=True)
+@_ROUNDS
+@_DOCS
+def export(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | None) -> None:
+    """The export of a model's shape from its config.json alone: seconds, peak memory, bytes written."""
+    from lockstep.bench.export import run
+
+    _deliver(run(shapes, precision, rounds), docs)
+
+
+@bench.command()
+@click.option("--cores", default="all", show_default=True, help="As Snakemake's --cores.")
+@_ROUNDS
+@_DOCS
+def demo(cores: str, rounds: int, docs: Path | None) -> None:
+    """The demo workflow: a full run in a new folder, and a run with nothing to do."""
+    from lockstep.bench.demo import run
+
+    _deliver(run(cores, rounds), docs)
+
+
+@bench.command()
+@click.option("--work", type=click.Path(file_okay=False, path_type=Path), required=True, help="Scratch folder: checkpoint, environments, models (25 GB for 1.1B).")
+@click.option("--shape", default="llama-1.1b", show_default=True, help="A shape that comes with the benchmark, or a config.json.")
+@click.option("--only", multiple=True, metavar="NAME", help="A contestant; may be given several times.  [default: all]")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Timed runs in each round of decoding.")
+@click.option("--context", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens in the cache when decoding begins.")
+@click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens decoded in one run.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]")
+@_DOCS
+def peers(work: Path, shape: str, only: tuple[str, ...], threads: int | None, docs: Path | None, **settings: int) -> None:
+    """Side by side: optimum, onnxruntime-genai, torch.onnx.export and transformers on one random checkpoint."""
+    from lockstep.bench import peers as benchmark
+    from lockstep.bench import peers_table
+    from lockstep.engine.cpu import thread_count
+
+    chosen = benchmark.Settings(threads=thread_count(threads), **settings)
+    record = benchmark.run(work, shape, chosen, only or tuple(benchmark.CONTESTANTS))
+    for path in peers_table.write(record, docs) if docs else ():
+        click.echo(path)
+    if not docs:
+        click.echo(peers_table.render(record), nl=False)
+
+
+@bench.command()
+@click.argument("types", nargs=-1, metavar="[TYPE]...")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Types tried at a time.")
+@_DOCS
+def models(types: tuple[str, ...], jobs: int, docs: Path | None) -> None:
+    """Which causal-LM types of transformers work: each as a tiny random model through all stages.  [default: all types]"""
+    from lockstep.bench.models import run, write_page
+
+    record = run(types or None, jobs, lambda found: click.echo(f"{found['type']}: {found['result']}", err=True))
+    _deliver(record, docs)
+    if docs is not None:
+        click.echo(write_page(record, docs / "models.md"))
