@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lockstep.bench.child import Usage, available_memory, run_child
 from lockstep.bench.export import SHAPES, shape_names
 from lockstep.bench.measure import ratios, spread, surroundings
 from lockstep.errors import CheckError, InputError
-from lockstep.files import sha256_file
+from lockstep.files import read_json, sha256_file, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OURS, REFERENCE = "lockstep", "transformers"
@@ -89,8 +89,8 @@ def run(work: Path, shape: str, settings: Settings, names: tuple[str, ...] = tup
     checkpoint = make_checkpoint(work, shape)
     pythons = {name: _python(work, CONTESTANTS[name].pins) for name in names}
     records, loads = {name: Record() for name in names}, []
-    for step in (_export, _decode):
-        for _ in range(settings.rounds):
+    for number in range(settings.rounds):
+        for step in (_export, _decode):
             for name in names:
                 if records[name].reason is None and (step is _decode or CONTESTANTS[name].exports):
                     _read_through(checkpoint)
@@ -98,11 +98,17 @@ def run(work: Path, shape: str, settings: Settings, names: tuple[str, ...] = tup
                     step(name, records[name], work, checkpoint, pythons[name], settings)
                 if name == OURS and records[name].reason:
                     raise CheckError(f"{OURS}: expected an exported model that decodes, found {records[name].reason}; its log is in {work / 'jobs'}")
+        done = replace(settings, rounds=number + 1)
+        write_json(work / "record.json", _summary(shape, checkpoint, done, records, loads))  # what an interrupted run leaves
+    return read_json(work / "record.json")
+
+
+def _summary(shape: str, checkpoint: Path, settings: Settings, records: Mapping[str, Record], loads: list[float]) -> dict[str, Any]:
     return {
-        "benchmark": "peers", "command": _command(shape, settings, names),
+        "benchmark": "peers", "command": _command(shape, settings, tuple(records)),
         "shape": Path(shape).stem, "precision": "fp32", "checkpoint_bytes": _bytes(checkpoint),
         "context": settings.context, "steps": settings.steps, "rounds": settings.rounds, "repeats": settings.repeats,
-        "load_average": spread(loads, 1), "contestants": {name: _summary(name, records) for name in names},
+        "load_average": spread(loads, 1), "contestants": {name: _of_contestant(name, records) for name in records},
         **_relative(records), **surroundings("onnxruntime", "torch", "transformers", threads=settings.threads),
     }  # fmt: skip
 
@@ -209,7 +215,7 @@ def _read_through(checkpoint: Path) -> None:
                 pass
 
 
-def _summary(name: str, records: Mapping[str, Record]) -> dict[str, Any]:
+def _of_contestant(name: str, records: Mapping[str, Record]) -> dict[str, Any]:
     record, contestant = records[name], CONTESTANTS[name]
     summary: dict[str, Any] = {"label": contestant.label, "versions": record.versions, "notes": list(contestant.notes)}
     if record.reason:
