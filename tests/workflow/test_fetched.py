@@ -1,0 +1,98 @@
+"""Models that jobs fetch or make: from the hub, pinned, and random ones; in a run as a user starts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from checkout import Checkout
+from hub_server import HubServer
+
+from lockstep import random_model
+
+SHAPE = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 256, "tie_word_embeddings": True, "eos_token_id": None, "bos_token_id": None, "dtype": "float32",
+}  # fmt: skip
+GOLDEN = {"max_new_tokens": 4, "prompts": [{"text": "Hello"}]}
+CONFIG = ("--configfile", "own.yaml")
+WEIGHTS = [f"results/{model}/{name}" for model in ("hub", "random") for name in ("source.json", "checkpoint.json", "fp32/weights.json")]
+
+
+class User(Checkout):
+    """A checkout with a config of a hub model and a random one, and a hub that may be out of reach."""
+
+    url = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.url}
+
+    def configure(self, seed: int = 0, layers: int | str = "all") -> None:
+        models = {"hub": "hf:acme/tiny", "random": f"random:shape.json?seed={seed}"}
+        config = {"models": {name: {"source": source, "layers": [layers], "golden": GOLDEN} for name, source in models.items()}}
+        (self.folder / "own.yaml").write_text(yaml.safe_dump(config))
+        (self.folder / "shape.json").write_text(json.dumps(SHAPE))
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+def checkpoint(folder: Path, seed: int) -> dict[str, bytes]:
+    folder.mkdir(parents=True)
+    (folder / "shape.json").write_text(json.dumps(SHAPE))
+    return {path.name: path.read_bytes() for path in random_model.make(folder / "shape.json", seed, folder / "c").iterdir()}
+
+
+def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub: HubServer) -> None:
+    user = User.make(tmp_path / "checkout")
+    user.configure()
+    commit = hub.model("acme/tiny", checkpoint(tmp_path / "v1", 1))
+    plan = user.would_run(*CONFIG)  # offline, before anything is known of the model
+    assert plan["fetch"] == plan["random_weights"] == 1 and plan["golden"] == 2
+
+    user.url = hub.url
+    user.finish(*CONFIG)
+    manifest = json.loads((user.results / "hub" / "checkpoint.json").read_text())
+    assert manifest["commit"] == commit and manifest["folder"] == "checkpoint"
+    summary = json.loads((user.results / "summary.json").read_text())
+    assert [target["golden"] for target in summary["targets"]] == ["pass", "pass"]
+    assert not user.would_run(*CONFIG)
+
+    # The branch moves on: nothing does here, also where the fetched files are lost.
+    hub.repositories["acme/tiny"].commit(checkpoint(tmp_path / "v2", 2))
+    assert not user.would_run(*CONFIG)
+    before = user.digests()
+    (user.results / "hub" / "checkpoint" / "model.safetensors").resolve().unlink()
+    (user.results / "random" / "checkpoint" / "model.safetensors").unlink()
+    user.finish(*WEIGHTS, *CONFIG)
+    assert user.digests() == before and not user.would_run(*CONFIG)
+
+    # Without a network too, for the cache has the commit.
+    user.url = User.url
+    (user.results / "hub" / "source.json").unlink()
+    user.finish(*WEIGHTS, *CONFIG)
+    assert user.digests() == before
+
+    user.configure(seed=1)
+    plan = user.would_run(*CONFIG)
+    assert plan["random_weights"] == 1 and plan["fetch"] == 0
+    user.configure()
+    (user.folder / "shape.json").write_text(json.dumps({**SHAPE, "rope_theta": 5000.0}))
+    plan = user.would_run(*CONFIG)
+    assert plan["random_weights"] == 1 and plan["fetch"] == 0
+
+
+def test_too_many_layers_stop_a_hub_model_before_its_weights(tmp_path: Path, hub: HubServer) -> None:
+    user = User.make(tmp_path / "checkout")
+    user.configure(layers=2)
+    user.url = hub.url
+    hub.model("acme/tiny", checkpoint(tmp_path / "v1", 1) | {"config.json": json.dumps({**SHAPE, "num_hidden_layers": 1}).encode()})
+    process = user.snakemake("--cores", "1", "results/hub/checkpoint.json", *CONFIG, check=False)
+    assert process.returncode and not hub.asked("/cdn/")
+    assert "expected at most 1 (num_hidden_layers in " in process.stdout + process.stderr
