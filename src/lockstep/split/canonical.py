@@ -122,6 +122,7 @@ def describe(value: onnx.ValueInfoProto) -> dict:
 def _io(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
     new = onnx.ValueInfoProto(name=name)
     new.type.tensor_type.elem_type = value.type.tensor_type.elem_type
+    new.type.tensor_type.shape.SetInParent()  # a scalar has a shape too, of no dimensions
     for dim in value.type.tensor_type.shape.dim:
         new.type.tensor_type.shape.dim.append(onnx.TensorShapeProto.Dimension(dim_value=dim.dim_value) if dim.HasField("dim_value") else onnx.TensorShapeProto.Dimension(dim_param=dim.dim_param))  # fmt: skip
     return new

@@ -8,7 +8,7 @@ here. Needs neither weights nor a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,12 @@ LENGTHS = (23, 15)  # tokens of two requests: each crosses a window several time
 _STEPS = ((7, 6), (8, 1), (1, 1), (1, 4), (4, 1), (1, 1), (1, 1))
 _SMALL_ENOUGH = 3_000_000  # parameters: a model below is taken as it is, cut to the depth that shows all its layers
 _TOO_LARGE = 120_000_000  # parameters, 500 MB
-_SEEDS = (0, 1)
+# Seeds of random weights, and the mean of gains. Where norms stand before scores that nothing scales down, gains near 1 make attention
+# so sharp that fp32 itself is off: a draw counts when transformers agrees with itself in fp64 four times better than we have to.
+DRAWS = ((0, 1.0), (1, 1.0), (2, 0.25), (3, 0.25))
+_OWN_TOLERANCE = TOLERANCE / 4
+# A router that chooses between two nearly equal experts may choose differently after rounding; what is wrong is wrong for all weights.
+_DRAWS_THAT_COUNT = 2
 
 Files = Mapping[str, bytes]
 Assemble = Callable[[torch.nn.Module, dict[str, Any], str], tuple[Files, dict[str, Any]]]
@@ -52,15 +57,22 @@ def prove(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assemb
     meta: the model of `config`; files, assembly: what `assemble` made of it. Raises InputError for a model whose split form differs from transformers, or of which no small model could be made.
     """
     small = make_small(config, meta, files, assembly, assemble)
-    # A router that chooses between two nearly equal experts may choose differently after rounding: what is wrong is wrong for all weights.
-    errors = []
-    for seed in _SEEDS:
-        errors.append(largest_error(small, seed))
-        if errors[-1] <= TOLERANCE:
-            return errors[-1]
+    refusal = f"model type {config['model_type']!r} cannot be split: "
+    errors: list[float] = []
+    for draw in DRAWS:
+        found = measure(small, draw)
+        if found.own > _OWN_TOLERANCE:
+            continue
+        if found.error <= TOLERANCE:
+            return found.error
+        errors.append(found.error)
+        if len(errors) == _DRAWS_THAT_COUNT:
+            break
+    if not errors:
+        raise InputError(f"{refusal}no random weights were found for which transformers in fp32 is accurate enough to compare with")
     raise InputError(
-        f"model type {config['model_type']!r} cannot be split: its split form differs from transformers by {min(errors):.1e} of the logits' "
-        f"standard deviation on a small model of its kind, expected at most {TOLERANCE:.0e}; please report it"
+        f"{refusal}its split form differs from transformers by {min(errors):.1e} of the logits' standard deviation on a small model of its kind, "
+        f"expected at most {TOLERANCE:.0e}; please report it"
     )
 
 
@@ -70,12 +82,11 @@ def make_small(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, a
     Raises InputError when there is none.
     """
     looks = signatures(meta)
-    depth = depth_of_all_looks(looks)
     reasons = []
-    for candidate in _candidates(config, depth):
+    for candidate in (smaller for depth in depths_to_try(looks) for smaller in _candidates(config, depth)):
         try:
             small = meta_model(candidate, "fp32")
-            _compare_looks(signatures(small), looks[:depth])
+            _compare_looks(signatures(small), looks)
             if (count := _parameters(small)) > _TOO_LARGE:
                 raise InputError(f"it has {count:,} parameters, expected at most {_TOO_LARGE:,}")
             if assembly["precision"] == "fp32" and small.config.to_dict() == meta.config.to_dict():
@@ -86,11 +97,11 @@ def make_small(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, a
         except InputError as error:
             reasons.append(str(error))
     raise InputError(
-        f"model type {config['model_type']!r} cannot be split: no small model with its settings could be made to check the split form: {reasons[-1]}"
+        f"model type {config['model_type']!r} cannot be split: no small model with its settings could be made to check the split form: {reasons[0]}"
     )
 
 
-def _candidates(config: Mapping[str, Any], depth: int):
+def _candidates(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:
     shallow = shallow_config(config, depth)
     try:
         if _parameters(meta_model(shallow, "fp32")) <= _SMALL_ENOUGH:
@@ -100,11 +111,15 @@ def _candidates(config: Mapping[str, Any], depth: int):
     yield from small_configs(config, depth)
 
 
-def depth_of_all_looks(looks: Sequence[str]) -> int:
-    """How many layers from the first show every pair of neighbours that the model has; three at least, where it has them."""
+def depths_to_try(looks: Sequence[str]) -> list[int]:
+    """How many layers from the first show every pair of neighbours that the model has (three at least, where it has them).
+
+    Some classes insist on what their last layer is, so the next depth at which the model ends as it really does comes second.
+    """
     pairs = list(zip(looks, looks[1:]))
     last = max((pairs.index(pair) for pair in set(pairs)), default=0)
-    return min(len(looks), max(3, last + 2))
+    depth = min(len(looks), max(3, last + 2))
+    return sorted({depth, next(n for n in range(depth, len(looks) + 1) if looks[n - 1] == looks[-1])})
 
 
 def _parameters(meta: torch.nn.Module) -> int:
@@ -113,8 +128,8 @@ def _parameters(meta: torch.nn.Module) -> int:
 
 def _compare_looks(found: Sequence[str], expected: Sequence[str]) -> None:
     pattern = lambda looks: [list(looks).index(look) for look in looks]
-    if pattern(found) != pattern(expected):
-        raise InputError(f"expected layers that look alike as in {pattern(expected)}, found {pattern(found)}")
+    if pattern(found) != pattern(expected[: len(found)]):
+        raise InputError(f"expected layers that look alike as in {pattern(expected[: len(found)])}, found {pattern(found)}")
 
 
 def _compare_kinds(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -130,23 +145,37 @@ def _essence(kind: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"window": bool(kind["window"]), "grouped": kind["num_heads"] > kind["num_kv_heads"]}
 
 
-def largest_error(small: Small, seed: int = 0) -> float:
-    """Of all tokens of two requests: the largest difference of a logit from transformers', over the logits' standard deviation."""
-    model = reference_model(small.config, seed)
-    vocabulary = small.assembly["vocab_size"]
-    random = np.random.default_rng(seed)
-    sequences = [random.integers(0, vocabulary, length) for length in LENGTHS]
-    with torch.no_grad():
-        expected = [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in sequences]
+@dataclass(frozen=True)
+class Measured:
+    """Largest differences of a logit, over the logits' standard deviation. error: the split form from transformers, both in fp32;
+    own: transformers in fp32 from itself in fp64."""
+
+    error: float
+    own: float
+
+
+def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
+    """Of all tokens of two requests, with the random weights of `draw`. Raises InputError for a split form that does not run."""
+    model = reference_model(small.config, *draw)
+    random = np.random.default_rng(draw[0])
+    sequences = [random.integers(0, small.assembly["vocab_size"], length) for length in LENGTHS]
+    expected = _forward(model, sequences)
     spread = float(np.concatenate(expected).std())
+    refusal = f"model type {small.config['model_type']!r} cannot be split: "
     if not np.isfinite(spread) or spread == 0:
-        raise InputError(f"model type {small.config['model_type']!r} cannot be split: transformers gives logits with standard deviation {spread} on a small model")
+        raise InputError(f"{refusal}transformers gives logits with standard deviation {spread} on a small model")
     try:
         found = walk(Walk(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1), sequences)
     except Exception as error:  # ONNX Runtime's errors share no base class
-        raise InputError(f"model type {small.config['model_type']!r} cannot be split: its split form does not run: {' '.join(str(error).split())}") from error
-    worst = max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
-    return worst / spread if np.isfinite(worst) else float("inf")
+        raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
+    difference = lambda one, other: max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True)) / spread
+    error = difference(found, expected)
+    return Measured(error if np.isfinite(error) else float("inf"), difference(_forward(model.double(), sequences), expected))
+
+
+def _forward(model: torch.nn.Module, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    with torch.no_grad():
+        return [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in sequences]
 
 
 def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -161,7 +190,7 @@ def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.concatenate(rows) for rows in logits]
 
 
-def reference_model(config: Mapping[str, Any], seed: int) -> torch.nn.Module:
+def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> torch.nn.Module:
     """transformers' own model with random weights in fp32, eager: gains and biases vary too, so that none can stand for another."""
     made = build_config(config)
     made._experts_implementation = None  # transformers' default, not what the trace needs
@@ -175,7 +204,7 @@ def reference_model(config: Mapping[str, Any], seed: int) -> torch.nn.Module:
                 if tensor.dim() > 1:
                     tensor.copy_(noise / tensor.shape[-1] ** 0.5)
                 else:
-                    tensor.copy_(0.2 * noise + (0.0 if "bias" in name else 1.0))
+                    tensor.copy_(gain * (0.2 * noise + (0.0 if "bias" in name else 1.0)))
     return model
 
 

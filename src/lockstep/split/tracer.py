@@ -155,7 +155,10 @@ def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
             for name in computed:
                 module._buffers[name] = torch.full(module._buffers[name].shape, math.nan).to(module._buffers[name].dtype)
             if computed:
-                model._init_weights(module)
+                try:
+                    model._init_weights(module)
+                except AttributeError as error:  # a composite class looks for its language model's settings in itself
+                    raise InputError(f"model type {config.model_type!r} cannot be split: transformers gives no value for its buffers: {error}") from error
                 unset = [n for n in computed if module._buffers[n].is_floating_point() and module._buffers[n].isnan().any()]
                 if unset:
                     raise InputError(f"model type {config.model_type!r} cannot be split: transformers gives no value for its buffers {unset}")
@@ -278,14 +281,13 @@ def _export(module: torch.nn.Module, inputs: dict[str, torch.Tensor], output: st
                 input_names=list(inputs), output_names=[output], dynamic_shapes={name: {0: dim} for name in inputs},
                 custom_translation_table=_TRANSLATION,
             )  # fmt: skip
+            model = program.model
+            for value in model.graph.initializers.values():
+                if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
+                    value.const_value = None  # a fake weight has no value; folding must not read it
+            onnxscript.optimizer.optimize_ir(model)
     except Exception as error:  # whatever a model's code raises under trace is the reason why it is refused
         raise InputError(f"model type {model_type!r} cannot be split: tracing it fails: {_root_cause(error)}") from error
-    model = program.model
-    for value in model.graph.initializers.values():
-        if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
-            value.const_value = None  # a fake weight has no value; folding must not read it
-    with quiet():
-        onnxscript.optimizer.optimize_ir(model)
     return model
 
 

@@ -1,0 +1,160 @@
+"""One model type as a tiny random model through all stages, against transformers. Used by `lockstep bench models`, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime  # noqa: F401  here so that the process that others are forked from has it
+import torch
+import transformers
+
+from lockstep import random_model
+from lockstep.bench.models import BROKEN, NO_MODEL, REFUSED, TOLERANCE, WORKS, WRONG
+from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.engine import build
+from lockstep.errors import InputError
+from lockstep.files import read_json, write_json
+from lockstep.paths import Results
+from lockstep.runtime import Advance, Model
+from lockstep.split import export
+from lockstep.split.proof import depths_to_try
+from lockstep.split.small import small_configs
+from lockstep.split.stamp import signatures
+from lockstep.split.tracer import meta_model, quiet
+from lockstep.torch_model import cut_config, load_folder
+from lockstep.weights import convert
+
+_MAX_PARAMETERS = 150_000_000  # 600 MB
+_MAX_TRIES = 2
+_PROMPTS = (5, 19, 11)  # tokens
+_DECODE_STEPS = 4
+_NAME = "tiny"
+
+
+def try_type(model_type: str, folder: Path) -> dict[str, Any]:
+    """{"result", "reason" or "logit_error", "classes", "kinds"} of one type; files go to `folder`."""
+    try:
+        configs = tiny_configs(model_type)
+    except Exception as error:  # transformers' own code, on its own defaults
+        return {"result": NO_MODEL, "reason": _one_line(error)}
+    records = []
+    for number, config in enumerate(configs):  # a class may take a config and fail when it runs: then the next one, closer to its default
+        records.append(_try_config(config, folder / str(number)))
+        if records[-1]["result"] not in (REFUSED, BROKEN):
+            return records[-1]
+    first = records[0]
+    return first | {"reason": first["reason"].replace(f"model type {model_type!r} cannot be split: ", "").replace(f"{folder}/0/", "")}
+
+
+def _try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    try:
+        source, results = _export(config, folder)
+    except InputError as error:
+        return {"result": REFUSED, "reason": _one_line(error)}
+    except Exception as error:  # what is no refusal is a fault of ours, and the table says so
+        return {"result": BROKEN, "reason": f"export: {_one_line(error)}"}
+    try:
+        error, own = _logit_errors(config, source, results)
+    except Exception as error:
+        return {"result": BROKEN, "reason": _one_line(error)}
+    assembly = read_json(results.assembly(_NAME, "fp32"))
+    record = {"logit_error": _rounded(error), "transformers_error": _rounded(own), "classes": len(assembly["classes"]), "kinds": len(assembly["kinds"])}
+    if error <= max(TOLERANCE, 2 * own):  # random weights may be so unlucky that fp32 itself is no better
+        return {"result": WORKS, **record}
+    return {"result": WRONG, "reason": f"logits differ by {error:.1e} of their standard deviation", **record}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.1e}")
+
+
+def tiny_configs(model_type: str) -> list[dict[str, Any]]:
+    """The type's default config, as small as its class takes it, then closer to the default: config.json mappings.
+
+    Raises what the class raises when it takes none of them.
+    """
+    with quiet():
+        default = json.loads(transformers.CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    default = {key: value for key, value in default.items() if "__float__" not in json.dumps(value)}  # infinity, which is no JSON
+    default |= {"model_type": model_type} | _completed(default)
+    try:
+        depths = depths_to_try(signatures(meta_model(default, "fp32")))
+    except InputError:
+        depths = [3]  # no list of layers, or a default that the class itself refuses: the export will say which
+    taken, failures = [], []
+    for config in (config for depth in depths for config in small_configs(default, depth)):
+        try:
+            with quiet(), torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[model_type].from_dict(config), dtype=torch.float32)
+        except Exception as error:  # whatever the class finds wrong
+            failures.append(error)
+            continue
+        count = sum(parameter.numel() for parameter in model.parameters())
+        if count <= _MAX_PARAMETERS:
+            taken.append(config)
+        else:
+            failures.append(InputError(f"{count:,} parameters, expected at most {_MAX_PARAMETERS:,}"))
+    if not taken:
+        raise failures[0]
+    return taken[:_MAX_TRIES]
+
+
+def _completed(default: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without which a default config is no causal LM (BERT's attends both ways) or no model at all (no number of experts, no head size)."""
+    completed: dict[str, Any] = {"is_decoder": True} if default.get("is_decoder") is False else {}
+    heads, hidden = default.get("num_attention_heads"), default.get("hidden_size")
+    if "head_dim" in default and default["head_dim"] is None and isinstance(heads, int) and isinstance(hidden, int):
+        completed["head_dim"] = hidden // heads
+    return completed | {key: value for key, value in _NUMBERS_OF_EXPERTS.items() if key in default and default[key] is None}
+
+
+_NUMBERS_OF_EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+
+
+def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:
+    """A random checkpoint, and what resolve and export make of it."""
+    folder.mkdir()
+    write_json(folder / "shape.json", {**config, "dtype": "float32"})
+    source, results = random_model.make(folder / "shape.json", 0, folder / "checkpoint"), Results(folder / "results")
+    resolve(str(source), source, results.checkpoint(_NAME))
+    export(resolve_architecture(str(source), source, results.architecture(_NAME)), "fp32", results.assembly(_NAME, "fp32"))
+    return source, results
+
+
+def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> tuple[float, float]:
+    """Largest difference of a logit of three requests, prefilled together and then decoded, from transformers in fp32, and that of
+    transformers in fp32 from itself in fp64; both over the logits' standard deviation."""
+    convert(results.checkpoint(_NAME), "fp32", results.weights(_NAME, "fp32"))
+    build(results.assembly(_NAME, "fp32"), "onnxruntime", results.engines(_NAME, "fp32", "onnxruntime"))
+    model = Model.open(
+        results.engines(_NAME, "fp32", "onnxruntime"), results.assembly(_NAME, "fp32"), results.weights(_NAME, "fp32"),
+        max_batch_size=len(_PROMPTS), max_seq_len=max(_PROMPTS) + _DECODE_STEPS,
+    )  # fmt: skip
+    random = np.random.default_rng(1)
+    sequences = [random.integers(0, model.vocab_size, length + _DECODE_STEPS) for length in _PROMPTS]
+    found = [model.step([Advance(slot, ids[:length], 0) for slot, (ids, length) in enumerate(zip(sequences, _PROMPTS))])]
+    for step in range(_DECODE_STEPS):
+        at = [length + step for length in _PROMPTS]
+        found.append(model.step([Advance(slot, ids[i : i + 1], i) for slot, (ids, i) in enumerate(zip(sequences, at))]))
+    reference = load_folder(source, cut_config(config, "all"))
+    expected, spread = _expected(reference, sequences)
+    exact, _ = _expected(reference.double(), sequences)
+    difference = float(np.abs(np.array(found) - expected).max() / spread)
+    return difference if np.isfinite(difference) else float("inf"), float(np.abs(expected - exact).max() / spread)
+
+
+def _expected(model: torch.nn.Module, sequences: list[np.ndarray]) -> tuple[np.ndarray, float]:
+    """Logits behind each prompt and each decoded token [steps, requests, vocab_size], and the standard deviation of all logits."""
+    with torch.no_grad():
+        whole = [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in sequences]
+    rows = [[logits[length - 1 + step] for logits, length in zip(whole, _PROMPTS)] for step in range(_DECODE_STEPS + 1)]
+    return np.array(rows), float(np.concatenate(whole).std())
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text[:400] if isinstance(error, InputError) else f"{type(error).__name__}: {text[:300]}"
