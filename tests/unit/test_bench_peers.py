@@ -49,9 +49,9 @@ def test_tables_say_what_is_reached_what_is_missed_and_who_is_absent(record):
     text = peers_table.render(record)
     assert "| optimum | 60.0 | 60.0 | 6.3 GB | 4.4 GB | 5.23.0 |" in text
     assert "| 0.91 (0.91 - 0.91) |" in text
-    assert "Aim: 10 times as fast to a runnable model: reached (optimum 15.00)" in text
-    assert "Aim: 8 times less memory: missed (optimum 7.00)" in text
-    assert "Aim: 1 times as fast in decoding: missed (optimum 0.91)" in text
+    assert "Aim: a runnable model 10 times faster than the best of them: reached (optimum 15.00)" in text
+    assert "Aim: 8 times less memory than the best of them: missed (optimum 7.00)" in text
+    assert "Aim: decoding no slower than the best of them: missed (optimum 0.91)" in text
     assert "no weight bytes written: reached (2.0 MB" in text
     assert "onnxruntime-genai is not in a table: skipped: 12 GB" in text
     assert "ran with an older transformers." in text

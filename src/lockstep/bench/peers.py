@@ -106,7 +106,7 @@ def run(work: Path, shape: str, settings: Settings, names: tuple[str, ...] = tup
 def _summary(shape: str, checkpoint: Path, settings: Settings, records: Mapping[str, Record], loads: list[float]) -> dict[str, Any]:
     return {
         "benchmark": "peers", "command": _command(shape, settings, tuple(records)),
-        "shape": Path(shape).stem, "precision": "fp32", "checkpoint_bytes": _bytes(checkpoint),
+        "shape": Path(shape).name.removesuffix(".json"), "precision": "fp32", "checkpoint_bytes": _bytes(checkpoint),
         "context": settings.context, "steps": settings.steps, "rounds": settings.rounds, "repeats": settings.repeats,
         "load_average": spread(loads, 1), "contestants": {name: _of_contestant(name, records) for name in records},
         **_relative(records), **surroundings("onnxruntime", "torch", "transformers", threads=settings.threads),
