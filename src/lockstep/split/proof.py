@@ -8,11 +8,13 @@ here. Needs neither weights nor a checkpoint.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -93,6 +95,7 @@ def make_small(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, a
                 return Small(candidate, files, dict(assembly))
             small_files, made = assemble(small, candidate, "fp32")
             _compare_kinds(made, assembly)
+            _compare_graphs((small_files, made), (files, assembly))
             return Small(candidate, small_files, made)
         except InputError as error:
             reasons.append(str(error))
@@ -138,6 +141,21 @@ def _compare_kinds(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
         one, other = (_essence(assembly["kinds"][layer["kind"]]) for assembly, layer in ((found, small), (expected, real)))
         if one != other:
             raise InputError(f"expected the attention of layer {index} with {other}, found {one}")
+
+
+def _compare_graphs(found: tuple[Files, Mapping[str, Any]], expected: tuple[Files, Mapping[str, Any]]) -> None:
+    """Each layer's graphs must have the same operators in the same order: what the small model shows then holds for the real one."""
+    for index, (small, real) in enumerate(zip(found[1]["layers"], expected[1]["layers"])):
+        for part in ("block", "exit"):
+            one, other = (_operators(files[assembly["classes"][layer[part]["class"]]["graph"]]) for (files, assembly), layer in ((found, small), (expected, real)))
+            if one != other:
+                raise InputError(f"expected the {part} of layer {index} with {len(other)} operators as in the model itself, found {len(one)} or others")
+
+
+@functools.lru_cache(maxsize=64)
+def _operators(graph: bytes) -> tuple[str, ...]:
+    """The operators of a canonical graph but for casts, which precisions differ by."""
+    return tuple(node.op_type for node in onnx.ModelProto.FromString(graph).graph.node if node.op_type != "Cast")
 
 
 def _essence(kind: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +211,7 @@ def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
 def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> torch.nn.Module:
     """transformers' own model with random weights in fp32, eager: gains and biases vary too, so that none can stand for another."""
     made = build_config(config)
-    made._experts_implementation = None  # transformers' default, not what the trace needs
+    made._experts_implementation = "eager"  # not what the trace needs, and it also runs in fp64
     with quiet():
         model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)

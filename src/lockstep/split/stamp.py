@@ -17,7 +17,7 @@ from lockstep.split.canonical import Graph
 from lockstep.split.cut import Cut, Region, bind_slot, cut
 from lockstep.split.layout import checkpoint_layout
 from lockstep.split.simplify import pack
-from lockstep.split.tracer import NOT_PER_LAYER, layer_list, trace
+from lockstep.split.tracer import layer_list, per_layer_settings, trace
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]
 def signatures(meta: torch.nn.Module) -> list[str]:
     """One text for each layer, equal for layers that trace alike: module tree, tensor shapes, plain settings, per-layer config lists."""
     _, layers = layer_list(meta)
-    text = meta.config.get_text_config()
-    lists = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == len(layers) and k not in NOT_PER_LAYER}
+    lists = per_layer_settings(meta.config.get_text_config(), len(layers))
     return [_look(layer, {key: value[index] for key, value in lists.items()}) for index, layer in enumerate(layers)]
 
 

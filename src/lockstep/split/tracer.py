@@ -25,6 +25,7 @@ import onnxscript
 import torch
 import transformers
 from onnxscript import opset20
+from onnxscript.function_libs.torch_lib.registration import torch_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
@@ -115,6 +116,12 @@ def _to_gemm(x, weight, bias=None):
     return opset20.Reshape(rows, opset20.Constant(value_ints=[*lead, int(out_features)]))
 
 
+@torch_op("aten::unsqueeze", complex=True, trace_only=True)
+def _complex_unsqueeze(x, dim: int):
+    """A complex tensor travels as pairs of real numbers in one more dimension, the last; onnxscript has this rule for other operators."""
+    return opset20.Unsqueeze(x, opset20.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
+
+
 _TRANSLATION = {torch.ops.lockstep.attention.default: _to_marker, torch.ops.aten.linear.default: _to_gemm}
 
 
@@ -186,11 +193,16 @@ def select_layers(model: torch.nn.Module, indices: Sequence[int]) -> torch.nn.Mo
     finally:
         setattr(owner, attribute, layers)
     text = selected.config.get_text_config()
-    for key, value in list(vars(text).items()):
-        if isinstance(value, (list, tuple)) and len(value) == len(layers) and key not in NOT_PER_LAYER:
-            setattr(text, key, [value[index] for index in indices])
+    for key, value in per_layer_settings(text, len(layers)).items():
+        setattr(text, key, [value[index] for index in indices])
     text.num_hidden_layers = len(indices)
     return selected
+
+
+def per_layer_settings(config: transformers.PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
+    """The config's lists with one entry for each layer; a list of the layers' own numbers is none."""
+    lists = {key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == depth}
+    return {key: value for key, value in lists.items() if key not in NOT_PER_LAYER and list(value) != list(range(depth))}
 
 
 # Lists of a config that can be as long as the model is deep by chance.
