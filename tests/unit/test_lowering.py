@@ -2,14 +2,16 @@
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from lockstep.engine.fusing import fuse
 from lockstep.engine.lowering import lower
 from lockstep.errors import InputError
+from lockstep.files import write_json
+from lockstep.sessions import open_session
 from lockstep.show import layer_table, show
-from lockstep.split.export import export_config
+from lockstep.split.export import assemble
+from lockstep.split.tracer import meta_model
 
 BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 FAMILIES = {
@@ -23,13 +25,12 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory):
-    """{family: [(file name, canonical model)]} without the uncut graph's many weights twice over."""
+def graphs():
+    """{family: [(file name, canonical model)]}."""
     made = {}
     for name, (config, precision) in FAMILIES.items():
-        folder = tmp_path_factory.mktemp("lowering")
-        export_config(config, precision, folder)
-        made[name] = [(path.name, onnx.load(path)) for path in sorted(folder.glob("*.onnx"))]
+        files, _ = assemble(meta_model(config, precision), config, precision)
+        made[name] = [(file, onnx.load_from_string(data)) for file, data in sorted(files.items())]
     return made
 
 
@@ -49,9 +50,7 @@ def inputs_of(model, seed=0):
 
 
 def run(model, feeds):
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(model.SerializeToString(), options)
+    session = open_session(model.SerializeToString())
     return dict(zip([value.name for value in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
@@ -128,7 +127,7 @@ def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
 
 def test_layer_table_says_which_layer_uses_which_class(tmp_path):
     config = {"model_type": "qwen3_moe", **BASE, "num_hidden_layers": 4, "head_dim": 8, "mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    export_config(config, "fp32", tmp_path)
+    write_json(tmp_path / "assembly.json", assemble(meta_model(config, "fp32"), config, "fp32")[1])
     lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]
     assert lines[0] == "4 layers, 6 classes, 1 kinds".split()
     assert lines[2:5] == [["0", "entry", "attention", "exit"], ["1", "middle", "attention", "exit_2"], ["2-3", "middle_2", "attention", "exit_2"]]

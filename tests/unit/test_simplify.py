@@ -3,9 +3,9 @@
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
+from lockstep.sessions import open_session
 from lockstep.split.simplify import pack
 
 N, H, D = 5, 2, 4
@@ -52,9 +52,7 @@ def build(body: str) -> onnx.ModelProto:
 
 
 def run(model: onnx.ModelProto) -> np.ndarray:
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(model.SerializeToString(), options)
+    session = open_session(model.SerializeToString())
     hidden = np.random.default_rng(0).standard_normal((N, H * D), dtype=np.float32)
     return session.run(None, {"hidden": hidden})[0]
 

@@ -69,9 +69,9 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     return out
 
 
-def export_config(config: dict[str, Any], precision: str, folder: Path, stamp: bool = True) -> dict[str, dict[str, Any]]:
+def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives {file: size, sha256}."""
-    files, assembly = _proven(config, precision) if stamp else assemble(meta_model(config, precision), config, precision, stamp)
+    files, assembly = _proven(config, precision)
     files["assembly.json"] = dump_json(assembly).encode()
     for name, data in sorted(files.items()):
         write_bytes(folder / name, data)
