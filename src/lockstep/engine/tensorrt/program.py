@@ -51,8 +51,8 @@ class Device:
             for context in self.contexts:
                 compat.set_device_memory(context, self.scratch.address, self.scratch.nbytes)
 
-    def context(self, engine: Any, profile: int) -> Any:
-        context = compat.create_context(engine)
+    def context(self, engine: Any, profile: int, where: str) -> Any:
+        context = compat.create_context(engine, where)
         compat.set_device_memory(context, self.scratch.address, self.scratch.nbytes)
         compat.set_profile(context, profile, self.stream.handle)
         self.contexts.append(context)
@@ -66,12 +66,12 @@ class TensorRTProgram:
         self.path = engine_path
         self.slots = {slot["name"]: (tuple(slot["shape"]), np.dtype(slot["dtype"])) for slot in slots}
         self.device = Device.get()
-        self.engine = compat.load_engine(engine_path.read_bytes(), str(engine_path))
+        self.engine = compat.deserialize(engine_path.read_bytes(), str(engine_path))
         self.tensors = {tensor.name: tensor for tensor in compat.tensors(self.engine)}
         missing = set(self.slots) - set(self.tensors)
         if missing:
             raise CheckError(f"{engine_path}: expected weight inputs {sorted(self.slots)}, found none for {sorted(missing)}; build the engines again")
-        self.device.reserve(compat.device_memory(self.engine))
+        self.device.reserve(compat.device_memory_size(self.engine))
         self._contexts: dict[tuple, Any] = {}
 
     def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
@@ -86,7 +86,7 @@ class TensorRTProgram:
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The first profile that takes these input shapes. Raises CheckError where none does."""
         for profile in range(compat.num_profiles(self.engine)):
-            bounds = {name: compat.profile_shape(self.engine, name, profile) for name in shapes}
+            bounds = {name: self.tensors[name].profiles[profile] for name in shapes}
             if all(low <= size <= high for name, shape in shapes.items() for low, size, high in zip(bounds[name][0], shape, bounds[name][2])):
                 return profile
         raise CheckError(f"{self.path}: expected shapes within a profile of the engine, found {dict(shapes)}; raise the limits of the config and build again")
@@ -97,7 +97,7 @@ class TensorRTProgram:
         key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
         context = self._contexts.get(key)
         if context is None:
-            context = self._contexts[key] = self.device.context(self.engine, profile)
+            context = self._contexts[key] = self.device.context(self.engine, profile, str(self.path))
         return context
 
 
@@ -123,7 +123,11 @@ class TensorRTExecutable:
         stream = program.device.stream.handle
 
         def run() -> None:
-            compat.run(context, shapes, addresses, stream, str(program.path))
+            for name, shape in shapes.items():
+                compat.set_input_shape(context, name, shape)
+            for name, address in addresses.items():
+                compat.set_tensor_address(context, name, address)
+            compat.enqueue(context, stream)
 
         run.arrays = (*inputs.values(), *outputs.values())  # keeps the memory alive: a context holds addresses
         return run
