@@ -111,7 +111,7 @@ def test_the_options_are_part_of_the_engine(made, tmp_path):
         ({"device": {"architecture": "riscv64", "isa": []}}, "device: made for architecture riscv64"),
         ({"precision": "fp16"}, "precision: made for fp16, found fp32"),
         ({"engines": {}}, "engines: made for , found attention.decode attention.prefill"),
-        ({"backend": "abacus"}, "backend: expected one of onnxruntime, found 'abacus'"),
+        ({"backend": "abacus"}, "backend: expected one of onnxruntime, tensorrt, found 'abacus'"),
         ({"format": "lockstep.engines/9"}, "expected format 'lockstep.engines/1', found 'lockstep.engines/9'"),
     ],
 )

@@ -26,7 +26,10 @@ Array = TypeVar("Array")
 Run = Callable[[], None]
 
 # Backend name -> (module, class). A module is imported when its backend is asked for, so that none needs another's library.
-_BACKENDS = {"onnxruntime": ("lockstep.engine.onnxruntime_cpu", "OnnxRuntimeBackend")}
+_BACKENDS = {
+    "onnxruntime": ("lockstep.engine.onnxruntime_cpu", "OnnxRuntimeBackend"),
+    "tensorrt": ("lockstep.engine.tensorrt.backend", "TensorRTBackend"),
+}
 
 
 class Executable(Protocol):
@@ -77,8 +80,11 @@ class Backend(Protocol):
         """The build options as they are recorded."""
         ...
 
-    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> None:
-        """Build the ONNX graph to an engine file; same inputs, same bytes. Raises CheckError when the library refuses the graph."""
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Build the ONNX graph to an engine file; gives what its entry in engines.json says besides: JSON, {} where that is all.
+
+        Raises CheckError when the library refuses the graph.
+        """
         ...
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Program:

@@ -63,14 +63,14 @@ def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: 
     """Build one engine. Where the backend asked for another form of the graph, the entry says which slots it has and of what."""
     prepared = prepare(onnx.load(graph_path), graph.get("slots", ()), options)
     if prepared is None:
-        library.build(graph_path, file, options)
-        return {"file": file.name, "sha256": sha256_file(file)}
+        said = library.build(graph_path, file, options)
+        return {**said, "file": file.name, "sha256": sha256_file(file)}
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp") as folder:
         rewritten = Path(folder) / "prepared.onnx"
         rewritten.write_bytes(prepared.model.SerializeToString(deterministic=True))
-        library.build(rewritten, file, options)
-    return {"file": file.name, "sha256": sha256_file(file), "slots": prepared.slots, "parts": prepared.parts}
+        said = library.build(rewritten, file, options)
+    return {**said, "file": file.name, "sha256": sha256_file(file), "slots": prepared.slots, "parts": prepared.parts}
 
 
 def graphs_of(assembly: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -57,7 +57,7 @@ class OnnxRuntimeBackend:
     def default_options(self) -> dict[str, Any]:
         return {"optimization_level": "all", "opset": None, "fuse_projections": False}
 
-    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> None:
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         level = options["optimization_level"]
         if level not in _LEVELS:
             raise InputError(f"optimization_level: expected one of {', '.join(sorted(_LEVELS))}, found {level!r}")
@@ -73,6 +73,7 @@ class OnnxRuntimeBackend:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out_path)) from None
                 raise
             write_bytes(out_path, _canonical(saved.read_bytes()))
+        return {}
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> OnnxRuntimeProgram:
         _use_global_pool(threads)

@@ -1,0 +1,106 @@
+"""The TensorRT backend on one NVIDIA GPU. Engine: a plan whose weights are inputs, less than a megabyte.
+
+One builder and one timing cache serve all graphs that an instance builds: layers that two graphs share are timed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+
+from lockstep.engine.tensorrt import compat
+from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
+from lockstep.engine.tensorrt.profiles import profiles
+from lockstep.errors import CheckError
+from lockstep.files import write_bytes
+
+if TYPE_CHECKING:
+    from lockstep.engine.tensorrt.program import TensorRTProgram
+
+
+class TensorRTBackend:
+    """TensorRT 8.6, 10.x or 11.x. Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays it."""
+
+    name = "tensorrt"
+    suffix = ".engine"
+    revision = 1
+
+    def __init__(self) -> None:
+        compat.require()
+        self._builder: Any = None
+        self._timing: Any = None
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        return ("fp32", "fp16", "bf16") if compat.has("bf16") else ("fp32", "fp16")
+
+    def version(self) -> str:
+        return compat.version_text()
+
+    def describe_device(self) -> dict[str, Any]:
+        return describe_gpu()
+
+    def device_key(self, device: Mapping[str, Any]) -> Any:
+        return gpu_key(device)
+
+    def default_options(self) -> dict[str, Any]:
+        """opset: None takes the graph as it is. tactic_sources: None takes the library's. Limits: what the profiles are made for."""
+        return {
+            "opset": None if compat.has("opset_18") else 17,
+            "fuse_projections": True,
+            "workspace_mb": 4096,
+            "optimization_level": 3,
+            "tactic_sources": None,
+            "tactics": "free",
+            "max_batch_size": 4,
+            "max_num_tokens": 512,
+            "max_seq_len": 256,
+        }
+
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+        where = str(out_path)
+        model = onnx.load(graph_path)
+        if self._builder is None:
+            self._builder = compat.create_builder()
+        network = compat.create_network(self._builder)
+        parser = compat.parse(network, model.SerializeToString(), where)
+        config = compat.create_config(self._builder, options["workspace_mb"] << 20, options["optimization_level"], options["tactic_sources"])
+        compat.constrain_precision(config, network, tensor_types(model))
+        for profile in profiles(model, options):
+            compat.add_profile(self._builder, config, profile)
+        if self._timing is None:
+            self._timing = compat.create_timing_cache(config)
+        if not compat.use_timing_cache(config, self._timing):
+            raise CheckError(f"{where}: TensorRT {self.version()} refuses the timing cache: {compat.LOG.first_error()}")
+        plan = compat.build_plan(self._builder, network, config, where)
+        del parser  # it owns what the network reads
+        write_bytes(out_path, plan)
+        return {"typing": "strong" if compat.has("strong_types") else "weak"}
+
+    def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> TensorRTProgram:
+        from lockstep.engine.tensorrt.program import TensorRTProgram
+
+        return TensorRTProgram(engine_path, slots)
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
+        from lockstep.engine.tensorrt import cuda
+
+        return cuda.empty(shape, dtype)
+
+    def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Any:
+        from lockstep.engine.tensorrt.executor import GpuExecutor
+
+        return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
+
+
+def tensor_types(model: onnx.ModelProto) -> dict[str, str]:
+    """{tensor: dtype} of all tensors of a graph that ONNX's shape inference knows, constants too."""
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    elements = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
+    elements.update((tensor.name, tensor.data_type) for tensor in graph.initializer)
+    names = {"float": "float32"}  # as ONNX calls them -> as NumPy does
+    return {name: names.get(text, text) for name, text in ((name, onnx.TensorProto.DataType.Name(element).lower()) for name, element in elements.items())}

@@ -1,0 +1,358 @@
+"""TensorRT 8.6, 10.x and 11.x behind one set of functions. The only module that imports `tensorrt`.
+
+What a version lacks stands in FEATURES, and is asked for with `has`. All else is used on every version: tests hold each attribute that is
+named here, and the class that it is an attribute of, against listings of the versions' Python API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import CheckError, InputError
+
+try:
+    import tensorrt as trt
+except ModuleNotFoundError as error:
+    if error.name != "tensorrt":
+        raise
+    trt, _why_not = None, "is not installed for this Python"
+except (ImportError, OSError) as error:  # its libraries, or those that they link, are not found
+    trt, _why_not = None, f"cannot be loaded: {' '.join(str(error).split())}"
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that not every version has: from `since`, to below `until` where it was taken away. `needs`: its attributes."""
+
+    since: Version
+    until: Version | None
+    needs: tuple[str, ...]
+
+
+FEATURES: dict[str, Feature] = {
+    # Explicit batch is a flag up to 8.x; later it is the only kind of network.
+    "explicit_batch_flag": Feature((8, 6), (10, 0), ("NetworkDefinitionCreationFlag.EXPLICIT_BATCH",)),
+    # Precision from the graph's types alone. Without it: a builder flag, and a constraint on each layer.
+    "strong_types": Feature((10, 0), None, ("NetworkDefinitionCreationFlag.STRONGLY_TYPED",)),
+    "precision_constraints": Feature(
+        (8, 6), (10, 0),
+        ("BuilderFlag.FP16", "BuilderFlag.OBEY_PRECISION_CONSTRAINTS", "ILayer.precision", "ILayer.set_output_type"),
+    ),
+    # Several contexts of one profile: asked for when the engine is built; later it is always so.
+    "profile_sharing_flag": Feature((8, 6), (10, 0), ("IBuilderConfig.set_preview_feature", "PreviewFeature.PROFILE_SHARING_0806")),
+    "bf16": Feature((10, 0), None, ("DataType.BF16",)),
+    "int64": Feature((10, 0), None, ("DataType.INT64",)),  # earlier, int64 inputs become int32
+    "opset_18": Feature((10, 0), None, ()),  # 8.6 parses it without a word, and reduces over other axes
+    # Contexts whose scratch memory the caller owns.
+    "context_without_memory": Feature((8, 6), (10, 0), ("ICudaEngine.create_execution_context_without_device_memory",)),
+    "context_strategy": Feature((10, 0), None, ("ExecutionContextAllocationStrategy.USER_MANAGED",)),
+    "memory_size": Feature((8, 6), (10, 1), ("ICudaEngine.device_memory_size",)),
+    "memory_size_v2": Feature((10, 1), None, ("ICudaEngine.device_memory_size_v2", "IExecutionContext.set_device_memory")),
+}  # fmt: skip
+
+
+def require() -> None:
+    """Raises InputError where there is no TensorRT that this Python can load, or one that this code is not for."""
+    if trt is None:
+        raise InputError(f"backend tensorrt: the Python package tensorrt {_why_not}; install it, or name another interpreter in backends.tensorrt.python")
+    if not (8, 6) <= version() < (12, 0) or version()[0] == 9:
+        raise InputError(f"backend tensorrt: expected TensorRT 8.6, 10.x or 11.x, found {trt.__version__}")
+
+
+def version_text() -> str:
+    require()
+    return trt.__version__
+
+
+def version() -> Version:
+    major, minor = trt.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def available(feature: Feature, of: Version) -> bool:
+    return feature.since <= of and (feature.until is None or of < feature.until)
+
+
+def has(name: str) -> bool:
+    """Whether this version has a feature of the table."""
+    return available(FEATURES[name], version())
+
+
+class Log:
+    """What TensorRT says: errors and warnings since `clear`, first one first. One for the process, as TensorRT has it."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+
+    def clear(self) -> None:
+        self.errors.clear()
+        self.warnings.clear()
+
+    def first_error(self) -> str:
+        """The first error, else the first warning, on one line."""
+        said = self.errors or self.warnings or ["no message"]
+        return " ".join(said[0].split())
+
+
+LOG = Log()
+_logger: Any = None
+_runtime: Any = None
+
+
+def logger() -> Any:
+    """TensorRT's logger, which fills LOG."""
+    global _logger
+    require()
+    if _logger is None:
+
+        class Collect(trt.ILogger):
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: Any, message: str) -> None:
+                if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                    LOG.errors.append(message)
+                elif severity == trt.ILogger.WARNING:
+                    LOG.warnings.append(message)
+
+        _logger = Collect()
+    return _logger
+
+
+def _dtypes() -> dict[Any, str]:
+    types = {
+        trt.DataType.FLOAT: "float32", trt.DataType.HALF: "float16", trt.DataType.INT32: "int32",
+        trt.DataType.INT8: "int8", trt.DataType.UINT8: "uint8", trt.DataType.BOOL: "bool",
+    }  # fmt: skip
+    if has("bf16"):
+        types[trt.DataType.BF16] = "bfloat16"
+    if has("int64"):
+        types[trt.DataType.INT64] = "int64"
+    return types
+
+
+# --- build
+
+
+def create_builder() -> trt.Builder:
+    """Raises InputError where TensorRT cannot start, which is without a GPU."""
+    LOG.clear()
+    try:
+        return trt.Builder(logger())
+    except TypeError:
+        raise InputError(f"backend tensorrt: TensorRT {trt.__version__} cannot start here: {LOG.first_error()}; it needs an NVIDIA GPU and its driver") from None
+
+
+def create_network(builder: trt.Builder) -> trt.INetworkDefinition:
+    flags = 0
+    if has("explicit_batch_flag"):
+        flags |= 1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
+    if has("strong_types"):
+        flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    return builder.create_network(flags)
+
+
+def parse(network: trt.INetworkDefinition, model: bytes, where: str) -> trt.OnnxParser:
+    """Fill `network` from a serialized ONNX model; gives the parser, which must live as long as the network.
+
+    Raises CheckError with what the parser says.
+    """
+    LOG.clear()
+    parser: trt.OnnxParser = trt.OnnxParser(network, logger())
+    if not parser.parse(model):
+        said = [" ".join(str(parser.get_error(i)).split()) for i in range(parser.num_errors)]
+        raise CheckError(f"{where}: TensorRT {trt.__version__} cannot read this graph: {said[0] if said else LOG.first_error()}")
+    return parser
+
+
+def tactic_source_names() -> list[str]:
+    return sorted(name.lower() for name in trt.TacticSource.__members__)
+
+
+def create_config(builder: trt.Builder, workspace_bytes: int, level: int, tactic_sources: Sequence[str] | None) -> trt.IBuilderConfig:
+    """A configuration with detailed layer information and without TF32: fp32 graphs are computed in fp32."""
+    config: trt.IBuilderConfig = builder.create_builder_config()
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+    config.builder_optimization_level = level
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.clear_flag(trt.BuilderFlag.TF32)
+    if has("profile_sharing_flag"):
+        config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
+    if tactic_sources is not None:
+        known = trt.TacticSource.__members__
+        unknown = sorted(set(tactic_sources) - {name.lower() for name in known})
+        if unknown:
+            raise InputError(f"tactic_sources: expected some of {', '.join(tactic_source_names())} (TensorRT {trt.__version__}), found {', '.join(unknown)}")
+        config.set_tactic_sources(sum(1 << int(known[name.upper()]) for name in tactic_sources))
+    return config
+
+
+def constrain_precision(config: trt.IBuilderConfig, network: trt.INetworkDefinition, types: Mapping[str, str]) -> None:
+    """Where networks are weakly typed: hold every layer to the type that the graph gives its result.
+
+    types: the ONNX graph's {tensor: dtype}. Layers that the parser adds take the type of what they read.
+    """
+    if has("strong_types"):
+        return
+    kinds = {"float32": trt.DataType.FLOAT, "float16": trt.DataType.HALF}
+    if "float16" in types.values():
+        config.set_flag(trt.BuilderFlag.FP16)
+        config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+    else:
+        return  # nothing but fp32 is allowed without the flag
+    known = {name: kinds.get(dtype) for name, dtype in types.items()}  # None: integers and truth values, which have no precision
+    for number in range(network.num_layers):
+        layer: trt.ILayer = network.get_layer(number)
+        read = [layer.get_input(i) for i in range(layer.num_inputs)]
+        inputs: list[trt.ITensor] = [tensor for tensor in read if tensor is not None]
+        first = next((known[tensor.name] for tensor in inputs if known.get(tensor.name)), None)
+        held = None
+        for i in range(layer.num_outputs):
+            tensor: trt.ITensor = layer.get_output(i)
+            if tensor.name not in known:
+                floating = tensor.dtype in (trt.DataType.FLOAT, trt.DataType.HALF)
+                known[tensor.name] = (first or tensor.dtype) if floating else None
+            if known[tensor.name] and not tensor.is_shape_tensor:
+                held = known[tensor.name]
+                layer.set_output_type(i, held)
+        if held and layer.type not in (trt.LayerType.CONSTANT, trt.LayerType.CAST):
+            layer.precision = held
+
+
+def add_profile(builder: trt.Builder, config: trt.IBuilderConfig, shapes: Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> None:
+    """Add an optimization profile: {input: (min, opt, max)}."""
+    profile: trt.IOptimizationProfile = builder.create_optimization_profile()
+    for name, (low, best, high) in shapes.items():
+        profile.set_shape(name, tuple(low), tuple(best), tuple(high))
+    if config.add_optimization_profile(profile) < 0:
+        raise CheckError(f"TensorRT {trt.__version__} refuses the optimization profile {dict(shapes)}: {LOG.first_error()}")
+
+
+def create_timing_cache(config: trt.IBuilderConfig, data: bytes = b"") -> trt.ITimingCache:
+    return config.create_timing_cache(data)
+
+
+def use_timing_cache(config: trt.IBuilderConfig, cache: trt.ITimingCache) -> bool:
+    """False where TensorRT refuses it."""
+    return config.set_timing_cache(cache, False)
+
+
+def build_plan(builder: trt.Builder, network: trt.INetworkDefinition, config: trt.IBuilderConfig, where: str) -> bytes:
+    """The serialized engine. Raises CheckError with TensorRT's first error."""
+    LOG.clear()
+    memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
+    if memory is None:
+        raise CheckError(f"{where}: TensorRT {trt.__version__} cannot build this graph: {LOG.first_error()}")
+    return bytes(memory)
+
+
+# --- run
+
+
+def deserialize(data: bytes, where: str) -> trt.ICudaEngine:
+    """An engine of a plan's bytes. Raises CheckError with TensorRT's first error."""
+    global _runtime
+    LOG.clear()
+    if _runtime is None:  # it must outlive its engines
+        _runtime = trt.Runtime(logger())
+    runtime: trt.Runtime = _runtime
+    engine = runtime.deserialize_cuda_engine(data)
+    if engine is None:
+        raise CheckError(f"{where}: TensorRT {trt.__version__} cannot load this engine: {LOG.first_error()}; build the engines again on this machine")
+    return engine
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output of an engine. shape: -1 where it is dynamic. profiles: (min, opt, max) of each, for inputs."""
+
+    name: str
+    is_input: bool
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    profiles: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def tensors(engine: trt.ICudaEngine) -> list[Tensor]:
+    """All inputs and outputs of an engine."""
+    dtypes = _dtypes()
+    found = []
+    for number in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(number)
+        is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+        profiles = range(engine.num_optimization_profiles) if is_input else ()
+        bounds = tuple(tuple(tuple(shape) for shape in engine.get_tensor_profile_shape(name, profile)) for profile in profiles)
+        found.append(Tensor(name, is_input, _dtype(dtypes[engine.get_tensor_dtype(name)]), tuple(engine.get_tensor_shape(name)), bounds))
+    return found
+
+
+def _dtype(name: str) -> np.dtype:
+    if name == "bfloat16":
+        import ml_dtypes  # NumPy has none
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def num_profiles(engine: trt.ICudaEngine) -> int:
+    return engine.num_optimization_profiles
+
+
+def create_context(engine: trt.ICudaEngine, where: str) -> trt.IExecutionContext:
+    """A context without scratch memory of its own: give it some with `set_device_memory` before it runs."""
+    LOG.clear()
+    if has("context_strategy"):
+        context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    else:
+        context = engine.create_execution_context_without_device_memory()
+    if context is None:
+        raise CheckError(f"{where}: TensorRT {trt.__version__} cannot make an execution context: {LOG.first_error()}")
+    return context
+
+
+def device_memory_size(engine: trt.ICudaEngine) -> int:
+    """Bytes of scratch memory that a context needs at most, over all profiles."""
+    return engine.device_memory_size_v2 if has("memory_size_v2") else engine.device_memory_size
+
+
+def set_device_memory(context: trt.IExecutionContext, address: int, size: int) -> None:
+    """Let a context use `size` bytes at a device address, aligned to 256."""
+    if has("memory_size_v2"):
+        context.set_device_memory(address, size)
+    else:
+        context.device_memory = address
+
+
+def set_profile(context: trt.IExecutionContext, number: int, stream: int) -> None:
+    if context.active_optimization_profile != number and not context.set_optimization_profile_async(number, stream):
+        raise CheckError(f"TensorRT {trt.__version__} refuses optimization profile {number}: {LOG.first_error()}")
+
+
+def set_input_shape(context: trt.IExecutionContext, name: str, shape: Sequence[int]) -> None:
+    LOG.clear()
+    if not context.set_input_shape(name, tuple(shape)):
+        raise CheckError(f"input {name}: TensorRT {trt.__version__} refuses the shape {list(shape)}: {LOG.first_error()}")
+
+
+def set_tensor_address(context: trt.IExecutionContext, name: str, address: int) -> None:
+    if not context.set_tensor_address(name, address):
+        raise CheckError(f"tensor {name}: TensorRT {trt.__version__} refuses the address: {LOG.first_error()}")
+
+
+def enqueue(context: trt.IExecutionContext, stream: int) -> None:
+    """Put one execution on a CUDA stream; all addresses and shapes must be set."""
+    if not context.execute_async_v3(stream):
+        raise CheckError(f"TensorRT {trt.__version__} cannot run: {LOG.first_error()}")
+
+
+def layer_information(engine: trt.ICudaEngine) -> str:
+    """The inspector's JSON of all layers; may hold raw control characters."""
+    inspector: trt.EngineInspector = engine.create_engine_inspector()
+    return inspector.get_engine_information(trt.LayerInformationFormat.JSON)
