@@ -95,6 +95,11 @@ class Backend(Protocol):
         """A contiguous buffer, not initialised."""
         ...
 
+    def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Any | None:
+        """What runs steps of a network (runtime.network.Network) of this backend's engines (runtime.step.Executor); None: the runtime's own,
+        on host arrays."""
+        ...
+
 
 def get_backend(name: str) -> Backend:
     """The backend of this name. Raises InputError for an unknown name or a library that is not installed."""

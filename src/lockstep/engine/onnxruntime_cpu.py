@@ -82,6 +82,9 @@ class OnnxRuntimeBackend:
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         return np.empty(shape, dtype)
 
+    def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> None:
+        return None
+
 
 class OnnxRuntimeProgram:
     """An engine file in memory; `bind` makes a session from it."""

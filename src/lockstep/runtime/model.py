@@ -10,28 +10,23 @@ import numpy as np
 
 from lockstep.engine import EngineSet
 from lockstep.errors import InputError
-from lockstep.runtime.kv_cache import KVCache
-from lockstep.runtime.network import Network, open_network
-from lockstep.runtime.plan import Layout, Plan
-from lockstep.runtime.step import Advance, check, lay_out
-
-_KEPT_PLANS = 8
+from lockstep.runtime.host import HostExecutor
+from lockstep.runtime.network import open_network
+from lockstep.runtime.step import Advance, Executor, check
 
 
 class Model:
     """Requests live in slots 0 to max_batch_size-1. Not for several threads at once: the backend itself uses all that it is given."""
 
-    def __init__(self, network: Network, cache: KVCache, max_num_tokens: int | None, engines: EngineSet, layers: int):
+    def __init__(self, executor: Executor, max_num_tokens: int | None, engines: EngineSet, layers: int):
         self.engines = engines
         self.layers = layers
-        self.vocab_size = network.vocab_size
-        self.max_batch_size = cache.rows
-        self.max_seq_len = cache.max_seq_len
+        self.vocab_size = engines.assembly["vocab_size"]
+        self.max_batch_size = executor.rows
+        self.max_seq_len = executor.max_seq_len
         self.max_num_tokens = max_num_tokens
         self.eos_token_ids = tuple(engines.assembly["eos_token_ids"])
-        self._network = network
-        self._cache = cache
-        self._plans: dict[Layout, Plan] = {}
+        self._executor = executor
 
     @classmethod
     def open(
@@ -59,8 +54,8 @@ class Model:
             if value < 1:
                 raise InputError(f"{name}: expected at least 1, found {value}")
         network = open_network(engines, weights_json, layers, threads, low_memory)
-        cache = KVCache([kind.cache for _, kind in network.layers], max_batch_size, max_seq_len, network.dtype)
-        return cls(network, cache, max_num_tokens, engines, len(network.layers))
+        executor = engines.backend.executor(network, max_batch_size, max_seq_len, max_num_tokens) or HostExecutor(network, max_batch_size, max_seq_len)
+        return cls(executor, max_num_tokens, engines, len(network.layers))
 
     def step(self, advances: Sequence[Advance]) -> np.ndarray:
         """Advance any mix of requests by one or several tokens each.
@@ -69,58 +64,18 @@ class Model:
         Raises InputError, and changes nothing, for a slot out of range or named twice, a start other than 0 or the slot's
         length, a token outside the vocabulary, no token, or more than max_seq_len or max_num_tokens.
         """
-        cache = self._cache
-        check(advances, cache, self.vocab_size, self.max_num_tokens)
-        for advance in advances:
-            if not advance.start:
-                cache.reset(advance.slot)
-        if cache.reserve(max(advance.start + len(advance.tokens) for advance in advances)):
-            self._plans.clear()
-        layout = lay_out(advances)
-        plan = self._plan(layout)
-        rows = _pack(plan, advances)
-        plan.run()
-        plan.write_decoded(rows)
-        for advance in advances:
-            cache.lengths[advance.slot] = advance.start + len(advance.tokens)
-        return plan.logits.astype(np.float32)
+        check(advances, self._executor, self.vocab_size, self.max_num_tokens)
+        return self._executor.logits(advances)
+
+    def step_tokens(self, advances: Sequence[Advance]) -> np.ndarray:
+        """As `step`, but gives only each request's most likely next token, [len(advances)] int64: on a GPU nothing else comes back."""
+        check(advances, self._executor, self.vocab_size, self.max_num_tokens)
+        return self._executor.tokens(advances)
 
     def length(self, slot: int) -> int:
         """Tokens that the slot holds."""
-        return int(self._cache.lengths[slot])
+        return int(self._executor.lengths[slot])
 
     def release(self, slot: int) -> None:
         """Forget what the slot holds, so that its memory may shrink. A new request at start 0 does the same."""
-        self._cache.reset(slot)
-
-    def _plan(self, layout: Layout) -> Plan:
-        """Decode steps come again and again with one layout: their plans are kept. A prompt's is used once."""
-        plan = self._plans.get(layout)
-        if plan is None:
-            plan = Plan(self._network, self._cache, layout)
-            if not layout.chunks:
-                while len(self._plans) >= _KEPT_PLANS:
-                    del self._plans[next(iter(self._plans))]
-                self._plans[layout] = plan
-        return plan
-
-
-def _pack(plan: Plan, advances: Sequence[Advance]) -> np.ndarray:
-    """Fill the plan's token ids, positions and logit rows; gives the cache rows that decode, ascending."""
-    layout, rows, offset = plan.layout, [], plan.layout.num_decode
-    if layout.num_decode > sum(len(advance.tokens) == 1 for advance in advances):
-        plan.token_ids[: layout.num_decode] = 0  # rows between that do not decode: token 0 at position 0, past length 0
-        plan.position_ids[: layout.num_decode] = 0
-    for i, advance in enumerate(advances):
-        count = len(advance.tokens)
-        if count == 1:
-            first = advance.slot - layout.low
-            rows.append(advance.slot)
-            plan.token_ids[first] = advance.tokens[0]
-            plan.position_ids[first] = advance.start
-        else:
-            first, offset = offset, offset + count
-            plan.token_ids[first:offset] = advance.tokens
-            plan.position_ids[first:offset] = np.arange(advance.start, advance.start + count)
-        plan.logit_rows[i] = first + count - 1
-    return np.array(sorted(rows), np.int64)
+        self._executor.reset(slot)

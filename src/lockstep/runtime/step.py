@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from lockstep.errors import InputError
-from lockstep.runtime.kv_cache import KVCache
 from lockstep.runtime.plan import Chunk, Layout
 
 
@@ -30,7 +30,28 @@ class Advance:
         object.__setattr__(self, "tokens", tokens)
 
 
-def check(advances: Sequence[Advance], cache: KVCache, vocab_size: int, max_num_tokens: int | None) -> None:
+class Executor(Protocol):
+    """What runs steps on a device. `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`; slots are 0 to `rows`-1.
+
+    Steps are checked before (`check`). An advance at start 0 forgets what its slot held.
+    """
+
+    rows: int
+    max_seq_len: int
+    lengths: np.ndarray
+
+    def reset(self, slot: int) -> None: ...
+
+    def logits(self, advances: Sequence[Advance]) -> np.ndarray:
+        """Take a step; the logits behind each request's last token, [len(advances), vocab_size] float32, in the order of the list."""
+        ...
+
+    def tokens(self, advances: Sequence[Advance]) -> np.ndarray:
+        """Take a step; each request's most likely next token, [len(advances)] int64."""
+        ...
+
+
+def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num_tokens: int | None) -> None:
     """Raises InputError, one line, for a step that cannot be taken. Changes nothing."""
     seen = set()
     total = 0

@@ -1,1 +1,1 @@
-"""The TensorRT backend: engines without weights, built and run on an NVIDIA GPU, with TensorRT 8.6, 10.x and 11.x."""
+"""The TensorRT backend: graphs in, engines without weights out, run on an NVIDIA GPU. Only `compat` imports the library."""

@@ -87,9 +87,14 @@ class TensorRTBackend:
         return TensorRTProgram(engine_path, slots)
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
-        from lockstep.engine.tensorrt.program import empty
+        from lockstep.engine.tensorrt import cuda
 
-        return empty(shape, dtype)
+        return cuda.empty(shape, dtype)
+
+    def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Any:
+        from lockstep.engine.tensorrt.executor import GpuExecutor
+
+        return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
 
 
 def tensor_types(model: onnx.ModelProto) -> dict[str, str]:

@@ -44,6 +44,8 @@ FEATURES: dict[str, Feature] = {
         (8, 6), (10, 0),
         ("BuilderFlag.FP16", "BuilderFlag.OBEY_PRECISION_CONSTRAINTS", "ILayer.precision", "ILayer.set_output_type"),
     ),
+    # Several contexts of one profile: asked for when the engine is built; later it is always so.
+    "profile_sharing_flag": Feature((8, 6), (10, 0), ("IBuilderConfig.set_preview_feature", "PreviewFeature.PROFILE_SHARING_0806")),
     "bf16": Feature((10, 0), None, ("DataType.BF16",)),
     "int64": Feature((10, 0), None, ("DataType.INT64",)),  # earlier, int64 inputs become int32
     "opset_18": Feature((10, 0), None, ()),  # 8.6 parses it without a word, and reduces over other axes
@@ -181,6 +183,8 @@ def create_config(builder: trt.Builder, workspace_bytes: int, level: int, tactic
     config.builder_optimization_level = level
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.clear_flag(trt.BuilderFlag.TF32)
+    if has("profile_sharing_flag"):
+        config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
     if tactic_sources is not None:
         known = trt.TacticSource.__members__
         unknown = sorted(set(tactic_sources) - {name.lower() for name in known})

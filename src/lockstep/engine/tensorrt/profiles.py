@@ -31,10 +31,13 @@ def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]
 
 
 def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int]) -> list[dict[str, int]]:
-    """The largest size by dimension, for each profile. All start at 1 and are tuned for the largest."""
+    """The largest size by dimension, for each profile. All start at 1 and are tuned for the largest.
+
+    A step that takes `max_num_tokens` of prompts may carry one more token for each row that decodes.
+    """
     names = {dim for shape in shapes.values() for dim in shape if isinstance(dim, str)}
     requests, tokens, capacity = (limits[name] for name in LIMITS)
-    largest = {"num_tokens": tokens, "num_requests": requests, "past_capacity": capacity}
+    largest = {"num_tokens": tokens + requests, "num_requests": requests, "past_capacity": capacity}
     unknown = sorted(names - set(largest))
     if unknown:
         raise InputError(f"dimension: expected one of {', '.join(largest)}, found {', '.join(unknown)}")

@@ -1,0 +1,228 @@
+"""CUDA through cuda-python: device memory, streams, graphs, events, and kernels compiled from source when they are first used.
+
+Needs NumPy and cuda-python (12 or 13); kernels also the library NVRTC of the CUDA toolkit. Nothing here knows TensorRT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver, nvrtc, runtime
+
+from lockstep.errors import CheckError, InputError
+
+_HOST_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+_DEVICE_TO_HOST = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+_DEVICE_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a cuda-python call. Raises CheckError with the name that CUDA gives the error."""
+    error, *values = result
+    if int(error) != 0:
+        raise CheckError(f"CUDA: {error.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def describe_gpu(index: int = 0) -> dict[str, Any]:
+    """Name, compute capability ("9.0"), driver's CUDA version, memory in MiB. Raises InputError where there is no GPU."""
+    error, count = runtime.cudaGetDeviceCount()
+    if int(error) != 0 or not count:
+        raise InputError(f"backend tensorrt: expected an NVIDIA GPU, found {error.name if int(error) else 'none'}; run this stage on a machine that has one")
+    properties = check(runtime.cudaGetDeviceProperties(index))
+    return {
+        "name": properties.name.decode().strip("\0"),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_mb": properties.totalGlobalMem >> 20,
+        "multiprocessors": properties.multiProcessorCount,
+    }
+
+
+class Array:
+    """Contiguous device memory: an address with shape and NumPy dtype. Views keep the memory alive."""
+
+    def __init__(self, address: int, shape: Sequence[int], dtype: np.dtype, owner: Any):
+        self.address, self.shape, self.dtype, self._owner = address, tuple(shape), np.dtype(dtype), owner
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, rows: slice) -> Array:
+        """Rows `low:high` of the first axis."""
+        low, high, step = rows.indices(self.shape[0])
+        if step != 1:
+            raise ValueError("expected rows without a step")
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return Array(self.address + low * row, (max(0, high - low), *self.shape[1:]), self.dtype, self._owner)
+
+    def reshape(self, *shape: int) -> Array:
+        """The first numbers of the array in another shape, which must not need more."""
+        if math.prod(shape) > math.prod(self.shape):
+            raise ValueError(f"expected at most {math.prod(self.shape)} numbers, found {shape}")
+        return Array(self.address, shape, self.dtype, self._owner)
+
+
+class _Memory:
+    """An allocation, freed when nothing refers to it any more."""
+
+    def __init__(self, nbytes: int):
+        self.address = int(check(runtime.cudaMalloc(max(1, nbytes))))
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            runtime.cudaFree(self.address)
+
+
+class _Pinned:
+    """Page-locked host memory."""
+
+    def __init__(self, nbytes: int):
+        self.address = int(check(runtime.cudaMallocHost(max(1, nbytes))))
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            runtime.cudaFreeHost(self.address)
+
+
+def empty(shape: Sequence[int], dtype: np.dtype) -> Array:
+    """Device memory, not initialised."""
+    dtype = np.dtype(dtype)
+    memory = _Memory(math.prod(shape) * dtype.itemsize)
+    return Array(memory.address, shape, dtype, memory)
+
+
+def zeros(shape: Sequence[int], dtype: np.dtype) -> Array:
+    array = empty(shape, dtype)
+    check(runtime.cudaMemset(array.address, 0, array.nbytes))
+    return array
+
+
+def pinned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """A host array that the device copies from and to without waiting."""
+    dtype = np.dtype(dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = _Pinned(nbytes)
+    buffer = (ctypes.c_char * max(1, nbytes)).from_address(memory.address)
+    buffer._memory = memory  # NumPy keeps the buffer, and this keeps the memory
+    return np.frombuffer(buffer, np.uint8, nbytes).view(dtype).reshape(shape)
+
+
+def memory_used() -> int:
+    """Bytes of the device in use, by anyone."""
+    free, total = check(runtime.cudaMemGetInfo())
+    return total - free
+
+
+class Stream:
+    """Work in order."""
+
+    def __init__(self) -> None:
+        self.handle = int(check(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
+
+    def synchronize(self) -> None:
+        check(runtime.cudaStreamSynchronize(self.handle))
+
+    def upload(self, array: Array, host: np.ndarray) -> None:
+        """Host to device. From page-locked memory this does not wait: leave `host` alone until the stream is through."""
+        if host.nbytes != array.nbytes or not host.flags.c_contiguous:
+            raise ValueError(f"expected {array.nbytes} contiguous bytes, found {host.nbytes}")
+        check(runtime.cudaMemcpyAsync(array.address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, self.handle))
+
+    def download(self, host: np.ndarray, array: Array) -> None:
+        """Device to host; `synchronize` before reading."""
+        check(runtime.cudaMemcpyAsync(host.ctypes.data, array.address, host.nbytes, _DEVICE_TO_HOST, self.handle))
+
+    def copy_rows(self, out: int, out_pitch: int, source: int, pitch: int, width: int, rows: int) -> None:
+        """Copy `rows` rows of `width` bytes on the device; pitches are the bytes from one row to the next."""
+        check(runtime.cudaMemcpy2DAsync(out, out_pitch, source, pitch, width, rows, _DEVICE_TO_DEVICE, self.handle))
+
+    def fill_zero(self, address: int, pitch: int, width: int, rows: int) -> None:
+        check(runtime.cudaMemset2DAsync(address, pitch, 0, width, rows, self.handle))
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """What is put on the stream inside becomes the graph that is given; nothing of it runs before its `launch`."""
+        graph = Graph()
+        check(runtime.cudaStreamBeginCapture(self.handle, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed))
+        try:
+            yield graph
+        except BaseException:
+            runtime.cudaStreamEndCapture(self.handle)
+            raise
+        captured = check(runtime.cudaStreamEndCapture(self.handle))
+        graph.executable = check(runtime.cudaGraphInstantiate(captured, 0))
+        check(runtime.cudaGraphDestroy(captured))
+
+
+class Graph:
+    """Captured work, launched as one."""
+
+    executable: Any = None
+
+    def launch(self, stream: Stream) -> None:
+        check(runtime.cudaGraphLaunch(self.executable, stream.handle))
+
+    def __del__(self) -> None:
+        if self.executable is not None:
+            runtime.cudaGraphExecDestroy(self.executable)
+
+
+class Event:
+    """A moment on a stream."""
+
+    def __init__(self) -> None:
+        self.handle = check(runtime.cudaEventCreate())
+
+    def record(self, stream: Stream) -> None:
+        check(runtime.cudaEventRecord(self.handle, stream.handle))
+
+    def wait(self) -> None:
+        check(runtime.cudaEventSynchronize(self.handle))
+
+    def milliseconds_since(self, earlier: Event) -> float:
+        return float(check(runtime.cudaEventElapsedTime(earlier.handle, self.handle)))
+
+
+class Kernel:
+    """A kernel of a module. Arguments: Array (its address), int (int32), float (float32)."""
+
+    def __init__(self, function: Any):
+        self._function = function
+
+    def launch(self, stream: Stream, blocks: tuple[int, int, int] | int, threads: int, *arguments: Array | int | float) -> None:
+        values = tuple(argument.address if isinstance(argument, Array) else argument for argument in arguments)
+        types = tuple(ctypes.c_void_p if isinstance(a, Array) else ctypes.c_float if isinstance(a, float) else ctypes.c_int32 for a in arguments)
+        x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
+        check(driver.cuLaunchKernel(self._function, x, y, z, threads, 1, 1, 0, stream.handle, (values, types), 0))
+
+
+@functools.lru_cache(maxsize=None)
+def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:
+    """Compile CUDA C++ for this GPU; once a source. Raises CheckError with what the compiler says."""
+    return _Module(source, options)
+
+
+class _Module:
+    def __init__(self, source: str, options: tuple[str, ...]):
+        check(runtime.cudaFree(0))  # makes the context that modules are loaded into
+        major, minor = describe_gpu()["compute_capability"].split(".")
+        program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
+        flags = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17", *(option.encode() for option in options)]
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        if int(error) != 0:
+            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+            check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise CheckError(f"CUDA kernels: {' '.join(log.decode(errors='replace').split())[:500]}")
+        code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+        check(nvrtc.nvrtcGetCUBIN(program, code))
+        self._module = check(driver.cuModuleLoadData(code))
+
+    def __getitem__(self, name: str) -> Kernel:
+        return Kernel(check(driver.cuModuleGetFunction(self._module, name.encode())))

@@ -1,0 +1,216 @@
+"""The step on a GPU: the same engines in the same order as on a CPU, with all values on the device.
+
+A step that only decodes is one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention, cache, logits, next
+tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not carries token 0 and is written nowhere. When a step goes on
+with the tokens that the step before it found, nothing is uploaded. A step that brings prompts is put on the stream call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lockstep.engine.tensorrt import cuda
+from lockstep.engine.tensorrt.attention import make_attention
+from lockstep.engine.tensorrt.kernels import Kernels
+from lockstep.engine.tensorrt.program import Device, DeviceWeights
+
+Call = Callable[[], None]
+
+
+@dataclass
+class _Plan:
+    """The calls of one layout, on buffers that all plans share."""
+
+    calls: list[Call]
+    logits: cuda.Array
+    graph: cuda.Graph | None = None
+    warm: bool = False
+
+
+@dataclass
+class _Expected:
+    """What the device's token ids and positions hold after a decode step: a step that asks for just this uploads nothing."""
+
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+class GpuExecutor:
+    """Runs steps of a Network (runtime.network) whose engines are TensorRT's. `lengths[slot]`: tokens that a slot holds."""
+
+    def __init__(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None):
+        self.rows, self.max_seq_len = rows, max_seq_len
+        self.lengths = np.zeros(rows, np.int64)
+        self._network = network
+        self._device = Device.get()
+        self._stream = self._device.stream
+        self._tokens = rows + (max_num_tokens or max_seq_len)
+        self._integer = network.embedding.run.program.tensors["token_ids"].dtype
+        self._kernels = Kernels(wide=self._integer.itemsize == 8)
+        self._buffers: dict[tuple, cuda.Array] = {}
+        self._token_ids, self._positions = (cuda.zeros((self._tokens,), self._integer) for _ in range(2))
+        self._rows = cuda.zeros((self._tokens,), "i4")
+        self._logit_rows = cuda.zeros((rows,), self._integer)
+        self._attention = make_attention(network, rows, max_seq_len, self._kernels)
+        self._plans: dict[tuple, _Plan] = {}
+        self._expected = _Expected()
+        self._host = {name: cuda.pinned((self._tokens,), dtype) for name, dtype in (("tokens", self._integer), ("positions", self._integer), ("rows", np.dtype("i4")))}
+        self._host_rows = cuda.pinned((rows,), self._integer)
+        self._host_tokens = cuda.pinned((rows,), self._integer)
+        self._host_logits: np.ndarray | None = None
+
+    def reset(self, slot: int) -> None:
+        """Forget what a slot holds."""
+        if self.lengths[slot]:
+            self._attention.reset(slot, self._stream)
+        self.lengths[slot] = 0
+
+    def logits(self, advances: Sequence[Any]) -> np.ndarray:
+        """Take a step that is checked already; [len(advances), vocab_size] float32, in the order of the list."""
+        plan, order = self._run(advances)
+        count = plan.logits.shape[0]
+        if self._host_logits is None or self._host_logits.shape[0] < count:
+            self._host_logits = cuda.pinned((max(count, self.rows), plan.logits.shape[1]), plan.logits.dtype)
+        host = self._host_logits[:count]
+        self._stream.download(host, plan.logits)
+        self._stream.synchronize()
+        return host[order].astype(np.float32)
+
+    def tokens(self, advances: Sequence[Any]) -> np.ndarray:
+        """As `logits`; of a step that only decodes, just the most likely tokens come back, [len(advances)] int64."""
+        if any(len(advance.tokens) > 1 for advance in advances):
+            return np.argmax(self.logits(advances), axis=1)
+        plan, order = self._run(advances)
+        host = self._host_tokens[: plan.logits.shape[0]]
+        self._stream.download(host, self._token_ids[: len(host)])
+        self._stream.synchronize()
+        found = host[order].astype(np.int64)
+        self._expected.tokens = np.zeros(len(host), np.int64)
+        self._expected.tokens[order] = found
+        return found
+
+    def _run(self, advances: Sequence[Any]) -> tuple[_Plan, list[int]]:
+        """Put a step on the stream; gives its plan and, for each advance, its row of the logits."""
+        DeviceWeights.wait()
+        for advance in advances:
+            if not advance.start:
+                self.reset(advance.slot)
+        if self._attention.reserve(max(advance.start + len(advance.tokens) for advance in advances), self.lengths, self._stream):
+            self._plans.clear()
+        decoding = [advance for advance in advances if len(advance.tokens) == 1]
+        chunks = [advance for advance in advances if len(advance.tokens) > 1]
+        num_decode = _bucket(max(advance.slot for advance in decoding) + 1, self.rows) if decoding else 0
+        if chunks:
+            plan, order = self._mixed(advances, decoding, chunks, num_decode)
+            for call in plan.calls:
+                call()
+        else:
+            plan, order = self._decode(decoding, num_decode), [advance.slot for advance in advances]
+            self._launch(plan)
+        for advance in advances:
+            self.lengths[advance.slot] = advance.start + len(advance.tokens)
+        return plan, order
+
+    def _launch(self, plan: _Plan) -> None:
+        """The first time as it is, which TensorRT asks for before a capture; the second time captured; then the graph."""
+        if plan.graph is not None:
+            plan.graph.launch(self._stream)
+        elif not plan.warm:
+            for call in plan.calls:
+                call()
+            plan.warm = True
+        else:
+            with self._stream.capture() as graph:
+                for call in plan.calls:
+                    call()
+            plan.graph = graph
+            graph.launch(self._stream)
+
+    def _decode(self, decoding: Sequence[Any], count: int) -> _Plan:
+        rows, tokens, positions = np.full(count, -1, np.int32), np.zeros(count, np.int64), np.zeros(count, np.int64)
+        for advance in decoding:
+            rows[advance.slot], tokens[advance.slot], positions[advance.slot] = advance.slot, advance.tokens[0], advance.start
+        old = self._expected
+        if not (np.array_equal(old.rows, rows) and np.array_equal(old.tokens, tokens) and np.array_equal(old.positions, positions)):
+            self._upload(tokens, positions, rows, np.arange(count))
+        self._expected = _Expected(rows, np.empty(0, np.int64), positions + (rows >= 0))
+        key = (count, self._attention.capacity)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(count, count, [], own=True)
+        return plan
+
+    def _mixed(self, advances: Sequence[Any], decoding: Sequence[Any], chunks: Sequence[Any], num_decode: int) -> tuple[_Plan, list[int]]:
+        total = num_decode + sum(len(advance.tokens) for advance in chunks)
+        rows, tokens, positions = np.full(total, -1, np.int32), np.zeros(total, np.int64), np.zeros(total, np.int64)
+        last: dict[int, int] = {}
+        for advance in decoding:
+            rows[advance.slot], tokens[advance.slot], positions[advance.slot] = advance.slot, advance.tokens[0], advance.start
+            last[advance.slot] = advance.slot
+        at, places = num_decode, []
+        for advance in chunks:
+            end = at + len(advance.tokens)
+            rows[at:end], tokens[at:end], positions[at:end] = advance.slot, advance.tokens, np.arange(advance.start, advance.start + len(advance.tokens))
+            places.append((advance.slot, advance.start, at, end))
+            last[advance.slot] = end - 1
+            at = end
+        self._upload(tokens, positions, rows, np.array([last[advance.slot] for advance in advances]))
+        self._expected = _Expected()
+        return self._plan(num_decode, len(advances), places, own=False), list(range(len(advances)))
+
+    def _upload(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, logit_rows: np.ndarray) -> None:
+        self._stream.synchronize()  # what was sent last may still be read
+        count = len(tokens)
+        for name, values, array in (("tokens", tokens, self._token_ids), ("positions", positions, self._positions), ("rows", rows, self._rows)):
+            self._host[name][:count] = values
+            self._stream.upload(array[:count], self._host[name][:count])
+        self._host_rows[: len(logit_rows)] = logit_rows
+        self._stream.upload(self._logit_rows[: len(logit_rows)], self._host_rows[: len(logit_rows)])
+
+    def _plan(self, num_decode: int, num_logits: int, chunks: Sequence[tuple[int, int, int, int]], own: bool) -> _Plan:
+        """num_decode rows of one token, then chunks (slot, start, first token, token behind the last)."""
+        total = chunks[-1][3] if chunks else num_decode
+        dims = {"num_tokens": total, "num_requests": num_logits}
+        values = {"token_ids": self._token_ids[:total], "position_ids": self._positions[:total], "logit_rows": self._logit_rows[:num_logits]}
+        rows = self._rows[:total]
+        calls: list[Call] = []
+        network = self._network
+        self._add_block(network.embedding, values, dims, calls, own)
+        for index, (block, kind) in enumerate(network.layers):
+            self._add_block(block, values, dims, calls, own)
+            values["attention"] = self._buffer("attention", (total, *kind.attention.shape[1:]), kind.attention.dtype)
+            calls += self._attention.calls(index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own)
+        self._add_block(network.exit, values, dims, calls, own)
+        logits = values["logits"]
+        if not chunks:
+            calls.append(lambda: self._kernels.advance(self._stream, logits, rows, self._token_ids[:total], self._positions[:total]))
+        return _Plan(calls, logits)
+
+    def _add_block(self, block: Any, values: dict[str, cuda.Array], dims: Mapping[str, int], calls: list[Call], own: bool) -> None:
+        inputs = {io.name: values[io.key] for io in block.inputs}
+        outputs = {}
+        for io in block.outputs:
+            shape = tuple(dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
+            outputs[io.name] = self._buffer(io.key, shape, io.dtype)
+            if io.key in values and values[io.key].address == outputs[io.name].address:
+                outputs[io.name] = self._buffer(f"{io.key}/other", shape, io.dtype)  # a block reads the value that it replaces
+        calls.append(block.run.prepare(inputs, outputs, own))
+        values.update({io.key: outputs[io.name] for io in block.outputs})
+
+    def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
+        """The buffer of this name, as large as any step needs it: all plans and layers use the same."""
+        key = (name, tuple(shape[1:]), np.dtype(dtype))
+        array = self._buffers.get(key)
+        if array is None:
+            array = self._buffers[key] = cuda.empty((self._tokens, *shape[1:]), dtype)
+        return array[: shape[0]]
+
+
+def _bucket(count: int, rows: int) -> int:
+    """The next power of two, at most `rows`."""
+    return min(1 << (count - 1).bit_length(), rows)

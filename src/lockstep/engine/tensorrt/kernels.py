@@ -1,0 +1,102 @@
+"""The few kernels of our own: keys and values into the cache, and the next token out of the logits.
+
+Token ids, positions and lengths are int32 or int64, as the engine wants them: `wide` says which.
+"""
+
+from __future__ import annotations
+
+from lockstep.engine.tensorrt.cuda import Array, Kernel, Stream, compile_kernels
+
+_SOURCE = r"""
+__device__ long long integer(const void* values, int wide, long long i) {
+    return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
+}
+
+__device__ float number(const void* values, int kind, long long i) {
+    if (kind == 0) return ((const float*)values)[i];
+    unsigned short bits = ((const unsigned short*)values)[i];
+    float result;
+    if (kind == 1) asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
+    else result = __uint_as_float((unsigned)bits << 16);
+    return result;
+}
+
+// One block a token and head. Sizes are counted in units of T. A token of row -1 is not written.
+template <typename T>
+__device__ void write_cache(const T* key, const T* value, T* keys, T* values, const int* rows, const void* positions, int wide,
+                            const int* pages, int pages_per_row, int page_size, int heads, int key_size, int value_size) {
+    int token = blockIdx.x, head = blockIdx.y, row = rows[token];
+    if (row < 0) return;
+    long long position = integer(positions, wide, token);
+    long long page = pages ? pages[row * pages_per_row + position / page_size] : row;
+    long long place = (page * heads + head) * page_size + position % page_size;
+    long long from = (long long)token * heads + head;
+    for (int i = threadIdx.x; i < key_size; i += blockDim.x) keys[place * key_size + i] = key[from * key_size + i];
+    for (int i = threadIdx.x; i < value_size; i += blockDim.x) values[place * value_size + i] = value[from * value_size + i];
+}
+
+#define WRITE(NAME, T) \
+extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values, const int* rows, const void* positions, int wide, \
+                                const int* pages, int pages_per_row, int page_size, int heads, int key_size, int value_size) { \
+    write_cache<T>(key, value, keys, values, rows, positions, wide, pages, pages_per_row, page_size, heads, key_size, value_size); }
+WRITE(write_cache_2, unsigned short)
+WRITE(write_cache_16, uint4)
+
+// One block a row: the first of the largest logits becomes the row's next token, one position further. Rows of -1 stay as they are.
+extern "C" __global__ void advance(const void* logits, int kind, int size, const int* rows, void* tokens, void* positions, int wide) {
+    int row = blockIdx.x;
+    if (rows[row] < 0) return;
+    float best = -INFINITY;
+    int at = size;
+    for (int i = threadIdx.x; i < size; i += blockDim.x) {
+        float found = number(logits, kind, (long long)row * size + i);
+        if (found > best || at == size) { best = found; at = i; }
+    }
+    for (int offset = 16; offset; offset >>= 1) {
+        float other = __shfl_down_sync(~0u, best, offset);
+        int place = __shfl_down_sync(~0u, at, offset);
+        if (other > best || (other == best && place < at)) { best = other; at = place; }
+    }
+    __shared__ float bests[32];
+    __shared__ int places[32];
+    int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) { bests[warp] = best; places[warp] = at; }
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int i = 1; i < blockDim.x / 32; ++i)
+        if (bests[i] > best || (bests[i] == best && places[i] < at)) { best = bests[i]; at = places[i]; }
+    if (wide) { ((long long*)tokens)[row] = at; ++((long long*)positions)[row]; }
+    else { ((int*)tokens)[row] = at; ++((int*)positions)[row]; }
+}
+"""
+_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+
+class Kernels:
+    """The kernels, compiled for this GPU. `wide`: token ids and positions are int64."""
+
+    def __init__(self, wide: bool):
+        module = compile_kernels(_SOURCE)
+        self._wide = int(wide)
+        self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
+        self._advance = module["advance"]
+        self._none = Array(0, (0,), "i4", None)
+
+    def write_cache(
+        self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array, pages: Array | None = None
+    ) -> None:
+        """key [num_tokens, num_kv_heads, head_dim] and value into keys, values [rows or pages, num_kv_heads, page_size, head_dim], each token
+        into row `rows[token]` (int32; -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the page of each piece of a row."""
+        tokens, heads, key_dim = key.shape
+        sizes = [dim * key.dtype.itemsize for dim in (key_dim, value.shape[2])]
+        unit = 16 if all(size % 16 == 0 for size in sizes) else 2
+        key_size, value_size = (size // unit for size in sizes)
+        self._write[unit].launch(
+            stream, (tokens, heads, 1), min(128, max(32, key_size, value_size)), key, value, keys, values, rows, positions, self._wide,
+            pages or self._none, pages.shape[1] if pages else 0, keys.shape[2], heads, key_size, value_size,
+        )  # fmt: skip
+
+    def advance(self, stream: Stream, logits: Array, rows: Array, tokens: Array, positions: Array) -> None:
+        """logits [num_requests, vocab_size] -> tokens [num_requests], the most likely; positions go one further. Where rows is -1: nothing."""
+        count, size = logits.shape
+        self._advance.launch(stream, count, 1024, logits, _NUMBERS[logits.dtype.name], size, rows, tokens, positions, self._wide)
