@@ -23,6 +23,8 @@ _SOURCES = Path(__file__).resolve().parent
 _PINS = _SOURCES.parents[1] / "envs" / "requirements.txt"
 # Packages whose import name is not their own name.
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
+# Packages that come with a GPU machine: no pin, since engines.json records the version that built and refuses another.
+_ELSEWHERE = {"tensorrt", "cuda", "cudnn"}
 # What these load when used, without an import that could be read in our code.
 _BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors"), "polygraphy": ("onnx-graphsurgeon",)}
 
@@ -81,7 +83,7 @@ def module_files(entry: str) -> list[Path]:
 def third_party(entry: str) -> set[str]:
     """Canonical names of the packages outside this one and the standard library that the code of `entry` imports."""
     roots = {name.partition(".")[0] for path in _reach(f"{PACKAGE}.{entry}") for name in _read(path).imports}
-    outside = roots - {PACKAGE} - set(sys.stdlib_module_names)
+    outside = roots - {PACKAGE} - set(sys.stdlib_module_names) - _ELSEWHERE
     return {_canonical(_DISTRIBUTIONS.get(root, root)) for root in outside}
 
 

@@ -74,7 +74,7 @@ class TensorRTBackend:
             compat.add_profile(self._builder, config, profile)
         if self._timing is None:
             self._timing = compat.create_timing_cache(config)
-        if not compat.use_timing_cache(config, self._timing):
+        if not compat.use_timing_cache(config, self._timing, replay=False):
             raise CheckError(f"{where}: TensorRT {self.version()} refuses the timing cache: {compat.LOG.first_error()}")
         plan = compat.build_plan(self._builder, network, config, where)
         del parser  # it owns what the network reads

@@ -6,6 +6,7 @@ named here, and the class that it is an attribute of, against listings of the ve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ except (ImportError, OSError) as error:  # its libraries, or those that they lin
     trt, _why_not = None, f"cannot be loaded: {' '.join(str(error).split())}"
 
 Version = tuple[int, int]
+# "The timing cache will not be used!", "Timing cache ... mismatch": said as a warning, while the build goes on.
+_REFUSED_CACHE = re.compile(r"timing cache.*(not be used|mismatch|corrupt|invalid|different)|(mismatch|corrupt|invalid).*timing cache", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ FEATURES: dict[str, Feature] = {
     "profile_sharing_flag": Feature((8, 6), (10, 0), ("IBuilderConfig.set_preview_feature", "PreviewFeature.PROFILE_SHARING_0806")),
     "bf16": Feature((10, 0), None, ("DataType.BF16",)),
     "int64": Feature((10, 0), None, ("DataType.INT64",)),  # earlier, int64 inputs become int32
+    "cache_miss_error": Feature((10, 0), None, ("BuilderFlag.ERROR_ON_TIMING_CACHE_MISS",)),
+    # Timing caches whose entries can be read: which tactic was chosen for what.
+    "editable_cache": Feature((10, 8), None, ("BuilderFlag.EDITABLE_TIMING_CACHE", "ITimingCache.queryKeys", "ITimingCache.query", "TimingCacheValue.tacticHash")),
     "opset_18": Feature((10, 0), None, ()),  # 8.6 parses it without a word, and reduces over other axes
     # Contexts whose scratch memory the caller owns.
     "context_without_memory": Feature((8, 6), (10, 0), ("ICudaEngine.create_execution_context_without_device_memory",)),
@@ -167,8 +173,8 @@ def parse(network: trt.INetworkDefinition, model: bytes, where: str) -> trt.Onnx
     LOG.clear()
     parser: trt.OnnxParser = trt.OnnxParser(network, logger())
     if not parser.parse(model):
-        said = [" ".join(str(parser.get_error(i)).split()) for i in range(parser.num_errors)]
-        raise CheckError(f"{where}: TensorRT {trt.__version__} cannot read this graph: {said[0] if said else LOG.first_error()}")
+        said = " ".join(str(parser.get_error(0)).split()) if parser.num_errors else LOG.first_error()
+        raise CheckError(f"{where}: TensorRT {trt.__version__} cannot read this graph: {said}")
     return parser
 
 
@@ -199,28 +205,29 @@ def constrain_precision(config: trt.IBuilderConfig, network: trt.INetworkDefinit
 
     types: the ONNX graph's {tensor: dtype}. Layers that the parser adds take the type of what they read.
     """
-    if has("strong_types"):
+    if not has("precision_constraints"):
         return
-    kinds = {"float32": trt.DataType.FLOAT, "float16": trt.DataType.HALF}
-    if "float16" in types.values():
-        config.set_flag(trt.BuilderFlag.FP16)
-        config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    else:
+    if "float16" not in types.values():
         return  # nothing but fp32 is allowed without the flag
+    config.set_flag(trt.BuilderFlag.FP16)
+    config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+    kinds = {"float32": trt.DataType.FLOAT, "float16": trt.DataType.HALF}
     known = {name: kinds.get(dtype) for name, dtype in types.items()}  # None: integers and truth values, which have no precision
     for number in range(network.num_layers):
         layer: trt.ILayer = network.get_layer(number)
-        read = [layer.get_input(i) for i in range(layer.num_inputs)]
-        inputs: list[trt.ITensor] = [tensor for tensor in read if tensor is not None]
-        first = next((known[tensor.name] for tensor in inputs if known.get(tensor.name)), None)
+        first = None
+        for i in range(layer.num_inputs):
+            read: trt.ITensor | None = layer.get_input(i)
+            if first is None and read is not None:
+                first = known.get(read.name)
         held = None
         for i in range(layer.num_outputs):
-            tensor: trt.ITensor = layer.get_output(i)
-            if tensor.name not in known:
-                floating = tensor.dtype in (trt.DataType.FLOAT, trt.DataType.HALF)
-                known[tensor.name] = (first or tensor.dtype) if floating else None
-            if known[tensor.name] and not tensor.is_shape_tensor:
-                held = known[tensor.name]
+            made: trt.ITensor = layer.get_output(i)
+            if made.name not in known:
+                floating = made.dtype in (trt.DataType.FLOAT, trt.DataType.HALF)
+                known[made.name] = (first or made.dtype) if floating else None
+            if known[made.name] and not made.is_shape_tensor:
+                held = known[made.name]
                 layer.set_output_type(i, held)
         if held and layer.type not in (trt.LayerType.CONSTANT, trt.LayerType.CAST):
             layer.precision = held
@@ -236,12 +243,32 @@ def add_profile(builder: trt.Builder, config: trt.IBuilderConfig, shapes: Mappin
 
 
 def create_timing_cache(config: trt.IBuilderConfig, data: bytes = b"") -> trt.ITimingCache:
+    """An empty cache, or one that was serialized; it may serve several configurations."""
     return config.create_timing_cache(data)
 
 
-def use_timing_cache(config: trt.IBuilderConfig, cache: trt.ITimingCache) -> bool:
-    """False where TensorRT refuses it."""
+def use_timing_cache(config: trt.IBuilderConfig, cache: trt.ITimingCache, replay: bool) -> bool:
+    """Build with this cache; False where TensorRT refuses it. `replay`: what it does not hold is an error, where the version can say so."""
+    if has("editable_cache"):
+        config.set_flag(trt.BuilderFlag.EDITABLE_TIMING_CACHE)
+    if replay and has("cache_miss_error"):
+        config.set_flag(trt.BuilderFlag.ERROR_ON_TIMING_CACHE_MISS)
     return config.set_timing_cache(cache, False)
+
+
+def serialize_timing_cache(cache: trt.ITimingCache) -> bytes:
+    return bytes(cache.serialize())
+
+
+def cached_tactics(cache: trt.ITimingCache) -> dict[str, str]:
+    """{key: hash of the tactic} of all entries, where the version lets them be read; else {}."""
+    if not has("editable_cache"):
+        return {}
+    found = {}
+    for key in cache.queryKeys():
+        value: trt.TimingCacheValue = cache.query(key)
+        found[str(key)] = f"0x{value.tacticHash:016x}"
+    return dict(sorted(found.items()))
 
 
 def build_plan(builder: trt.Builder, network: trt.INetworkDefinition, config: trt.IBuilderConfig, where: str) -> bytes:
@@ -250,6 +277,9 @@ def build_plan(builder: trt.Builder, network: trt.INetworkDefinition, config: tr
     memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
     if memory is None:
         raise CheckError(f"{where}: TensorRT {trt.__version__} cannot build this graph: {LOG.first_error()}")
+    refused = next((text for text in (*LOG.errors, *LOG.warnings) if _REFUSED_CACHE.search(text)), None)
+    if refused:
+        raise CheckError(f"{where}: TensorRT {trt.__version__} refuses the timing cache: {' '.join(refused.split())}")
     return bytes(memory)
 
 
@@ -283,7 +313,7 @@ class Tensor:
 def tensors(engine: trt.ICudaEngine) -> list[Tensor]:
     """All inputs and outputs of an engine."""
     dtypes = _dtypes()
-    found = []
+    found: list[Tensor] = []
     for number in range(engine.num_io_tensors):
         name = engine.get_tensor_name(number)
         is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT

@@ -1,0 +1,171 @@
+"""What the TensorRT backend asks of TensorRT's Python API is there in every version that it is for, or stands in the table of features.
+
+`tests/data/tensorrt_api.txt` lists the classes and members of real extension modules of these versions; `tests/data/tensorrt_api.py` made it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.engine.tensorrt import compat
+
+FOLDER = Path(compat.__file__).parent
+LISTING = Path(__file__).parents[1] / "data" / "tensorrt_api.txt"
+LINES = [line.split() for line in LISTING.read_text().splitlines()]
+VERSIONS = [tuple(int(part) for part in version.split(".")[:2]) for version in LINES[0][1:]]
+IN_VERSIONS = {name: frozenset(version for version, mark in zip(VERSIONS, marks, strict=True) if mark == "x") for marks, name in LINES[1:]}
+MEMBERS = {name.partition(".")[2] for name in IN_VERSIONS if "." in name}
+
+
+def guard_of(test: ast.expr) -> tuple[str, bool] | None:
+    """(feature, True) of `has("feature")`, also as a part of an `and`; (feature, False) of `not has("feature")`."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return next((found for value in test.values if (found := guard_of(value)) and found[1]), None)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = guard_of(test.operand)
+        return inner and (inner[0], not inner[1])
+    is_has = isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "has"
+    return (test.args[0].value, True) if is_has else None
+
+
+class Uses(ast.NodeVisitor):
+    """Every `Class.member` of TensorRT that a module names, with the versions in which that line runs; what cannot be told is in `unknown`."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, frozenset, int]] = []
+        self.unknown: list[tuple[str, int]] = []
+        self.types: dict[str, str] = {}
+        self.versions = frozenset(VERSIONS)
+
+    def under(self, test: ast.expr, holds: bool, nodes: list) -> None:
+        guard, before = guard_of(test), self.versions
+        if guard and (holds or not isinstance(test, ast.BoolOp)):
+            inside = frozenset(version for version in VERSIONS if compat.available(compat.FEATURES[guard[0]], version))
+            self.versions = before & (inside if guard[1] == holds else frozenset(VERSIONS) - inside)
+        for node in nodes:
+            self.visit(node)
+        self.versions = before
+
+    def visit_If(self, node: ast.If) -> None:
+        self.visit(node.test)
+        self.under(node.test, True, node.body)
+        self.under(node.test, False, node.orelse)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self.visit(node.test)
+        self.under(node.test, True, [node.body])
+        self.under(node.test, False, [node.orelse])
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        kept, versions = dict(self.types), self.versions
+        for argument in node.args.args:
+            self.declare(argument.arg, argument.annotation)
+        for statement in node.body:
+            self.visit(statement)
+            leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], (ast.Return, ast.Raise))
+            guard = guard_of(statement.test) if leaves else None
+            if guard:  # the rest of the function runs where the test does not hold
+                inside = frozenset(version for version in VERSIONS if compat.available(compat.FEATURES[guard[0]], version))
+                self.versions &= frozenset(VERSIONS) - inside if guard[1] else inside
+        self.types, self.versions = kept, versions
+
+    def declare(self, name: str, annotation: ast.expr | None) -> None:
+        text = ast.unparse(annotation).removesuffix(" | None") if annotation else ""
+        self.types[name] = text
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if isinstance(node.target, ast.Name):
+            self.declare(node.target.id, node.annotation)
+        if node.value:
+            self.visit(node.value)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        text = ast.unparse(node)
+        root = text.partition(".")[0]
+        if root == "trt":
+            name = text.removeprefix("trt.")
+            if "__" not in name:
+                self.found.append((name, self.versions, node.lineno))
+            if "." in name:
+                return
+        elif isinstance(node.value, ast.Name) and self.types.get(root, "").startswith("trt."):
+            self.found.append((f"{self.types[root].removeprefix('trt.')}.{node.attr}", self.versions, node.lineno))
+        elif node.attr in MEMBERS and not (root in ("self", "LOG", "error", "re", "np") or self.types.get(root)):
+            self.unknown.append((text, node.lineno))
+        self.generic_visit(node)
+
+
+def uses_of(source: str) -> Uses:
+    uses = Uses()
+    uses.visit(ast.parse(source))
+    return uses
+
+
+def missing(uses: Uses) -> list[str]:
+    return [
+        f"line {line}: {name} is not in {sorted(versions - IN_VERSIONS.get(name, frozenset()))}"
+        for name, versions, line in uses.found
+        if versions - IN_VERSIONS.get(name, frozenset())
+    ]
+
+
+def test_every_attribute_is_in_every_version_in_which_its_line_runs():
+    uses = uses_of((FOLDER / "compat.py").read_text())
+    assert len(uses.found) > 60 and not missing(uses)
+    assert not uses.unknown, "annotate the object with its TensorRT class, so that its members can be looked up"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("config.set_flag(trt.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
+        ("if has('strong_types'):\n    trt.BuilderFlag.FP16", "line 2: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
+        ("def f(engine: trt.ICudaEngine):\n    engine.device_memory_size", "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 4)]"),
+        ("def f(engine: trt.ICudaEngine):\n    return 1 if has('memory_size_v2') else engine.num_bindings", "line 2: ICudaEngine.num_bindings is not in [(10, 0)]"),
+        ("trt.Builder.biuld", "line 1: Builder.biuld is not in"),
+    ],
+)
+def test_what_a_version_lacks_is_found(source, problem):
+    assert [line for line in missing(uses_of(source)) if line.startswith(problem)]
+
+
+def test_a_use_under_its_feature_is_right_and_an_object_without_a_class_is_found():
+    source = "def f(config: trt.IBuilderConfig):\n    if not has('precision_constraints'):\n        return\n    config.set_flag(trt.BuilderFlag.FP16)"
+    assert not missing(uses_of(source)) and uses_of("thing.num_layers").unknown == [("thing.num_layers", 1)]
+
+
+@pytest.mark.parametrize("name", compat.FEATURES)
+def test_a_feature_is_in_every_version_that_the_table_says(name):
+    feature = compat.FEATURES[name]
+    for needed in feature.needs:
+        versions = {version for version in VERSIONS if compat.available(feature, version)}
+        assert versions and versions <= IN_VERSIONS[needed]
+        if name not in ("explicit_batch_flag", "precision_constraints", "profile_sharing_flag", "context_without_memory", "memory_size"):
+            assert versions == IN_VERSIONS[needed], "the table says less than there is"  # those named go on for a while, beside what replaced them
+
+
+def test_only_compat_knows_tensorrt():
+    for path in sorted(FOLDER.parents[1].rglob("*.py")):
+        imports = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import) for alias in node.names}
+        assert path.name == "compat.py" or "tensorrt" not in imports, path
+
+
+@pytest.mark.parametrize("path", sorted(path for path in FOLDER.glob("*.py") if path.name != "compat.py"), ids=lambda path: path.name)
+def test_no_other_module_calls_a_method_of_tensorrt(path):
+    """By name: methods of these classes that nothing of ours is called after."""
+    classes = ("Builder", "IBuilderConfig", "INetworkDefinition", "ICudaEngine", "IExecutionContext", "ITimingCache", "Runtime", "OnnxParser")
+    methods = {name.partition(".")[2] for name in IN_VERSIONS if name.partition(".")[0] in classes and "_" in name.partition(".")[2]}
+    called = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    assert not [ast.unparse(call) for call in called if call.attr in methods and ast.unparse(call.value) not in ("compat", "self", "onnx.shape_inference")]
+
+
+def test_without_tensorrt_the_backend_says_so_in_one_line():
+    code = "import sys; sys.modules['tensorrt'] = None\nfrom lockstep.engine import get_backend\nfrom lockstep.errors import guard\nwith guard(): get_backend('tensorrt')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr == "lockstep: error: backend tensorrt: the Python package tensorrt is not installed for this Python; install it, or name another interpreter in backends.tensorrt.python\n"
