@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -30,6 +31,14 @@ _BACKENDS = {
     "onnxruntime": ("lockstep.engine.onnxruntime_cpu", "OnnxRuntimeBackend"),
     "tensorrt": ("lockstep.engine.tensorrt.backend", "TensorRTBackend"),
 }
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build says besides its file. about: JSON for the engine's entry in engines.json. peak_memory: bytes of device memory, where known."""
+
+    about: Mapping[str, Any] = field(default_factory=dict)
+    peak_memory: int | None = None
 
 
 class Executable(Protocol):
@@ -63,6 +72,7 @@ class Backend(Protocol):
     suffix: str
     revision: int  # raised when a change of this code makes other bytes of the same graph and options: nothing older is kept then
     precisions: tuple[str, ...]
+    takes_long: bool  # a build is worth a line of progress for each engine, and a record of what each took
 
     def version(self) -> str:
         """The library's version; an engine is for exactly this one."""
@@ -80,11 +90,20 @@ class Backend(Protocol):
         """The build options as they are recorded."""
         ...
 
-    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Build the ONNX graph to an engine file; gives what its entry in engines.json says besides: JSON, {} where that is all.
+    def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Before the engines of a set are built in `folder`; manifest: engines.json without engines."""
+        ...
 
-        Raises CheckError when the library refuses the graph.
-        """
+    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
+        """Whether an engine that lies there, made in the same way, need not be built again."""
+        ...
+
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
+        """Build the ONNX graph to an engine file. Raises CheckError when the library refuses the graph, or makes something else of it."""
+        ...
+
+    def finish(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """After them; what engines.json says of the whole set besides: JSON. names: of all its engines."""
         ...
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Program:

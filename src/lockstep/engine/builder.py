@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,13 @@ from typing import Any
 import onnx
 
 from lockstep.engine.backend import Backend, get_backend
-from lockstep.engine.prepare import prepare
+from lockstep.engine.prepare import dtype_name, prepare
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 
 ASSEMBLY_FORMAT = "lockstep.assembly/1"
 FORMAT = "lockstep.engines/1"
+COSTS, COSTS_FORMAT = "build.costs.json", "lockstep.build_costs/1"  # of the last build: seconds and memory are never the same twice
 
 
 def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str | os.PathLike, options: Mapping[str, Any] | None = None) -> Path:
@@ -43,8 +48,10 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
         "options": {**library.default_options(), **(options or {})},
         "engines": {},
     }
+    library.start(out.parent, manifest)
     recorded = _reusable(out, manifest, library)
-    for name, graph in graphs_of(assembly):
+    graphs, costs = list(graphs_of(assembly)), {}
+    for number, (name, graph) in enumerate(graphs, start=1):
         graph_path = assembly_path.parent / graph["graph"]
         if not graph_path.is_file():
             raise InputError(f"{graph_path}: expected a graph, found no file; export again")
@@ -52,25 +59,66 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
             raise CheckError(f"{graph_path}: expected sha256 {graph['sha256']}, found {sha256_file(graph_path)}; export again")
         entry = recorded.get(name)
         if entry is None or entry["graph_sha256"] != graph["sha256"]:
-            entry = {**_build_one(graph_path, graph, out.parent / f"{name}{library.suffix}", library, manifest["options"]), "graph_sha256": graph["sha256"]}
+            with _progress(library, number, len(graphs), name) as cost:
+                made, cost["peak_memory_bytes"] = _build_one(graph_path, graph, out.parent / f"{name}{library.suffix}", library, manifest["options"])
+            entry = {**made, "graph_sha256": graph["sha256"]}
+            costs[name] = cost
         manifest["engines"][name] = entry
+    manifest.update(library.finish(list(manifest["engines"])))
     write_json(out, manifest)
+    if costs and library.takes_long:
+        write_json(out.parent / COSTS, {"format": COSTS_FORMAT, "engines": costs})
     _delete_leftovers(out, {entry["file"] for entry in manifest["engines"].values()}, library.suffix)
     return out
 
 
-def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Build one engine. Where the backend asked for another form of the graph, the entry says which slots it has and of what."""
-    prepared = prepare(onnx.load(graph_path), graph.get("slots", ()), options)
+@contextlib.contextmanager
+def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[dict[str, Any]]:
+    """A line on stderr, begun before the engine and ended after it, so that a build that is killed says in which; gives what to write down."""
+    cost: dict[str, Any] = {}
+    say = functools.partial(print, file=sys.stderr, flush=True) if library.takes_long else lambda *words, **settings: None
+    say(f"build: engine {number} of {total}: {name} ...", end="")
+    start = time.perf_counter()
+    try:
+        yield cost
+    except BaseException:
+        say(f" failed after {time.perf_counter() - start:.1f} s")
+        raise
+    cost["seconds"] = round(time.perf_counter() - start, 3)
+    memory = cost["peak_memory_bytes"]
+    say(f" {cost['seconds']:.1f} s" + (f", {memory / 2**20:.0f} MiB of GPU memory" if memory is not None else ""))
+
+
+def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """Build one engine; gives its entry and what memory it took. Where the backend asked for another form of the graph, the entry says which slots it
+    has and of what."""
+    model = onnx.load(graph_path)
+    _check_io(model, graph, graph_path)
+    prepared = prepare(model, graph.get("slots", ()), options)
     if prepared is None:
-        said = library.build(graph_path, file, options)
-        return {**said, "file": file.name, "sha256": sha256_file(file)}
+        built = library.build(graph_path, file, options)
+        return {**built.about, "file": file.name, "sha256": sha256_file(file)}, built.peak_memory
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp") as folder:
         rewritten = Path(folder) / "prepared.onnx"
         rewritten.write_bytes(prepared.model.SerializeToString(deterministic=True))
-        said = library.build(rewritten, file, options)
-    return {**said, "file": file.name, "sha256": sha256_file(file), "slots": prepared.slots, "parts": prepared.parts}
+        built = library.build(rewritten, file, options)
+    return {**built.about, "file": file.name, "sha256": sha256_file(file), "slots": prepared.slots, "parts": prepared.parts}, built.peak_memory
+
+
+def _check_io(model: onnx.ModelProto, graph: Mapping[str, Any], where: Path) -> None:
+    """Raises CheckError where a graph takes or gives something else than the assembly says."""
+    for what, values, entries in (("inputs", model.graph.input, [*graph["inputs"], *graph.get("slots", ())]), ("outputs", model.graph.output, graph["outputs"])):
+        found = {value.name: _described(value) for value in values}
+        expected = {entry["name"]: f"{entry['dtype']} {entry['shape']}" for entry in entries}
+        for name in sorted({*expected, *found}):
+            if expected.get(name) != found.get(name):
+                raise CheckError(f"{where}: {what}: {name}: expected {expected.get(name, 'none')} as in the assembly, found {found.get(name, 'none')}; export again")
+
+
+def _described(value: onnx.ValueInfoProto) -> str:
+    kind = value.type.tensor_type
+    return f"{dtype_name(kind.elem_type)} {[dim.dim_param or dim.dim_value for dim in kind.shape.dim]}"
 
 
 def graphs_of(assembly: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -94,7 +142,7 @@ def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[
     if any(old.get(key) != manifest[key] for key in keys) or library.device_key(old.get("device", {})) != library.device_key(manifest["device"]):
         return {}
     whole = lambda entry: (out.parent / entry["file"]).is_file() and sha256_file(out.parent / entry["file"]) == entry["sha256"]
-    return {name: entry for name, entry in old["engines"].items() if whole(entry)}
+    return {name: entry for name, entry in old["engines"].items() if whole(entry) and library.keeps(name, entry)}
 
 
 def _delete_leftovers(out: Path, kept: set[str], suffix: str) -> None:

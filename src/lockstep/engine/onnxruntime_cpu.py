@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from lockstep.engine.backend import Run
+from lockstep.engine.backend import Built, Run
 from lockstep.engine.cpu import cpu_key, describe_cpu, thread_count
 from lockstep.errors import CheckError, InputError
 from lockstep.files import write_bytes
@@ -44,6 +44,7 @@ class OnnxRuntimeBackend:
     suffix = ".onnx"
     revision = 1
     precisions = ("fp32", "fp16")
+    takes_long = False
 
     def version(self) -> str:
         return ort.__version__
@@ -57,7 +58,16 @@ class OnnxRuntimeBackend:
     def default_options(self) -> dict[str, Any]:
         return {"optimization_level": "all", "opset": None, "fuse_projections": False}
 
-    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        pass
+
+    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
+        return True
+
+    def finish(self, names: Sequence[str]) -> dict[str, Any]:
+        return {}
+
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         level = options["optimization_level"]
         if level not in _LEVELS:
             raise InputError(f"optimization_level: expected one of {', '.join(sorted(_LEVELS))}, found {level!r}")
@@ -73,7 +83,7 @@ class OnnxRuntimeBackend:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out_path)) from None
                 raise
             write_bytes(out_path, _canonical(saved.read_bytes()))
-        return {}
+        return Built()
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> OnnxRuntimeProgram:
         _use_global_pool(threads)

@@ -23,6 +23,12 @@ _SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
 _TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
+def dtype_name(element: int) -> str:
+    """An ONNX element type as NumPy calls it. (Older ONNX packages give float32 for bfloat16 as a NumPy type.)"""
+    name = onnx.TensorProto.DataType.Name(element).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
 @dataclass(frozen=True)
 class Prepared:
     """model is what is built; slots are its weight inputs ({"name", "dtype", "shape"}); parts: {slot: [slots of the assembly]}."""

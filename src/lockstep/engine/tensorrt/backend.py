@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
+from lockstep.engine.backend import Built
 from lockstep.engine.tensorrt import compat
+from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
-from lockstep.engine.tensorrt.profiles import profiles
+from lockstep.engine.tensorrt.layers import check_precision, fingerprint, read_layers
+from lockstep.engine.tensorrt.memory import PeakMemory
+from lockstep.engine.tensorrt.profiles import Profile, profiles
+from lockstep.engine.tensorrt.tactics import Tactics
 from lockstep.errors import CheckError
-from lockstep.files import write_bytes
+from lockstep.files import sha256_file, write_bytes
 
 if TYPE_CHECKING:
     from lockstep.engine.tensorrt.program import TensorRTProgram
@@ -28,11 +33,13 @@ class TensorRTBackend:
     name = "tensorrt"
     suffix = ".engine"
     revision = 1
+    takes_long = True
 
     def __init__(self) -> None:
         compat.require()
         self._builder: Any = None
         self._timing: Any = None
+        self._tactics: Tactics | None = None
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -61,25 +68,48 @@ class TensorRTBackend:
             "max_seq_len": 256,
         }
 
-    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-        where = str(out_path)
-        model = onnx.load(graph_path)
+    def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        options = {key: value for key, value in manifest["options"].items() if key != "tactics"}
+        made_by = {"version": manifest["backend_version"], "device": self.device_key(manifest["device"]), "options": options, "revision": self.revision}
+        self._tactics = Tactics(manifest["options"]["tactics"], folder, made_by)
+
+    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
+        return self._tactics.keeps(name, entry["tactics_sha256"])
+
+    def finish(self, names: Sequence[str]) -> dict[str, Any]:
+        return {"typing": "strong" if compat.has("strong_types") else "weak", "tactics": self._tactics.finish(names)}
+
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
+        where, name, model = str(out_path), out_path.name.removesuffix(self.suffix), onnx.load(graph_path)
+        types, bounds = tensor_types(model), profiles(model, options)
+        tactics = self._tactics or Tactics("free", out_path.parent, {})
+        with PeakMemory() as peak:
+            plan = self._plan(model, types, bounds, options, tactics, where)
+            engine = compat.deserialize(plan, where)
+            layers = read_layers(compat.layer_information(engine), where)
+            check_contract(compat.tensors(engine), model, bounds, compat.has("int64"), where)
+        check_precision(layers, model, types, where)
+        digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
+        tactics.take_cache(compat.serialize_timing_cache(self._timing), compat.cached_tactics(self._timing), where)
+        write_bytes(out_path, plan)
+        return Built({"tactics_sha256": digest}, peak.nbytes)
+
+    def _plan(
+        self, model: onnx.ModelProto, types: Mapping[str, str], bounds: Sequence[Profile], options: Mapping[str, Any], tactics: Tactics, where: str
+    ) -> bytes:
         if self._builder is None:
             self._builder = compat.create_builder()
         network = compat.create_network(self._builder)
-        parser = compat.parse(network, model.SerializeToString(), where)
+        parser = compat.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
         config = compat.create_config(self._builder, options["workspace_mb"] << 20, options["optimization_level"], options["tactic_sources"])
-        compat.constrain_precision(config, network, tensor_types(model))
-        for profile in profiles(model, options):
+        compat.constrain_precision(config, network, types)
+        for profile in bounds:
             compat.add_profile(self._builder, config, profile)
         if self._timing is None:
-            self._timing = compat.create_timing_cache(config)
-        if not compat.use_timing_cache(config, self._timing, replay=False):
+            self._timing = compat.create_timing_cache(config, tactics.cache)
+        if self._timing is None or not compat.use_timing_cache(config, self._timing, tactics.mode == "verified"):
             raise CheckError(f"{where}: TensorRT {self.version()} refuses the timing cache: {compat.LOG.first_error()}")
-        plan = compat.build_plan(self._builder, network, config, where)
-        del parser  # it owns what the network reads
-        write_bytes(out_path, plan)
-        return {"typing": "strong" if compat.has("strong_types") else "weak"}
+        return compat.build_plan(self._builder, network, config, where)
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> TensorRTProgram:
         from lockstep.engine.tensorrt.program import TensorRTProgram
@@ -95,12 +125,3 @@ class TensorRTBackend:
         from lockstep.engine.tensorrt.executor import GpuExecutor
 
         return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
-
-
-def tensor_types(model: onnx.ModelProto) -> dict[str, str]:
-    """{tensor: dtype} of all tensors of a graph that ONNX's shape inference knows, constants too."""
-    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-    elements = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
-    elements.update((tensor.name, tensor.data_type) for tensor in graph.initializer)
-    names = {"float": "float32"}  # as ONNX calls them -> as NumPy does
-    return {name: names.get(text, text) for name, text in ((name, onnx.TensorProto.DataType.Name(element).lower()) for name, element in elements.items())}

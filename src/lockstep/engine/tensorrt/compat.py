@@ -242,8 +242,9 @@ def add_profile(builder: trt.Builder, config: trt.IBuilderConfig, shapes: Mappin
         raise CheckError(f"TensorRT {trt.__version__} refuses the optimization profile {dict(shapes)}: {LOG.first_error()}")
 
 
-def create_timing_cache(config: trt.IBuilderConfig, data: bytes = b"") -> trt.ITimingCache:
-    """An empty cache, or one that was serialized; it may serve several configurations."""
+def create_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache | None:
+    """An empty cache, or one that was serialized; it may serve several configurations. None where TensorRT refuses the bytes."""
+    LOG.clear()
     return config.create_timing_cache(data)
 
 

@@ -47,7 +47,7 @@ def driver_version(cuda: int, text: str | None = None) -> str:
     """The kernel module's version (550.54.15), or where Linux does not tell it, that of CUDA (`cuda` is 12040 for 12.4)."""
     if text is None:
         text = _DRIVER.read_text(errors="replace") if _DRIVER.exists() else ""
-    found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", text)
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
     return found[1] if found else f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"
 
 

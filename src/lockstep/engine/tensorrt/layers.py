@@ -1,0 +1,123 @@
+"""What TensorRT made of a graph, from its inspector: layers, the tactic of each, and the types that they compute in.
+
+In: the inspector's JSON at detailed verbosity, which may hold raw control characters. Format: `Layers`, each with `Name`, `LayerType`, `TacticName`,
+`TacticValue`, and `Inputs`, `Outputs` with `Name` and `Format/Datatype` (TensorRT developer guide, "Engine Inspector").
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+
+from lockstep.errors import CheckError
+
+# Names that TensorRT makes from addresses: hexadecimal, or decimal of that size.
+_POINTER = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![0-9])[0-9]{13,}(?![0-9])")
+_PRODUCT = re.compile(r"gemm|matmul|matrix_?multiply|xmma|cutlass|cublas|_mha", re.IGNORECASE)
+_FP32_TACTIC = re.compile(r"sgemm|f32f32_f32f32|tf32|s1688gemm(?!_f16|_bf16)", re.IGNORECASE)
+_DATATYPES = (
+    ("bfloat16", re.compile(r"bf16|bfloat", re.IGNORECASE)),
+    ("float16", re.compile(r"fp16|half", re.IGNORECASE)),
+    ("float32", re.compile(r"fp32|tf32|\bfloat(32)?\b", re.IGNORECASE)),
+)
+_HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of an engine. inputs, outputs: (tensor, format as TensorRT writes it). Names as they are, pointers and all."""
+
+    name: str
+    kind: str
+    tactic: str
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+
+
+def read_layers(text: str, where: str) -> list[Layer]:
+    """All layers, of all profiles. Raises CheckError where the engine says less than that."""
+    try:
+        entries = json.loads(text, strict=False)["Layers"]
+        return [_layer(entry) for entry in entries]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckError(f"{where}: expected the layers of the engine in detail from TensorRT's inspector, found {type(error).__name__}: {error}; please report it") from None
+
+
+def _layer(entry: Mapping[str, Any]) -> Layer:
+    tensors = lambda key: tuple((tensor["Name"], str(tensor.get("Format/Datatype", tensor.get("Format", "")))) for tensor in entry.get(key, ()))
+    tactic = " ".join(str(entry[key]) for key in ("TacticName", "TacticValue") if entry.get(key))
+    kind = " ".join(str(entry[key]) for key in ("LayerType", "ParameterType") if entry.get(key))
+    return Layer(entry["Name"], kind, tactic, tensors("Inputs"), tensors("Outputs"))
+
+
+def fingerprint(layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """What was chosen, as JSON: layers in the engine's order with tactic and formats; what is made from pointers is left out of names."""
+    return [
+        {
+            "name": without_pointers(layer.name),
+            "kind": layer.kind,
+            "tactic": _without_pointers_in_name(layer.tactic),
+            "formats": [text for _, text in (*layer.inputs, *layer.outputs)],
+        }
+        for layer in layers
+    ]
+
+
+def without_pointers(name: str) -> str:
+    return _POINTER.sub("*", name)
+
+
+def _without_pointers_in_name(tactic: str) -> str:
+    """A tactic's value is a hash, written like a pointer: only the name before it is looked at."""
+    name, space, value = tactic.rpartition(" ")
+    return f"{without_pointers(name)}{space}{value}" if re.fullmatch("0x[0-9a-fA-F]+", value) else without_pointers(tactic)
+
+
+def compare(recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raises CheckError naming the first layer that differs, and both tactics."""
+    for old, new in zip(recorded, found):
+        if old != new:
+            if old["name"] != new["name"]:
+                raise CheckError(f"{where}: expected layer {old['name']} ({_chosen(old)}) as recorded, found layer {new['name']} ({_chosen(new)})")
+            raise CheckError(f"{where}: layer {old['name']}: expected {_chosen(old)} as recorded, found {_chosen(new)}")
+    if len(recorded) != len(found):
+        raise CheckError(f"{where}: expected {len(recorded)} layers as recorded, found {len(found)}")
+
+
+def _chosen(layer: Mapping[str, Any]) -> str:
+    formats = ", ".join(dict.fromkeys(layer["formats"]))
+    return f"tactic {layer['tactic'] or 'of its own'}, {formats}"
+
+
+def datatype(text: str) -> str | None:
+    """float32, float16 or bfloat16 of a format's description; None for others."""
+    return next((name for name, pattern in _DATATYPES if pattern.search(text)), None)
+
+
+def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapping[str, str], where: str) -> None:
+    """Raises CheckError naming a layer that computes in fp32 what the graph computes in half precision.
+
+    types: {tensor of the graph: dtype}. Held to the graph are every tensor of it that a layer reads or writes, and the tactics of matrix products.
+    What happens inside a fused region is not told by the inspector.
+    """
+    products = {node.output[0]: node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")}
+    wanted = {types[tensor] for tensor in products if tensor in types}
+    if products and not layers:
+        raise CheckError(f"{where}: expected layers, among them the matrix product {next(iter(products.values()))}; found none")
+    half = wanted and wanted <= set(_HALVES)
+    for layer in layers:
+        for tensor, text in (*layer.inputs, *layer.outputs):
+            expected, found = types.get(tensor), datatype(text)
+            if expected in _HALVES and found == "float32":
+                raise CheckError(f"{where}: layer {layer.name}: tensor {tensor}: expected {expected} as in the graph, found {text}; the engine is not of this precision")
+        if not _PRODUCT.search(f"{layer.kind} {layer.tactic}"):
+            continue
+        read = [text for _, text in layer.inputs if datatype(text) == "float32"]
+        if half and (read or _FP32_TACTIC.search(layer.tactic)):
+            found = f"tactic {layer.tactic} on {', '.join(text for _, text in layer.inputs)}"
+            raise CheckError(f"{where}: layer {layer.name}: expected a matrix product in {'/'.join(sorted(wanted))} as in the graph, found {found}; the engine is not of this precision")

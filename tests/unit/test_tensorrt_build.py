@@ -1,0 +1,304 @@
+"""Building with TensorRT, as far as it goes without a GPU: profiles, what the inspector's listing is read for, records of tactics, refusals.
+
+The listings here are written by hand in the inspector's format.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import onnx.parser
+import pytest
+
+from lockstep.engine.tensorrt.compat import Tensor
+from lockstep.engine.tensorrt.contract import check_contract, tensor_types
+from lockstep.engine.tensorrt.device import driver_version, gpu_key
+from lockstep.engine.tensorrt.layers import check_precision, datatype, fingerprint, read_layers
+from lockstep.engine.tensorrt.profiles import profiles
+from lockstep.engine.tensorrt.tactics import CACHE, RECORD, Tactics
+from lockstep.errors import CheckError, InputError
+from lockstep.files import read_json, sha256_file
+
+LIMITS = {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 32}
+BLOCK = onnx.parser.parse_model(
+    """<ir_version: 8, opset_import: ["": 17]> g (float16[num_tokens, 16] hidden, int64[num_tokens] rows, float16[32, 16] weight) => (float16[num_tokens, 32] out)
+    { taken = Gather(hidden, rows)  out = Gemm<transB = 1>(taken, weight) }"""
+)
+BLOCK.graph.node[1].name = "product"
+HALF, FLOAT = "Row major linear FP16 format", "Row major linear FP32"
+
+
+def graph(*inputs: str) -> onnx.ModelProto:
+    names = ", ".join(f"float[{shape}] x{i}" for i, shape in enumerate(inputs))
+    return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g ({names}) => (float[n] y) {{ y = Identity(x0) }}')
+
+
+# --- profiles
+
+
+def test_a_block_has_a_decode_profile_and_a_prefill_profile():
+    decode, prefill = profiles(BLOCK, LIMITS)
+    assert decode == {"hidden": ((1, 16), (8, 16), (8, 16)), "rows": ((1,), (8,), (8,))}
+    assert prefill["hidden"] == ((1, 16), (72, 16), (72, 16))  # a step of max_num_tokens, and a token of each row that decodes
+
+
+def test_exits_and_kinds_have_the_dimensions_that_they_name():
+    assert [profile["x1"] for profile in profiles(graph("num_tokens, 4", "num_requests"), LIMITS)] == [((1,), (8,), (8,))] * 2
+    (decode,) = profiles(graph("num_requests, 4", "num_requests, 2, past_capacity, 4", "1"), LIMITS)
+    assert decode == {"x0": ((1, 4), (8, 4), (8, 4)), "x1": ((1, 2, 1, 4), (8, 2, 32, 4), (8, 2, 32, 4))}
+    (prefill,) = profiles(graph("num_tokens, 4", "1, 2, past_capacity, 4"), LIMITS)
+    assert prefill["x1"][2] == (1, 2, 32, 4) and prefill["x0"][0] == (1, 4)
+
+
+def test_a_graph_of_fixed_sizes_has_one_profile_that_says_nothing():
+    assert profiles(graph("3, 4"), LIMITS) == [{}]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size: expected at least 1, found 0"),
+        ({"max_seq_len": "all"}, "max_seq_len: expected at least 1, found 'all'"),
+        ({"max_num_tokens": 4}, r"max_num_tokens: expected at least max_batch_size \(8\), found 4"),
+    ],
+)
+def test_limits_without_room_are_refused(limits, message):
+    with pytest.raises(InputError, match=message):
+        profiles(BLOCK, LIMITS | limits)
+
+
+def test_a_dimension_without_a_limit_is_named():
+    with pytest.raises(InputError, match="dimension: expected one of num_tokens, num_requests, past_capacity, found experts"):
+        profiles(graph("num_tokens, experts"), LIMITS)
+
+
+# --- contract
+
+
+def engine_tensors() -> list[Tensor]:
+    """What an engine of BLOCK says of itself, on a version that has no int64."""
+    bounds = profiles(BLOCK, LIMITS)
+    fixed = (((32, 16),) * 3,) * 2
+    return [
+        Tensor("hidden", True, np.dtype("float16"), (-1, 16), tuple(profile["hidden"] for profile in bounds)),
+        Tensor("rows", True, np.dtype("int32"), (-1,), tuple(profile["rows"] for profile in bounds)),
+        Tensor("weight", True, np.dtype("float16"), (32, 16), fixed),
+        Tensor("out", False, np.dtype("float16"), (-1, 32), ()),
+    ]
+
+
+def changed(position: int, **values) -> list[Tensor]:
+    tensors = engine_tensors()
+    tensors[position] = Tensor(**{**vars(tensors[position]), **values})
+    return tensors
+
+
+def test_an_engine_that_is_its_graph_passes():
+    check_contract(engine_tensors(), BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (engine_tensors()[:-1], "x.engine: outputs: expected out as in the assembly, found $"),
+        (changed(0, name="hiden"), "inputs: expected hidden, rows, weight as in the assembly, found hiden, rows, weight"),
+        (changed(3, dtype=np.dtype("float32")), r"output out: expected float16 \[-1, 32\] as in the assembly, found float32 \[-1, 32\]"),
+        (changed(2, shape=(16, 32)), r"input weight: expected float16 \[32, 16\] as in the assembly, found float16 \[16, 32\]"),
+        (changed(1, dtype=np.dtype("int64")), r"input rows: expected int32 \[-1\] as in the assembly, found int64"),
+        (changed(0, profiles=(((1, 16), (8, 16), (8, 16)),)), "expected 2 optimization profiles, found 1"),
+        (changed(1, profiles=(((1,), (8,), (8,)), ((1,), (64,), (64,)))), r"input rows, profile 1: expected \[1\] to \[72\], tuned for \[72\], found \[1\] to \[64\]"),
+    ],
+)
+def test_an_engine_that_is_not_its_graph_is_refused(tensors, message):
+    with pytest.raises(CheckError, match=message):
+        check_contract(tensors, BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
+
+
+# --- layers
+
+
+def listing(*layers: dict) -> str:
+    return json.dumps({"Layers": list(layers), "Bindings": []})
+
+
+def layer(name="product", kind="gemm", tactic="sm80_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize64x64x64", value="0x5f7e2a1b3c4d5e6f", source=("taken", HALF), made=("out", HALF)) -> dict:
+    tensor = lambda pair: {"Name": pair[0], "Location": "Device", "Dimensions": [-1, 16], "Format/Datatype": pair[1]}
+    return {"Name": name, "LayerType": kind, "Inputs": [tensor(source), tensor(("weight", HALF))], "Outputs": [tensor(made)], "TacticName": tactic, "TacticValue": value}
+
+
+def read(*layers: dict):
+    return read_layers(listing(*layers), "x.engine")
+
+
+def test_the_listing_may_hold_raw_control_characters():
+    text = listing(layer(name="a\nb")).replace("\\n", "\n\x01")
+    assert read_layers(text, "x")[0].name == "a\n\x01b"
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"Layers": ["product"]}', '{"Layers": [{"LayerType": "gemm"}]}'])
+def test_a_listing_without_detail_is_refused(text):
+    with pytest.raises(CheckError, match="x.engine: expected the layers of the engine in detail"):
+        read_layers(text, "x.engine")
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        (HALF, "float16"), (FLOAT, "float32"), ("Half", "float16"), ("Float", "float32"), ("Row major linear BF16", "bfloat16"), ("BFloat16", "bfloat16"),
+        ("Channel major FP16 format where channel % 8 == 0", "float16"), ("Row major Int32 format", None), ("Int64", None), ("", None), ("Row major linear TF32", "float32"),
+    ],
+)  # fmt: skip
+def test_datatypes_are_read_from_formats(text, dtype):
+    assert datatype(text) == dtype
+
+
+def test_half_precision_products_pass():
+    check_precision(read(layer(), layer(name="{ForeignNode[a...b]}", kind="Myelin", tactic="", value="")), BLOCK, tensor_types(BLOCK), "x.engine")
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (layer(source=("taken", FLOAT)), "x.engine: layer product: tensor taken: expected float16 as in the graph, found Row major linear FP32"),
+        (layer(made=("out", "Float")), "layer product: tensor out: expected float16 as in the graph, found Float"),
+        (layer(source=("Reformatted Input Tensor 0 to product", FLOAT)), "layer product: expected a matrix product in float16 as in the graph, found tactic sm80_xmma"),
+        (layer(tactic="ampere_sgemm_128x64_tn"), "layer product: expected a matrix product in float16 as in the graph, found tactic ampere_sgemm_128x64_tn"),
+        (layer(tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n"), "expected a matrix product in float16 as in the graph"),
+    ],
+)
+def test_a_product_in_fp32_fails_with_its_layer(found, message):
+    with pytest.raises(CheckError, match=message):
+        check_precision(read(layer(name="before"), found), BLOCK, tensor_types(BLOCK), "x.engine")
+
+
+def test_an_engine_without_layers_fails():
+    with pytest.raises(CheckError, match="expected layers, among them the matrix product product; found none"):
+        check_precision([], BLOCK, tensor_types(BLOCK), "x.engine")
+
+
+def test_what_the_graph_computes_in_fp32_may_be_fp32():
+    model = onnx.ModelProto()
+    model.CopyFrom(BLOCK)
+    for value in (model.graph.input[0], model.graph.input[2], model.graph.output[0]):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    check_precision(read(layer(tactic="ampere_sgemm_128x64_tn", source=("taken", FLOAT), made=("out", FLOAT))), model, tensor_types(model), "x")
+
+
+def test_fingerprints_leave_out_pointers_and_keep_tactics():
+    first = fingerprint(read(layer(name="__myl_FcMul_0x7f3a5c001230", tactic="__myl_Fc_140234567890123_x")))
+    again = fingerprint(read(layer(name="__myl_FcMul_0x7f99aa124560", tactic="__myl_Fc_140999999990123_x")))
+    assert first == again and first[0]["tactic"].endswith("0x5f7e2a1b3c4d5e6f")
+    assert fingerprint(read(layer(value="0x1111111111111111"))) != fingerprint(read(layer()))
+    assert fingerprint(read(layer(source=("taken", FLOAT)))) != fingerprint(read(layer()))
+    assert fingerprint(read(layer(name="block_16x16_64"))) != fingerprint(read(layer(name="block_16x16_32")))
+
+
+# --- tactics
+
+MADE_BY = {"version": "8.6.0", "device": {"name": "NVIDIA H200", "compute_capability": "9.0", "driver": "570.1"}, "options": {"workspace_mb": 4096}}
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    tactics = Tactics("record", tmp_path, MADE_BY)
+    tactics.take("middle", "g" * 64, fingerprint(read(layer())), "middle.engine")
+    tactics.take_cache(b"cache", {"key": "0x01"}, "middle.engine")
+    assert tactics.finish(["middle"])["files"] == [{"file": name, "sha256": sha256_file(tmp_path / name)} for name in (CACHE, RECORD)]
+    return tmp_path
+
+
+def test_a_record_is_replayed(recorded):
+    tactics = Tactics("verified", recorded, MADE_BY)
+    before = {path.name: path.read_bytes() for path in recorded.iterdir()}
+    assert tactics.cache == b"cache"
+    digest = tactics.take("middle", "g" * 64, fingerprint(read(layer())), "middle.engine")
+    tactics.take_cache(b"cache with more", {"key": "0x01"}, "middle.engine")
+    assert tactics.keeps("middle", digest) and not tactics.keeps("middle", "other") and not tactics.keeps("entry", digest)
+    tactics.finish(["middle"])
+    assert {path.name: path.read_bytes() for path in recorded.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([layer(tactic="other_gemm")], "m: layer product: expected tactic sm80_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize64x64x64 0x5f7e2a1b3c4d5e6f, Row major linear FP16 format as recorded, found tactic other_gemm 0x5f7e2a1b3c4d5e6f"),
+        ([layer(), layer()], "m: expected 1 layers as recorded, found 2"),
+        ([layer(name="another")], r"m: expected layer product \(tactic .*\) as recorded, found layer another"),
+    ],
+)  # fmt: skip
+def test_another_tactic_fails_with_its_layer_and_both(recorded, layers, message):
+    with pytest.raises(CheckError, match=message):
+        Tactics("verified", recorded, MADE_BY).take("middle", "g" * 64, fingerprint(read(*layers)), "m")
+
+
+def test_another_tactic_in_the_cache_fails(recorded):
+    with pytest.raises(CheckError, match="m: timing cache, key: expected tactic 0x01 as recorded, found 0x02"):
+        Tactics("verified", recorded, MADE_BY).take_cache(b"", {"key": "0x02"}, "m")
+    with pytest.raises(CheckError, match="m: timing cache, new: expected tactic none as recorded, found 0x02"):
+        Tactics("verified", recorded, MADE_BY).take_cache(b"", {"key": "0x01", "new": "0x02"}, "m")
+
+
+def test_a_record_of_another_graph_engine_version_or_device_is_refused(recorded):
+    with pytest.raises(CheckError, match="expected the tactics of entry, found none of this engine; build with tactics: record"):
+        Tactics("verified", recorded, MADE_BY).take("entry", "g" * 64, [], "m")
+    with pytest.raises(CheckError, match="expected the tactics of middle, found those of another graph"):
+        Tactics("verified", recorded, MADE_BY).take("middle", "h" * 64, [], "m")
+    with pytest.raises(CheckError, match="tactics.json: version: expected 10.8.0, found 8.6.0; build with tactics: record"):
+        Tactics("verified", recorded, MADE_BY | {"version": "10.8.0"})
+    device = MADE_BY["device"] | {"compute_capability": "8.9"}
+    with pytest.raises(CheckError, match="device: expected compute_capability 8.9, found compute_capability 9.0;"):
+        Tactics("verified", recorded, MADE_BY | {"device": device})
+
+
+@pytest.mark.parametrize("name", [CACHE, RECORD])
+def test_a_damaged_or_absent_record_is_an_error_when_verified_and_made_anew_when_recorded(recorded, name):
+    (recorded / name).write_bytes(b"damaged")
+    for _ in range(2):
+        with pytest.raises(CheckError, match=f"{name}: expected .*build with tactics: record"):
+            Tactics("verified", recorded, MADE_BY)
+        anew = Tactics("record", recorded, MADE_BY)
+        assert anew.cache == b"" and not anew.engines
+        (recorded / name).unlink(missing_ok=True)
+
+
+def test_recording_goes_on_from_what_an_interrupted_build_left(recorded):
+    tactics = Tactics("record", recorded, MADE_BY)
+    assert tactics.cache == b"cache" and "middle" in tactics.engines
+    tactics.take("exit", "e" * 64, [], "exit.engine")
+    tactics.take_cache(b"more", {}, "exit.engine")
+    tactics.finish(["exit"])
+    assert list(read_json(recorded / RECORD)["engines"]) == ["exit"] and (recorded / CACHE).read_bytes() == b"more"
+
+
+def test_free_tactics_leave_nothing_behind(tmp_path):
+    tactics = Tactics("free", tmp_path, MADE_BY)
+    tactics.take("middle", "g" * 64, [], "m")
+    tactics.take_cache(b"cache", {}, "m")
+    assert tactics.finish(["middle"]) == {"mode": "free"} and not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="tactics: expected one of free, record, verified, found 'some'"):
+        Tactics("some", tmp_path, MADE_BY)
+
+
+# --- device
+
+
+def test_the_driver_is_told_by_its_kernel_module_or_by_cuda():
+    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan  9 01:45:55 UTC 2025\nGCC version: ..."
+    assert driver_version(12080, text) == "570.86.15"
+    assert driver_version(12080, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build") == "580.95.05"
+    assert driver_version(12080, "") == "CUDA 12.8"
+
+
+def test_an_engine_depends_on_name_capability_and_driver_alone():
+    device = {"type": "gpu", "name": "NVIDIA H200", "compute_capability": "9.0", "driver": "570.1", "memory": 1}
+    assert gpu_key(device) == gpu_key(device | {"memory": 2}) != gpu_key(device | {"driver": "570.2"})
+    assert gpu_key({"type": "cpu"}) == {"name": None, "compute_capability": None, "driver": None}
+
+
+def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
+    modules = "backend", "compat", "contract", "device", "layers", "memory", "profiles", "tactics"
+    code = "import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n" + "".join(f"import lockstep.engine.tensorrt.{name}\n" for name in modules)
+    subprocess.run([sys.executable, "-c", code], check=True)
