@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import onnx
 
 from lockstep.engine.backend import Backend, get_backend
 from lockstep.engine.prepare import prepare
+from lockstep.engine.rotary import rotary
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 
@@ -44,7 +45,7 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
         "engines": {},
     }
     recorded = _reusable(out, manifest, library)
-    for name, graph in graphs_of(assembly):
+    for name, graph in library.graphs(assembly, manifest["options"]):
         graph_path = assembly_path.parent / graph["graph"]
         if not graph_path.is_file():
             raise InputError(f"{graph_path}: expected a graph, found no file; export again")
@@ -61,25 +62,19 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
 
 def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]) -> dict[str, Any]:
     """Build one engine. Where the backend asked for another form of the graph, the entry says which slots it has and of what."""
-    prepared = prepare(onnx.load(graph_path), graph.get("slots", ()), options)
-    if prepared is None:
+    canonical = onnx.load(graph_path)
+    model = rotary(canonical, graph["rotary_of"]) if "rotary_of" in graph else canonical
+    prepared = prepare(model, graph.get("slots", ()), options)
+    if prepared is None and model is canonical:
         said = library.build(graph_path, file, options)
         return {**said, "file": file.name, "sha256": sha256_file(file)}
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp") as folder:
         rewritten = Path(folder) / "prepared.onnx"
-        rewritten.write_bytes(prepared.model.SerializeToString(deterministic=True))
+        rewritten.write_bytes((prepared.model if prepared else model).SerializeToString(deterministic=True))
         said = library.build(rewritten, file, options)
-    return {**said, "file": file.name, "sha256": sha256_file(file), "slots": prepared.slots, "parts": prepared.parts}
-
-
-def graphs_of(assembly: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(engine name, graph entry) of all that an assembly needs: classes by name, kinds as `<kind>.prefill` and `<kind>.decode`."""
-    for name in sorted(assembly["classes"]):
-        yield name, assembly["classes"][name]
-    for name in sorted(assembly["kinds"]):
-        for phase in ("decode", "prefill"):
-            yield f"{name}.{phase}", assembly["kinds"][name][phase]
+    slots = {"slots": prepared.slots, "parts": prepared.parts} if prepared else {}
+    return {**said, "file": file.name, "sha256": sha256_file(file), **slots}
 
 
 def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[str, Any]:

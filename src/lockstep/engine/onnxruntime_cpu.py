@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import onnx
 import onnxruntime as ort
 
 from lockstep.engine.backend import Run
+from lockstep.engine.graphs import graphs_of
 from lockstep.engine.cpu import cpu_key, describe_cpu, thread_count
 from lockstep.errors import CheckError, InputError
 from lockstep.files import write_bytes
@@ -56,6 +57,9 @@ class OnnxRuntimeBackend:
 
     def default_options(self) -> dict[str, Any]:
         return {"optimization_level": "all", "opset": None, "fuse_projections": False}
+
+    def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        return graphs_of(assembly)
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         level = options["optimization_level"]
