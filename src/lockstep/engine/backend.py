@@ -13,7 +13,7 @@ Buffers are the backend's own arrays (`Backend.empty`): NumPy arrays on a CPU, d
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -88,6 +88,10 @@ class Backend(Protocol):
 
     def default_options(self) -> dict[str, Any]:
         """The build options as they are recorded."""
+        ...
+
+    def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(engine name, graph entry) of the engines that this backend runs an assembly with: `graphs.graphs_of`, unless its attention is its own."""
         ...
 
     def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import onnx
 
 from lockstep.engine.backend import Backend, get_backend
 from lockstep.engine.prepare import dtype_name, prepare
+from lockstep.engine.rotary import rotary
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 
@@ -50,7 +51,7 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
     }
     library.start(out.parent, manifest)
     recorded = _reusable(out, manifest, library)
-    graphs, costs = list(graphs_of(assembly)), {}
+    graphs, costs = list(library.graphs(assembly, manifest["options"])), {}
     for number, (name, graph) in enumerate(graphs, start=1):
         graph_path = assembly_path.parent / graph["graph"]
         if not graph_path.is_file():
@@ -92,18 +93,20 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
 def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
     """Build one engine; gives its entry and what memory it took. Where the backend asked for another form of the graph, the entry says which slots it
     has and of what."""
-    model = onnx.load(graph_path)
-    _check_io(model, graph, graph_path)
+    canonical = onnx.load(graph_path)
+    _check_io(canonical, graph, graph_path)
+    model = rotary(canonical, graph["rotary_of"]) if "rotary_of" in graph else canonical
     prepared = prepare(model, graph.get("slots", ()), options)
-    if prepared is None:
+    if prepared is None and model is canonical:
         built = library.build(graph_path, file, options)
         return {**built.about, "file": file.name, "sha256": sha256_file(file)}, built.peak_memory
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp") as folder:
         rewritten = Path(folder) / "prepared.onnx"
-        rewritten.write_bytes(prepared.model.SerializeToString(deterministic=True))
+        rewritten.write_bytes((prepared.model if prepared else model).SerializeToString(deterministic=True))
         built = library.build(rewritten, file, options)
-    return {**built.about, "file": file.name, "sha256": sha256_file(file), "slots": prepared.slots, "parts": prepared.parts}, built.peak_memory
+    slots = {"slots": prepared.slots, "parts": prepared.parts} if prepared else {}
+    return {**built.about, "file": file.name, "sha256": sha256_file(file), **slots}, built.peak_memory
 
 
 def _check_io(model: onnx.ModelProto, graph: Mapping[str, Any], where: Path) -> None:
@@ -119,15 +122,6 @@ def _check_io(model: onnx.ModelProto, graph: Mapping[str, Any], where: Path) -> 
 def _described(value: onnx.ValueInfoProto) -> str:
     kind = value.type.tensor_type
     return f"{dtype_name(kind.elem_type)} {[dim.dim_param or dim.dim_value for dim in kind.shape.dim]}"
-
-
-def graphs_of(assembly: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(engine name, graph entry) of all that an assembly needs: classes by name, kinds as `<kind>.prefill` and `<kind>.decode`."""
-    for name in sorted(assembly["classes"]):
-        yield name, assembly["classes"][name]
-    for name in sorted(assembly["kinds"]):
-        for phase in ("decode", "prefill"):
-            yield f"{name}.{phase}", assembly["kinds"][name][phase]
 
 
 def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.engine.backend import Backend, Program, get_backend
-from lockstep.engine.builder import ASSEMBLY_FORMAT, FORMAT, graphs_of
+from lockstep.engine.builder import ASSEMBLY_FORMAT, FORMAT
 from lockstep.errors import CheckError
 from lockstep.files import read_json, sha256_file, sha256_json
 
@@ -33,7 +33,7 @@ class EngineSet:
         _same(path, f"{backend.name} version", manifest["backend_version"], backend.version(), rebuild)
         _same(path, "device", backend.device_key(manifest["device"]), backend.device_key(backend.describe_device()), rebuild)
         _same(path, "precision", manifest["precision"], assembly["precision"], "open them with their own assembly")
-        graphs = dict(graphs_of(assembly))
+        graphs = dict(backend.graphs(assembly, manifest["options"]))
         _same(path, "engines", sorted(manifest["engines"]), sorted(graphs), f"build the engines of {assembly_json}")
         for name, entry in manifest["engines"].items():
             file = path.parent / entry["file"]
@@ -48,10 +48,14 @@ class EngineSet:
         keys = ("backend", "backend_version", "options", "engines", "precision")
         return sha256_json({**{key: self.manifest[key] for key in keys}, "device": self.backend.device_key(self.manifest["device"])})
 
+    def names(self) -> list[str]:
+        """The engines: classes, and phases of kinds as `<kind>.<phase>`."""
+        return sorted(self.manifest["engines"])
+
     def load(self, name: str, threads: int | None = None, low_memory: bool = False) -> Program:
         """Load the engine `name` (a class, or `<kind>.prefill`, `<kind>.decode`)."""
         entry = self.manifest["engines"][name]
-        slots = entry.get("slots", dict(graphs_of(self.assembly))[name].get("slots", []))
+        slots = entry.get("slots", self.assembly["classes"].get(name, {}).get("slots", []))
         return self.backend.load(self.path.parent / entry["file"], slots, threads, low_memory)
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import onnxruntime as ort
 
 from lockstep.engine.backend import Built, Run
 from lockstep.engine.cpu import cpu_key, describe_cpu, thread_count
+from lockstep.engine.graphs import graphs_of
 from lockstep.errors import CheckError, InputError
 from lockstep.files import write_bytes
 from lockstep.weights import Weights, slot_array
@@ -57,6 +58,9 @@ class OnnxRuntimeBackend:
 
     def default_options(self) -> dict[str, Any]:
         return {"optimization_level": "all", "opset": None, "fuse_projections": False}
+
+    def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        return graphs_of(assembly)
 
     def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         pass

@@ -40,14 +40,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Kind:
-    """A batchless behaviour: its two engines, what each reads (a kind without rotary encoding decodes without positions), and the
-    cache that a layer of this kind needs."""
+    """A batchless behaviour: its engines by phase (prefill and decode, or what the backend has instead), what each phase reads (a kind without
+    rotary encoding decodes without positions), the cache that a layer of this kind needs, and its entry in the assembly."""
 
-    prefill: Executable
-    decode: Executable
+    engines: Mapping[str, Executable]
     inputs: Mapping[str, tuple[str, ...]]
     attention: IO
     cache: LayerShape
+    spec: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ def open_network(
     chosen = assembly["layers"][:count]
     kinds = {
         name: Kind(
-            load(f"{name}.prefill").bind(None, {}),
-            load(f"{name}.decode").bind(None, {}),
+            {engine.rpartition(".")[2]: load(engine).bind(None, {}) for engine in engines.names() if engine.rpartition(".")[0] == name},
             {phase: tuple(io["name"] for io in kind[phase]["inputs"]) for phase in ("prefill", "decode")},
             next(io for io in _ios(kind["decode"]["outputs"]) if io.name == "attention"),
             LayerShape(kind["num_kv_heads"], kind["head_dim"], kind["value_head_dim"]),
+            kind,
         )
         for name, kind in sorted(assembly["kinds"].items())
         if any(layer["kind"] == name for layer in chosen)

@@ -131,7 +131,7 @@ class Plan:
         inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": past_lengths}
         inputs = {name: inputs[name] for name in kind.inputs[phase]}
         outputs = {"attention": attention[tokens], "key_out": key_out, "value_out": value_out}
-        self._calls.append(getattr(kind, phase).prepare(inputs, outputs))
+        self._calls.append(kind.engines[phase].prepare(inputs, outputs))
 
     def _buffer(self, io: IO, first_dim: int | None = None) -> np.ndarray:
         """Two buffers a name, in turn: a block reads the value that it replaces."""

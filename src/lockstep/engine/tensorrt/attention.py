@@ -2,12 +2,13 @@
 
 TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any kind, any version, three to ten times slower
 than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads, capacity, head_dim], whose capacity doubles.
+FusedAttention (fused.py) runs the rotary encoding as an engine and cuDNN's attention over a paged cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,25 +17,61 @@ from lockstep.engine.tensorrt.kernels import Kernels
 
 FIRST_CAPACITY = 64
 Call = Callable[[], None]
+Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
 
 
-def make_attention(network: Any, rows: int, max_seq_len: int, kernels: Kernels) -> TracedAttention:
-    """The attention that the engine set was built for."""
-    return TracedAttention(network, rows, max_seq_len, kernels)
+class Attention(Protocol):
+    """The cache of some layers, and attention over it."""
+
+    capacity: int  # a decode graph that was captured holds for this capacity only
+
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
+        """Make room: row `r` will hold `ends[r]` tokens after this step; `lengths` of all rows before it. True when what plans hold has moved."""
+        ...
+
+    def reset(self, row: int, stream: cuda.Stream) -> None:
+        """Forget a row."""
+        ...
+
+    def begin(self, rows: cuda.Array, positions: cuda.Array, num_decode: int, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
+        """The calls of a step before its first layer."""
+        ...
+
+    def calls(
+        self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
+        buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
+    ) -> list[Call]:  # fmt: skip
+        """The calls of one layer: attention of the packed tokens (`num_decode` rows of one, then chunks), keys and values into the cache."""
+        ...
+
+
+def make_attention(network: Any, rows: int, max_seq_len: int, kernels: Kernels) -> list[Attention]:
+    """For each layer the attention that its kind was built for; layers of one form share it."""
+    fused = {index for index, (_, kind) in enumerate(network.layers) if "rotary" in kind.engines}
+    made: dict[bool, Attention] = {}
+    for index in range(len(network.layers)):
+        if (index in fused) not in made:
+            layers = {i: kind for i, (_, kind) in enumerate(network.layers) if (i in fused) == (index in fused)}
+            if index in fused:
+                from lockstep.engine.tensorrt.fused import FusedAttention  # loads cuDNN
+
+                made[True] = FusedAttention(layers, network.dtype, rows, max_seq_len, kernels)
+            else:
+                made[False] = TracedAttention(layers, network.dtype, rows, max_seq_len, kernels)
+    return [made[index in fused] for index in range(len(network.layers))]
 
 
 class TracedAttention:
     """The exported graphs as engines, over a contiguous cache."""
 
-    def __init__(self, network: Any, rows: int, max_seq_len: int, kernels: Kernels):
-        self._layers = [kind for _, kind in network.layers]
-        self._dtype, self._rows, self._max, self._kernels = network.dtype, rows, max_seq_len, kernels
+    def __init__(self, layers: Mapping[int, Any], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
+        self._layers = layers
+        self._dtype, self._rows, self._max, self._kernels = dtype, rows, max_seq_len, kernels
         self.capacity = 0
-        self._cache: list[tuple[cuda.Array, cuda.Array]] = []
+        self._cache: dict[int, tuple[cuda.Array, cuda.Array]] = {}
 
-    def reserve(self, length: int, lengths: np.ndarray, stream: cuda.Stream) -> bool:
-        """Make room for rows of `length` tokens; True when the cache moved, so that plans must be made again."""
-        needed = max(length, int(lengths.max()))
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
+        needed = max(*ends.values(), int(lengths.max()))
         bucket = FIRST_CAPACITY
         while bucket < needed:
             bucket *= 2
@@ -42,8 +79,8 @@ class TracedAttention:
         if self._cache and bucket <= self.capacity < 3 * bucket:
             return False
         used, old, old_capacity = int(lengths.max()), self._cache, self.capacity
-        self._cache = []
-        for index, kind in enumerate(self._layers):
+        self._cache = {}
+        for index, kind in self._layers.items():
             pair = []
             for which, dim in enumerate((kind.cache.head_dim, kind.cache.value_head_dim)):
                 array = cuda.zeros((self._rows, kind.cache.num_kv_heads, bucket, dim), self._dtype)
@@ -52,30 +89,24 @@ class TracedAttention:
                     source = old[index][which]
                     stream.copy_rows(array.address, bucket * width, source.address, old_capacity * width, used * width, self._rows * kind.cache.num_kv_heads)
                 pair.append(array)
-            self._cache.append((pair[0], pair[1]))
+            self._cache[index] = (pair[0], pair[1])
         stream.synchronize()  # the old arrays are freed now
         self.capacity = bucket
         return True
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
-        """Clear a row. What it held is masked and weighs 0, but 0 times a stale infinity would be NaN."""
-        for array in (array for pair in self._cache for array in pair):
+        """It is cleared: masked numbers weigh 0, but 0 times a stale infinity would be NaN."""
+        for array in (array for pair in self._cache.values() for array in pair):
             row_array = array[row : row + 1]
             stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
 
+    def begin(self, rows: cuda.Array, positions: cuda.Array, num_decode: int, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
+        return []
+
     def calls(
-        self,
-        index: int,
-        kind: Any,
-        values: Mapping[str, cuda.Array],
-        rows: cuda.Array,
-        num_decode: int,
-        chunks: Sequence[tuple[int, int, int, int]],
-        buffer: Callable[..., cuda.Array],
-        stream: cuda.Stream,
-        own: bool,
-    ) -> list[Call]:
-        """The calls of one layer: attention of the packed tokens, and their keys and values into the cache."""
+        self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
+        buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
+    ) -> list[Call]:  # fmt: skip
         shape, total = kind.cache, values["attention"].shape[0]
         keys, cached = self._cache[index]
         new_key = buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
@@ -87,7 +118,7 @@ class TracedAttention:
             inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": lengths}
             inputs = {name: inputs[name] for name in kind.inputs[phase]}
             outputs = {"attention": values["attention"][tokens], "key_out": new_key[tokens], "value_out": new_value[tokens]}
-            calls.append(getattr(kind, phase).prepare(inputs, outputs, own))
+            calls.append(kind.engines[phase].prepare(inputs, outputs, own))
 
         if num_decode:
             decoding = slice(0, num_decode)

@@ -5,7 +5,7 @@ One builder and one timing cache serve all graphs that an instance builds: layer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,16 @@ import numpy as np
 import onnx
 
 from lockstep.engine.backend import Built
+from lockstep.engine.graphs import graphs_of
 from lockstep.engine.tensorrt import compat
+from lockstep.engine.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
 from lockstep.engine.tensorrt.layers import check_precision, fingerprint, read_layers
 from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.profiles import Profile, profiles
 from lockstep.engine.tensorrt.tactics import Tactics
-from lockstep.errors import CheckError
+from lockstep.errors import CheckError, InputError
 from lockstep.files import sha256_file, write_bytes
 
 if TYPE_CHECKING:
@@ -63,10 +65,23 @@ class TensorRTBackend:
             "optimization_level": 3,
             "tactic_sources": None,
             "tactics": "free",
+            "attention": "fused",
             "max_batch_size": 4,
             "max_num_tokens": 512,
             "max_seq_len": 256,
         }
+
+    def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Kinds that fused attention can run need only their rotary encoding as an engine."""
+        if options["attention"] not in ATTENTIONS:
+            raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options['attention']!r}")
+        fused = {name for name, kind in assembly["kinds"].items() if options["attention"] == "fused" and can_fuse(kind, assembly["dtype"])}
+        for name, graph in graphs_of(assembly):
+            kind, _, phase = name.rpartition(".")
+            if kind not in fused:
+                yield name, graph
+            elif phase == "decode":
+                yield f"{kind}.rotary", {**graph, "rotary_of": assembly["kinds"][kind]}
 
     def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         options = {key: value for key, value in manifest["options"].items() if key != "tactics"}

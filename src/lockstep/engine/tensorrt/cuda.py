@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver, nvrtc, runtime
 
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError
 
 _HOST_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
 _DEVICE_TO_HOST = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
@@ -30,18 +30,10 @@ def check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def describe_gpu(index: int = 0) -> dict[str, Any]:
-    """Name, compute capability ("9.0"), driver's CUDA version, memory in MiB. Raises InputError where there is no GPU."""
-    error, count = runtime.cudaGetDeviceCount()
-    if int(error) != 0 or not count:
-        raise InputError(f"backend tensorrt: expected an NVIDIA GPU, found {error.name if int(error) else 'none'}; run this stage on a machine that has one")
-    properties = check(runtime.cudaGetDeviceProperties(index))
-    return {
-        "name": properties.name.decode().strip("\0"),
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "memory_mb": properties.totalGlobalMem >> 20,
-        "multiprocessors": properties.multiProcessorCount,
-    }
+def compute_capability() -> tuple[int, int]:
+    """Of the first device."""
+    which = runtime.cudaDeviceAttr
+    return tuple(check(runtime.cudaDeviceGetAttribute(getattr(which, f"cudaDevAttrComputeCapability{part}"), 0)) for part in ("Major", "Minor"))
 
 
 class Array:
@@ -212,14 +204,14 @@ def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:
 class _Module:
     def __init__(self, source: str, options: tuple[str, ...]):
         check(runtime.cudaFree(0))  # makes the context that modules are loaded into
-        major, minor = describe_gpu()["compute_capability"].split(".")
+        major, minor = compute_capability()
         program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
         flags = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17", *(option.encode() for option in options)]
         (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
         if int(error) != 0:
             log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
             check(nvrtc.nvrtcGetProgramLog(program, log))
-            raise CheckError(f"CUDA kernels: {' '.join(log.decode(errors='replace').split())[:500]}")
+            raise CheckError(f"CUDA kernels: {' '.join(log.decode(errors='replace').strip(chr(0)).split())[:500]}")
         code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
         check(nvrtc.nvrtcGetCUBIN(program, code))
         self._module = check(driver.cuModuleLoadData(code))

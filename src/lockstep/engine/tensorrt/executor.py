@@ -49,7 +49,7 @@ class GpuExecutor:
         self._network = network
         self._device = Device.get()
         self._stream = self._device.stream
-        self._tokens = rows + (max_num_tokens or max_seq_len)
+        self._tokens = rows + (max_num_tokens or max_seq_len)  # the most that one step brings
         self._integer = network.embedding.run.program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=self._integer.itemsize == 8)
         self._buffers: dict[tuple, cuda.Array] = {}
@@ -57,6 +57,7 @@ class GpuExecutor:
         self._rows = cuda.zeros((self._tokens,), "i4")
         self._logit_rows = cuda.zeros((rows,), self._integer)
         self._attention = make_attention(network, rows, max_seq_len, self._kernels)
+        self._forms = list(dict.fromkeys(self._attention))
         self._plans: dict[tuple, _Plan] = {}
         self._expected = _Expected()
         self._host = {name: cuda.pinned((self._tokens,), dtype) for name, dtype in (("tokens", self._integer), ("positions", self._integer), ("rows", np.dtype("i4")))}
@@ -67,7 +68,8 @@ class GpuExecutor:
     def reset(self, slot: int) -> None:
         """Forget what a slot holds."""
         if self.lengths[slot]:
-            self._attention.reset(slot, self._stream)
+            for attention in self._forms:
+                attention.reset(slot, self._stream)
         self.lengths[slot] = 0
 
     def logits(self, advances: Sequence[Any]) -> np.ndarray:
@@ -100,7 +102,8 @@ class GpuExecutor:
         for advance in advances:
             if not advance.start:
                 self.reset(advance.slot)
-        if self._attention.reserve(max(advance.start + len(advance.tokens) for advance in advances), self.lengths, self._stream):
+        ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
+        if any([attention.reserve(ends, self.lengths, self._stream) for attention in self._forms]):
             self._plans.clear()
         decoding = [advance for advance in advances if len(advance.tokens) == 1]
         chunks = [advance for advance in advances if len(advance.tokens) > 1]
@@ -139,7 +142,7 @@ class GpuExecutor:
         if not (np.array_equal(old.rows, rows) and np.array_equal(old.tokens, tokens) and np.array_equal(old.positions, positions)):
             self._upload(tokens, positions, rows, np.arange(count))
         self._expected = _Expected(rows, np.empty(0, np.int64), positions + (rows >= 0))
-        key = (count, self._attention.capacity)
+        key = (count, *(attention.capacity for attention in self._forms))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(count, count, [], own=True)
@@ -180,11 +183,13 @@ class GpuExecutor:
         rows = self._rows[:total]
         calls: list[Call] = []
         network = self._network
+        for attention in self._forms:
+            calls += attention.begin(rows, values["position_ids"], num_decode, chunks, self._stream)
         self._add_block(network.embedding, values, dims, calls, own)
         for index, (block, kind) in enumerate(network.layers):
             self._add_block(block, values, dims, calls, own)
             values["attention"] = self._buffer("attention", (total, *kind.attention.shape[1:]), kind.attention.dtype)
-            calls += self._attention.calls(index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own)
+            calls += self._attention[index].calls(index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own)
         self._add_block(network.exit, values, dims, calls, own)
         logits = values["logits"]
         if not chunks:
@@ -196,18 +201,29 @@ class GpuExecutor:
         outputs = {}
         for io in block.outputs:
             shape = tuple(dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
+            if io.name == "logits":
+                outputs[io.name] = self._logits(shape, io.dtype)
+                continue
             outputs[io.name] = self._buffer(io.key, shape, io.dtype)
             if io.key in values and values[io.key].address == outputs[io.name].address:
                 outputs[io.name] = self._buffer(f"{io.key}/other", shape, io.dtype)  # a block reads the value that it replaces
         calls.append(block.run.prepare(inputs, outputs, own))
         values.update({io.key: outputs[io.name] for io in block.outputs})
 
+    def _logits(self, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
+        """[num_requests, vocab_size]: a row for each slot is enough."""
+        key = ("logits",)
+        if key not in self._buffers:
+            self._buffers[key] = cuda.empty((self.rows, *shape[1:]), dtype)
+        return self._buffers[key][: shape[0]]
+
     def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
         """The buffer of this name, as large as any step needs it: all plans and layers use the same."""
         key = (name, tuple(shape[1:]), np.dtype(dtype))
         array = self._buffers.get(key)
         if array is None:
-            array = self._buffers[key] = cuda.empty((self._tokens, *shape[1:]), dtype)
+            # Twice: fused attention reads, and spoils, up to the next power of two behind a chunk's last token.
+            array = self._buffers[key] = cuda.zeros((2 * self._tokens, *shape[1:]), dtype)
         return array[: shape[0]]
 
 

@@ -42,11 +42,17 @@ extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values
 WRITE(write_cache_2, unsigned short)
 WRITE(write_cache_16, uint4)
 
+// How many tokens a row holds with its new one; 1 for a row that does not decode.
+extern "C" __global__ void lengths(const int* rows, const void* positions, int wide, int* out, int count) {
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row < count) out[row] = rows[row] < 0 ? 1 : (int)integer(positions, wide, row) + 1;
+}
+
 // One block a row: the first of the largest logits becomes the row's next token, one position further. Rows of -1 stay as they are.
 extern "C" __global__ void advance(const void* logits, int kind, int size, const int* rows, void* tokens, void* positions, int wide) {
     int row = blockIdx.x;
     if (rows[row] < 0) return;
-    float best = -INFINITY;
+    float best = __int_as_float(0xff800000);  // minus infinity
     int at = size;
     for (int i = threadIdx.x; i < size; i += blockDim.x) {
         float found = number(logits, kind, (long long)row * size + i);
@@ -80,6 +86,7 @@ class Kernels:
         self._wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
         self._advance = module["advance"]
+        self._lengths = module["lengths"]
         self._none = Array(0, (0,), "i4", None)
 
     def write_cache(
@@ -95,6 +102,11 @@ class Kernels:
             stream, (tokens, heads, 1), min(128, max(32, key_size, value_size)), key, value, keys, values, rows, positions, self._wide,
             pages or self._none, pages.shape[1] if pages else 0, keys.shape[2], heads, key_size, value_size,
         )  # fmt: skip
+
+    def lengths(self, stream: Stream, rows: Array, positions: Array, out: Array) -> None:
+        """out [num_requests] int32: positions + 1, and 1 where rows is -1."""
+        count = out.shape[0]
+        self._lengths.launch(stream, (count + 127) // 128, 128, rows, positions, self._wide, out, count)
 
     def advance(self, stream: Stream, logits: Array, rows: Array, tokens: Array, positions: Array) -> None:
         """logits [num_requests, vocab_size] -> tokens [num_requests], the most likely; positions go one further. Where rows is -1: nothing."""

@@ -137,11 +137,11 @@ class DeviceWeights:
     """Tensors of one weights manifest on the device. Uploads go on in the background; `wait` before the first use."""
 
     _stores: weakref.WeakKeyDictionary[Weights, DeviceWeights] = weakref.WeakKeyDictionary()
+    _pending: list[Future] = []
 
     def __init__(self, weights: Weights):
         self._weights = weakref.ref(weights)
-        self._arrays: dict[tuple[str, ...], cuda.Array] = {}
-        self._pending: list[Future] = []
+        self._arrays: weakref.WeakValueDictionary[tuple[str, ...], cuda.Array] = weakref.WeakValueDictionary()
         self._uploader = _Uploader()
 
     @classmethod
@@ -154,10 +154,8 @@ class DeviceWeights:
     @classmethod
     def wait(cls) -> None:
         """Until all weights are on the device. Raises what an upload raised."""
-        for store in cls._stores.values():
-            pending, store._pending = store._pending, []
-            for future in pending:
-                future.result()
+        while cls._pending:
+            cls._pending.pop().result()
 
     def put(self, names: Sequence[str], shape: tuple[int, ...], dtype: np.dtype, where: str) -> cuda.Array:
         """The tensors `names`, one after another, as one array of `shape`; uploaded if they are not there yet."""
@@ -173,7 +171,7 @@ class DeviceWeights:
         array = self._arrays[key] = cuda.empty(shape, dtype)
         address = array.address
         for part in parts:
-            self._pending += self._uploader.upload(address, part)
+            DeviceWeights._pending += self._uploader.upload(address, part)
             address += part.nbytes
         return array
 

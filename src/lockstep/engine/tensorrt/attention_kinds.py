@@ -1,0 +1,14 @@
+"""Which kinds the fused attention runs: an entry of the assembly in, yes or no out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ATTENTIONS = ("fused", "traced")
+
+
+def can_fuse(kind: Mapping[str, Any], dtype: str) -> bool:
+    """cuDNN's forward attention: fp16 and bf16, heads of up to 256 numbers in steps of 8, no soft cap. Windows and grouped heads are fine."""
+    dims = (kind["head_dim"], kind["value_head_dim"])
+    return dtype in ("float16", "bfloat16") and all(dim % 8 == 0 and dim <= 256 for dim in dims) and not kind["softcap"]

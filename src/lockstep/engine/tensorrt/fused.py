@@ -1,0 +1,213 @@
+"""Fused attention: cuDNN's kernels over a paged KV cache, with the kind's rotary encoding as an engine of its own in front.
+
+A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]; one table for all layers says which pages a row has. Pages are given
+out as rows grow and taken back when they are forgotten. Needs the package nvidia-cudnn-frontend and the library cuDNN 9; no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.engine.tensorrt import cuda
+from lockstep.engine.tensorrt.attention import Call, Chunks
+from lockstep.engine.tensorrt.kernels import Kernels
+from lockstep.errors import CheckError, InputError
+
+try:
+    import cudnn
+except ImportError as error:
+    raise InputError(f"attention: fused: needs the package nvidia-cudnn-frontend and the library cuDNN 9, found: {' '.join(str(error).split())}; install them, or build with attention: traced") from None
+
+PAGE = 64
+_SMALLEST_CHUNK = 16
+
+
+class FusedAttention:
+    """cuDNN over a paged cache, for the layers of `layers` (number: kind). Same signature as attention.Attention."""
+
+    def __init__(self, layers: Mapping[int, Any], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
+        self._dtype, self._kernels = np.dtype(dtype), kernels
+        self._pages_per_row = -(-max_seq_len // PAGE)
+        self.capacity = self._pages_per_row * PAGE
+        pages = rows * self._pages_per_row
+        self._free = list(range(pages))[::-1]
+        self._pages: dict[int, list[int]] = {row: [] for row in range(rows)}
+        self._host_table = cuda.pinned((rows, self._pages_per_row), "i4")
+        self._host_table[:] = 0
+        self._table = cuda.zeros(self._host_table.shape, "i4")
+        self._lengths = cuda.zeros((rows,), "i4")
+        self._chunk_lengths = cuda.zeros((rows, 2), "i4")
+        self._host_chunks = cuda.pinned((rows, 2), "i4")
+        self._cache = {}
+        for index, kind in layers.items():
+            heads = kind.cache.num_kv_heads
+            self._cache[index] = tuple(cuda.zeros((pages, heads, PAGE, dim), self._dtype) for dim in (kind.cache.head_dim, kind.cache.value_head_dim))
+
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
+        """Give pages to rows that grow. Nothing moves: the table's contents change, not its place."""
+        grown = False
+        for row, end in ends.items():
+            pages = self._pages[row]
+            while len(pages) * PAGE < end:
+                pages.append(self._free.pop())
+                grown = True
+            if grown:
+                self._host_table[row, : len(pages)] = pages
+        if grown:
+            stream.synchronize()  # the copy before may still read the host's table
+            stream.upload(self._table, self._host_table)
+        return False
+
+    def reset(self, row: int, stream: cuda.Stream) -> None:
+        """Its pages go to whoever needs them. What they hold is never read: cuDNN looks at a row's length before it looks at the page."""
+        self._free += reversed(self._pages[row])
+        self._pages[row] = []
+
+    def begin(self, rows: cuda.Array, positions: cuda.Array, num_decode: int, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
+        """Lengths of the rows that decode, and of each chunk: its tokens, and all that its row holds with them."""
+        calls: list[Call] = []
+        if num_decode:
+            decoding = slice(0, num_decode)
+            calls.append(lambda: self._kernels.lengths(stream, rows[decoding], positions[decoding], self._lengths[decoding]))
+        if chunks:
+            for number, (_, start, low, high) in enumerate(chunks):
+                self._host_chunks[number] = high - low, start + high - low
+            calls.append(lambda: stream.upload(self._chunk_lengths[: len(chunks)], self._host_chunks[: len(chunks)]))
+        return calls
+
+    def calls(
+        self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
+        buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
+    ) -> list[Call]:  # fmt: skip
+        spec, shape, total = kind.spec, kind.cache, values["attention"].shape[0]
+        keys, cached = self._cache[index]
+        query = buffer("query_out", (total, spec["num_heads"], shape.head_dim), self._dtype)
+        key = buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
+        value = values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim)
+        engine = kind.engines["rotary"]
+        inputs = {name: values[name] for name in engine.program.tensors if name in ("query", "key", "position_ids")}
+        positions = values["position_ids"]
+        calls = [
+            engine.prepare(inputs, {"query_out": query, "key_out": key}, own),
+            lambda: self._kernels.write_cache(stream, key, value, keys, cached, rows, positions, self._table),
+        ]
+        pages = keys.shape[0]
+        form = functools.partial(
+            _Form, heads=spec["num_heads"], kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, value_dim=shape.value_head_dim,
+            scale=spec["scale"], window=spec["window"], pages=pages, pages_per_row=self._pages_per_row, dtype=self._dtype.name,
+        )  # fmt: skip
+        attention = values["attention"]
+        if num_decode:
+            plan = _plan(form(requests=num_decode, tokens=1), stream)
+            ones = _ones(num_decode)
+            calls.append(plan.call(query, keys, cached, self._table, ones, self._lengths, attention))
+        for number, (row, _, low, high) in enumerate(chunks):
+            tokens = max(_SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
+            plan = _plan(form(requests=1, tokens=tokens), stream)
+            lengths = self._chunk_lengths[number : number + 1].reshape(2)
+            calls.append(plan.call(query[low:high], keys, cached, self._table[row : row + 1], lengths[:1], lengths[1:], attention[low:high]))
+        return calls
+
+
+@functools.lru_cache(maxsize=None)
+def _ones(count: int) -> cuda.Array:
+    """[count] int32 of 1: the new tokens of rows that decode."""
+    array, stream = cuda.empty((count,), "i4"), cuda.Stream()
+    stream.upload(array, np.ones(count, np.int32))
+    stream.synchronize()
+    return array
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a plan of cuDNN is made for."""
+
+    requests: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int
+    pages: int
+    pages_per_row: int
+    dtype: str
+
+
+@functools.lru_cache(maxsize=None)
+def _handle(stream: cuda.Stream) -> Any:
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=stream.handle)
+    return handle
+
+
+@functools.lru_cache(maxsize=None)
+def _plan(form: _Form, stream: cuda.Stream) -> _Plan:
+    return _Plan(form, stream)
+
+
+class _Plan:
+    """cuDNN's plan of one form, with the memory that it works in. Several tokens of a request see what is before them (bottom right)."""
+
+    _workspace: cuda.Array | None = None
+
+    def __init__(self, form: _Form, stream: cuda.Stream):
+        kind = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[form.dtype]
+        handle = _handle(stream)
+        graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT, handle=handle)
+
+        def packed(name: str, dim: int) -> Any:
+            width = form.heads * dim
+            return graph.tensor(name=name, dim=[form.requests, form.heads, form.tokens, dim], stride=[form.tokens * width, dim, width, 1], data_type=kind)
+
+        def paged(name: str, dim: int) -> Any:
+            page = PAGE * dim
+            return graph.tensor(name=name, dim=[form.pages, form.kv_heads, PAGE, dim], stride=[form.kv_heads * page, page, dim, 1], data_type=kind)
+
+        def integers(name: str, count: int) -> Any:
+            return graph.tensor(name=name, dim=[form.requests, 1, count, 1], stride=[count, count, 1, 1], data_type=cudnn.data_type.INT32)
+
+        inputs = {
+            "query": packed("query", form.head_dim), "keys": paged("keys", form.head_dim), "values": paged("values", form.value_dim),
+            "key_table": integers("key_table", form.pages_per_row), "value_table": integers("value_table", form.pages_per_row),
+            "new": integers("new", 1), "held": integers("held", 1),
+        }  # fmt: skip
+        masks: dict[str, Any] = {}
+        if form.tokens > 1 or form.window:
+            masks = {"diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT, "diagonal_band_right_bound": 0}
+        if form.window:
+            masks["diagonal_band_left_bound"] = form.window
+        try:
+            out, _ = graph.sdpa(
+                name="attention", q=inputs["query"], k=inputs["keys"], v=inputs["values"], generate_stats=False, attn_scale=form.scale,
+                use_padding_mask=True, seq_len_q=inputs["new"], seq_len_kv=inputs["held"], paged_attention_k_table=inputs["key_table"],
+                paged_attention_v_table=inputs["value_table"], paged_attention_max_seq_len_kv=form.pages_per_row * PAGE, **masks,
+            )  # fmt: skip
+            width = form.heads * form.value_dim
+            out.set_output(True).set_dim([form.requests, form.heads, form.tokens, form.value_dim])
+            out.set_stride([form.tokens * width, form.value_dim, width, 1]).set_data_type(kind)
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([cudnn.heur_mode.A])
+            graph.check_support()
+            graph.build_plans()
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+            raise CheckError(f"cuDNN {cudnn.backend_version()}: no attention for {form}: {' '.join(str(error).split())}; build with attention: traced") from error
+        self._graph, self._inputs, self._out, self._handle = graph, inputs, out, handle
+        size = max(1, graph.get_workspace_size())
+        if _Plan._workspace is None or _Plan._workspace.nbytes < size:
+            _Plan._workspace = cuda.empty((size,), "u1")  # plans that hold a smaller one keep it
+        self._work = _Plan._workspace
+
+    def call(
+        self, query: cuda.Array, keys: cuda.Array, values: cuda.Array, table: cuda.Array, new: cuda.Array, held: cuda.Array, attention: cuda.Array
+    ) -> Call:
+        arrays = {"query": query, "keys": keys, "values": values, "key_table": table, "value_table": table, "new": new, "held": held}
+        addresses = {self._inputs[name]: array.address for name, array in arrays.items()} | {self._out: attention.address}
+        return lambda: self._graph.execute(addresses, self._work.address, handle=self._handle)
