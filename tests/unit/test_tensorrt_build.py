@@ -39,18 +39,21 @@ def graph(*inputs: str) -> onnx.ModelProto:
 # --- profiles
 
 
-def test_a_block_has_a_decode_profile_and_a_prefill_profile():
-    decode, prefill = profiles(BLOCK, LIMITS)
-    assert decode == {"hidden": ((1, 16), (8, 16), (8, 16)), "rows": ((1,), (8,), (8,))}
-    assert prefill["hidden"] == ((1, 16), (72, 16), (72, 16))  # a step of max_num_tokens, and a token of each row that decodes
+def test_a_block_has_profiles_for_one_request_for_several_and_for_prompts():
+    one, several, prefill = profiles(BLOCK, LIMITS)
+    assert one == {"hidden": ((1, 16),) * 3, "rows": ((1,),) * 3}
+    assert several == {"hidden": ((2, 16), (8, 16), (8, 16)), "rows": ((2,), (8,), (8,))}
+    assert prefill["hidden"] == ((1, 16), (64, 16), (72, 16))  # a step of max_num_tokens, and a token of each row that decodes
+    assert len(profiles(BLOCK, LIMITS | {"max_batch_size": 1})) == 2
 
 
 def test_exits_and_kinds_have_the_dimensions_that_they_name():
-    assert [profile["x1"] for profile in profiles(graph("num_tokens, 4", "num_requests"), LIMITS)] == [((1,), (8,), (8,))] * 2
+    exits = [profile["x1"] for profile in profiles(graph("num_tokens, 4", "num_requests"), LIMITS)]
+    assert exits == [((1,), (1,), (1,)), ((1,), (8,), (8,)), ((1,), (8,), (8,))]
     (decode,) = profiles(graph("num_requests, 4", "num_requests, 2, past_capacity, 4", "1"), LIMITS)
     assert decode == {"x0": ((1, 4), (8, 4), (8, 4)), "x1": ((1, 2, 1, 4), (8, 2, 32, 4), (8, 2, 32, 4))}
     (prefill,) = profiles(graph("num_tokens, 4", "1, 2, past_capacity, 4"), LIMITS)
-    assert prefill["x1"][2] == (1, 2, 32, 4) and prefill["x0"][0] == (1, 4)
+    assert prefill["x1"][2] == (1, 2, 32, 4) and prefill["x0"] == ((1, 4), (64, 4), (72, 4))
 
 
 def test_a_graph_of_fixed_sizes_has_one_profile_that_says_nothing():
@@ -81,7 +84,7 @@ def test_a_dimension_without_a_limit_is_named():
 def engine_tensors() -> list[Tensor]:
     """What an engine of BLOCK says of itself, on a version that has no int64."""
     bounds = profiles(BLOCK, LIMITS)
-    fixed = (((32, 16),) * 3,) * 2
+    fixed = (((32, 16),) * 3,) * len(bounds)
     return [
         Tensor("hidden", True, np.dtype("float16"), (-1, 16), tuple(profile["hidden"] for profile in bounds)),
         Tensor("rows", True, np.dtype("int32"), (-1,), tuple(profile["rows"] for profile in bounds)),
@@ -108,8 +111,8 @@ def test_an_engine_that_is_its_graph_passes():
         (changed(3, dtype=np.dtype("float32")), r"output out: expected float16 \[-1, 32\] as in the assembly, found float32 \[-1, 32\]"),
         (changed(2, shape=(16, 32)), r"input weight: expected float16 \[32, 16\] as in the assembly, found float16 \[16, 32\]"),
         (changed(1, dtype=np.dtype("int64")), r"input rows: expected int32 \[-1\] as in the assembly, found int64"),
-        (changed(0, profiles=(((1, 16), (8, 16), (8, 16)),)), "expected 2 optimization profiles, found 1"),
-        (changed(1, profiles=(((1,), (8,), (8,)), ((1,), (64,), (64,)))), r"input rows, profile 1: expected \[1\] to \[72\], tuned for \[72\], found \[1\] to \[64\]"),
+        (changed(0, profiles=(((1, 16), (8, 16), (8, 16)),)), "expected 3 optimization profiles, found 1"),
+        (changed(1, profiles=(((1,),) * 3, ((2,), (8,), (8,)), ((1,), (64,), (64,)))), r"input rows, profile 2: expected \[1\] to \[72\], tuned for \[64\], found \[1\] to \[64\]"),
     ],
 )
 def test_an_engine_that_is_not_its_graph_is_refused(tensors, message):

@@ -1,4 +1,4 @@
-"""Fused attention: cuDNN's kernels over a paged KV cache, with the kind's rotary encoding as an engine of its own in front.
+"""Fused attention: cuDNN's kernels over a paged KV cache, with the kind's rotary encoding in front (rotation.py).
 
 A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]; one table for all layers says which pages a row has. Pages are given
 out as rows grow and taken back when they are forgotten. Needs the package nvidia-cudnn-frontend and the library cuDNN 9; no torch.
@@ -15,7 +15,8 @@ import numpy as np
 
 from lockstep.engine.tensorrt import cuda
 from lockstep.engine.tensorrt.attention import Call, Chunks
-from lockstep.engine.tensorrt.kernels import Kernels
+from lockstep.engine.tensorrt.kernels import Kernels, Rotation
+from lockstep.engine.tensorrt.rotation import read_rotation
 from lockstep.errors import CheckError, InputError
 
 try:
@@ -43,6 +44,7 @@ class FusedAttention:
         self._lengths = cuda.zeros((rows,), "i4")
         self._chunk_lengths = cuda.zeros((rows, 2), "i4")
         self._host_chunks = cuda.pinned((rows, 2), "i4")
+        self._rotations: dict[int, Rotation | None] = {id(kind): read_rotation(kind, max_seq_len, kernels) for kind in {id(k): k for k in layers.values()}.values()}
         self._cache = {}
         for index, kind in layers.items():
             heads = kind.cache.num_kv_heads
@@ -89,13 +91,17 @@ class FusedAttention:
         query = buffer("query_out", (total, spec["num_heads"], shape.head_dim), self._dtype)
         key = buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
         value = values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim)
-        engine = kind.engines["rotary"]
-        inputs = {name: values[name] for name in engine.program.tensors if name in ("query", "key", "position_ids")}
-        positions = values["position_ids"]
-        calls = [
-            engine.prepare(inputs, {"query_out": query, "key_out": key}, own),
-            lambda: self._kernels.write_cache(stream, key, value, keys, cached, rows, positions, self._table),
-        ]
+        positions, rotation = values["position_ids"], self._rotations[id(kind)]
+        if rotation is None:
+            engine = kind.engines["rotary"]
+            inputs = {name: values[name] for name in engine.program.tensors if name in ("query", "key", "position_ids")}
+            calls = [
+                engine.prepare(inputs, {"query_out": query, "key_out": key}, own),
+                lambda: self._kernels.write_cache(stream, key, value, keys, cached, rows, positions, self._table),
+            ]
+        else:
+            unrotated = values["query"].reshape(*query.shape), values["key"].reshape(*key.shape)
+            calls = [lambda: self._kernels.rotate(stream, *unrotated, value, query, keys, cached, rotation, rows, positions, self._table)]
         pages = keys.shape[0]
         form = functools.partial(
             _Form, heads=spec["num_heads"], kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, value_dim=shape.value_head_dim,

@@ -5,6 +5,8 @@ Token ids, positions and lengths are int32 or int64, as the engine wants them: `
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lockstep.engine.tensorrt.cuda import Array, Kernel, Stream, compile_kernels
 
 _SOURCE = r"""
@@ -42,6 +44,43 @@ extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values
 WRITE(write_cache_2, unsigned short)
 WRITE(write_cache_16, uint4)
 
+__device__ void store(void* values, int kind, long long i, float number) {
+    if (kind == 0) { ((float*)values)[i] = number; return; }
+    unsigned short bits;
+    if (kind == 1) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(number));
+    else {  // bfloat16: the nearest, ties to even
+        unsigned word = __float_as_uint(number);
+        bits = (unsigned short)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+    }
+    ((unsigned short*)values)[i] = bits;
+}
+
+// Blocks (token, slice). Rotated queries packed; rotated keys, and values as they are, into the cache.
+extern "C" __global__ void rotate(const void* query, const void* key, const void* value, void* query_out, void* keys, void* values, int kind,
+                                  const float* own, const float* other, const int* partner, const int* rows, const void* positions, int wide,
+                                  const int* pages, int pages_per_row, int page_size, int heads, int kv_heads, int dim, int value_dim) {
+    int token = blockIdx.x, row = rows[token];
+    long long position = integer(positions, wide, token);
+    long long page = row < 0 ? 0 : pages[row * pages_per_row + position / page_size];
+    own += position * dim;
+    other += position * dim;
+    int queries = heads * dim, all = queries + kv_heads * dim, last = all + kv_heads * value_dim;
+    for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < last; i += gridDim.y * blockDim.x) {
+        if (i < all) {
+            int at = i < queries ? i : i - queries, head = at / dim, j = at % dim;
+            const void* from = i < queries ? query : key;
+            long long base = (long long)token * (i < queries ? queries : kv_heads * dim) + head * dim;
+            float rotated = number(from, kind, base + j) * own[j] + number(from, kind, base + partner[j]) * other[j];
+            if (i < queries) store(query_out, kind, base + j, rotated);
+            else if (row >= 0) store(keys, kind, ((page * kv_heads + head) * page_size + position % page_size) * dim + j, rotated);
+        } else if (row >= 0) {
+            int at = i - all, head = at / value_dim, j = at % value_dim;
+            float copied = number(value, kind, (long long)token * kv_heads * value_dim + at);
+            store(values, kind, ((page * kv_heads + head) * page_size + position % page_size) * value_dim + j, copied);
+        }
+    }
+}
+
 // How many tokens a row holds with its new one; 1 for a row that does not decode.
 extern "C" __global__ void lengths(const int* rows, const void* positions, int wide, int* out, int count) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
@@ -78,6 +117,21 @@ extern "C" __global__ void advance(const void* logits, int kind, int size, const
 _NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
+_SLICES = 12  # blocks a token: enough to fill the device at one token, few enough not to drown it at 2048
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotary encoding as numbers: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads.
+
+    own, other [positions, head_dim] float32; partner [head_dim] int32.
+    """
+
+    own: Array
+    other: Array
+    partner: Array
+
+
 class Kernels:
     """The kernels, compiled for this GPU. `wide`: token ids and positions are int64."""
 
@@ -86,6 +140,7 @@ class Kernels:
         self._wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
         self._advance = module["advance"]
+        self._rotate = module["rotate"]
         self._lengths = module["lengths"]
         self._none = Array(0, (0,), "i4", None)
 
@@ -101,6 +156,19 @@ class Kernels:
         self._write[unit].launch(
             stream, (tokens, heads, 1), min(128, max(32, key_size, value_size)), key, value, keys, values, rows, positions, self._wide,
             pages or self._none, pages.shape[1] if pages else 0, keys.shape[2], heads, key_size, value_size,
+        )  # fmt: skip
+
+    def rotate(
+        self, stream: Stream, query: Array, key: Array, value: Array, query_out: Array, keys: Array, values: Array, rotation: Rotation,
+        rows: Array, positions: Array, pages: Array,
+    ) -> None:  # fmt: skip
+        """query [num_tokens, num_heads, head_dim] -> query_out, rotated; key, rotated, and value [num_tokens, num_kv_heads, dim] into the cache as in
+        `write_cache`."""
+        tokens, heads, dim = query.shape
+        kv_heads, value_dim = value.shape[1:]
+        self._rotate.launch(
+            stream, (tokens, _SLICES, 1), 256, query, key, value, query_out, keys, values, _NUMBERS[query.dtype.name], rotation.own, rotation.other,
+            rotation.partner, rows, positions, self._wide, pages, pages.shape[1], keys.shape[2], heads, kv_heads, dim, value_dim,
         )  # fmt: skip
 
     def lengths(self, stream: Stream, rows: Array, positions: Array, out: Array) -> None:
