@@ -7,7 +7,7 @@ explains itself without loading what only one of them needs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,9 +168,12 @@ def validate(project: Project, model: str, precision: str, layers: int | str) ->
 @_stage("model", "precision", "backend")
 def build(project: Project, model: str, precision: str, backend: str) -> Path:
     """assembly.json -> the engine set of one backend."""
-    from lockstep import engine
+    from lockstep import worker
 
-    return engine.build(project.results.assembly(model, precision), backend, project.results.engines(model, precision, backend))
+    out, config = project.results.engines(model, precision, backend), project.config
+    assembly = project.results.assembly(model, precision)
+    worker.call(config.interpreter(backend), "build", assembly=str(assembly), backend=backend, out=str(out), options=config.build_options(backend))
+    return out
 
 
 @_stage("model", "layers")
@@ -186,15 +189,19 @@ def reference(project: Project, model: str, layers: int | str) -> Path:
 @_stage("model", "precision", "layers", "backend")
 def golden(project: Project, model: str, precision: str, layers: int | str, backend: str) -> Path:
     """Engine set against the reference, and its speed."""
-    from lockstep import golden as stage
+    from lockstep import worker
 
     results, config = project.results, project.config
     names = (model, precision, layers, backend)
-    return stage.check(
-        results.assembly(model, precision), results.weights(model, precision), results.engines(model, precision, backend),
-        results.reference(model, layers), Target(*names), config.tolerances[precision].model_dump(), config.limits.model_dump(),
-        results.golden(*names), results.speed(*names), [prompt.expected.get(layers) for prompt in config.models[model].golden.prompts],
+    worker.call(
+        config.interpreter(backend), "golden",
+        assembly=str(results.assembly(model, precision)), weights=str(results.weights(model, precision)), engines=str(results.engines(model, precision, backend)),
+        reference=str(results.reference(model, layers)), target=asdict(Target(*names)),
+        tolerance=config.tolerances[precision].model_dump(), limits=config.limits.model_dump(),
+        out=str(results.golden(*names)), speed=str(results.speed(*names)),
+        expected=[prompt.expected.get(layers) for prompt in config.models[model].golden.prompts],
     )  # fmt: skip
+    return results.golden(*names)
 
 
 @main.command()

@@ -15,6 +15,8 @@ rule build:
     conda:
         "../../envs/engine.yaml"
     params:
+        options=build_options,
+        python=interpreter,
         key=KEYS["build"],
     message:
         "Build engines of {wildcards.model} in {wildcards.precision} for {wildcards.backend}"

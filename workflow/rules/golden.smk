@@ -53,6 +53,7 @@ rule golden:
         expected=expected_texts,
         tolerance=tolerance,
         limits=CONFIG.limits.model_dump(),
+        python=interpreter,
         key=KEYS["golden"],
     message:
         "Golden check of {wildcards.model} in {wildcards.precision} on {wildcards.backend}, layers: {wildcards.layers}"

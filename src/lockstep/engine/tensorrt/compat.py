@@ -196,7 +196,7 @@ def create_config(builder: trt.Builder, workspace_bytes: int, level: int, tactic
         unknown = sorted(set(tactic_sources) - {name.lower() for name in known})
         if unknown:
             raise InputError(f"tactic_sources: expected some of {', '.join(tactic_source_names())} (TensorRT {trt.__version__}), found {', '.join(unknown)}")
-        config.set_tactic_sources(sum(1 << int(known[name.upper()]) for name in tactic_sources))
+        config.set_tactic_sources(sum(1 << int(known[name.upper()]) for name in set(tactic_sources)))
     return config
 
 
