@@ -14,6 +14,8 @@ rule build:
         log_of("build", MODEL, PRECISION, BACKEND),
     conda:
         "../../envs/engine.yaml"
+    resources:
+        gpu=gpus,
     params:
         options=build_options,
         python=interpreter,

@@ -167,6 +167,11 @@ def interpreter(wildcards):
     return CONFIG.interpreter(wildcards.backend)
 
 
+def gpus(wildcards):
+    """GPUs that a job keeps busy; `--resources gpu=N` says how many there are, one unless it is given."""
+    return 1 if wildcards.backend == "tensorrt" else 0
+
+
 def compute_threads(wildcards):
     """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
     files = WEIGHT_FILES.get(wildcards.model)

@@ -49,6 +49,8 @@ rule golden:
     conda:
         "../../envs/engine.yaml"
     threads: 16  # lowered to all the cores given: a speed is measured alone
+    resources:
+        gpu=gpus,
     params:
         expected=expected_texts,
         tolerance=tolerance,
