@@ -256,28 +256,17 @@ def show(graph: Path) -> None:
 @_RESULTS
 def generate(target: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...], threads: int | None, results: Path, **sampling: Any) -> None:
     """Text from an engine set, as it is made; then the speed, on stderr."""
-    from lockstep.runtime import Model, Sampling, Tokenizer
-    from lockstep.runtime import generate as start
+    from lockstep import worker
 
     tree = Results(results)
     config = _used_config(tree)
     chosen, limits = config.parse_target(target), config.limits
     model, precision = chosen.model, chosen.precision
-    assembly = tree.assembly(model, precision)
-    engine = Model.open(
-        tree.engines(model, precision, chosen.backend), assembly, tree.weights(model, precision), chosen.layers,
-        max_batch_size=1, max_seq_len=limits.max_seq_len, max_num_tokens=limits.max_num_tokens, threads=threads,
+    worker.call(
+        config.interpreter(chosen.backend), "generate",
+        assembly=str(tree.assembly(model, precision)), weights=str(tree.weights(model, precision)), engines=str(tree.engines(model, precision, chosen.backend)),
+        layers=chosen.layers, limits=limits.model_dump(), prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=list(stop), threads=threads,
     )  # fmt: skip
-    generation = start(engine, Tokenizer.open(assembly), [prompt], max_new_tokens, Sampling(**sampling), stop, limits.max_input_len)
-    for piece in generation:
-        click.echo(piece.text, nl=False)
-    click.echo()
-    speed = generation.speed
-    for what, tokens, rate in (
-        ("prefill", speed.prefill_tokens, speed.prefill_tokens_per_second),
-        ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
-    ):
-        click.echo(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", err=True)
 
 
 main.add_command(bench)

@@ -24,7 +24,7 @@ _OLDEST = (3, 10)
 
 
 def call(python: str | None, stage: str, **arguments: Any) -> None:
-    """Run `build` or `golden` of this module with these arguments (JSON), here or in the interpreter `python` (a path or a command).
+    """Run `build`, `golden` or `generate` of this module with these arguments (JSON), here or in the interpreter `python` (a path or a command).
 
     Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails there, it has said why on stderr,
     and this process exits with the same code (SystemExit).
@@ -33,7 +33,8 @@ def call(python: str | None, stage: str, **arguments: Any) -> None:
         _STAGES[stage](**arguments)
         return
     request = json.dumps({"stage": stage, "arguments": arguments})
-    environment = {**os.environ, "PYTHONPATH": str(_SOURCES)}  # another Python has other packages: of this one's it gets this package alone
+    # Another Python has other packages: of this one's it gets this package alone.
+    environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
     try:
         ended = subprocess.run([python, "-m", "lockstep.worker"], input=request, text=True, env=environment)
     except OSError as error:
@@ -62,7 +63,29 @@ def golden(
     check(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
 
 
-_STAGES = {"build": build, "golden": golden}
+def generate(
+    assembly: str, weights: str, engines: str, layers: int | str, limits: Mapping[str, int], prompt: str, max_new_tokens: int,
+    sampling: Mapping[str, Any], stop: list[str], threads: int | None = None,
+) -> None:  # fmt: skip
+    """Text on stdout as it is made; then the speed, on stderr."""
+    from lockstep.runtime import Model, Sampling, Tokenizer
+    from lockstep.runtime import generate as start
+
+    sizes = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
+    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, max_batch_size=1, threads=threads, **sizes)
+    generation = start(model, Tokenizer.open(Path(assembly)), [prompt], max_new_tokens, Sampling(**sampling), stop, limits["max_input_len"])
+    for piece in generation:
+        print(piece.text, end="", flush=True)
+    print(flush=True)
+    speed = generation.speed
+    for what, tokens, rate in (
+        ("prefill", speed.prefill_tokens, speed.prefill_tokens_per_second),
+        ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
+    ):
+        print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
+
+
+_STAGES = {"build": build, "golden": golden, "generate": generate}
 
 
 def main() -> None:
@@ -72,6 +95,8 @@ def main() -> None:
         request = json.load(sys.stdin)
         try:
             _STAGES[request["stage"]](**request["arguments"])
+        except BrokenPipeError:
+            raise SystemExit(1) from None  # who read the text has had enough
         except ModuleNotFoundError as error:
             raise InputError(f"backends.tensorrt.python: {sys.executable} has no Python package {error.name!r}; install it there") from None
 

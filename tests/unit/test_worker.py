@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from demo_model import GOLDEN, LIMITS
 
 from lockstep import worker
 from lockstep.errors import CheckError, InputError
@@ -46,6 +47,17 @@ def test_a_mistake_is_the_same_line_and_exit_code_here_and_there(demo, tmp_path,
     ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
     assert ended.returncode == 2 and not list(tmp_path.glob("*.json"))
     assert ended.stderr == "lockstep: error: options of backend onnxruntime: expected only optimization_level, opset, fuse_projections, found level\n"
+
+
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+def test_text_comes_from_here_and_there(demo, interpreter, capfd) -> None:
+    names = ("demo-llama", "fp32")
+    worker.call(
+        interpreter, "generate", assembly=str(demo.assembly(*names)), weights=str(demo.weights(*names)), engines=str(demo.engines(*names, "onnxruntime")),
+        layers="all", limits=LIMITS, prompt="San Francisco is a", max_new_tokens=16, sampling={"temperature": 0.0}, stop=[],
+    )  # fmt: skip
+    said = capfd.readouterr()
+    assert said.out == f"{GOLDEN.prompts[0].expected['all']}\n" and said.err.startswith("prefill: 8 tokens, ")
 
 
 def test_an_interpreter_that_is_not_there_or_none_at_all_is_named(tmp_path) -> None:
