@@ -27,6 +27,8 @@ except (ImportError, OSError) as error:  # its libraries, or those that they lin
 Version = tuple[int, int]
 # "The timing cache will not be used!", "Timing cache ... mismatch": said as a warning, while the build goes on.
 _REFUSED_CACHE = re.compile(r"timing cache.*(not be used|mismatch|corrupt|invalid|different)|(mismatch|corrupt|invalid).*timing cache", re.IGNORECASE | re.DOTALL)
+# "No implementation of layer ... obeys the requested constraints ...": a warning where constraints are only preferred.
+_IGNORED_PRECISION = re.compile(r"obeys? the requested constraints|precision.*(ignored|not obeyed)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ class Log:
     def clear(self) -> None:
         self.errors.clear()
         self.warnings.clear()
+
+    def first(self, pattern: re.Pattern) -> str | None:
+        """The first error or warning in which the pattern is found, on one line."""
+        return next((" ".join(text.split()) for text in (*self.errors, *self.warnings) if pattern.search(text)), None)
 
     def first_error(self) -> str:
         """The first error, else the first warning, on one line."""
@@ -278,9 +284,9 @@ def build_plan(builder: trt.Builder, network: trt.INetworkDefinition, config: tr
     memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
     if memory is None:
         raise CheckError(f"{where}: TensorRT {trt.__version__} cannot build this graph: {LOG.first_error()}")
-    refused = next((text for text in (*LOG.errors, *LOG.warnings) if _REFUSED_CACHE.search(text)), None)
-    if refused:
-        raise CheckError(f"{where}: TensorRT {trt.__version__} refuses the timing cache: {' '.join(refused.split())}")
+    for pattern, what in ((_REFUSED_CACHE, "refuses the timing cache"), (_IGNORED_PRECISION, "does not compute in the graph's precision")):
+        if said := LOG.first(pattern):
+            raise CheckError(f"{where}: TensorRT {trt.__version__} {what}: {said}")
     return bytes(memory)
 
 

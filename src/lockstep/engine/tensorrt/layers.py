@@ -16,8 +16,8 @@ import onnx
 
 from lockstep.errors import CheckError
 
-# Names that TensorRT makes from addresses: hexadecimal, or decimal of that size.
-_POINTER = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![0-9])[0-9]{13,}(?![0-9])")
+# Names that TensorRT makes from addresses: hexadecimal, or decimal of that size. Longer ones are hashes of contents, which do say what was chosen.
+_POINTER = re.compile(r"0x[0-9a-fA-F]{6,16}(?![0-9a-fA-F])|(?<![0-9])[0-9]{13,20}(?![0-9])")
 _PRODUCT = re.compile(r"gemm|matmul|matrix_?multiply|xmma|cutlass|cublas|_mha", re.IGNORECASE)
 _FP32_TACTIC = re.compile(r"sgemm|f32f32_f32f32|tf32|s1688gemm(?!_f16|_bf16)", re.IGNORECASE)
 _DATATYPES = (
