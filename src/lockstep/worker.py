@@ -41,6 +41,7 @@ def call(python: str | None, stage: str, **arguments: Any) -> None:
         raise InputError(f"backends.tensorrt.python: expected a Python interpreter, found {python!r}: {error.strerror}") from None
     if ended.returncode < 0:
         name = signal.Signals(-ended.returncode).name
+        print(file=sys.stderr)  # ends the line that it left unfinished
         raise CheckError(f"{stage}: {python} was ended by {name} (memory or time ran out?); what it was at stands in the line before")
     if ended.returncode:
         raise SystemExit(ended.returncode)

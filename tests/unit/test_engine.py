@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -223,6 +226,24 @@ def test_a_build_that_fails_says_in_which_engine(made, tmp_path, monkeypatch, ca
     with pytest.raises(CheckError, match="exit.onnx: out of memory"):
         build(made[0], "onnxruntime", tmp_path / "slow" / "engines.json")
     assert re.fullmatch(r"build: engine 3 of 6: exit \.\.\. failed after [0-9.]+ s", capsys.readouterr().err.splitlines()[-1])
+
+
+def test_a_build_that_is_killed_has_said_in_which_engine(made, tmp_path):
+    script = """
+import os, signal, sys
+from pathlib import Path
+from lockstep.engine import build, builder
+from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
+class Slow(OnnxRuntimeBackend):
+    takes_long = True
+    def build(self, graph_path, out_path, options):
+        if out_path.name == "exit.onnx":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().build(graph_path, out_path, options)
+builder.get_backend = lambda name: Slow()
+build(Path(sys.argv[1]), "onnxruntime", Path(sys.argv[2]))"""
+    ended = subprocess.run([sys.executable, "-c", script, str(made[0]), str(tmp_path / "killed" / "engines.json")], stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == -signal.SIGKILL and ended.stderr.endswith("\nbuild: engine 3 of 6: exit ...")
 
 
 def test_an_engine_that_the_backend_does_not_keep_is_built_again(made, monkeypatch):

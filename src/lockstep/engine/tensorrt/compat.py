@@ -263,14 +263,17 @@ def use_timing_cache(config: trt.IBuilderConfig, cache: trt.ITimingCache, replay
     return config.set_timing_cache(cache, False)
 
 
-def serialize_timing_cache(cache: trt.ITimingCache) -> bytes:
+def serialize_timing_cache(config: trt.IBuilderConfig) -> bytes:
+    """The timing cache that a configuration was built with, and what the build added."""
+    cache: trt.ITimingCache = config.get_timing_cache()
     return bytes(cache.serialize())
 
 
-def cached_tactics(cache: trt.ITimingCache) -> dict[str, str]:
-    """{key: hash of the tactic} of all entries, where the version lets them be read; else {}."""
+def cached_tactics(config: trt.IBuilderConfig) -> dict[str, str]:
+    """{key: hash of the tactic} of all entries of that cache, where the version lets them be read; else {}."""
     if not has("editable_cache"):
         return {}
+    cache: trt.ITimingCache = config.get_timing_cache()
     found = {}
     for key in cache.queryKeys():
         value: trt.TimingCacheValue = cache.query(key)
@@ -284,9 +287,10 @@ def build_plan(builder: trt.Builder, network: trt.INetworkDefinition, config: tr
     memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
     if memory is None:
         raise CheckError(f"{where}: TensorRT {trt.__version__} cannot build this graph: {LOG.first_error()}")
-    for pattern, what in ((_REFUSED_CACHE, "refuses the timing cache"), (_IGNORED_PRECISION, "does not compute in the graph's precision")):
-        if said := LOG.first(pattern):
-            raise CheckError(f"{where}: TensorRT {trt.__version__} {what}: {said}")
+    if said := LOG.first(_REFUSED_CACHE):
+        raise CheckError(f"{where}: TensorRT {trt.__version__} refuses the timing cache: {said}; delete timing.cache and build again")
+    if said := LOG.first(_IGNORED_PRECISION):
+        raise CheckError(f"{where}: TensorRT {trt.__version__} does not compute in the graph's precision: {said}")
     return bytes(memory)
 
 
