@@ -160,6 +160,13 @@ def test_half_precision_products_pass():
     check_precision(read(layer(), layer(name="{ForeignNode[a...b]}", kind="Myelin", tactic="", value="")), BLOCK, tensor_types(BLOCK), "x.engine")
 
 
+def test_a_fused_kernel_may_read_fp32_beside_its_product_but_not_compute_the_product_in_it():
+    fused = layer(name="__myl_FcCastMul_myl0_3", kind="kgen", source=("__myln_k_arg__bb1_12", "Float"))
+    check_precision(read(fused), BLOCK, tensor_types(BLOCK), "x.engine")
+    with pytest.raises(CheckError, match="layer __myl_FcCastMul_myl0_3: expected a matrix product in float16"):
+        check_precision(read({**fused, "TacticName": "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n"}), BLOCK, tensor_types(BLOCK), "x.engine")
+
+
 @pytest.mark.parametrize(
     ("found", "message"),
     [
