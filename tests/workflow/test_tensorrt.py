@@ -27,5 +27,5 @@ def test_a_build_says_what_is_missing(demo: Checkout) -> None:
     line = (demo.results / "logs/build/demo-llama/fp16/tensorrt.log").read_text()
     assert line == (
         "lockstep: error: backend tensorrt: the Python package tensorrt is not installed for this Python; "
-        "install it, or name another interpreter in backends.tensorrt.python\n"
+        "install what is missing, or name another interpreter in backends.tensorrt.python\n"
     )

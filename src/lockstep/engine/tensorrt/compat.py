@@ -68,7 +68,7 @@ FEATURES: dict[str, Feature] = {
 def require() -> None:
     """Raises InputError where there is no TensorRT that this Python can load, or one that this code is not for."""
     if trt is None:
-        raise InputError(f"backend tensorrt: the Python package tensorrt {_why_not}; install it, or name another interpreter in backends.tensorrt.python")
+        raise InputError(f"backend tensorrt: the Python package tensorrt {_why_not}; install what is missing, or name another interpreter in backends.tensorrt.python")
     if not (8, 6) <= version() < (12, 0) or version()[0] == 9:
         raise InputError(f"backend tensorrt: expected TensorRT 8.6, 10.x or 11.x, found {trt.__version__}")
 
