@@ -7,7 +7,7 @@ explains itself without loading what only one of them needs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,9 +168,12 @@ def validate(project: Project, model: str, precision: str, layers: int | str) ->
 @_stage("model", "precision", "backend")
 def build(project: Project, model: str, precision: str, backend: str) -> Path:
     """assembly.json -> the engine set of one backend."""
-    from lockstep import engine
+    from lockstep import worker
 
-    return engine.build(project.results.assembly(model, precision), backend, project.results.engines(model, precision, backend))
+    out, config = project.results.engines(model, precision, backend), project.config
+    assembly = project.results.assembly(model, precision)
+    worker.call(config.interpreter(backend), "build", assembly=str(assembly), backend=backend, out=str(out), options=config.build_options(backend))
+    return out
 
 
 @_stage("model", "layers")
@@ -186,15 +189,19 @@ def reference(project: Project, model: str, layers: int | str) -> Path:
 @_stage("model", "precision", "layers", "backend")
 def golden(project: Project, model: str, precision: str, layers: int | str, backend: str) -> Path:
     """Engine set against the reference, and its speed."""
-    from lockstep import golden as stage
+    from lockstep import worker
 
     results, config = project.results, project.config
     names = (model, precision, layers, backend)
-    return stage.check(
-        results.assembly(model, precision), results.weights(model, precision), results.engines(model, precision, backend),
-        results.reference(model, layers), Target(*names), config.tolerances[precision].model_dump(), config.limits.model_dump(),
-        results.golden(*names), results.speed(*names), [prompt.expected.get(layers) for prompt in config.models[model].golden.prompts],
+    worker.call(
+        config.interpreter(backend), "golden",
+        assembly=str(results.assembly(model, precision)), weights=str(results.weights(model, precision)), engines=str(results.engines(model, precision, backend)),
+        reference=str(results.reference(model, layers)), target=asdict(Target(*names)),
+        tolerance=config.tolerances[precision].model_dump(), limits=config.limits.model_dump(),
+        out=str(results.golden(*names)), speed=str(results.speed(*names)),
+        expected=[prompt.expected.get(layers) for prompt in config.models[model].golden.prompts],
     )  # fmt: skip
+    return results.golden(*names)
 
 
 @main.command()
@@ -249,28 +256,17 @@ def show(graph: Path) -> None:
 @_RESULTS
 def generate(target: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...], threads: int | None, results: Path, **sampling: Any) -> None:
     """Text from an engine set, as it is made; then the speed, on stderr."""
-    from lockstep.runtime import Model, Sampling, Tokenizer
-    from lockstep.runtime import generate as start
+    from lockstep import worker
 
     tree = Results(results)
     config = _used_config(tree)
     chosen, limits = config.parse_target(target), config.limits
     model, precision = chosen.model, chosen.precision
-    assembly = tree.assembly(model, precision)
-    engine = Model.open(
-        tree.engines(model, precision, chosen.backend), assembly, tree.weights(model, precision), chosen.layers,
-        max_batch_size=1, max_seq_len=limits.max_seq_len, max_num_tokens=limits.max_num_tokens, threads=threads,
+    worker.call(
+        config.interpreter(chosen.backend), "generate",
+        assembly=str(tree.assembly(model, precision)), weights=str(tree.weights(model, precision)), engines=str(tree.engines(model, precision, chosen.backend)),
+        layers=chosen.layers, limits=limits.model_dump(), prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=list(stop), threads=threads,
     )  # fmt: skip
-    generation = start(engine, Tokenizer.open(assembly), [prompt], max_new_tokens, Sampling(**sampling), stop, limits.max_input_len)
-    for piece in generation:
-        click.echo(piece.text, nl=False)
-    click.echo()
-    speed = generation.speed
-    for what, tokens, rate in (
-        ("prefill", speed.prefill_tokens, speed.prefill_tokens_per_second),
-        ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
-    ):
-        click.echo(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", err=True)
 
 
 main.add_command(bench)

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from lockstep.configerrors import Problem, Problems, describe, join, nearest, one_line
 from lockstep.configtypes import (
-    BACKEND_LACKS, BACKEND_PRECISIONS, Golden, Limits, ModelConfig, ModelName, Prompt, Section, Tolerance, Tolerances,
+    BACKEND_LACKS, BACKEND_PRECISIONS, Backends, Golden, Limits, ModelConfig, ModelName, Prompt, Section, TensorRTConfig, Tolerance, Tolerances,
 )
 from lockstep.documents import read_document
 from lockstep.errors import InputError
@@ -21,7 +21,7 @@ from lockstep.paths import Results, Target
 from lockstep.sources import FolderSource, RandomSource, parse_source, read_shape, resolve_random, resolve_source, source_folders
 
 __all__ = [
-    "BACKEND_PRECISIONS", "Config", "Golden", "Limits", "ModelConfig", "Prompt", "Tolerance", "Tolerances",
+    "BACKEND_PRECISIONS", "Backends", "Config", "Golden", "Limits", "ModelConfig", "Prompt", "Tolerance", "Tolerances",
     "load", "load_merged", "resolve_source", "source_folders",
 ]
 
@@ -38,9 +38,12 @@ class Config(Section):
     limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
     tolerances: Tolerances = Field(default=Tolerances(), description="Largest absolute errors that pass, by precision.")
 
+    backends: Backends = Field(default=Backends(), description="Settings of each backend; which models use it stands with them.")
+
     @model_validator(mode="after")
     def _across_fields(self) -> Config:
         problems = [*_limit_problems(self.limits)]
+        problems += _tensorrt_problems(self.backends.tensorrt)
         for name, model in self.models.items():
             problems += _model_problems(name, model, self.limits)
         if problems:
@@ -104,6 +107,17 @@ class Config(Section):
         problems = [*_shape_problems(name, self.models[name], self.limits, place)]
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
+
+    def build_options(self, backend: str) -> dict[str, Any]:
+        """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on them. Plain JSON."""
+        if backend != "tensorrt":
+            return {}
+        limits = self.limits.model_dump(include={"max_batch_size", "max_num_tokens", "max_seq_len"})
+        return {**self.backends.tensorrt.model_dump(mode="json", exclude={"python"}), **limits}
+
+    def interpreter(self, backend: str) -> str | None:
+        """The Python that builds and runs a backend's engines; None: this one."""
+        return self.backends.tensorrt.python if backend == "tensorrt" else None
 
     def dump(self) -> dict[str, Any]:
         """Plain JSON types, with all defaults filled in; `load` of it gives the same config."""
@@ -174,6 +188,15 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
             if key not in model.layers:
                 text = f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the key; found {key!r}"
                 yield Problem((*here, "golden", "prompts", index, "expected", key), text)
+
+
+def _tensorrt_problems(settings: TensorRTConfig) -> Iterator[Problem]:
+    here, sources = ("backends", "tensorrt"), settings.tactic_sources or ()
+    for index, source in enumerate(sources):
+        if source in sources[:index]:
+            yield Problem((*here, "tactic_sources", index), f"expected each item once; found {source!r} again")
+    if settings.tactics != "free" and settings.optimization_level == 0:
+        yield Problem((*here, "optimization_level"), f"expected at least 1 with tactics: {settings.tactics}, since level 0 ignores the timing cache; found 0")
 
 
 def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:

@@ -15,9 +15,11 @@ from lockstep.sources import SourceError, parse_source
 
 Precision = Literal["fp32", "fp16", "bf16"]
 # What each backend computes in, and why it lacks the others. A new backend is a new line here.
-BACKEND_PRECISIONS: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32", "fp16")}
+BACKEND_PRECISIONS: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32", "fp16"), "tensorrt": ("fp32", "fp16", "bf16")}
 BACKEND_LACKS = {"onnxruntime": "ONNX Runtime on CPU has no bf16 kernels"}
 Backend = Literal[tuple(BACKEND_PRECISIONS)]  # type: ignore[valid-type]
+
+TacticSource = Literal["cublas", "cublas_lt", "cudnn", "edge_mask_convolutions", "jit_convolutions"]  # TensorRT's names, in lower case
 
 INT32_MAX = 2**31 - 1  # dimensions and lengths are int32 in engines
 
@@ -165,3 +167,36 @@ class Tolerances(Section):
         if precision not in get_args(Precision):
             raise KeyError(precision)
         return getattr(self, precision)
+
+
+class TensorRTConfig(Section):
+    """How engines are built with TensorRT. Sizes come from `limits`."""
+
+    python: Annotated[str, StringConstraints(min_length=1)] | None = Field(
+        default=None,
+        description="The Python interpreter that builds and runs the engines, where it is not this one: a path, or a command. TensorRT 8.6 needs "
+        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime and tokenizers.",
+    )
+    workspace_mb: Count = Field(default=4096, description="Device memory that a tactic may use while it runs, in MiB.")
+    optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
+        default=3, description="TensorRT's builder optimization level: higher tries more tactics. Level 0 ignores the timing cache.",
+    )
+    tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
+        default=None, json_schema_extra=UNIQUE,
+        description="Which libraries tactics may come from; none: TensorRT's own choice. Without cuBLAS and cuDNN: "
+        "`[edge_mask_convolutions, jit_convolutions]`. TensorRT 11 knows these two only.",
+    )
+    tactics: Literal["free", "record", "verified"] = Field(
+        default="free",
+        description="`record` keeps the timing cache and what was chosen for each layer beside the engines, and goes on from them; `verified` builds from "
+        "such a record and fails where anything else is chosen.",
+    )
+    attention: Literal["fused", "traced"] = Field(
+        default="fused", description="`fused`: cuDNN's attention on a paged KV cache, for the kinds that it can run; `traced`: the model's own graph, in TensorRT.",
+    )
+
+
+class Backends(Section):
+    """Settings of each backend."""
+
+    tensorrt: TensorRTConfig = Field(default=TensorRTConfig(), description="How engines are built with TensorRT. Sizes come from `limits`.")

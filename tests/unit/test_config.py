@@ -93,7 +93,7 @@ MISTAKES = [
     ("[fp32, fp16]", "fp32", "models.demo-llama.precisions: expected a list; found 'fp32'"),
     ("[fp32, fp16]", "[off]",
      "models.demo-llama.precisions[0]: expected one of fp32, fp16, bf16; found false"),
-    ("[onnxruntime]", "[tensorrt]", "models.demo-llama.backends[0]: expected one of onnxruntime; found 'tensorrt'"),
+    ("[onnxruntime]", "[tensorflow]", "models.demo-llama.backends[0]: expected one of onnxruntime, tensorrt; found 'tensorflow'"),
     ("[onnxruntime]", "[onnxruntime, onnxruntime]",
      "models.demo-llama.backends[1]: expected each item once; found 'onnxruntime' again"),
     ("[2, all]", "[2, all, 2]", "models.demo-llama.layers[2]: expected each item once; found 2 again"),
@@ -164,7 +164,16 @@ MISTAKES = [
     ("demo-llama:", "config.json:",
      "models.config.json: expected another name, for results/config.json is used for results; found 'config.json'"),
     ("demo-llama:", "Report:", "models.Report: expected another name, for results/Report is used for results; found 'Report'"),
-    ("models:", "modles:", "modles: unknown key, did you mean models? allowed: models, limits, tolerances (and 1 more)"),
+    ("limits: {", "backends: {tensorrt: {workspace_gb: 4}}\nlimits: {",
+     "backends.tensorrt.workspace_gb: unknown key, did you mean workspace_mb? allowed: python, workspace_mb, optimization_level, tactic_sources, tactics, attention"),
+    ("limits: {", "backends: {tensorrt: {tactics: some}}\nlimits: {", "backends.tensorrt.tactics: expected one of free, record, verified; found 'some'"),
+    ("limits: {", "backends: {tensorrt: {optimization_level: 6}}\nlimits: {", "backends.tensorrt.optimization_level: expected at most 5; found 6"),
+    ("limits: {", "backends: {tensorrt: {optimization_level: 0, tactics: record}}\nlimits: {",
+     "backends.tensorrt.optimization_level: expected at least 1 with tactics: record, since level 0 ignores the timing cache; found 0"),
+    ("limits: {", "backends: {tensorrt: {tactic_sources: [cudnn, cudnn]}}\nlimits: {",
+     "backends.tensorrt.tactic_sources[1]: expected each item once; found 'cudnn' again"),
+    ("limits: {", "backends: {tensorrt: {python: 3.10}}\nlimits: {", "backends.tensorrt.python: expected text; found 3.1 (put it in quotes)"),
+    ("models:", "modles:", "modles: unknown key, did you mean models? allowed: models, limits, tolerances, backends (and 1 more)"),
 ]
 
 
@@ -175,10 +184,10 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("", "expected a mapping of models, limits, tolerances; found an empty file"),
-    ("# only a comment\n", "expected a mapping of models, limits, tolerances; found an empty file"),
-    ("- a\n- b\n", "expected a mapping of models, limits, tolerances; found a list"),
-    ("just text\n", "expected a mapping of models, limits, tolerances; found 'just text'"),
+    ("", "expected a mapping of models, limits, tolerances, backends; found an empty file"),
+    ("# only a comment\n", "expected a mapping of models, limits, tolerances, backends; found an empty file"),
+    ("- a\n- b\n", "expected a mapping of models, limits, tolerances, backends; found a list"),
+    ("just text\n", "expected a mapping of models, limits, tolerances, backends; found 'just text'"),
     ("models:\n", "models: expected a mapping; found nothing"),
     ("models: {}\n", "models: expected at least one item; found an empty mapping"),
     ("models:\n  m:\n", "models.m: expected a mapping of source, layers, precisions, backends, golden; found nothing"),
@@ -207,7 +216,7 @@ def test_no_model_can_be_named_as_what_lies_beside_the_models_folders():
 
 
 def test_a_mapping_is_called_config_and_a_given_name_wins():
-    with pytest.raises(InputError, match=r"^config: foo: unknown key, allowed: models, limits, tolerances$"):
+    with pytest.raises(InputError, match=r"^config: foo: unknown key, allowed: models, limits, tolerances, backends$"):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
     with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):
         load({**SMALLEST, "foo": "bar"}, where="my.yaml")
@@ -300,3 +309,18 @@ def test_importing_the_config_is_light():
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     loaded = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "onnx", "onnxruntime", "numpy", "snakemake"} & set(loaded)
+
+
+def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_have():
+    config = load(SMALLEST | {"backends": {"tensorrt": {"python": "python3.10", "tactics": "record"}}, "limits": {"max_batch_size": 7}})
+    assert config.build_options("onnxruntime") == {} and config.interpreter("onnxruntime") is None
+    assert config.interpreter("tensorrt") == "python3.10"
+    assert config.build_options("tensorrt") == {
+        "workspace_mb": 4096, "optimization_level": 3, "tactic_sources": None, "tactics": "record", "attention": "fused",
+        "max_batch_size": 7, "max_num_tokens": 512, "max_seq_len": 256,
+    }  # fmt: skip
+
+
+def test_tensorrt_computes_in_every_precision():
+    model = {**SMALLEST["models"]["m"], "precisions": ["fp32", "fp16", "bf16"], "backends": ["tensorrt"]}
+    assert [target.precision for target in load({"models": {"m": model}}).targets()] == ["fp32", "fp16", "bf16"]

@@ -1,7 +1,11 @@
 """Engines: the same bytes each time, kept while they fit, and refused where or when they do not."""
 
 import json
+import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +13,12 @@ import onnx
 import onnx.parser
 import pytest
 
-from lockstep.engine import EngineSet, build, get_backend
+from lockstep.engine import EngineSet, build, builder, engine_set, get_backend
+from lockstep.engine.backend import Built
 from lockstep.engine.cpu import THREADS_VARIABLE, describe_cpu, thread_count
+from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
 from lockstep.engine.prepare import Prepared, check_same
+from lockstep.engine.tensorrt.device import gpu_key
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 from lockstep.runtime import Advance, Model
@@ -174,6 +181,84 @@ def test_a_graph_that_the_library_refuses_is_one_line(made):
         build(assembly, "onnxruntime", engines)
     assert "\n" not in str(error.value)
     assert not list(engines.parent.glob(".*"))
+
+
+def test_a_graph_with_other_inputs_than_the_assembly_says_is_refused(made):
+    assembly, engines = made
+    content = read_json(assembly)
+    content["classes"]["entry"]["inputs"][0]["shape"][1] = 145
+    write_json(assembly, content)
+    (engines.parent / "entry.onnx").unlink()
+    with pytest.raises(CheckError, match=r"entry.onnx: inputs: hidden: expected float32 \['num_tokens', 145\] as in the assembly, found float32 \['num_tokens', 144\]; export again"):
+        build(assembly, "onnxruntime", engines)
+
+
+class Slow(OnnxRuntimeBackend):
+    """A backend whose builds are worth a line each, and take some device memory."""
+
+    takes_long = True
+
+    def build(self, graph_path, out_path, options):
+        if out_path.name == self.fails:
+            raise CheckError(f"{out_path}: out of memory")
+        super().build(graph_path, out_path, options)
+        return Built({"said": out_path.stem}, 3 << 20)
+
+
+def test_a_long_build_has_a_line_and_a_record_for_each_engine(made, tmp_path, monkeypatch, capsys):
+    Slow.fails = None
+    monkeypatch.setattr(builder, "get_backend", lambda name: Slow())
+    out = build(made[0], "onnxruntime", tmp_path / "slow" / "engines.json")
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"build: engine 1 of 6: embedding \.\.\. [0-9.]+ s, 3 MiB of GPU memory", lines[0]) and len(lines) == 6
+    costs = read_json(out.parent / "build.costs.json", "lockstep.build_costs/1")["engines"]
+    manifest = read_json(out)
+    assert set(costs) == set(manifest["engines"]) and costs["entry"]["peak_memory_bytes"] == 3 << 20 and costs["entry"]["seconds"] > 0
+    assert "seconds" not in out.read_text() and manifest["engines"]["entry"]["said"] == "entry"
+    (out.parent / "exit.onnx").unlink()
+    build(made[0], "onnxruntime", out)
+    assert list(read_json(out.parent / "build.costs.json")["engines"]) == ["exit"] and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_build_that_fails_says_in_which_engine(made, tmp_path, monkeypatch, capsys):
+    Slow.fails = "exit.onnx"
+    monkeypatch.setattr(builder, "get_backend", lambda name: Slow())
+    with pytest.raises(CheckError, match="exit.onnx: out of memory"):
+        build(made[0], "onnxruntime", tmp_path / "slow" / "engines.json")
+    assert re.fullmatch(r"build: engine 3 of 6: exit \.\.\. failed after [0-9.]+ s", capsys.readouterr().err.splitlines()[-1])
+
+
+def test_a_build_that_is_killed_has_said_in_which_engine(made, tmp_path):
+    script = """
+import os, signal, sys
+from pathlib import Path
+from lockstep.engine import build, builder
+from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
+class Slow(OnnxRuntimeBackend):
+    takes_long = True
+    def build(self, graph_path, out_path, options):
+        if out_path.name == "exit.onnx":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().build(graph_path, out_path, options)
+builder.get_backend = lambda name: Slow()
+build(Path(sys.argv[1]), "onnxruntime", Path(sys.argv[2]))"""
+    ended = subprocess.run([sys.executable, "-c", script, str(made[0]), str(tmp_path / "killed" / "engines.json")], stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == -signal.SIGKILL and ended.stderr.endswith("\nbuild: engine 3 of 6: exit ...")
+
+
+def test_an_engine_that_the_backend_does_not_keep_is_built_again(made, monkeypatch):
+    before = stamps(made[1].parent)
+    monkeypatch.setattr(OnnxRuntimeBackend, "keeps", lambda self, name, entry: name != "exit")
+    build(*made[:1], "onnxruntime", made[1])
+    after = stamps(made[1].parent)
+    assert {name for name in before if after[name] != before[name]} == {"exit.onnx"}
+
+
+def test_a_plan_for_another_gpu_is_told_with_both(tmp_path):
+    made, here = ({"name": "NVIDIA H200", "compute_capability": capability, "driver": "570.86"} for capability in ("9.0", "8.9"))
+    message = "x.json: device: made for name NVIDIA H200, compute_capability 9.0, driver 570.86, found name NVIDIA H200, compute_capability 8.9, driver 570.86; build"
+    with pytest.raises(CheckError, match=message):
+        engine_set._same(Path("x.json"), "device", gpu_key(made), gpu_key(here), "build")
 
 
 def test_a_precision_that_the_backend_lacks_is_refused(made):

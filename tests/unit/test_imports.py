@@ -25,7 +25,7 @@ ROWS = (
     ("engine",),
     ("runtime",),
     ("golden",),
-    ("summary", "plots", "show", "buildkey", "bench"),
+    ("summary", "plots", "show", "buildkey", "bench", "worker"),
     ("cli", "__main__"),
 )
 # What traces, what is compared with, and what times it. Nothing else may need torch to be installed.
@@ -74,7 +74,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_what_runs_engines_loads_no_torch() -> None:
-    loaded = loaded_by("import " + ", ".join(f"lockstep.{module}" for module in (*RUNS_ALONE, "golden.check")))
+    loaded = loaded_by("import " + ", ".join(f"lockstep.{module}" for module in (*RUNS_ALONE, "golden.check", "worker")))
     assert not loaded & {"torch", "transformers", "pydantic", "yaml", "snakemake", "matplotlib"}
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import onnx.parser
 import pytest
 
+from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.compat import Tensor
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import driver_version, gpu_key
@@ -162,6 +163,13 @@ def test_half_precision_products_pass():
     check_precision(read(layer(), layer(name="{ForeignNode[a...b]}", kind="Myelin", tactic="", value="")), BLOCK, tensor_types(BLOCK), "x.engine")
 
 
+def test_a_fused_kernel_may_read_fp32_beside_its_product_but_not_compute_the_product_in_it():
+    fused = layer(name="__myl_FcCastMul_myl0_3", kind="kgen", source=("__myln_k_arg__bb1_12", "Float"))
+    check_precision(read(fused), BLOCK, tensor_types(BLOCK), "x.engine")
+    with pytest.raises(CheckError, match="layer __myl_FcCastMul_myl0_3: expected a matrix product in float16"):
+        check_precision(read({**fused, "TacticName": "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n"}), BLOCK, tensor_types(BLOCK), "x.engine")
+
+
 @pytest.mark.parametrize(
     ("found", "message"),
     [
@@ -196,7 +204,28 @@ def test_fingerprints_leave_out_pointers_and_keep_tactics():
     assert first == again and first[0]["tactic"].endswith("0x5f7e2a1b3c4d5e6f")
     assert fingerprint(read(layer(value="0x1111111111111111"))) != fingerprint(read(layer()))
     assert fingerprint(read(layer(source=("taken", FLOAT)))) != fingerprint(read(layer()))
+    hashed = lambda digit: fingerprint(read(layer(tactic=f"__myl_AddCastMean_0xf2543c36ff9f104bbb1655b0183afb4{digit}")))
+    assert hashed(7) != hashed(8)  # of the fused operators: no address is that long
     assert fingerprint(read(layer(name="block_16x16_64"))) != fingerprint(read(layer(name="block_16x16_32")))
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("[E] 4: The timing cache will not be used!", "_REFUSED_CACHE"),
+        ("Detected invalid timing cache, setup a local cache instead", "_REFUSED_CACHE"),
+        ("No implementation of layer 417 obeys the requested constraints in strict mode. No conforming implementation was found i.e. requested layer\n"
+         "computation precision and output precision types are ignored, using the fastest implementation.", "_IGNORED_PRECISION"),
+        ("Your ONNX model has been generated with INT64 weights, while TensorRT does not natively support INT64.", None),
+        ("Local timing cache in use. Profiling results in this builder pass will not be stored.", None),
+        ("Unable to determine GPU memory usage", None),
+    ],
+)  # fmt: skip
+def test_warnings_that_are_failures_are_told_from_others(said, found):
+    log = compat.Log()
+    log.warnings.append(said)
+    assert [name for name in ("_REFUSED_CACHE", "_IGNORED_PRECISION") if log.first(getattr(compat, name))] == ([found] if found else [])
+    assert "\n" not in log.first_error()
 
 
 # --- tactics

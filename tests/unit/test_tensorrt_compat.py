@@ -168,4 +168,4 @@ def test_without_tensorrt_the_backend_says_so_in_one_line():
     code = "import sys; sys.modules['tensorrt'] = None\nfrom lockstep.engine import get_backend\nfrom lockstep.errors import guard\nwith guard(): get_backend('tensorrt')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 2
-    assert ended.stderr == "lockstep: error: backend tensorrt: the Python package tensorrt is not installed for this Python; install it, or name another interpreter in backends.tensorrt.python\n"
+    assert ended.stderr == "lockstep: error: backend tensorrt: the Python package tensorrt is not installed for this Python; install what is missing, or name another interpreter in backends.tensorrt.python\n"

@@ -14,7 +14,11 @@ rule build:
         log_of("build", MODEL, PRECISION, BACKEND),
     conda:
         "../../envs/engine.yaml"
+    resources:
+        gpu=gpus,
     params:
+        options=build_options,
+        python=interpreter,
         key=KEYS["build"],
     message:
         "Build engines of {wildcards.model} in {wildcards.precision} for {wildcards.backend}"

@@ -157,6 +157,21 @@ def tolerance(wildcards):
     return CONFIG.tolerances[wildcards.precision].model_dump()
 
 
+def build_options(wildcards):
+    """What the config says of a backend's build; a change of it builds again."""
+    return CONFIG.build_options(wildcards.backend)
+
+
+def interpreter(wildcards):
+    """The Python that builds and runs a backend's engines; None is this one."""
+    return CONFIG.interpreter(wildcards.backend)
+
+
+def gpus(wildcards):
+    """GPUs that a job keeps busy; `--resources gpu=N` says how many there are, one unless it is given."""
+    return 1 if wildcards.backend == "tensorrt" else 0
+
+
 def compute_threads(wildcards):
     """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
     files = WEIGHT_FILES.get(wildcards.model)

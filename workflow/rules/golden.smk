@@ -49,10 +49,13 @@ rule golden:
     conda:
         "../../envs/engine.yaml"
     threads: 16  # lowered to all the cores given: a speed is measured alone
+    resources:
+        gpu=gpus,
     params:
         expected=expected_texts,
         tolerance=tolerance,
         limits=CONFIG.limits.model_dump(),
+        python=interpreter,
         key=KEYS["golden"],
     message:
         "Golden check of {wildcards.model} in {wildcards.precision} on {wildcards.backend}, layers: {wildcards.layers}"

@@ -3,8 +3,13 @@
 from job import job
 
 with job(snakemake.log[0]):
-    from pathlib import Path
+    from lockstep import worker
 
-    from lockstep import engine
-
-    engine.build(Path(snakemake.input.assembly), snakemake.wildcards.backend, Path(snakemake.output[0]))
+    worker.call(
+        snakemake.params.python,
+        "build",
+        assembly=str(snakemake.input.assembly),
+        backend=snakemake.wildcards.backend,
+        out=str(snakemake.output[0]),
+        options=dict(snakemake.params.options),
+    )

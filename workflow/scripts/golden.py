@@ -3,22 +3,24 @@
 from job import job
 
 with job(snakemake.log[0]):
-    from pathlib import Path
+    from dataclasses import asdict
 
-    from lockstep import golden
+    from lockstep import worker
     from lockstep.paths import Target, layer_count
 
     names = snakemake.wildcards
-    golden.check(
-        Path(snakemake.input.assembly),
-        Path(snakemake.input.weights),
-        Path(snakemake.input.engines),
-        Path(snakemake.input.reference),
-        Target(names.model, names.precision, layer_count(names.layers), names.backend),
-        snakemake.params.tolerance,
-        snakemake.params.limits,
-        Path(snakemake.output.check),
-        Path(snakemake.output.speed),
-        snakemake.params.expected,
-        snakemake.threads,
+    worker.call(
+        snakemake.params.python,
+        "golden",
+        assembly=str(snakemake.input.assembly),
+        weights=str(snakemake.input.weights),
+        engines=str(snakemake.input.engines),
+        reference=str(snakemake.input.reference),
+        target=asdict(Target(names.model, names.precision, layer_count(names.layers), names.backend)),
+        tolerance=dict(snakemake.params.tolerance),
+        limits=dict(snakemake.params.limits),
+        out=str(snakemake.output.check),
+        speed=str(snakemake.output.speed),
+        expected=list(snakemake.params.expected),
+        threads=snakemake.threads,
     )

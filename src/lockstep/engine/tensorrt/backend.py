@@ -21,7 +21,7 @@ from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
 from lockstep.engine.tensorrt.layers import check_precision, fingerprint, read_layers
 from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.profiles import Profile, profiles
-from lockstep.engine.tensorrt.tactics import Tactics
+from lockstep.engine.tensorrt.tactics import CACHE, Tactics
 from lockstep.errors import CheckError, InputError
 from lockstep.files import sha256_file, write_bytes
 
@@ -99,19 +99,20 @@ class TensorRTBackend:
         types, bounds = tensor_types(model), profiles(model, options)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
         with PeakMemory() as peak:
-            plan = self._plan(model, types, bounds, options, tactics, where)
+            config, plan = self._plan(model, types, bounds, options, tactics, where)
             engine = compat.deserialize(plan, where)
             layers = read_layers(compat.layer_information(engine), where)
             check_contract(compat.tensors(engine), model, bounds, compat.has("int64"), where)
         check_precision(layers, model, types, where)
         digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
-        tactics.take_cache(compat.serialize_timing_cache(self._timing), compat.cached_tactics(self._timing), where)
+        tactics.take_cache(compat.serialize_timing_cache(config), compat.cached_tactics(config), where)
         write_bytes(out_path, plan)
         return Built({"tactics_sha256": digest}, peak.nbytes)
 
     def _plan(
         self, model: onnx.ModelProto, types: Mapping[str, str], bounds: Sequence[Profile], options: Mapping[str, Any], tactics: Tactics, where: str
-    ) -> bytes:
+    ) -> tuple[Any, bytes]:
+        """The configuration that was built with, which has the timing cache, and the serialized engine."""
         if self._builder is None:
             self._builder = compat.create_builder()
         network = compat.create_network(self._builder)
@@ -123,8 +124,8 @@ class TensorRTBackend:
         if self._timing is None:
             self._timing = compat.create_timing_cache(config, tactics.cache)
         if self._timing is None or not compat.use_timing_cache(config, self._timing, tactics.mode == "verified"):
-            raise CheckError(f"{where}: TensorRT {self.version()} refuses the timing cache: {compat.LOG.first_error()}")
-        return compat.build_plan(self._builder, network, config, where)
+            raise CheckError(f"{where}: TensorRT {self.version()} refuses the timing cache: {compat.LOG.first_error()}; delete {CACHE} and build again")
+        return config, compat.build_plan(self._builder, network, config, where)
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> TensorRTProgram:
         from lockstep.engine.tensorrt.program import TensorRTProgram

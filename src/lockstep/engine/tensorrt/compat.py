@@ -27,6 +27,8 @@ except (ImportError, OSError) as error:  # its libraries, or those that they lin
 Version = tuple[int, int]
 # "The timing cache will not be used!", "Timing cache ... mismatch": said as a warning, while the build goes on.
 _REFUSED_CACHE = re.compile(r"timing cache.*(not be used|mismatch|corrupt|invalid|different)|(mismatch|corrupt|invalid).*timing cache", re.IGNORECASE | re.DOTALL)
+# "No implementation of layer ... obeys the requested constraints ...": a warning where constraints are only preferred.
+_IGNORED_PRECISION = re.compile(r"obeys? the requested constraints|precision.*(ignored|not obeyed)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ FEATURES: dict[str, Feature] = {
 def require() -> None:
     """Raises InputError where there is no TensorRT that this Python can load, or one that this code is not for."""
     if trt is None:
-        raise InputError(f"backend tensorrt: the Python package tensorrt {_why_not}; install it, or name another interpreter in backends.tensorrt.python")
+        raise InputError(f"backend tensorrt: the Python package tensorrt {_why_not}; install what is missing, or name another interpreter in backends.tensorrt.python")
     if not (8, 6) <= version() < (12, 0) or version()[0] == 9:
         raise InputError(f"backend tensorrt: expected TensorRT 8.6, 10.x or 11.x, found {trt.__version__}")
 
@@ -100,6 +102,10 @@ class Log:
     def clear(self) -> None:
         self.errors.clear()
         self.warnings.clear()
+
+    def first(self, pattern: re.Pattern) -> str | None:
+        """The first error or warning in which the pattern is found, on one line."""
+        return next((" ".join(text.split()) for text in (*self.errors, *self.warnings) if pattern.search(text)), None)
 
     def first_error(self) -> str:
         """The first error, else the first warning, on one line."""
@@ -196,7 +202,7 @@ def create_config(builder: trt.Builder, workspace_bytes: int, level: int, tactic
         unknown = sorted(set(tactic_sources) - {name.lower() for name in known})
         if unknown:
             raise InputError(f"tactic_sources: expected some of {', '.join(tactic_source_names())} (TensorRT {trt.__version__}), found {', '.join(unknown)}")
-        config.set_tactic_sources(sum(1 << int(known[name.upper()]) for name in tactic_sources))
+        config.set_tactic_sources(sum(1 << int(known[name.upper()]) for name in set(tactic_sources)))
     return config
 
 
@@ -257,14 +263,17 @@ def use_timing_cache(config: trt.IBuilderConfig, cache: trt.ITimingCache, replay
     return config.set_timing_cache(cache, False)
 
 
-def serialize_timing_cache(cache: trt.ITimingCache) -> bytes:
+def serialize_timing_cache(config: trt.IBuilderConfig) -> bytes:
+    """The timing cache that a configuration was built with, and what the build added."""
+    cache: trt.ITimingCache = config.get_timing_cache()
     return bytes(cache.serialize())
 
 
-def cached_tactics(cache: trt.ITimingCache) -> dict[str, str]:
-    """{key: hash of the tactic} of all entries, where the version lets them be read; else {}."""
+def cached_tactics(config: trt.IBuilderConfig) -> dict[str, str]:
+    """{key: hash of the tactic} of all entries of that cache, where the version lets them be read; else {}."""
     if not has("editable_cache"):
         return {}
+    cache: trt.ITimingCache = config.get_timing_cache()
     found = {}
     for key in cache.queryKeys():
         value: trt.TimingCacheValue = cache.query(key)
@@ -278,9 +287,10 @@ def build_plan(builder: trt.Builder, network: trt.INetworkDefinition, config: tr
     memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
     if memory is None:
         raise CheckError(f"{where}: TensorRT {trt.__version__} cannot build this graph: {LOG.first_error()}")
-    refused = next((text for text in (*LOG.errors, *LOG.warnings) if _REFUSED_CACHE.search(text)), None)
-    if refused:
-        raise CheckError(f"{where}: TensorRT {trt.__version__} refuses the timing cache: {' '.join(refused.split())}")
+    if said := LOG.first(_REFUSED_CACHE):
+        raise CheckError(f"{where}: TensorRT {trt.__version__} refuses the timing cache: {said}; delete timing.cache and build again")
+    if said := LOG.first(_IGNORED_PRECISION):
+        raise CheckError(f"{where}: TensorRT {trt.__version__} does not compute in the graph's precision: {said}")
     return bytes(memory)
 
 

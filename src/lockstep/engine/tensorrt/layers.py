@@ -16,9 +16,10 @@ import onnx
 
 from lockstep.errors import CheckError
 
-# Names that TensorRT makes from addresses: hexadecimal, or decimal of that size.
-_POINTER = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![0-9])[0-9]{13,}(?![0-9])")
+# Names that TensorRT makes from addresses: hexadecimal, or decimal of that size. Longer ones are hashes of contents, which do say what was chosen.
+_POINTER = re.compile(r"0x[0-9a-fA-F]{6,16}(?![0-9a-fA-F])|(?<![0-9])[0-9]{13,20}(?![0-9])")
 _PRODUCT = re.compile(r"gemm|matmul|matrix_?multiply|xmma|cutlass|cublas|_mha", re.IGNORECASE)
+_FUSED = re.compile(r"^(kgen|fusion|myelin)", re.IGNORECASE)  # kinds that hold other operators too, which may read fp32 by right
 _FP32_TACTIC = re.compile(r"sgemm|f32f32_f32f32|tf32|s1688gemm(?!_f16|_bf16)", re.IGNORECASE)
 _DATATYPES = (
     ("bfloat16", re.compile(r"bf16|bfloat", re.IGNORECASE)),
@@ -45,7 +46,8 @@ def read_layers(text: str, where: str) -> list[Layer]:
         entries = json.loads(text, strict=False)["Layers"]
         return [_layer(entry) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckError(f"{where}: expected the layers of the engine in detail from TensorRT's inspector, found {type(error).__name__}: {error}; please report it") from None
+        found = f"{type(error).__name__}: {error}"
+        raise CheckError(f"{where}: expected the layers of the engine in detail from TensorRT's inspector, found {found}; please report it") from None
 
 
 def _layer(entry: Mapping[str, Any]) -> Layer:
@@ -114,10 +116,12 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
         for tensor, text in (*layer.inputs, *layer.outputs):
             expected, found = types.get(tensor), datatype(text)
             if expected in _HALVES and found == "float32":
-                raise CheckError(f"{where}: layer {layer.name}: tensor {tensor}: expected {expected} as in the graph, found {text}; the engine is not of this precision")
+                wrong = f"tensor {tensor}: expected {expected} as in the graph, found {text}"
+                raise CheckError(f"{where}: layer {layer.name}: {wrong}; the engine is not of this precision")
         if not _PRODUCT.search(f"{layer.kind} {layer.tactic}"):
             continue
-        read = [text for _, text in layer.inputs if datatype(text) == "float32"]
-        if half and (read or _FP32_TACTIC.search(layer.tactic)):
+        reads_fp32 = not _FUSED.match(layer.kind) and any(datatype(text) == "float32" for _, text in layer.inputs)
+        if half and (reads_fp32 or _FP32_TACTIC.search(layer.tactic)):
+            wrong = f"expected a matrix product in {'/'.join(sorted(wanted))} as in the graph"
             found = f"tactic {layer.tactic} on {', '.join(text for _, text in layer.inputs)}"
-            raise CheckError(f"{where}: layer {layer.name}: expected a matrix product in {'/'.join(sorted(wanted))} as in the graph, found {found}; the engine is not of this precision")
+            raise CheckError(f"{where}: layer {layer.name}: {wrong}, found {found}; the engine is not of this precision")

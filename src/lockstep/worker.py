@@ -1,0 +1,106 @@
+"""A stage in another Python: what TensorRT runs in may be older than what Snakemake runs in.
+
+    python -m lockstep.worker < request.json       {"stage": "build", "arguments": {...}}
+
+In: the name of a stage that runs engines, and its arguments as JSON. It works on files; errors are one line on stderr and an exit code, as everywhere.
+Needs what engines need, no more: neither Snakemake, torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckError, InputError, guard
+
+_SOURCES = Path(__file__).resolve().parents[1]
+_OLDEST = (3, 10)
+
+
+def call(python: str | None, stage: str, **arguments: Any) -> None:
+    """Run `build`, `golden` or `generate` of this module with these arguments (JSON), here or in the interpreter `python` (a path or a command).
+
+    Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails there, it has said why on stderr,
+    and this process exits with the same code (SystemExit).
+    """
+    if python is None:
+        _STAGES[stage](**arguments)
+        return
+    request = json.dumps({"stage": stage, "arguments": arguments})
+    # Another Python has other packages: of this one's it gets this package alone.
+    environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
+    try:
+        ended = subprocess.run([python, "-m", "lockstep.worker"], input=request, text=True, env=environment)
+    except OSError as error:
+        raise InputError(f"backends.tensorrt.python: expected a Python interpreter, found {python!r}: {error.strerror}") from None
+    if ended.returncode < 0:
+        name = signal.Signals(-ended.returncode).name
+        print(file=sys.stderr)  # ends the line that it left unfinished
+        raise CheckError(f"{stage}: {python} was ended by {name} (memory or time ran out?); what it was at stands in the line before")
+    if ended.returncode:
+        raise SystemExit(ended.returncode)
+
+
+def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
+    from lockstep import engine
+
+    engine.build(Path(assembly), backend, Path(out), options)
+
+
+def golden(
+    assembly: str, weights: str, engines: str, reference: str, target: Mapping[str, Any], tolerance: Mapping[str, float], limits: Mapping[str, int],
+    out: str, speed: str, expected: list[str | None], threads: int | None = None,
+) -> None:  # fmt: skip
+    from lockstep.golden.check import check
+    from lockstep.paths import Target
+
+    paths = (Path(path) for path in (assembly, weights, engines, reference))
+    check(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
+
+
+def generate(
+    assembly: str, weights: str, engines: str, layers: int | str, limits: Mapping[str, int], prompt: str, max_new_tokens: int,
+    sampling: Mapping[str, Any], stop: list[str], threads: int | None = None,
+) -> None:  # fmt: skip
+    """Text on stdout as it is made; then the speed, on stderr."""
+    from lockstep.runtime import Model, Sampling, Tokenizer
+    from lockstep.runtime import generate as start
+
+    sizes = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
+    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, max_batch_size=1, threads=threads, **sizes)
+    generation = start(model, Tokenizer.open(Path(assembly)), [prompt], max_new_tokens, Sampling(**sampling), stop, limits["max_input_len"])
+    for piece in generation:
+        print(piece.text, end="", flush=True)
+    print(flush=True)
+    speed = generation.speed
+    for what, tokens, rate in (
+        ("prefill", speed.prefill_tokens, speed.prefill_tokens_per_second),
+        ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
+    ):
+        print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
+
+
+_STAGES = {"build": build, "golden": golden, "generate": generate}
+
+
+def main() -> None:
+    with guard():
+        if sys.version_info < _OLDEST:
+            raise InputError(f"backends.tensorrt.python: expected Python {'.'.join(map(str, _OLDEST))} or newer, found {sys.version.split()[0]} ({sys.executable})")
+        request = json.load(sys.stdin)
+        try:
+            _STAGES[request["stage"]](**request["arguments"])
+        except BrokenPipeError:
+            raise SystemExit(1) from None  # who read the text has had enough
+        except ModuleNotFoundError as error:
+            raise InputError(f"backends.tensorrt.python: {sys.executable} has no Python package {error.name!r}; install it there") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Building for real: an engine keeps its contract and its precision, and the tactics of a record are found again."""
+
+from __future__ import annotations
+
+import onnx.parser
+import pytest
+
+from lockstep.engine import get_backend
+from lockstep.errors import CheckError, InputError
+from lockstep.files import read_json, write_json
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = """<ir_version: 8, opset_import: ["": 17]> g (float16[num_tokens, 64] hidden, float16[128, 64] weight) => (float16[num_tokens, 128] out)
+{ product = Gemm<transB = 1>(hidden, weight)  wide = Cast<to = 1>(product)  mean = ReduceMean<axes = [-1], keepdims = 1>(wide)
+  centred = Sub(wide, mean)  out = Cast<to = 10>(centred) }"""
+
+
+@pytest.fixture
+def graph(tmp_path):
+    onnx.save(onnx.parser.parse_model(BLOCK), tmp_path / "block.onnx")
+    return tmp_path / "block.onnx"
+
+
+def build(graph, tactics="free", **changes):
+    """Build it as an engine set of one; gives what the manifest and the entry say."""
+    backend = get_backend("tensorrt")
+    options = {**backend.default_options(), "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"], "tactics": tactics, **changes}
+    backend.start(graph.parent, {"options": options, "backend_version": backend.version(), "device": backend.describe_device()})
+    built = backend.build(graph, graph.parent / "block.engine", options)
+    return {**backend.finish(["block"]), **built.about}
+
+
+def test_an_engine_is_built_and_small(graph):
+    said = build(graph)
+    assert 0 < (graph.parent / "block.engine").stat().st_size < 1_000_000
+    assert said["tactics"] == {"mode": "free"} and len(said["tactics_sha256"]) == 64
+
+
+def test_recorded_tactics_are_found_again(graph):
+    recorded = build(graph, "record")
+    verified = build(graph, "verified")
+    assert verified["tactics_sha256"] == recorded["tactics_sha256"] and verified["tactics"]["files"] == recorded["tactics"]["files"]
+
+
+def test_a_record_that_says_something_else_fails_with_the_layer(graph):
+    build(graph, "record")
+    path = graph.parent / "tactics.json"
+    record = read_json(path)
+    record["engines"]["block"]["layers"][0]["tactic"] = "another"
+    write_json(path, record)
+    with pytest.raises(CheckError, match="expected tactic another, .*as recorded, found tactic"):
+        build(graph, "verified")
+
+
+def test_a_timing_cache_that_is_none_is_refused(graph):
+    build(graph, "record")
+    (graph.parent / "timing.cache").write_bytes(b"no cache")
+    with pytest.raises(CheckError, match="timing.cache: expected sha256"):
+        build(graph, "verified")
+
+
+def test_unknown_tactic_sources_are_named(graph):
+    with pytest.raises(InputError, match="tactic_sources: expected some of .*edge_mask_convolutions.*found cuda"):
+        build(graph, tactic_sources=["cuda"])

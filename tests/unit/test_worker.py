@@ -1,0 +1,79 @@
+"""Stages in another Python: the same results, the same line for a mistake, the same exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demo_model import GOLDEN, LIMITS
+
+from lockstep import worker
+from lockstep.errors import CheckError, InputError
+from lockstep.paths import Results
+
+
+@pytest.fixture
+def python(tmp_path: Path):
+    """Makes an interpreter of a shell script's lines."""
+
+    def make(*lines: str) -> str:
+        path = tmp_path / "python"
+        path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+def request(demo: Results, out: Path, **options) -> dict:
+    return {"assembly": str(demo.assembly("demo-llama", "fp32")), "backend": "onnxruntime", "out": str(out / "engines.json"), "options": options}
+
+
+def test_another_interpreter_builds_the_same(demo: Results, tmp_path: Path) -> None:
+    worker.call(sys.executable, "build", **request(demo, tmp_path / "engines"))
+    here = demo.engines("demo-llama", "fp32", "onnxruntime").parent
+    assert {path.name: path.read_bytes() for path in here.iterdir()} == {path.name: path.read_bytes() for path in (tmp_path / "engines").iterdir()}
+
+
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+def test_a_mistake_is_the_same_line_and_exit_code_here_and_there(demo, tmp_path, interpreter) -> None:
+    script = (
+        "import sys, json; from lockstep import worker; from lockstep.errors import guard\n"
+        "with guard(): worker.call(json.loads(sys.argv[1]), 'build', **json.loads(sys.argv[2]))"
+    )
+    arguments = worker.json.dumps(interpreter), worker.json.dumps(request(demo, tmp_path, level="all"))
+    ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert ended.returncode == 2 and not list(tmp_path.glob("*.json"))
+    assert ended.stderr == "lockstep: error: options of backend onnxruntime: expected only optimization_level, opset, fuse_projections, found level\n"
+
+
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+def test_text_comes_from_here_and_there(demo, interpreter, capfd) -> None:
+    names = ("demo-llama", "fp32")
+    worker.call(
+        interpreter, "generate", assembly=str(demo.assembly(*names)), weights=str(demo.weights(*names)), engines=str(demo.engines(*names, "onnxruntime")),
+        layers="all", limits=LIMITS, prompt="San Francisco is a", max_new_tokens=16, sampling={"temperature": 0.0}, stop=[],
+    )  # fmt: skip
+    said = capfd.readouterr()
+    assert said.out == f"{GOLDEN.prompts[0].expected['all']}\n" and said.err.startswith("prefill: 8 tokens, ")
+
+
+def test_an_interpreter_that_is_not_there_or_none_at_all_is_named(tmp_path) -> None:
+    for name in ("/nowhere/python3.10", str(tmp_path)):
+        with pytest.raises(InputError, match=f"backends.tensorrt.python: expected a Python interpreter, found '{name}'"):
+            worker.call(name, "build")
+
+
+def test_a_package_that_the_interpreter_lacks_is_named(demo, tmp_path, python, capfd) -> None:
+    with pytest.raises(SystemExit) as ended:
+        worker.call(python(f'exec {sys.executable} -S "$@"'), "build", **request(demo, tmp_path))
+    assert ended.value.code == 2
+    line = capfd.readouterr().err
+    assert line.count("\n") == 1 and "has no Python package '" in line and line.startswith("lockstep: error: backends.tensorrt.python: ")
+
+
+def test_an_interpreter_that_is_killed_is_told_with_the_signal(python) -> None:
+    with pytest.raises(CheckError, match="build: .*python was ended by SIGKILL"):
+        worker.call(python("kill -9 $$"), "build")
