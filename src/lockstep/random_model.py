@@ -76,6 +76,8 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
     else:
         with atomic_path(folder / "tokenizer.json") as temporary:
             byte_tokenizer().save(str(temporary))
+        # Else transformers takes the class of the model's type, which looks for tokens that this one does not have.
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     write_json(folder / "config.json", config)  # last: a folder with a config.json is whole
     return folder
 

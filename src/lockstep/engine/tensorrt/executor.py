@@ -26,6 +26,7 @@ class _Plan:
     """The calls of one layout, on buffers that all plans share."""
 
     calls: list[Call]
+    names: list[str]  # of the calls: embedding, block, rotation, attention ...
     logits: cuda.Array
     graph: cuda.Graph | None = None
     warm: bool = False
@@ -112,6 +113,7 @@ class GpuExecutor:
             plan, order = self._mixed(advances, decoding, chunks, num_decode)
             for call in plan.calls:
                 call()
+            self._last = plan
         else:
             plan, order = self._decode(decoding, num_decode), [advance.slot for advance in advances]
             self._launch(plan)
@@ -175,6 +177,40 @@ class GpuExecutor:
         self._host_rows[: len(logit_rows)] = logit_rows
         self._stream.upload(self._logit_rows[: len(logit_rows)], self._host_rows[: len(logit_rows)])
 
+    def breakdown(self, batch: int) -> dict[str, float]:
+        """Microseconds of a decode step of `batch` rows by what they go to, each kind of call repeated alone in a graph; "gaps": the rest of the step."""
+        count = _bucket(batch, self.rows)
+        plan = self._plans[(count, *(attention.capacity for attention in self._forms))]
+        found = self._microseconds(plan)
+        whole = self._time(plan.graph, 20)
+        found["gaps"] = round(whole - sum(found.values()), 1)
+        found["step"] = round(whole, 1)
+        return found
+
+    def breakdown_prefill(self) -> dict[str, float]:
+        """Microseconds of the blocks of the prompt that was taken last."""
+        return {name: time for name, time in self._microseconds(self._last).items() if name == "block"}
+
+    def _microseconds(self, plan: _Plan) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name in dict.fromkeys(plan.names):
+            with self._stream.capture() as graph:
+                for call, of in zip(plan.calls, plan.names):
+                    if of == name:
+                        call()
+            found[name] = round(self._time(graph, 20), 1)
+        return found
+
+    def _time(self, graph: cuda.Graph, rounds: int) -> float:
+        graph.launch(self._stream)
+        first, last = cuda.Event(), cuda.Event()
+        first.record(self._stream)
+        for _ in range(rounds):
+            graph.launch(self._stream)
+        last.record(self._stream)
+        last.wait()
+        return last.milliseconds_since(first) * 1e3 / rounds
+
     def _plan(self, num_decode: int, num_logits: int, chunks: Sequence[tuple[int, int, int, int]], own: bool) -> _Plan:
         """num_decode rows of one token, then chunks (slot, start, first token, token behind the last)."""
         total = chunks[-1][3] if chunks else num_decode
@@ -182,21 +218,30 @@ class GpuExecutor:
         values = {"token_ids": self._token_ids[:total], "position_ids": self._positions[:total], "logit_rows": self._logit_rows[:num_logits]}
         rows = self._rows[:total]
         calls: list[Call] = []
+        names: list[str] = []
         network = self._network
+
+        def add(name: str, more: Sequence[Call]) -> None:
+            calls.extend(more)
+            names.extend([name] * len(more))
+
         for attention in self._forms:
-            calls += attention.begin(rows, values["position_ids"], num_decode, chunks, self._stream)
-        self._add_block(network.embedding, values, dims, calls, own)
+            add("lengths", attention.begin(rows, values["position_ids"], num_decode, chunks, self._stream))
+        add("embedding", [self._block(network.embedding, values, dims, own)])
         for index, (block, kind) in enumerate(network.layers):
-            self._add_block(block, values, dims, calls, own)
+            add("block", [self._block(block, values, dims, own)])
             values["attention"] = self._buffer("attention", (total, *kind.attention.shape[1:]), kind.attention.dtype)
-            calls += self._attention[index].calls(index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own)
-        self._add_block(network.exit, values, dims, calls, own)
+            first, *rest = self._attention[index].calls(index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own)
+            fused = "rotary" in kind.engines
+            add("rotary and cache" if fused else "attention", [first])
+            add("attention", rest)
+        add("exit", [self._block(network.exit, values, dims, own)])
         logits = values["logits"]
         if not chunks:
-            calls.append(lambda: self._kernels.advance(self._stream, logits, rows, self._token_ids[:total], self._positions[:total]))
-        return _Plan(calls, logits)
+            add("next token", [lambda: self._kernels.advance(self._stream, logits, rows, self._token_ids[:total], self._positions[:total])])
+        return _Plan(calls, names, logits)
 
-    def _add_block(self, block: Any, values: dict[str, cuda.Array], dims: Mapping[str, int], calls: list[Call], own: bool) -> None:
+    def _block(self, block: Any, values: dict[str, cuda.Array], dims: Mapping[str, int], own: bool) -> Call:
         inputs = {io.name: values[io.key] for io in block.inputs}
         outputs = {}
         for io in block.outputs:
@@ -207,8 +252,9 @@ class GpuExecutor:
             outputs[io.name] = self._buffer(io.key, shape, io.dtype)
             if io.key in values and values[io.key].address == outputs[io.name].address:
                 outputs[io.name] = self._buffer(f"{io.key}/other", shape, io.dtype)  # a block reads the value that it replaces
-        calls.append(block.run.prepare(inputs, outputs, own))
+        call = block.run.prepare(inputs, outputs, own)
         values.update({io.key: outputs[io.name] for io in block.outputs})
+        return call
 
     def _logits(self, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
         """[num_requests, vocab_size]: a row for each slot is enough."""

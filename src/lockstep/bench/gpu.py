@@ -1,0 +1,221 @@
+"""The TensorRT backend on one GPU: building, loading, decoding and prefill of a model's shape, with random weights.
+
+    python -m lockstep.bench.gpu ASSEMBLY WORK --out gpu.json [--transformers PYTHON]
+
+In: the assembly of a shape (`lockstep export`), a scratch folder with room for its weights. Out: a record. Runs in the Python that TensorRT runs in; with
+`--transformers`, a Python that has torch and transformers runs the same weights beside it (gpu_transformers.py): speeds, and logits to be held against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.engine.builder import build
+from lockstep.errors import InputError, guard
+from lockstep.files import read_json, write_json
+from lockstep.runtime import Advance, Model
+
+CONTEXT, PREFILL, WARM, STEPS = 512, 2048, 8, 64
+LIMITS = {"max_batch_size": 16, "max_num_tokens": PREFILL, "max_seq_len": PREFILL}
+BATCHES = (1, 16)
+CHECK_PROMPT, CHECK_TOKENS, CHECK_LAYERS = 48, 16, (2, "all")
+
+
+def run(assembly_json: Path, work: Path, rounds: int, options: Mapping[str, Any], python: str | None) -> dict[str, Any]:
+    """Measure everything once but speeds, which are medians of `rounds`. Raises InputError for an assembly in another precision than fp16."""
+    assembly = read_json(assembly_json, "lockstep.assembly/1")
+    if assembly["precision"] != "fp16":
+        raise InputError(f"{assembly_json}: precision: expected fp16, found {assembly['precision']}; export the shape in fp16")
+    work.mkdir(parents=True, exist_ok=True)
+    weights = random_weights(assembly, work / "weights")
+    record: dict[str, Any] = {"benchmark": "gpu", "layers": assembly["num_layers"], "precision": "fp16", "rounds": rounds}
+    engines = work / "engines" / "engines.json"
+    shutil.rmtree(engines.parent, ignore_errors=True)
+    options = {**LIMITS, **options}
+    seconds, _ = timed(lambda: build(assembly_json, "tensorrt", engines, {**options, "tactics": "record"}))
+    files = [path for path in engines.parent.iterdir() if path.suffix == ".engine"]
+    costs = read_json(engines.with_name("build.costs.json")) if engines.with_name("build.costs.json").is_file() else None
+    record["build"] = {"cold_seconds": round(seconds, 1), "engine_bytes": sum(path.stat().st_size for path in files), "engines": len(files), "costs": costs}
+    manifest = read_json(engines)
+    record |= {"device": manifest["device"], "tensorrt": manifest["backend_version"], "options": manifest["options"]}
+    again = work / "again" / "engines.json"
+    shutil.rmtree(again.parent, ignore_errors=True)
+    again.parent.mkdir()
+    for name in ("timing.cache", "tactics.json"):
+        shutil.copy(engines.with_name(name), again.with_name(name))
+    try:
+        seconds, _ = timed(lambda: build(assembly_json, "tensorrt", again, {**options, "tactics": "verified"}))
+        record["build"]["verified_seconds"] = round(seconds, 1)
+    except Exception as error:  # the record says what a build from the cache came to, whatever it was
+        record["build"]["verified"] = f"{type(error).__name__}: {error}"
+    record["check"] = {}
+    reference = beside(python, work, weights, assembly) if python else None
+    for layers in CHECK_LAYERS if reference else ():
+        record["check"][str(layers)] = check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz")
+    seconds, model = timed(lambda: ready(engines, assembly_json, weights))
+    record["ready_seconds"] = round(seconds, 2)
+    record["decode"] = {str(batch): decode(model, batch, rounds) for batch in BATCHES}
+    record["prefill"] = prefill(model, rounds, assembly)
+    if reference:
+        record["transformers"] = reference
+    return record
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = call()
+    return time.perf_counter() - began, result
+
+
+def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all") -> Model:
+    """A model whose weights are on the device."""
+    from lockstep.engine.tensorrt.program import DeviceWeights
+
+    model = Model.open(engines, assembly, weights, layers, **LIMITS)
+    DeviceWeights.wait()
+    return model
+
+
+def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
+    """A file of random numbers (standard deviation 0.02, gains of 1) under a weights manifest; kept when it is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes: dict[str, list[int]] = {}
+    parts = [assembly["embedding"], *(layer["block"] for layer in assembly["layers"]), assembly["layers"][-1]["exit"]]
+    for part in parts:
+        for spec in assembly["classes"][part["class"]]["slots"]:
+            (name,) = part["slots"][spec["name"]]
+            shapes[name] = spec["shape"]
+    random, tensors, offset = np.random.default_rng(0), {}, 0
+    pool = (random.standard_normal(1 << 26, np.float32) * np.float32(0.02)).astype(np.float16)
+    path = folder / "weights.bin"
+    with open(path, "wb") as file:
+        for name, shape in shapes.items():
+            count = math.prod(shape)
+            tensors[name] = {"file": 0, "offset": offset, "length": 2 * count, "dtype": "F16", "shape": shape}
+            offset += 2 * count
+            if len(shape) == 1:
+                file.write(np.ones(count, np.float16).tobytes())
+                continue
+            while count:  # pieces of one pool, from random places: as fast as the disk, and no two matrices alike
+                start = int(random.integers(0, pool.size // 2))
+                piece = pool[start : start + count]
+                file.write(memoryview(piece).cast("B"))
+                count -= piece.size
+    files = [{"path": path.name, "size": offset, "sha256": "0" * 64}]
+    write_json(folder / "weights.json", {"format": "lockstep.weights/1", "precision": "fp16", "files": files, "tensors": tensors})
+    return folder / "weights.json"
+
+
+def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
+    """Steps of `batch` requests at CONTEXT tokens: only token ids come back."""
+    rates = []
+    for _ in range(rounds):
+        prompt = np.arange(CONTEXT) % model.vocab_size
+        for slot in range(batch):
+            tokens = model.step_tokens([Advance(slot, prompt, 0)])
+        tokens, position = np.repeat(tokens, batch), CONTEXT
+        for number in range(WARM + STEPS):
+            if number == WARM:
+                began = time.perf_counter()
+            tokens = model.step_tokens([Advance(slot, tokens[slot : slot + 1], position) for slot in range(batch)])
+            position += 1
+        rates.append((time.perf_counter() - began) / STEPS)
+        last = position
+    milliseconds = [rate * 1e3 for rate in rates]
+    found = statistics.median(rates)
+    breakdown = model._executor.breakdown(batch)
+    for slot in range(batch):
+        model.release(slot)
+    return {
+        "context": CONTEXT, "last": last, "milliseconds": {"min": round(min(milliseconds), 3), "median": round(found * 1e3, 3), "max": round(max(milliseconds), 3)},
+        "tokens_per_second": round(batch / found, 1), "microseconds": breakdown,
+    }  # fmt: skip
+
+
+def prefill(model: Model, rounds: int, assembly: Mapping[str, Any]) -> dict[str, Any]:
+    """One prompt of PREFILL tokens. TFLOP/s: two for each weight of a block and token (blocks), and with attention's products (all)."""
+    prompt, times = np.arange(PREFILL) % model.vocab_size, []
+    for number in range(rounds + 1):
+        seconds, _ = timed(lambda: model.step_tokens([Advance(0, prompt, 0)]))
+        if number:
+            times.append(seconds)
+    blocks = model._executor.breakdown_prefill()
+    model.release(0)
+    parts = [*(layer["block"] for layer in assembly["layers"]), assembly["layers"][-1]["exit"]]
+    weights = sum(math.prod(spec["shape"]) for part in parts for spec in assembly["classes"][part["class"]]["slots"] if len(spec["shape"]) > 1)
+    head = assembly["vocab_size"] * assembly["hidden_size"]  # lm_head runs for one row
+    products = 2.0 * (weights - head) * PREFILL
+    kinds = [assembly["kinds"][layer["kind"]] for layer in assembly["layers"]]
+    attention = sum(2.0 * kind["num_heads"] * (kind["head_dim"] + kind["value_head_dim"]) * PREFILL * PREFILL / 2 for kind in kinds)
+    found = statistics.median(times)
+    return {
+        "tokens": PREFILL, "milliseconds": {"min": round(min(times) * 1e3, 2), "median": round(found * 1e3, 2), "max": round(max(times) * 1e3, 2)},
+        "tflops": round((products + attention) / found / 1e12, 1), "block_microseconds": blocks,
+        "tflops_blocks": round(products / sum(blocks.values()) * 1e6 / 1e12, 1),
+    }  # fmt: skip
+
+
+def beside(python: str, work: Path, weights: Path, assembly: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers on the same weights, in another Python: its speeds; its logits are left in the work folder."""
+    script = Path(__file__).with_name("gpu_transformers.py")
+    request = {
+        "weights": str(weights), "work": str(work), "context": CONTEXT, "prefill": PREFILL, "warm": WARM, "steps": STEPS, "batches": BATCHES,
+        "prompt": CHECK_PROMPT, "tokens": CHECK_TOKENS, "layers": CHECK_LAYERS, "depth": assembly["num_layers"], "vocab_size": assembly["vocab_size"],
+        "eps": 1e-5,
+    }  # fmt: skip
+    ended = subprocess.run([python, str(script)], input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=True, env=_plain_environment())
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def _plain_environment() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")}
+
+
+def check(engines: Path, assembly: Path, weights: Path, layers: int | str, reference: Path) -> dict[str, Any]:
+    """Along transformers' tokens: the largest difference from its fp32 logits, beside that of its own fp16; and how many tokens are the same.
+
+    Passes when ours is at most twice that of fp16 eager: the same rounding in another order.
+    """
+    saved = np.load(reference)
+    model = ready(engines, assembly, weights, layers)
+    prompt, tokens, exact, half = saved["prompt"], saved["tokens"], saved["fp32"], saved["fp16"]
+    logits = [model.step([Advance(0, prompt, 0)])[0]]
+    for number, token in enumerate(tokens[:-1]):
+        logits.append(model.step([Advance(0, np.array([token]), len(prompt) + number)])[0])
+    found = np.stack(logits)
+    ours, theirs = float(np.abs(found - exact).max()), float(np.abs(half - exact).max())
+    return {
+        "max_logit_error": ours, "max_logit_error_of_transformers_fp16": theirs, "logits_std": float(exact.std()),
+        "same_tokens": int((found.argmax(1) == exact.argmax(1)).sum()), "tokens": len(tokens), "passes": bool(ours <= 2 * theirs),
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m lockstep.bench.gpu", description="The TensorRT backend on one GPU, measured.")
+    parser.add_argument("assembly", type=Path, help="assembly.json of a shape, in fp16")
+    parser.add_argument("work", type=Path, help="scratch folder: weights and engines")
+    parser.add_argument("--out", type=Path, required=True, help="the record")
+    parser.add_argument("--transformers", metavar="PYTHON", help="a Python that has torch and transformers, to run beside")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="a build option, such as optimization_level=5")
+    chosen = parser.parse_args(arguments)
+    options = {name: json.loads(value) for name, _, value in (option.partition("=") for option in chosen.option)}
+    with guard():
+        write_json(chosen.out, run(chosen.assembly, chosen.work, chosen.rounds, options, chosen.transformers))
+
+
+if __name__ == "__main__":
+    main()
