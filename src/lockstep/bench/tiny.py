@@ -19,12 +19,13 @@ from lockstep.engine import build
 from lockstep.errors import InputError
 from lockstep.files import read_json, write_json
 from lockstep.paths import Results
+from lockstep.quiet import quiet
 from lockstep.runtime import Advance, Model
 from lockstep.split import export
 from lockstep.split.proof import depths_to_try
 from lockstep.split.small import small_configs
 from lockstep.split.stamp import signatures
-from lockstep.split.tracer import meta_model, quiet
+from lockstep.split.tracer import meta_model
 from lockstep.torch_model import cut_config, load_folder
 from lockstep.weights import convert
 

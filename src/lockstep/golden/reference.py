@@ -20,7 +20,8 @@ from lockstep.checkpoint import checkpoint_folder
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.golden.text import new_text
-from lockstep.torch_model import cut_config, load_folder, quiet
+from lockstep.quiet import quiet
+from lockstep.torch_model import cut_config, load_folder
 
 FORMAT = "lockstep.reference/1"
 TOP = 5  # logits that are kept by value in the manifest

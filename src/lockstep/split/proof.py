@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.errors import InputError
+from lockstep.quiet import quiet
 from lockstep.split.small import shallow_config, small_configs
 from lockstep.split.stamp import signatures
-from lockstep.split.tracer import build_config, meta_model, quiet
+from lockstep.split.tracer import build_config, meta_model
 from lockstep.split.walk import Part, Walk
 
 # fp32 rounding over a few layers, relative to the standard deviation of the logits: 1e-6 to 2e-5 is seen. The faults that the

@@ -10,13 +10,10 @@ so no model needs code of its own; `aten.linear` becomes `Gemm(transB=1)`, which
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import logging
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +32,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from lockstep.errors import InputError
+from lockstep.quiet import quiet
 from lockstep.split import collector
 
 DOMAIN = "lockstep"
@@ -328,16 +326,3 @@ def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> 
     if without_value:
         raise InputError(f"cannot be split: {without_value[:3]} depend on weights but are not in the checkpoint")
     return frozenset(weights)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the exporter's and transformers' chatter; errors still raise."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)
