@@ -14,7 +14,7 @@ PACKAGE = Path(buildkey.__file__).parent
 # From the bottom to the top: a module imports from its own row and the rows above it in this list.
 ROWS = (
     ("__init__",),
-    ("errors", "files"),
+    ("errors", "files", "formats"),
     ("paths", "checks", "sessions", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
     ("checkpoint",),
     ("hub",),

@@ -15,6 +15,7 @@ from typing import Any
 import onnx
 import torch
 
+from lockstep import formats
 from lockstep.checkpoint import checkpoint_folder
 from lockstep.errors import InputError
 from lockstep.files import dump_json, read_json, write_bytes, write_json
@@ -25,8 +26,6 @@ from lockstep.split.cut import Region
 from lockstep.split.proof import prove
 from lockstep.split.stamp import parts_of
 from lockstep.split.tracer import meta_model
-
-FORMAT = "lockstep.assembly/1"
 
 
 @dataclass
@@ -50,7 +49,7 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     Raises InputError for a model that cannot be split, with the reason.
     """
     checkpoint, out = Path(checkpoint), Path(out)
-    manifest = read_json(checkpoint, "lockstep.checkpoint/1")
+    manifest = read_json(checkpoint, formats.CHECKPOINT)
     folder, config = checkpoint_folder(checkpoint, manifest), manifest["config"]
     files, assembly = _proven(config, precision)
     assembly["eos_token_ids"] = _eos_token_ids(folder, config)
@@ -108,7 +107,7 @@ def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stam
         onnx.checker.check_model(graph.proto, full_check=True)
     hidden = layers[0].block.inputs[0]
     assembly = {
-        "format": FORMAT,
+        "format": formats.ASSEMBLY,
         "model_type": config["model_type"],
         "precision": precision,
         "dtype": hidden["dtype"],
