@@ -6,6 +6,7 @@ from lockstep.split import collector
 
 with collector.paused():
     from lockstep.split.export import export
-gc.freeze()  # what was loaded stays: later collections, and the one at exit, need not walk it
+
+    gc.freeze()  # what was loaded stays: later collections, and the one at exit, need not walk it
 
 __all__ = ["export"]
