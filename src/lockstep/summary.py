@@ -8,10 +8,10 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep import formats
 from lockstep.files import read_json, write_bytes, write_json
 from lockstep.paths import Results, Target
 
-FORMAT = "lockstep.summary/1"
 # Key of a row, heading, and how a value is shown.
 COLUMNS = (
     ("model", "model", str),
@@ -42,7 +42,7 @@ def write(results: Results, targets: Sequence[Target]) -> dict[str, Any]:
 
 def collect(results: Results, targets: Sequence[Target]) -> dict[str, Any]:
     """{"format", "targets": a row of COLUMNS' keys and more for each target, in their order}."""
-    return {"format": FORMAT, "targets": [_row(results, target) for target in targets]}
+    return {"format": formats.SUMMARY, "targets": [_row(results, target) for target in targets]}
 
 
 def print_table(summary: dict[str, Any]) -> None:
@@ -60,10 +60,10 @@ def print_table(summary: dict[str, Any]) -> None:
 
 def _row(results: Results, target: Target) -> dict[str, Any]:
     names = (target.model, target.precision, target.layers, target.backend)
-    golden = read_json(results.golden(*names), "lockstep.golden/1")
+    golden = read_json(results.golden(*names), formats.GOLDEN)
     speed = read_json(results.speed(*names))
-    validation = read_json(results.validation(*names[:3]), "lockstep.validate/1")
-    engines = read_json(results.engines(target.model, target.precision, target.backend), "lockstep.engines/1")
+    validation = read_json(results.validation(*names[:3]), formats.VALIDATION)
+    engines = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
     return {
         "model": target.model,
         "layers": target.layers,

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
 from lockstep.errors import InputError
 from lockstep.fetched import read_fetched
 from lockstep.files import dump_json, remove_leftovers, sha256_file, write_json
 
-FORMAT = "lockstep.checkpoint/1"
 # What a hub model brings beside its weights, as transformers names it.
 SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -65,7 +65,7 @@ def _write(source: str, folder: Path, out: Path, weights: bool) -> Path:
 
 
 def _manifest(source: str, folder: Path, out: Path, weights: bool) -> dict[str, Any]:
-    return {"format": FORMAT, "source": source, "folder": _recorded_folder(source, folder, out), **describe(folder, weights)}
+    return {"format": formats.CHECKPOINT, "source": source, "folder": _recorded_folder(source, folder, out), **describe(folder, weights)}
 
 
 def _save(manifest: dict[str, Any], out: Path) -> Path:

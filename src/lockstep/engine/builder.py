@@ -11,13 +11,11 @@ from typing import Any
 
 import onnx
 
+from lockstep import formats
 from lockstep.engine.backend import Backend, get_backend
 from lockstep.engine.prepare import prepare
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
-
-ASSEMBLY_FORMAT = "lockstep.assembly/1"
-FORMAT = "lockstep.engines/1"
 
 
 def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str | os.PathLike, options: Mapping[str, Any] | None = None) -> Path:
@@ -27,14 +25,14 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
     Raises InputError for a precision that the backend lacks, CheckError for a graph that is damaged or that the library refuses.
     """
     assembly_path, out = Path(assembly_json), Path(out_engines_json)
-    assembly, library = read_json(assembly_path, ASSEMBLY_FORMAT), get_backend(backend)
+    assembly, library = read_json(assembly_path, formats.ASSEMBLY), get_backend(backend)
     unknown = sorted(set(options or {}) - set(library.default_options()))
     if unknown:
         raise InputError(f"options of backend {backend}: expected only {', '.join(library.default_options())}, found {', '.join(unknown)}")
     if assembly["precision"] not in library.precisions:
         raise InputError(f"{assembly_path}: precision: expected one of {', '.join(library.precisions)} (backend {backend}), found {assembly['precision']!r}")
     manifest = {
-        "format": FORMAT,
+        "format": formats.ENGINES,
         "backend": backend,
         "precision": assembly["precision"],
         "backend_version": library.version(),
@@ -87,7 +85,7 @@ def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[
     if not out.exists():
         return {}
     try:
-        old = read_json(out, FORMAT)
+        old = read_json(out, formats.ENGINES)
     except InputError:
         return {}  # another format or half a file of an older version: it is built again
     keys = ("backend", "precision", "backend_version", "builder_revision", "options")

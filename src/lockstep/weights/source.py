@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from lockstep import formats
 from lockstep.checkpoint import checkpoint_folder
 from lockstep.checkpoint.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES
-from lockstep.checkpoint.resolve import FORMAT
 from lockstep.checkpoint.safetensors_header import TensorRecord, read_header
 from lockstep.errors import InputError
 from lockstep.files import read_json
@@ -51,7 +51,7 @@ class Source:
 
 def open_source(checkpoint_json: Path) -> Source:
     """Raises InputError when a file has changed since `resolve` (size, header), or holds tensors of a type that cannot be read yet."""
-    manifest = read_json(checkpoint_json, FORMAT)
+    manifest = read_json(checkpoint_json, formats.CHECKPOINT)
     folder = checkpoint_folder(checkpoint_json, manifest)
     for file in manifest["files"]:
         check_size(folder / file["path"], file["size"], "resolve the checkpoint again")

@@ -1,0 +1,12 @@
+"""The "format" of each document that a stage leaves for others: what it is, and the version of its layout."""
+
+SOURCE = "lockstep.source/1"
+CHECKPOINT = "lockstep.checkpoint/1"
+WEIGHTS = "lockstep.weights/1"
+ASSEMBLY = "lockstep.assembly/1"
+VALIDATION = "lockstep.validate/1"
+ENGINES = "lockstep.engines/1"
+REFERENCE = "lockstep.reference/1"
+GOLDEN = "lockstep.golden/1"
+SPEED = "lockstep.speed/1"
+SUMMARY = "lockstep.summary/1"
