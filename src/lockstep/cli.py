@@ -16,6 +16,7 @@ import click
 from lockstep import __version__
 from lockstep.bench.cli import bench
 from lockstep.errors import InputError, guard
+from lockstep.lock.cli import COMMANDS
 from lockstep.paths import Results, Target
 
 if TYPE_CHECKING:
@@ -71,11 +72,26 @@ def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -
                 if not any(_matches(target, text) for target in chosen):
                     project.config.parse_target(text)  # says which there are
             for values in dict.fromkeys(tuple(getattr(target, field) for field in fields) for target in chosen):
-                click.echo(function(project, *values, **options))
+                names = dict(zip(fields, values))
+                click.echo(_recorded(function.__name__, project, names, lambda: function(project, *values, **options)))
 
         return command
 
     return decorate
+
+
+def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callable[[], Path]) -> Path:
+    """What `make` gives; the artefact is recorded as a job of the workflow records it."""
+    from lockstep.lock.stage import run
+    from lockstep.lock.steps import step
+    from lockstep.sources import FolderSource, RandomSource, parse_source
+
+    if stage == "fetch":
+        kind = parse_source(project.config.models[names["model"]].source)
+        if isinstance(kind, FolderSource):
+            return make()  # nothing is fetched
+        stage = "random_weights" if isinstance(kind, RandomSource) else stage
+    return run(step(stage, project.config, project.results, names), make)
 
 
 def _matches(target: Target, text: str) -> bool:
@@ -100,8 +116,12 @@ def _used_config(results: Results) -> Config:
     """The config that the results were made with."""
     from lockstep.config import load
     from lockstep.files import read_json
+    from lockstep.lock.record import read_record, record_path
 
-    return load(read_json(results.config()), where=str(results.config()))
+    value = read_json(results.config())
+    if record_path(results.config()).is_file() and read_record(results.config()) is None:
+        raise InputError(f"{results.config()}: expected the config that was recorded, found another; run snakemake again")
+    return load(value, where=str(results.config()))
 
 
 @_stage("model", option=click.option("--newest", is_flag=True, help="Take the commit that a branch is at now, not the one it was found at."))
@@ -133,7 +153,7 @@ def resolve(project: Project, model: str) -> Path:
     fetched = None if isinstance(parse_source(source), FolderSource) else results.source(model)
     folder = folder_of(fetched) if fetched else project.sources[model]
     made = checkpoint.resolve_fetched(fetched, results.checkpoint(model)) if fetched else checkpoint.resolve(source, folder, results.checkpoint(model))
-    checkpoint.resolve_architecture(source, folder, results.architecture(model))
+    _recorded("architecture", project, {"model": model}, lambda: checkpoint.resolve_architecture(source, folder, results.architecture(model)))
     return made
 
 
@@ -273,4 +293,32 @@ def generate(target: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...
         click.echo(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", err=True)
 
 
-main.add_command(bench)
+@main.command()
+@click.argument("target")
+@_CONFIG
+@_RESULTS
+def explain(target: str, config_file: Path | None, results: Path) -> None:
+    """What a run would make again for a target, and why."""
+    from lockstep.lock.explain import explain as reasons
+
+    project = _project(config_file, results)
+    chosen = project.config.parse_target(target)
+    found = [step for step in reasons(project.config, project.results, chosen, _checkpoint_folder(project, chosen.model)) if step.rebuilt]
+    for step in found:
+        click.echo(step)
+    if not found:
+        click.echo(f"{chosen}: nothing would be made again")
+
+
+def _checkpoint_folder(project: Project, model: str) -> Path | None:
+    from lockstep.fetched import folder_of
+    from lockstep.sources import FolderSource, parse_source
+
+    if isinstance(parse_source(project.config.models[model].source), FolderSource):
+        return project.sources[model]
+    folder = folder_of(project.results.source(model))
+    return folder if folder.is_dir() else None
+
+
+for command in (bench, *COMMANDS):
+    main.add_command(command)

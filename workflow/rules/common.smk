@@ -11,7 +11,7 @@ REPOSITORY = Path(workflow.current_basedir.get_path_or_uri(secret_free=True)).pa
 sys.path.insert(0, str(REPOSITORY / "src"))
 
 from lockstep import config as lockstep_config
-from lockstep.buildkey import stage_key
+from lockstep.buildkey import STAGES, stage_key
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import guard
@@ -54,19 +54,7 @@ with guard():
         for model, folder in FOLDERS.items()
     }
     # What a change of the code or of the pinned packages reruns.
-    KEYS = {
-        "fetch": stage_key("hub"),
-        "random": stage_key("random_model"),
-        "resolve": stage_key("checkpoint"),
-        "convert": stage_key("weights"),
-        "export": stage_key("split"),
-        "validate": stage_key("validate"),
-        "build": stage_key("engine"),
-        "reference": stage_key("golden.reference"),
-        "golden": stage_key("golden.check"),
-        "summary": stage_key("summary"),
-        "plots": stage_key("plots"),
-    }
+    KEYS = {rule: stage_key(entry) for rule, entry in STAGES.items()}
 
 TARGETS = CONFIG.targets()
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
