@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.lock.record import Step
@@ -23,48 +24,59 @@ def steps(config: Config, results: Results, target: Target) -> list[Step]:
     return [step(stage, config, results, names) for stage in stages]
 
 
-def all_steps(config: Config, results: Results, targets: Sequence[Target]) -> Iterator[Step]:
-    """The steps of several targets, each once."""
-    seen = set()
-    for target in targets:
-        for found in steps(config, results, target):
-            if found.output not in seen:
-                seen.add(found.output)
-                yield found
+def step(stage: str, config: Config, results: Results, names: Mapping[str, Any]) -> Step:
+    """One step. names: model, precision, layers, backend; those that the stage has are taken."""
+    fields, inputs, options, output = _RULES[stage]
+    taken = {name: names[name] for name in fields}
+    return Step(stage, {name: str(value) for name, value in taken.items()}, inputs(results, **taken), options(config, **taken), output(results, **taken))
 
 
-def step(stage: str, config: Config, results: Results, names: dict[str, Any]) -> Step:
-    """One step. names: model, precision, layers, backend; only those that the stage has are looked at."""
-    m, p, n, b = (names.get(name) for name in ("model", "precision", "layers", "backend"))
-    source = {"source": config.models[m].source}
-    checkpoint, weights, assembly = results.checkpoint(m), results.weights(m, p), results.assembly(m, p)
-    fields, inputs, options, output = {
-        "fetch": (("model",), {}, source, results.source(m)),
-        "random_weights": (("model",), {}, source, results.source(m)),
-        "resolve": (("model",), {}, source, checkpoint),
-        "architecture": (("model",), {}, source, results.architecture(m)),
-        "convert": (("model", "precision"), {"checkpoint": checkpoint}, {}, weights),
-        "export": (("model", "precision"), {"architecture": results.architecture(m)}, {}, assembly),
-        "validate": (("model", "precision", "layers"), {"checkpoint": checkpoint, "weights": weights, "assembly": assembly},
-                     _tolerance(config, p), results.validation(m, p, n)),
-        "build": (("model", "precision", "backend"), {"assembly": assembly}, {}, results.engines(m, p, b)),
-        "reference": (("model", "layers"), {"checkpoint": checkpoint}, _prompts(config, m), results.reference(m, n)),
-        "golden": (("model", "precision", "layers", "backend"),
-                   {"assembly": assembly, "weights": weights, "engines": results.engines(m, p, b), "reference": results.reference(m, n)},
-                   _golden(config, m, p, n), results.golden(m, p, n, b)),
-    }[stage]  # fmt: skip
-    return Step(stage, {name: str(names[name]) for name in fields}, inputs, options, output)
+def _source(config: Config, model: str) -> dict[str, Any]:
+    return {"source": config.models[model].source}
 
 
-def _tolerance(config: Config, precision: str | None) -> dict[str, Any]:
-    return {"tolerance": config.tolerances[precision].model_dump()} if precision else {}
+def _tolerance(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
+    return {"tolerance": config.tolerances[precision].model_dump()}
 
 
-def _prompts(config: Config, model: str) -> dict[str, Any]:
+def _prompts(config: Config, model: str, layers: int | str) -> dict[str, Any]:
     golden = config.models[model].golden
     return {"golden": {"max_new_tokens": golden.max_new_tokens, "prompts": [prompt.text for prompt in golden.prompts]}}
 
 
-def _golden(config: Config, model: str, precision: str | None, layers: int | str | None) -> dict[str, Any]:
+def _golden(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
     expected = [prompt.expected.get(layers) for prompt in config.models[model].golden.prompts]
-    return {"expected": expected, **_tolerance(config, precision), "limits": config.limits.model_dump()}
+    return {"expected": expected, **_tolerance(config, model, precision, layers), "limits": config.limits.model_dump()}
+
+
+def _nothing(of: Any, **names: Any) -> dict[str, Any]:
+    return {}
+
+
+_M, _P, _N, _B = "model", "precision", "layers", "backend"
+# Stage: its wildcards, its inputs by name, its options, its manifest.
+_RULES: dict[str, tuple[tuple[str, ...], Callable[..., dict[str, Path]], Callable[..., dict[str, Any]], Callable[..., Path]]] = {
+    "fetch": ((_M,), _nothing, _source, Results.source),
+    "random_weights": ((_M,), _nothing, _source, Results.source),
+    "resolve": ((_M,), _nothing, _source, Results.checkpoint),
+    "architecture": ((_M,), _nothing, _source, Results.architecture),
+    "convert": ((_M, _P), lambda results, model, precision: {"checkpoint": results.checkpoint(model)}, _nothing, Results.weights),
+    "export": ((_M, _P), lambda results, model, precision: {"architecture": results.architecture(model)}, _nothing, Results.assembly),
+    "validate": (
+        (_M, _P, _N),
+        lambda results, model, precision, layers: {
+            "checkpoint": results.checkpoint(model), "weights": results.weights(model, precision), "assembly": results.assembly(model, precision),
+        },
+        _tolerance, Results.validation,
+    ),
+    "build": ((_M, _P, _B), lambda results, model, precision, backend: {"assembly": results.assembly(model, precision)}, _nothing, Results.engines),
+    "reference": ((_M, _N), lambda results, model, layers: {"checkpoint": results.checkpoint(model)}, _prompts, Results.reference),
+    "golden": (
+        (_M, _P, _N, _B),
+        lambda results, model, precision, layers, backend: {
+            "assembly": results.assembly(model, precision), "weights": results.weights(model, precision),
+            "engines": results.engines(model, precision, backend), "reference": results.reference(model, layers),
+        },
+        _golden, Results.golden,
+    ),
+}  # fmt: skip
