@@ -51,6 +51,7 @@ class Project:
     config: Config
     sources: dict[str, Path]
     results: Results
+    locked: bool = False
 
 
 def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -> Callable[[Callable[..., Path]], click.Command]:
@@ -64,9 +65,10 @@ def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -
         @click.argument("targets", nargs=-1, metavar="[TARGET]...")
         @_CONFIG
         @_RESULTS
+        @click.option("--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says.")
         @option
-        def command(targets: tuple[str, ...], config_file: Path | None, results: Path, **options: Any) -> None:
-            project = _project(config_file, results)
+        def command(targets: tuple[str, ...], config_file: Path | None, results: Path, locked: bool, **options: Any) -> None:
+            project = _project(config_file, results, locked)
             chosen = [target for target in project.config.targets() if not targets or any(_matches(target, text) for text in targets)]
             for text in targets:
                 if not any(_matches(target, text) for target in chosen):
@@ -91,7 +93,12 @@ def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callabl
         if isinstance(kind, FolderSource):
             return make()  # nothing is fetched
         stage = "random_weights" if isinstance(kind, RandomSource) else stage
-    return run(step(stage, project.config, project.results, names), make)
+    lock_file = None
+    if project.locked:
+        from lockstep.lock.locked import find_lock
+
+        lock_file = find_lock(names["model"], [Path()])
+    return run(step(stage, project.config, project.results, names), make, lock_file)
 
 
 def _matches(target: Target, text: str) -> bool:
@@ -99,9 +106,9 @@ def _matches(target: Target, text: str) -> bool:
     return f"{target}/".startswith(f"{text.rstrip('/')}/")
 
 
-def _project(config_file: Path | None, results: Path) -> Project:
+def _project(config_file: Path | None, results: Path, locked: bool = False) -> Project:
     config, tree = _config(config_file), Results(results)
-    return Project(config, config.check_sources(results=tree), tree)
+    return Project(config, config.check_sources(results=tree), tree, locked)
 
 
 def _config(config_file: Path | None) -> Config:

@@ -1,7 +1,7 @@
 # What all rules share: the config, checked before any job starts, and the names of all results.
 #
 # needs: config (Snakemake's merged mapping)
-# makes: CONFIG, SOURCES, ON_HUB, RANDOM, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
+# makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
 
 import sys
 from pathlib import Path
@@ -15,6 +15,7 @@ from lockstep.buildkey import STAGES, stage_key
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import guard
+from lockstep.lock.locked import is_locked
 from lockstep.paths import Results, layer_count
 from lockstep.sources import FolderSource, HubSource, RandomSource, parse_source
 
@@ -37,7 +38,11 @@ def display_paths(paths):
 
 # One line and exit code 2 for a mistake in the config or a damaged checkpoint.
 with guard():
-    CONFIG = lockstep_config.load_merged(config, workflow.configfiles)
+    LOCKED = is_locked(config)  # how to run, not what to make
+    CONFIG = lockstep_config.load_merged(
+        {key: value for key, value in config.items() if key != "locked"},
+        workflow.configfiles,
+    )
     SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY])
     KINDS = {
         name: type(parse_source(model.source)) for name, model in CONFIG.models.items()

@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from lockstep.errors import guard  # noqa: E402
 from lockstep.lock import stage  # noqa: E402
+from lockstep.lock.locked import find_lock, is_locked  # noqa: E402
 
 
 def job(snakemake):
@@ -20,9 +21,16 @@ def job(snakemake):
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         with guard():
-            stage.run(_step(snakemake), make)
+            stage.run(_step(snakemake), make, _lock_file(snakemake))
 
     return run
+
+
+def _lock_file(snakemake):
+    """The lock that the job is held to: in a run with `--config locked=true`, of a job that is of one model."""
+    if not is_locked(snakemake.config) or "model" not in snakemake.wildcards.keys():
+        return None
+    return find_lock(snakemake.wildcards.model, [Path(), Path(__file__).resolve().parents[2]])
 
 
 def _step(snakemake):

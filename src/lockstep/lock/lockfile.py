@@ -45,9 +45,31 @@ def read_lock(path: Path) -> dict[str, Any]:
 
 
 def write_lock(results: Path, model: str, out: Path) -> Path:
-    """Write the lock of the finished model `model` to `out`. Raises InputError where something was not made or not checked yet."""
-    write_bytes(out, dump_json(collect(results, model)).encode())
+    """Write the lock of the finished model `model` to `out`. Raises InputError where something was not made or not checked yet.
+
+    Engines of other devices that stand in `out` already stay, as long as they are of these graphs, code and packages.
+    """
+    lock = collect(results, model)
+    if out.is_file():
+        _keep_devices(read_lock(out), lock)
+    write_bytes(out, dump_json(lock).encode())
     return out
+
+
+def _keep_devices(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
+    if before[MADE].get("build") != lock[MADE]["build"]:
+        return
+    for precision, parts in lock["precisions"].items():
+        old = before.get("precisions", {}).get(precision, {})
+        if old.get("graphs") == parts.get("graphs"):
+            for backend, devices in parts.get("engines", {}).items():
+                parts["engines"][backend] = {**old.get("engines", {}).get(backend, {}), **devices}
+
+
+def device_name(backend: Mapping[str, Any]) -> str:
+    """A device as a lock names it, from a backend's identity: its architecture or name, and the first digits of the sha256 of all that must be equal."""
+    device = backend["device"]
+    return f"{device.get('architecture') or device.get('name') or backend['name']} {sha256_json(device)[:12]}"
 
 
 def collect(results: Path, model: str) -> dict[str, Any]:
@@ -98,7 +120,7 @@ def section_of(path: Path) -> Section | None:
     if make is None:
         return None
     if read_record(manifest) is None:
-        raise CheckError(f"{manifest}: expected the file that {path.name} is of, found {'another' if manifest.is_file() else 'none'}; run snakemake first")
+        raise CheckError(f"{manifest}: expected the file that {path.name} is of, found {'another' if manifest.is_file() else 'none'}; delete it and run again")
     where, items = make(manifest, record, names)
     return Section(where, manifest, record, items)
 
@@ -126,7 +148,7 @@ def _graphs(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str])
 def _engines(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     engines = {entry["file"]: entry["sha256"] for entry in read_json(manifest)["engines"].values()}
     backend = {key: value for key, value in record["backend"].items() if key != "name"}
-    return ("precisions", names["precision"], "engines", names["backend"]), {**engines, **backend}
+    return ("precisions", names["precision"], "engines", names["backend"], device_name(record["backend"])), {**engines, **backend}
 
 
 def _golden(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -6,21 +6,44 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.lock.record import Step, build_key, record_path, write_record
+from lockstep.errors import InputError
+from lockstep.lock import locked
+from lockstep.lock.record import Step, build_key, checked_record, record_path, write_record
+from lockstep.seen import digest
 
 # Stages that are recorded. The summary and its plots show what others made.
 RECORDED = ("config", "fetch", "random_weights", "resolve", "architecture", "convert", "export", "validate", "build", "reference", "golden")  # fmt: skip
 
 
-def run(step: Step, make: Callable[[], Any]) -> Any:
-    """Make the artefact of `step` with `make`, whose result is given, and record it."""
+def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None) -> Any:
+    """Make the artefact of `step` with `make`, whose result is given, and record it.
+
+    lock_file: raises CheckError for anything else than what it locks. Raises InputError for an input that is damaged or is not the one recorded.
+    """
     if step.stage not in RECORDED:
         return make()
-    record_path(step.output).unlink(missing_ok=True)  # of an earlier artefact: a run that is killed now leaves none that is wrong
+    for path in step.inputs.values():
+        check_input(path)
     key = build_key(step)
+    if lock_file is not None:
+        locked.check_step(step, key, lock_file)
+    record_path(step.output).unlink(missing_ok=True)  # of an earlier artefact: a run that is killed now leaves none that is wrong
     made = make()
     write_record(step, key)
+    if lock_file is not None:
+        locked.check_output(step.output, lock_file)
     return made
+
+
+def check_input(path: Path) -> None:
+    """Raises InputError when the manifest `path` is not the one whose making was recorded: damaged, or put there by hand."""
+    record = record_path(path)
+    if path.suffix != ".json" or not (path.is_file() and record.is_file()):
+        return  # an absent one is named by whoever reads it
+    recorded = checked_record(record)
+    expected, found = recorded["outputs"].get(path.name), digest(path)
+    if found != expected:
+        raise InputError(f"{path}: expected sha256 {expected} as {record.name} says, found {found}: it was changed after it was made; delete it and run again")
 
 
 def from_rule(stage: str, names: dict[str, str], inputs: dict[str, Any], options: dict[str, Any], outputs: list[str]) -> Step:

@@ -128,7 +128,9 @@ def _locked(folder: Path, lock: Mapping[str, Any]) -> list[Finding]:
         if section is not None:
             found[section.where] = section.items
     findings = []
-    for where in sorted({*_places(lock), *found}):
+    built = {where[:-1] for where in found if "engines" in where}  # a tree holds the engines of one device, a lock those of several
+    places = (where for where in _places(lock) if where[:-1] not in built)
+    for where in sorted({*places, *found}):
         name = f"{folder.name}: {'/'.join(where)}"
         expected = expected_items(lock, where)
         if expected is None:
@@ -147,7 +149,7 @@ def _places(lock: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield from (("reference", layers) for layers in lock.get("reference", {}))
     for precision, parts in lock.get("precisions", {}).items():
         yield from (("precisions", precision, part) for part in ("weights", "graphs") if part in parts)
-        yield from (("precisions", precision, "engines", backend) for backend in parts.get("engines", {}))
+        yield from (("precisions", precision, "engines", backend, device) for backend, found in parts.get("engines", {}).items() for device in found)
         yield from (("precisions", precision, "golden", backend, layers) for backend, found in parts.get("golden", {}).items() for layers in found)
 
 
