@@ -38,9 +38,11 @@ def test_a_flipped_byte_is_named_refused_and_repaired(demo: Checkout, name: str)
     assert found.returncode == 1 and f"different {name}: " in found.stdout
     process = demo.run("lockstep", reader, target, check=False)
     assert process.returncode in (1, 2) and Path(name).name in process.stderr, process.stderr
-    assert len(process.stderr.splitlines()) == 1 and "expected" in process.stderr or "made for" in process.stderr
+    assert len(process.stderr.splitlines()) == 1 and ("expected" in process.stderr or "made for" in process.stderr)
     if maker is None:
         flip(demo.results / name)
+    elif maker == "reference":  # its logits hang on the number of threads, which the rule sets
+        demo.snakemake("--cores", "2", "--forcerun", maker, f"results/{REFERENCE}/2.json")
     else:
         demo.run("lockstep", maker, target)
     demo.run("lockstep", "verify")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
+from lockstep.files import write_bytes
 from lockstep.lock import locked
-from lockstep.lock.record import Step, build_key, checked_record, record_path, write_record
+from lockstep.lock.record import Step, build_key, checked_record, read_record, record_path, write_record
 from lockstep.seen import digest
 
 # Stages that are recorded. The summary and its plots show what others made.
@@ -27,12 +29,36 @@ def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None) -> A
     key = build_key(step)
     if lock_file is not None:
         locked.check_step(step, key, lock_file)
-    record_path(step.output).unlink(missing_ok=True)  # of an earlier artefact: a run that is killed now leaves none that is wrong
-    made = make()
+    with _without_record(step.output):
+        made = make()
     write_record(step, key)
     if lock_file is not None:
         locked.check_output(step.output, lock_file)
     return made
+
+
+@contextlib.contextmanager
+def _without_record(output: Path) -> Iterator[None]:
+    """Take the record of an earlier artefact away, so that a run that is killed leaves none that is wrong. It comes back where the work was refused
+    and the artefact is still the one it is of."""
+    path = record_path(output)
+    earlier = path.read_bytes() if path.is_file() and _is_recorded(output) else None
+    path.unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException:
+        if earlier is not None and output.is_file():
+            write_bytes(path, earlier)
+            if not _is_recorded(output):
+                path.unlink()
+        raise
+
+
+def _is_recorded(output: Path) -> bool:
+    try:
+        return read_record(output) is not None
+    except LockstepError:
+        return False  # damaged: made anew with the artefact
 
 
 def check_input(path: Path) -> None:
