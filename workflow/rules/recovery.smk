@@ -1,9 +1,12 @@
 # What a killed run, or a hand that deleted a file, left behind: seen when a run starts, so that running again is all it takes.
 #
 # needs: the manifests that name files beside them; with `--config locked=true` the locks of all models
-# makes: nothing; frees a lock that no living run holds, and has manifests made again whose files are gone or that are not the locked ones
+# makes: nothing; frees a lock that no living run holds, and has manifests made again whose files are gone or that are not the locked ones,
+#        and takes the time of results back that are from the future
 
+import contextlib
 import fcntl
+import time
 
 from lockstep.lock.locked import check_project, find_lock, stale
 from lockstep.lock.steps import steps
@@ -40,6 +43,13 @@ for manifest in [*FETCHED, *WEIGHTS, *ASSEMBLIES, *ENGINES]:
     if lost and lost[0] != Path(manifest):
         logger.info(f"{lost[0]} is gone or not whole: {manifest} is made again")
         os.remove(manifest)
+
+# A clock that was set back: what was made from a file of the future would look older than it, and Snakemake would refuse it.
+for path in map(Path, [*MANIFESTS, *REPORTS]):
+    if path.is_file() and path.stat().st_mtime > time.time():
+        # In a folder that cannot be written nothing is made, so nothing looks older.
+        with contextlib.suppress(OSError):
+            os.utime(path)
 
 
 def check_locks():

@@ -29,28 +29,29 @@ def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None) -> A
     key = build_key(step)
     if lock_file is not None:
         locked.check_step(step, key, lock_file)
-    with _without_record(step.output):
+    with _all_or_nothing(step.output):
         made = make()
-    write_record(step, key)
+        write_record(step, key)
     if lock_file is not None:
         locked.check_output(step.output, lock_file)
     return made
 
 
 @contextlib.contextmanager
-def _without_record(output: Path) -> Iterator[None]:
-    """Take the record of an earlier artefact away, so that a run that is killed leaves none that is wrong. It comes back where the work was refused
-    and the artefact is still the one it is of."""
+def _all_or_nothing(output: Path) -> Iterator[None]:
+    """Take the record of an earlier artefact away, so that a run that is killed leaves none that is wrong. Where the work fails, an artefact that it did not
+    touch gets its record back, and a new one without a record goes."""
     path = record_path(output)
+    before = digest(output) if output.is_file() else None
     earlier = path.read_bytes() if path.is_file() and _is_recorded(output) else None
     path.unlink(missing_ok=True)
     try:
         yield
     except BaseException:
-        if earlier is not None and output.is_file():
+        if output.is_file() and digest(output) != before:
+            output.unlink()
+        elif output.is_file() and earlier is not None:
             write_bytes(path, earlier)
-            if not _is_recorded(output):
-                path.unlink()
         raise
 
 
