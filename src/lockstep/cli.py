@@ -16,6 +16,7 @@ import click
 from lockstep import __version__
 from lockstep.bench.cli import bench
 from lockstep.errors import InputError, guard
+from lockstep.lock.cli import COMMANDS
 from lockstep.paths import Results, Target
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Project:
     config: Config
     sources: dict[str, Path]
     results: Results
+    locked: bool = False
 
 
 def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -> Callable[[Callable[..., Path]], click.Command]:
@@ -63,19 +65,40 @@ def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -
         @click.argument("targets", nargs=-1, metavar="[TARGET]...")
         @_CONFIG
         @_RESULTS
+        @click.option("--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says.")
         @option
-        def command(targets: tuple[str, ...], config_file: Path | None, results: Path, **options: Any) -> None:
-            project = _project(config_file, results)
+        def command(targets: tuple[str, ...], config_file: Path | None, results: Path, locked: bool, **options: Any) -> None:
+            project = _project(config_file, results, locked)
             chosen = [target for target in project.config.targets() if not targets or any(_matches(target, text) for text in targets)]
             for text in targets:
                 if not any(_matches(target, text) for target in chosen):
                     project.config.parse_target(text)  # says which there are
             for values in dict.fromkeys(tuple(getattr(target, field) for field in fields) for target in chosen):
-                click.echo(function(project, *values, **options))
+                names = dict(zip(fields, values))
+                click.echo(_recorded(function.__name__, project, names, lambda: function(project, *values, **options)))
 
         return command
 
     return decorate
+
+
+def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callable[[], Path]) -> Path:
+    """What `make` gives; the artefact is recorded as a job of the workflow records it."""
+    from lockstep.lock.stage import run
+    from lockstep.lock.steps import step
+    from lockstep.sources import FolderSource, RandomSource, parse_source
+
+    if stage == "fetch":
+        kind = parse_source(project.config.models[names["model"]].source)
+        if isinstance(kind, FolderSource):
+            return make()  # nothing is fetched
+        stage = "random_weights" if isinstance(kind, RandomSource) else stage
+    lock_file = None
+    if project.locked:
+        from lockstep.lock.locked import find_lock
+
+        lock_file = find_lock(names["model"], [Path()])
+    return run(step(stage, project.config, project.results, names), make, lock_file)
 
 
 def _matches(target: Target, text: str) -> bool:
@@ -83,9 +106,9 @@ def _matches(target: Target, text: str) -> bool:
     return f"{target}/".startswith(f"{text.rstrip('/')}/")
 
 
-def _project(config_file: Path | None, results: Path) -> Project:
+def _project(config_file: Path | None, results: Path, locked: bool = False) -> Project:
     config, tree = _config(config_file), Results(results)
-    return Project(config, config.check_sources(results=tree), tree)
+    return Project(config, config.check_sources(results=tree), tree, locked)
 
 
 def _config(config_file: Path | None) -> Config:
@@ -100,8 +123,12 @@ def _used_config(results: Results) -> Config:
     """The config that the results were made with."""
     from lockstep.config import load
     from lockstep.files import read_json
+    from lockstep.lock.record import read_record, record_path
 
-    return load(read_json(results.config()), where=str(results.config()))
+    value = read_json(results.config())
+    if record_path(results.config()).is_file() and read_record(results.config()) is None:
+        raise InputError(f"{results.config()}: expected the config that was recorded, found another; run snakemake again")
+    return load(value, where=str(results.config()))
 
 
 @_stage("model", option=click.option("--newest", is_flag=True, help="Take the commit that a branch is at now, not the one it was found at."))
@@ -133,7 +160,7 @@ def resolve(project: Project, model: str) -> Path:
     fetched = None if isinstance(parse_source(source), FolderSource) else results.source(model)
     folder = folder_of(fetched) if fetched else project.sources[model]
     made = checkpoint.resolve_fetched(fetched, results.checkpoint(model)) if fetched else checkpoint.resolve(source, folder, results.checkpoint(model))
-    checkpoint.resolve_architecture(source, folder, results.architecture(model))
+    _recorded("architecture", project, {"model": model}, lambda: checkpoint.resolve_architecture(source, folder, results.architecture(model)))
     return made
 
 
@@ -273,4 +300,32 @@ def generate(target: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...
         click.echo(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", err=True)
 
 
-main.add_command(bench)
+@main.command()
+@click.argument("target")
+@_CONFIG
+@_RESULTS
+def explain(target: str, config_file: Path | None, results: Path) -> None:
+    """What a run would make again for a target, and why."""
+    from lockstep.lock.explain import explain as reasons
+
+    project = _project(config_file, results)
+    chosen = project.config.parse_target(target)
+    found = [step for step in reasons(project.config, project.results, chosen, _checkpoint_folder(project, chosen.model)) if step.rebuilt]
+    for step in found:
+        click.echo(step)
+    if not found:
+        click.echo(f"{chosen}: nothing would be made again")
+
+
+def _checkpoint_folder(project: Project, model: str) -> Path | None:
+    from lockstep.fetched import folder_of
+    from lockstep.sources import FolderSource, parse_source
+
+    if isinstance(parse_source(project.config.models[model].source), FolderSource):
+        return project.sources[model]
+    folder = folder_of(project.results.source(model))
+    return folder if folder.is_dir() else None
+
+
+for command in (bench, *COMMANDS):
+    main.add_command(command)

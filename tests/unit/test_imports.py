@@ -14,7 +14,7 @@ PACKAGE = Path(buildkey.__file__).parent
 # From the bottom to the top: a module imports from its own row and the rows above it in this list.
 ROWS = (
     ("__init__",),
-    ("errors", "files", "formats"),
+    ("errors", "files", "formats", "seen"),
     ("paths", "checks", "sessions", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
     ("checkpoint",),
     ("hub",),
@@ -27,12 +27,13 @@ ROWS = (
     ("runtime",),
     ("golden",),
     ("summary", "plots", "show", "buildkey", "bench"),
+    ("lock",),
     ("cli", "__main__"),
 )
 # What traces, what is compared with, and what times it. Nothing else may need torch to be installed.
 TORCH = ("split/", "validate/", "golden/reference.py", "torch_model.py", "random_model.py", "quiet.py", "bench/")
 # What runs where only an engine's runtime is installed.
-RUNS_ALONE = ("errors", "files", "weights", "engine", "runtime")
+RUNS_ALONE = ("errors", "files", "seen", "weights", "engine", "runtime")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

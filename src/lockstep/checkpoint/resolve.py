@@ -18,6 +18,7 @@ from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_t
 from lockstep.errors import InputError
 from lockstep.fetched import read_fetched
 from lockstep.files import dump_json, remove_leftovers, sha256_file, write_json
+from lockstep.seen import Expected, check_files, remember
 
 # What a hub model brings beside its weights, as transformers names it.
 SIDE_FILES = (
@@ -102,6 +103,13 @@ def checkpoint_folder(manifest_path: Path, manifest: dict[str, Any]) -> Path:
     return Path(manifest_path).parent / manifest["folder"]
 
 
+def check_checkpoint(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raises InputError naming the first file of the checkpoint in `folder` that is not the one `manifest` was made of."""
+    check_files(
+        [Expected(folder / file["path"], file["sha256"], file["size"]) for file in manifest["files"]], "resolve the checkpoint again"
+    )
+
+
 def _recorded_folder(source: str, folder: Path, out: Path) -> str:
     if os.path.isabs(source):
         return os.path.abspath(folder)
@@ -163,7 +171,9 @@ def weight_files(folder: Path, found: CheckpointTensors) -> list[Path]:
 def _hash_files(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
     def entry(name: str) -> dict[str, Any]:
         path = folder / name
-        return {"path": name, "size": path.stat().st_size, "sha256": sha256_file(path)}
+        sha256 = sha256_file(path)
+        remember(path, sha256)
+        return {"path": name, "size": path.stat().st_size, "sha256": sha256}
 
     with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib lets go of the interpreter lock
         return list(pool.map(entry, names))

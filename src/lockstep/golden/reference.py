@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lockstep import formats
-from lockstep.checkpoint import checkpoint_folder
+from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.golden.text import new_text
@@ -53,7 +53,9 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
     manifest = read_json(checkpoint_json, formats.CHECKPOINT)
-    reference = compute(checkpoint_folder(checkpoint_json, manifest), manifest["config"], layers, golden["prompts"], golden["max_new_tokens"])
+    folder = checkpoint_folder(checkpoint_json, manifest)
+    check_checkpoint(folder, manifest)
+    reference = compute(folder, manifest["config"], layers, golden["prompts"], golden["max_new_tokens"])
     logits_path = out.with_suffix(".safetensors")
     write_bytes(logits_path, save({f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}))
     logits = {"file": logits_path.name, "sha256": sha256_file(logits_path)}

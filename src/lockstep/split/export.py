@@ -16,7 +16,7 @@ import onnx
 import torch
 
 from lockstep import formats
-from lockstep.checkpoint import checkpoint_folder
+from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.errors import InputError
 from lockstep.files import dump_json, read_json, write_bytes, write_json
 from lockstep.split import attention
@@ -26,6 +26,8 @@ from lockstep.split.cut import Region
 from lockstep.split.proof import prove
 from lockstep.split.stamp import parts_of
 from lockstep.split.tracer import meta_model
+
+_READ = ("generation_config.json", "tokenizer.json")  # of the checkpoint's folder; config.json stands in the manifest
 
 
 @dataclass
@@ -51,6 +53,7 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     checkpoint, out = Path(checkpoint), Path(out)
     manifest = read_json(checkpoint, formats.CHECKPOINT)
     folder, config = checkpoint_folder(checkpoint, manifest), manifest["config"]
+    check_checkpoint(folder, {**manifest, "files": [file for file in manifest["files"] if file["path"] in _READ]})
     files, assembly = _proven(config, precision)
     assembly["eos_token_ids"] = _eos_token_ids(folder, config)
     tokenizer = (folder / "tokenizer.json").read_bytes()

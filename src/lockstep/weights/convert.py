@@ -16,6 +16,7 @@ from lockstep import formats
 from lockstep.checkpoint.dtypes import FLOAT_DTYPES, PRECISION_DTYPES
 from lockstep.errors import InputError
 from lockstep.files import remove_leftovers, write_json
+from lockstep.seen import remember
 from lockstep.weights.source import PIECE_BYTES, Source, finite_pieces, open_source
 from lockstep.weights.writer import write_cast
 
@@ -41,6 +42,7 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path) -> Path:
     else:
         # Gone before the weights it describes are replaced: a kill in between must not leave it beside others.
         written = write_cast(source, dtype, out.with_name(WEIGHTS), before_rename=lambda: out.unlink(missing_ok=True))
+        remember(out.with_name(WEIGHTS), written["files"][0]["sha256"])
         write_json(out, {"format": formats.WEIGHTS, "precision": precision, **written})
     return out
 
