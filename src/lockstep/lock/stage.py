@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lockstep.lock.provenance import now, provenance_path, write_provenance
 from lockstep.lock.record import Step, build_key, record_path, write_record
 
 # Stages that are recorded. The summary and its plots show what others made.
@@ -17,8 +18,12 @@ def run(step: Step, make: Callable[[], Any]) -> Any:
     if step.stage not in RECORDED:
         return make()
     record_path(step.output).unlink(missing_ok=True)  # of an earlier artefact: a run that is killed now leaves none that is wrong
-    key = build_key(step)
+    if step.stage == "build":
+        provenance_path(step.output).unlink(missing_ok=True)
+    key, started = build_key(step), now()
     made = make()
+    if step.stage == "build":  # before the record: where there is one, there is the other
+        write_provenance(step, key, started)
     write_record(step, key)
     return made
 
