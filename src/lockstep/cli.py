@@ -310,6 +310,28 @@ def explain(target: str, config_file: Path | None, results: Path) -> None:
         click.echo(f"{chosen}: nothing would be made again")
 
 
+@main.command()
+@click.argument("target")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often to build again.")
+@click.option("--at-least", type=click.Choice(["R0", "R1", "R2", "R3", "R4"]), help="Exit code 1 if a lower level is reached.")
+@_RESULTS
+def reproduce(target: str, rounds: int, at_least: str | None, results: Path) -> None:
+    """Build a target again in clean folders: what is the same?"""
+    from lockstep.errors import CheckError
+    from lockstep.lock.reproduce import print_table
+    from lockstep.lock.reproduce import reproduce as again
+
+    tree = Results(results)
+    config = _used_config(tree)
+    chosen = config.parse_target(target)
+    record = again(config.dump(), tree, chosen, rounds, lambda line: click.echo(line, err=True))
+    print_table(record)
+    path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
+    click.echo(f"Level reached: {record['level']}, in {path}")
+    if at_least and (record["level"] == "none" or record["level"] < at_least):
+        raise CheckError(f"{chosen}: expected {at_least} or higher, found {record['level']}; {path} says what differs")
+
+
 def _checkpoint_folder(project: Project, model: str) -> Path | None:
     from lockstep.fetched import folder_of
     from lockstep.sources import FolderSource, parse_source
