@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import pytest
-from demo_model import CONFIG, LIMITS, TOLERANCES
+from demo_model import LIMITS, TOLERANCES
+from recorded import recorded
 
-from lockstep import engine, golden, weights
+from lockstep import golden
 from lockstep.engine import CanonicalBytes, backend, get_backend
 from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_file, write_json
-from lockstep.lock import stage
 from lockstep.lock.record import record_path
 from lockstep.lock.reproduce import print_table
 from lockstep.lock.sameness import LEVELS, Facts, compare, facts, reached
-from lockstep.lock.steps import step
 from lockstep.paths import Results, Target
 
 TARGET = Target("demo-llama", "fp16", 2, "onnxruntime")
 NAMES = ("demo-llama", "fp16", 2, "onnxruntime")
 
 
-def run(results: Results, name: str, make=lambda: None) -> None:
-    made = step(name, CONFIG, results, {"model": "demo-llama", "precision": "fp16", "layers": 2, "backend": "onnxruntime"})
-    stage.run(replace(made, inputs={}) if name == "export" else made, make)  # the tree has no architecture.json
-
-
 def make(references: Results, root: Path, options: dict | None = None, change_graphs=lambda folder: None) -> Results:
-    """A recorded tree of the target, from the checkpoint and the graphs of `references`."""
-    results = Results(root)
-    shutil.copytree(references.assembly("demo-llama", "fp16").parent, results.assembly("demo-llama", "fp16").parent)
-    change_graphs(results.assembly("demo-llama", "fp16").parent)
-    manifest = read_json(references.checkpoint("demo-llama"))
-    write_json(results.checkpoint("demo-llama"), {**manifest, "folder": os.path.abspath(references.checkpoint("demo-llama").parent / manifest["folder"])})
-    run(results, "convert", lambda: weights.convert(results.checkpoint("demo-llama"), "fp16", results.weights("demo-llama", "fp16")))
-    run(results, "export")
-    run(results, "build", lambda: engine.build(results.assembly("demo-llama", "fp16"), "onnxruntime", results.engines("demo-llama", "fp16", "onnxruntime"), options))
+    """A recorded tree of the target, with its golden check."""
+    results = recorded(references, root, options, change_graphs)
     golden.check(
         results.assembly("demo-llama", "fp16"), results.weights("demo-llama", "fp16"), results.engines("demo-llama", "fp16", "onnxruntime"),
         references.reference("demo-llama", 2), TARGET, TOLERANCES["fp16"], LIMITS, results.golden(*NAMES), results.speed(*NAMES),

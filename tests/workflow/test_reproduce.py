@@ -37,3 +37,38 @@ def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(demo: Che
     assert process.stderr.splitlines()[-1].endswith("expected export to succeed again in a clean folder, found: RuntimeError: planted")
     assert demo.digests() == before
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, tmp_path: Path) -> None:
+    """Packed twice, run in an empty folder with its own weights and with those of a folder; one flipped byte, and it is refused."""
+    prompt = ("--prompt", "San Francisco is a", "--max-new-tokens", "16")
+    text = " hilly city on the coast of California, where cool\n"
+    packed = [tmp_path / name for name in ("whole.tar", "again.tar", "apart.tar")]
+    for path, options in zip(packed, (["--weights"], ["--weights"], [])):
+        assert finished.run("lockstep", "bundle", TARGET, *options, "--out", str(path)).stdout == f"{path}\n"
+    whole, again, apart = packed
+    assert whole.read_bytes() == again.read_bytes()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert finished.run("lockstep", "generate", "--bundle", str(whole), *prompt, folder=elsewhere).stdout == text
+    weights = ("--weights", str(finished.folder / "resources" / "demo-llama"))
+    assert finished.run("lockstep", "generate", "--bundle", str(apart), *weights, *prompt, folder=elsewhere).stdout == text
+    data = bytearray(whole.read_bytes())
+    data[len(data) // 2] ^= 1
+    whole.write_bytes(data)
+    for arguments, message in (
+        (("--bundle", str(whole)), "the bundle is damaged; copy it again"),
+        (("--bundle", str(apart)), "expected --weights, for the bundle holds none"),
+        (("--bundle", str(apart), "--target", TARGET), "expected --target, or --bundle with or without --weights, found --target --bundle"),
+        ((), "found neither"),
+    ):
+        process = finished.run("lockstep", "generate", *arguments, *prompt, folder=elsewhere, check=False)
+        assert process.returncode == 2 and message in process.stderr and len(process.stderr.splitlines()) == 1 and not process.stdout
+
+
+def test_provenance_of_a_run_names_all_that_went_in(finished: Checkout) -> None:
+    statement = json.loads((finished.results / "demo-llama/fp16/engines/onnxruntime/provenance.json").read_text())
+    names = {item["name"] for item in statement["predicate"]["buildDefinition"]["resolvedDependencies"]}
+    assert {"graphs/assembly.json", "graphs/middle.onnx", "checkpoint/config.json", "checkpoint/tokenizer.json", "onnxruntime", "numpy"} <= names
+    metadata = statement["predicate"]["runDetails"]["metadata"]
+    assert metadata["startedOn"] <= metadata["finishedOn"] and str(finished.folder) not in json.dumps(statement)
