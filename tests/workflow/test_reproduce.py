@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +41,19 @@ def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(demo: Che
     assert process.stderr.splitlines()[-1].endswith("expected export to succeed again in a clean folder, found: RuntimeError: planted")
     assert demo.digests() == before
     assert not list((tmp_path / "scratch").glob("lockstep*"))
+
+
+def test_an_interrupt_ends_it_in_one_line_and_leaves_nothing(finished: Checkout, tmp_path: Path) -> None:
+    environment = {**finished.environment(), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "reproduce", TARGET], cwd=finished.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while process.stderr.readline() != "round 1 of 3: export\n":
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the stage too
+    assert process.communicate(timeout=60)[1].splitlines()[-1].startswith("lockstep: error: interrupted")
+    assert process.returncode == 130
+    assert not list(tmp_path.glob("lockstep*")) and not (finished.results / "demo-llama/fp16/reproduce").exists()
 
 
 def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, tmp_path: Path) -> None:
