@@ -92,7 +92,8 @@ def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]
                     size += len(piece)
                     out.write(piece)
             if (size, digest.hexdigest()) != (entry.size, entry.sha256):
-                raise InputError(f"{path}: {entry.name}: expected {entry.size} bytes of sha256 {entry.sha256}, found others: the file has changed; run `lockstep verify`")
+                expected = f"{entry.size} bytes of sha256 {entry.sha256}"
+                raise InputError(f"{path}: {entry.name}: expected {expected}, found others: the file has changed; run `lockstep verify`")
             out.write(bytes(-size % _BLOCK))
         out.write(_END)
     return path
@@ -123,7 +124,8 @@ def read_archive(path: str | os.PathLike) -> Archive:
             file.seek(offset)
             found = file.read(_BLOCK)
             if found != header(listed["path"], listed["size"]):
-                raise InputError(f"{path}: expected the file {listed['path']} of {listed['size']} bytes at byte {offset}, found {_words(found)}; take a bundle as `lockstep bundle` made it")
+                expected = f"the file {listed['path']} of {listed['size']} bytes at byte {offset}"
+                raise InputError(f"{path}: expected {expected}, found {_words(found)}; take a bundle as `lockstep bundle` made it")
             members[listed["path"]] = Member(listed["path"], offset + _BLOCK, listed["size"], listed["sha256"])
             offset = _behind(offset + _BLOCK + listed["size"])
         file.seek(min(offset, size))

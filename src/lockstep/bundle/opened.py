@@ -50,7 +50,7 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
     if about["weights"] == "inside" and weights is not None:
         raise InputError(f"{path}: expected no --weights, for the bundle holds its own, found {weights}; leave it out, or pack without weights")
     if about["weights"] == "apart" and weights is None:
-        raise InputError(f"{path}: expected --weights, for the bundle holds none; give the folder of {_weight_names(archive)}, or a weights.json")
+        raise InputError(f"{path}: expected --weights, for the bundle holds none; give the folder of {_weights_of(about)}, or a weights.json")
     with _scratch() as folder:
         digest = _extract(archive, folder)
         manifest = folder / "weights" / "weights.json"
@@ -91,9 +91,8 @@ def _about(archive: Archive) -> Mapping[str, Any]:
     return about
 
 
-def _weight_names(archive: Archive) -> str:
-    model = archive.manifest["target"]
-    return f"the weights of {model['model']} in {model['precision']}"
+def _weights_of(about: Mapping[str, Any]) -> str:
+    return f"the weights of {about['target']['model']} in {about['target']['precision']}"
 
 
 def _extract(archive: Archive, folder: Path) -> str:
@@ -155,7 +154,9 @@ def _bind(manifest_path: Path, weights: Path) -> Path:
     manifest = read_json(manifest_path, "lockstep.weights/1")
     for file in named_files(manifest_path):
         if not (weights / file.path.name).is_file():
-            raise InputError(f"{weights}: expected {file.path.name} of {file.size} bytes, found {'no such file' if weights.is_dir() else 'no such folder'}; give the folder of the weights, or a weights.json")
+            found = "no such file" if weights.is_dir() else "no such folder"
+            remedy = "give the folder of the weights, or a weights.json"
+            raise InputError(f"{weights}: expected {file.path.name} of {file.size} bytes, found {found}; {remedy}")
     files = [{**file, "path": os.path.abspath(weights / Path(file["path"]).name)} for file in manifest["files"]]
     write_json(manifest_path, {**manifest, "files": files})
     return manifest_path

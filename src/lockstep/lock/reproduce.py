@@ -51,7 +51,8 @@ def _record(present: EngineSet, target: Target, before: Facts, found: list[dict[
     for level, what in LEVELS.items():
         lines = [f"round {number}: {line}" for number, differing in enumerate(found, start=1) for line in differing[level]]
         same = sum(not differing[level] for differing in found)
-        levels[level] = {"what": what, "digest": before.digests()[level], "same_rounds": same, "differences": lines[:_SHOWN], "more_differences": max(0, len(lines) - _SHOWN)}
+        more = max(0, len(lines) - _SHOWN)
+        levels[level] = {"what": what, "digest": before.digests()[level], "same_rounds": same, "differences": lines[:_SHOWN], "more_differences": more}
     return {
         "format": FORMAT,
         "target": asdict(target),
