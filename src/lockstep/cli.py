@@ -6,6 +6,7 @@ explains itself without loading what only one of them needs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,7 +265,9 @@ def show(graph: Path) -> None:
 
 
 @main.command()
-@click.option("--target", required=True, metavar="TARGET", help="A target of the last run, such as demo-llama/fp16/all.")
+@click.option("--target", metavar="TARGET", help="A target of the last run, such as demo-llama/fp16/all.")
+@click.option("--bundle", "archive", type=click.Path(path_type=Path), help="Or a bundle that `lockstep bundle` made.")
+@click.option("--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder, or a weights.json.")
 @click.option("--prompt", required=True, help="The text to go on from.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
@@ -274,21 +277,34 @@ def show(graph: Path) -> None:
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
 @_RESULTS
-def generate(target: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...], threads: int | None, results: Path, **sampling: Any) -> None:
-    """Text from an engine set, as it is made; then the speed, on stderr."""
+def generate(
+    target: str | None, archive: Path | None, weights: Path | None, prompt: str, max_new_tokens: int, stop: tuple[str, ...], threads: int | None, results: Path,
+    **sampling: Any,
+) -> None:  # fmt: skip
+    """Text from an engine set or a bundle, as it is made; then the speed, on stderr."""
+    from lockstep.bundle.opened import Opened, opened
     from lockstep.runtime import Model, Sampling, Tokenizer
     from lockstep.runtime import generate as start
 
-    tree = Results(results)
-    config = _used_config(tree)
-    chosen, limits = config.parse_target(target), config.limits
-    model, precision = chosen.model, chosen.precision
-    assembly = tree.assembly(model, precision)
-    engine = Model.open(
-        tree.engines(model, precision, chosen.backend), assembly, tree.weights(model, precision), chosen.layers,
-        max_batch_size=1, max_seq_len=limits.max_seq_len, max_num_tokens=limits.max_num_tokens, threads=threads,
-    )  # fmt: skip
-    generation = start(engine, Tokenizer.open(assembly), [prompt], max_new_tokens, Sampling(**sampling), stop, limits.max_input_len)
+    if (target is None) == (archive is None) or (weights is not None and archive is None):
+        given = " ".join(name for name, value in (("--target", target), ("--bundle", archive), ("--weights", weights)) if value is not None)
+        raise InputError(f"generate: expected --target, or --bundle with or without --weights, found {given or 'neither'}")
+
+    def of_target() -> Opened:
+        tree = Results(results)
+        config = _used_config(tree)
+        chosen = config.parse_target(target)
+        engines, assembly = tree.engines(chosen.model, chosen.precision, chosen.backend), tree.assembly(chosen.model, chosen.precision)
+        return Opened(chosen, config.limits.model_dump(), engines, assembly, tree.weights(chosen.model, chosen.precision))
+
+    with contextlib.nullcontext(of_target()) if archive is None else opened(archive, weights) as place:  # what a bundle unpacks is needed only here
+        limits = place.limits
+        engine = Model.open(
+            place.engines, place.assembly, place.weights, place.target.layers,
+            max_batch_size=1, max_seq_len=limits["max_seq_len"], max_num_tokens=limits["max_num_tokens"], threads=threads,
+        )  # fmt: skip
+        tokenizer = Tokenizer.open(place.assembly)
+    generation = start(engine, tokenizer, [prompt], max_new_tokens, Sampling(**sampling), stop, limits["max_input_len"])
     for piece in generation:
         click.echo(piece.text, nl=False)
     click.echo()
@@ -315,6 +331,44 @@ def explain(target: str, config_file: Path | None, results: Path) -> None:
         click.echo(step)
     if not found:
         click.echo(f"{chosen}: nothing would be made again")
+
+
+@main.command()
+@click.argument("target")
+@click.option("--weights", is_flag=True, help="Pack the weights too.")
+@click.option("--out", type=click.Path(path_type=Path), help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]")
+@_RESULTS
+def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
+    """A target in one file, that runs where its backend is installed."""
+    from lockstep.bundle.pack import pack
+
+    tree = Results(results)
+    config = _used_config(tree)
+    chosen = config.parse_target(target)
+    name = f"{chosen}".replace("/", "-") + ".tar"
+    click.echo(pack(tree, chosen, config.limits.model_dump(), out or Path(name), weights))
+
+
+@main.command()
+@click.argument("target")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often to build again.")
+@click.option("--at-least", type=click.Choice(["R0", "R1", "R2", "R3", "R4"]), help="Exit code 1 if a lower level is reached.")
+@_RESULTS
+def reproduce(target: str, rounds: int, at_least: str | None, results: Path) -> None:
+    """Build a target again in clean folders: what is the same?"""
+    from lockstep.errors import CheckError
+    from lockstep.lock.reproduce import print_table
+    from lockstep.lock.reproduce import reproduce as again
+
+    tree = Results(results)
+    config = _used_config(tree)
+    chosen = config.parse_target(target)
+    record = again(config.dump(), tree, chosen, rounds, lambda line: click.echo(line, err=True))
+    print_table(record)
+    path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
+    click.echo(f"Level reached: {record['level']}, in {path}")
+    if at_least and (record["level"] == "none" or record["level"] < at_least):
+        raise CheckError(f"{chosen}: expected {at_least} or higher, found {record['level']}; {path} says what differs")
 
 
 def _checkpoint_folder(project: Project, model: str) -> Path | None:

@@ -6,6 +6,7 @@ import csv
 import html
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep import formats
@@ -20,6 +21,7 @@ COLUMNS = (
     ("backend", "backend", str),
     ("engine_digest", "engine", lambda digest: digest[:12]),
     ("golden", "golden", str),
+    ("reproduced", "reproduced", str),
     ("max_logit_error", "largest logit error", "{:.1e}".format),
     ("prefill_tokens_per_s", "prefill tokens/s", "{:.0f}".format),
     ("decode_tokens_per_s", "decode tokens/s", "{:.0f}".format),
@@ -71,6 +73,7 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
         "backend": target.backend,
         "backend_version": engines["backend_version"],
         "engine_digest": golden["engine_digest"],
+        "reproduced": _reproduced(results.reproduction(*names), golden["engine_digest"]),
         "validation": validation["result"],
         "golden": golden["result"],
         "max_logit_error": golden["max_logit_error"],
@@ -79,6 +82,12 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
         "prefill_tokens_per_s": speed["prefill_tokens_per_s"],
         "decode_tokens_per_s": speed["decode_tokens_per_s"],
     }
+
+
+def _reproduced(path: Path, engine_digest: str) -> str:
+    """The level of sameness that `lockstep reproduce` found for these very engines; "-" where it has not looked at them."""
+    record = read_json(path, "lockstep.reproduce/1") if path.is_file() else {}
+    return record["level"] if record.get("engine_digest") == engine_digest else "-"
 
 
 def _shown(row: dict[str, Any]) -> list[str]:

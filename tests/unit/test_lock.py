@@ -59,7 +59,7 @@ def test_a_record_says_what_an_engine_set_was_made_of(built: Results) -> None:
     assert "engine/builder.py" in record["code"] and "split/cut.py" not in record["code"]
     assert record["environment"]["onnxruntime"] == record["backend"]["version"] == buildkey.read_pins()["onnxruntime"]
     assert record["backend"]["device"]["architecture"]
-    assert set(record["outputs"]) == {path.name for path in built.engines("demo-llama", "fp16", "onnxruntime").parent.iterdir()} - {"engines.build.json"}
+    assert set(record["outputs"]) == {path.name for path in built.engines("demo-llama", "fp16", "onnxruntime").parent.iterdir()} - {"engines.build.json", "provenance.json"}
     assert str(built.root.parent) not in json.dumps(record)
 
 
@@ -88,7 +88,7 @@ def test_an_untouched_tree_is_the_same(copy: Results) -> None:
 FILES = (
     "demo-llama/checkpoint.json", "demo-llama/fp16/weights.json", "demo-llama/fp16/graphs/assembly.json", "demo-llama/fp16/graphs/middle.onnx",
     "demo-llama/fp16/graphs/tokenizer.json", "demo-llama/fp16/engines/onnxruntime/engines.json", "demo-llama/fp16/engines/onnxruntime/middle.onnx",
-    "demo-llama/fp16/engines/onnxruntime/engines.build.json",
+    "demo-llama/fp16/engines/onnxruntime/engines.build.json", "demo-llama/fp16/engines/onnxruntime/provenance.json",
 )  # fmt: skip
 
 

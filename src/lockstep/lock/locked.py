@@ -15,6 +15,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.files import sha256_json
 from lockstep.lock.diff import changes, words
 from lockstep.lock.lockfile import MADE, Section, device_name, lock_path, made_with, read_lock, section_at
+from lockstep.lock.provenance import provenance_path
 from lockstep.lock.record import Step, record_path
 from lockstep.seen import digest
 
@@ -103,8 +104,8 @@ def check_output(output: Path, lock_file: Path) -> None:
         return
     line = difference(read_lock(lock_file), section)
     if line is not None:
-        output.unlink()
-        record_path(output).unlink()
+        for path in (output, record_path(output), *([provenance_path(output)] if section.stage == "build" else [])):
+            path.unlink(missing_ok=True)
         _refuse(line, lock_file)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.errors import InputError, LockstepError
 from lockstep.files import write_bytes
 from lockstep.lock import locked
+from lockstep.lock.provenance import now, provenance_path, write_provenance
 from lockstep.lock.record import Step, build_key, checked_record, read_record, record_path, write_record
 from lockstep.seen import digest
 
@@ -26,11 +27,13 @@ def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None) -> A
         return make()
     for path in step.inputs.values():
         check_input(path)
-    key = build_key(step)
+    key, started = build_key(step), now()
     if lock_file is not None:
         locked.check_step(step, key, lock_file)
-    with _all_or_nothing(step.output):
+    with _all_or_nothing(step):
         made = make()
+        if step.stage == "build":  # before the record: where there is one, there is the other
+            write_provenance(step, key, started)
         write_record(step, key)
     if lock_file is not None:
         locked.check_output(step.output, lock_file)
@@ -38,20 +41,24 @@ def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None) -> A
 
 
 @contextlib.contextmanager
-def _all_or_nothing(output: Path) -> Iterator[None]:
-    """Take the record of an earlier artefact away, so that a run that is killed leaves none that is wrong. Where the work fails, an artefact that it did not
-    touch gets its record back, and a new one without a record goes."""
-    path = record_path(output)
+def _all_or_nothing(step: Step) -> Iterator[None]:
+    """Take the record of an earlier artefact away, and its provenance, so that a run that is killed leaves none that is wrong. Where the work fails, an
+    artefact that it did not touch gets them back, and a new one without a record goes."""
+    output = step.output
+    about = [record_path(output), *([provenance_path(output)] if step.stage == "build" else [])]
     before = digest(output) if output.is_file() else None
-    earlier = path.read_bytes() if path.is_file() and _is_recorded(output) else None
-    path.unlink(missing_ok=True)
+    earlier = {path: path.read_bytes() for path in about if path.is_file()} if _is_recorded(output) else {}
+    for path in about:
+        path.unlink(missing_ok=True)
     try:
         yield
     except BaseException:
         if output.is_file() and digest(output) != before:
-            output.unlink()
-        elif output.is_file() and earlier is not None:
-            write_bytes(path, earlier)
+            for path in (output, *about):
+                path.unlink(missing_ok=True)
+        elif output.is_file():
+            for path, data in earlier.items():
+                write_bytes(path, data)
         raise
 
 

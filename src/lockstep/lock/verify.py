@@ -18,6 +18,8 @@ from lockstep.files import SEAL, read_json
 from lockstep.lock.diff import changes
 from lockstep.lock.locked import expected_items, without_places
 from lockstep.lock.lockfile import read_lock, section_of
+from lockstep.lock.provenance import NAME as PROVENANCE
+from lockstep.lock.provenance import provenance_path, wrong_provenance
 from lockstep.lock.record import SUFFIX, checked_record, records
 from lockstep.seen import THREADS, Expected, digest
 from lockstep.sidefiles import named_files
@@ -67,6 +69,10 @@ def _files(results: Path, folder: Path, deep: bool) -> list[Finding]:
     with ThreadPoolExecutor(THREADS) as pool:
         findings += pool.map(lambda item: _compare(Path(item[0]), item[1][1], results, deep), sorted(expected.items()))
     named = {*expected, *map(os.path.normpath, records(folder))}
+    for path in records(folder):
+        provenance = provenance_path(path)
+        if path.name == f"engines{SUFFIX}" and not provenance.is_file():
+            findings.append(Finding(MISSING, _name(provenance, results), "`lockstep build` makes it again"))
     findings += [_alone(path, results) for path in _walk(folder) if os.path.normpath(path) not in named]
     return sorted(findings, key=lambda finding: finding.name)
 
@@ -103,8 +109,11 @@ def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
 
 
 def _alone(path: Path, results: Path) -> Finding:
-    """A file that no record names. A manifest that is no result but a measurement, such as a speed, still has its seal."""
+    """A file that no record names. A manifest that is no result but a measurement, such as a speed, still has its seal, and provenance too."""
     name = _name(path, results)
+    if path.name == PROVENANCE:
+        reason = wrong_provenance(path)
+        return Finding(DIFFERENT, name, reason) if reason else Finding(SAME, name)
     try:
         if path.suffix == ".json" and SEAL.encode() in path.read_bytes():
             if read_json(path)["format"] in _MEASURED:
@@ -114,7 +123,7 @@ def _alone(path: Path, results: Path) -> Finding:
     return Finding(UNKNOWN, name, "no record names it")
 
 
-_MEASURED = ("lockstep.speed/1", "lockstep.reproduce/1", "lockstep.provenance/1")
+_MEASURED = ("lockstep.speed/1", "lockstep.reproduce/1")
 
 
 def _locked(folder: Path, lock: Mapping[str, Any]) -> list[Finding]:
