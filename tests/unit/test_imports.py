@@ -26,7 +26,7 @@ ROWS = (
     ("runtime",),
     ("golden",),
     ("summary", "plots", "show", "buildkey", "bench"),
-    ("lock",),
+    ("lock", "cache"),
     ("cli", "__main__"),
 )
 # What traces, what is compared with, and what times it. Nothing else may need torch to be installed.

@@ -20,7 +20,7 @@ def job(snakemake):
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         with guard():
-            stage.run(_step(snakemake), make)
+            stage.run(_step(snakemake), make, snakemake.config.get("cache", ""))
 
     return run
 

@@ -6,20 +6,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lockstep.cache.reuse import cache_for, put, take
 from lockstep.lock.record import Step, build_key, record_path, write_record
 
 # Stages that are recorded. The summary and its plots show what others made.
 RECORDED = ("config", "fetch", "random_weights", "resolve", "architecture", "convert", "export", "validate", "build", "reference", "golden")  # fmt: skip
 
 
-def run(step: Step, make: Callable[[], Any]) -> Any:
-    """Make the artefact of `step` with `make`, whose result is given, and record it."""
+def run(step: Step, make: Callable[[], Any], cache: str = "") -> Any:
+    """Make the artefact of `step` with `make`, whose result is given, and record it. cache: the shared cache that the config names; what it has
+    is taken from there, and the path of its manifest given."""
     if step.stage not in RECORDED:
         return make()
+    shared = cache_for(step, cache)
     record_path(step.output).unlink(missing_ok=True)  # of an earlier artefact: a run that is killed now leaves none that is wrong
     key = build_key(step)
-    made = make()
-    write_record(step, key)
+    taken = take(shared, step, key)
+    made = step.output if taken else make()
+    record = write_record(step, key)
+    if not taken:
+        put(shared, step, record)
     return made
 
 
