@@ -65,9 +65,12 @@ def cache_folder(configured: str = "") -> Path | None:
     text = os.environ.get(VARIABLE, configured)
     if not text:
         return None
-    folder = Path(text).expanduser()
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise InputError(f"{where}: expected a folder, or a path where one can be made, found a file: {folder}; name another place or move the file away")
+    if "\0" in text:
+        raise InputError(f"{where}: expected the path of a folder, found {text!r}; correct it")
+    folder = Path(os.path.expanduser(text))
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise InputError(f"{where}: expected a folder, or a path where one can be made, found that {there} is a file; name another place or move the file away")
     return folder
 
 
@@ -91,6 +94,8 @@ class Cache:
         try:
             found = path.stat()
         except (FileNotFoundError, NotADirectoryError):
+            if path.is_symlink():
+                raise InputError(f"{path}: expected an entry of the cache, found a link to nothing") from None
             return None
         if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_ENTRY:
             raise InputError(f"{path}: expected an entry of the cache, found {'too large a file' if stat.S_ISREG(found.st_mode) else 'what is no file'}")

@@ -177,10 +177,10 @@ def _now(cache: Cache) -> float:
 
 def summary(contents: Contents) -> str:
     """One line on what is there."""
-    unnamed = contents.blobs.keys() - contents.named
-    rest = [f"{len(contents.damaged)} damaged" * bool(contents.damaged), f"{len(unnamed)} files that no entry names" * bool(unnamed),
-            f"{len(contents.temporary)} temporary files" * bool(contents.temporary), f"{len(contents.foreign)} foreign" * bool(contents.foreign)]  # fmt: skip
-    return ", ".join([f"{len(contents.entries)} entries", f"{len(contents.blobs)} files of {bytes_text(contents.size)}", *filter(None, rest)])
+    rest = {"damaged": contents.damaged, "that no entry names": contents.blobs.keys() - contents.named, "temporary": contents.temporary, "foreign": contents.foreign}
+    more = [f"{len(paths)} {what}" for what, paths in rest.items() if paths]
+    entries = f"{len(contents.entries)} {'entry' if len(contents.entries) == 1 else 'entries'}"
+    return ", ".join([entries, f"{len(contents.blobs)} files of {bytes_text(contents.size)}", *more])
 
 
 def bytes_text(size: float) -> str:

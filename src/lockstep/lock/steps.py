@@ -35,7 +35,7 @@ def all_steps(config: Config, results: Results, targets: Sequence[Target]) -> It
 
 def step(stage: str, config: Config, results: Results, names: dict[str, Any]) -> Step:
     """One step. names: model, precision, layers, backend; only those that the stage has are looked at."""
-    m, p, n, b = (names.get(name) for name in ("model", "precision", "layers", "backend"))
+    m, p, n, b = (names.get(name, "") for name in ("model", "precision", "layers", "backend"))
     source = {"source": config.models[m].source}
     checkpoint, weights, assembly = results.checkpoint(m), results.weights(m, p), results.assembly(m, p)
     fields, inputs, options, output = {
