@@ -7,6 +7,7 @@ left alone for an hour; hours are told by the clock of the disk that the cache l
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 from collections.abc import Iterator
@@ -107,7 +108,7 @@ def verify(cache: Cache) -> list[str]:
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _damage(cache, name), sorted(contents.blobs))
         lines = [line for line in found if line]
-    lines += [f"{path}: {line.removeprefix(f'{path}: ')}" for path, line in contents.damaged.items() if path.exists()]
+    lines += [f"{path}: {line.removeprefix(f'{path}: ')}" for path, line in contents.damaged.items() if os.path.lexists(path)]
     return lines + [f"{path}: expected only files of the cache, found another" for path in contents.foreign]
 
 
