@@ -50,7 +50,8 @@ def ls(folder: str | None, config_file: Path | None) -> None:
     rows = [("stage", "of", "build key", "files", "size", "last use (UTC)")]
     for used in contents.entries:
         entry, when = used.entry, time.strftime("%Y-%m-%d %H:%M", time.gmtime(used.last_use))
-        rows.append((entry.made_of["stage"], " ".join(entry.made_of["names"].values()), entry.key[:12], str(len(entry.files)), bytes_text(entry.size), when))
+        stage, _, of = str(entry).partition(" ")
+        rows.append((stage, of, entry.key[:12], str(len(entry.files)), bytes_text(entry.size), when))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         stage, of, key, files, size, when = (text.rjust(width) if column in (3, 4) else text.ljust(width) for column, (text, width) in enumerate(zip(row, widths)))

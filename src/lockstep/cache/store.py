@@ -48,12 +48,16 @@ class Entry:
     files: Mapping[str, Blob]
 
     @property
+    def stage(self) -> str:
+        return str(self.made_of["stage"])
+
+    @property
     def size(self) -> int:
         """Bytes of its files."""
         return sum(blob.size for blob in self.files.values())
 
     def __str__(self) -> str:
-        return " ".join([self.made_of["stage"], *map(str, self.made_of["names"].values())])
+        return " ".join([self.stage, *map(str, self.made_of["names"].values())])
 
 
 def cache_folder(configured: str = "") -> Path | None:

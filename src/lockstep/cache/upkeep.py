@@ -87,7 +87,7 @@ def look(cache: Cache) -> Contents:
             continue  # another machine prunes
         except InputError as error:
             contents.damaged[path] = str(error)
-    contents.entries.sort(key=lambda used: (used.entry.made_of["stage"], -used.last_use, used.entry.key))
+    contents.entries.sort(key=lambda used: (used.entry.stage, -used.last_use, used.entry.key))
     return contents
 
 
