@@ -95,11 +95,13 @@ def test_killed_while_it_takes(tmp_path: Path, cache: Cache) -> None:
     manifest = checkpoint(tmp_path, megabytes=24)
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
     out = tmp_path / "killed"
+    convert(checkpoint(tmp_path / "earlier", seed=1), out, "")
     process = start(manifest, out, cache.folder)
     wait_for(process, lambda: any(out.glob(".weights.safetensors.*.tmp")))
     process.kill()
     process.communicate()
-    assert not (out / "weights.json").exists() and not (out / "weights.build.json").exists()
+    assert not (out / "weights.json").exists(), "the earlier manifest would describe the new weights wrongly"
+    assert not (out / "weights.build.json").exists()
     convert(manifest, out, cache.folder, make=never)
     left = {name: data for name, data in contents(out).items() if not name.endswith(".tmp")}
     assert left == undisturbed and not any(out.glob(".weights.safetensors.*.tmp")) and verify(cache) == []
