@@ -188,7 +188,8 @@ def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, 
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
     (used,) = look(cache).entries
     files = used.entry.files
-    path = {"entry": cache.entry_path(used.entry.key), "manifest": cache.blob_path(files["weights.json"].sha256), "weights": cache.blob_path(files["weights.safetensors"].sha256)}[kind]
+    blobs = {name: cache.blob_path(blob.sha256) for name, blob in files.items()}
+    path = {"entry": cache.entry_path(used.entry.key), "manifest": blobs["weights.json"], "weights": blobs["weights.safetensors"]}[kind]
     (ANY | ENTRY)[name](path)
     if not (kind == "entry" and name == "gone"):
         assert any(str(path) in line for line in verify(cache)) or name == "a file too few", "only a look into the manifest tells that"
