@@ -16,6 +16,7 @@ import click
 
 from lockstep import __version__
 from lockstep.bench.cli import bench
+from lockstep.cache.cli import cache
 from lockstep.errors import InputError, guard
 from lockstep.lock.cli import COMMANDS
 from lockstep.paths import Results, Target
@@ -23,7 +24,6 @@ from lockstep.paths import Results, Target
 if TYPE_CHECKING:
     from lockstep.config import Config
 
-_DEFAULT_CONFIG = Path("config/config.yaml")
 _RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True, help="The results tree.")
 _CONFIG = click.option("--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]")
 
@@ -99,7 +99,7 @@ def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callabl
         from lockstep.lock.locked import find_lock
 
         lock_file = find_lock(names["model"], [Path()])
-    return run(step(stage, project.config, project.results, names), make, lock_file)
+    return run(step(stage, project.config, project.results, names), make, lock_file, project.config.cache)
 
 
 def _matches(target: Target, text: str) -> bool:
@@ -113,11 +113,9 @@ def _project(config_file: Path | None, results: Path, locked: bool = False) -> P
 
 
 def _config(config_file: Path | None) -> Config:
-    from lockstep.config import load
-    from lockstep.sources import source_folders
+    from lockstep.config import load_given
 
-    found = (folder / _DEFAULT_CONFIG for folder in source_folders() if (folder / _DEFAULT_CONFIG).is_file())
-    return load(config_file or next(found, _DEFAULT_CONFIG))
+    return load_given(config_file)
 
 
 def _used_config(results: Results) -> Config:
@@ -381,5 +379,5 @@ def _checkpoint_folder(project: Project, model: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-for command in (bench, *COMMANDS):
+for command in (bench, cache, *COMMANDS):
     main.add_command(command)

@@ -164,7 +164,7 @@ MISTAKES = [
     ("demo-llama:", "config.json:",
      "models.config.json: expected another name, for results/config.json is used for results; found 'config.json'"),
     ("demo-llama:", "Report:", "models.Report: expected another name, for results/Report is used for results; found 'Report'"),
-    ("models:", "modles:", "modles: unknown key, did you mean models? allowed: models, limits, tolerances (and 1 more)"),
+    ("models:", "modles:", "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache (and 1 more)"),
 ]
 
 
@@ -175,10 +175,10 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("", "expected a mapping of models, limits, tolerances; found an empty file"),
-    ("# only a comment\n", "expected a mapping of models, limits, tolerances; found an empty file"),
-    ("- a\n- b\n", "expected a mapping of models, limits, tolerances; found a list"),
-    ("just text\n", "expected a mapping of models, limits, tolerances; found 'just text'"),
+    ("", "expected a mapping of models, limits, tolerances, cache; found an empty file"),
+    ("# only a comment\n", "expected a mapping of models, limits, tolerances, cache; found an empty file"),
+    ("- a\n- b\n", "expected a mapping of models, limits, tolerances, cache; found a list"),
+    ("just text\n", "expected a mapping of models, limits, tolerances, cache; found 'just text'"),
     ("models:\n", "models: expected a mapping; found nothing"),
     ("models: {}\n", "models: expected at least one item; found an empty mapping"),
     ("models:\n  m:\n", "models.m: expected a mapping of source, layers, precisions, backends, golden; found nothing"),
@@ -207,7 +207,7 @@ def test_no_model_can_be_named_as_what_lies_beside_the_models_folders():
 
 
 def test_a_mapping_is_called_config_and_a_given_name_wins():
-    with pytest.raises(InputError, match=r"^config: foo: unknown key, allowed: models, limits, tolerances$"):
+    with pytest.raises(InputError, match=r"^config: foo: unknown key, allowed: models, limits, tolerances, cache$"):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
     with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):
         load({**SMALLEST, "foo": "bar"}, where="my.yaml")

@@ -27,7 +27,7 @@ ROWS = (
     ("runtime",),
     ("golden",),
     ("summary", "plots", "show", "buildkey", "bench"),
-    ("lock",),
+    ("lock", "cache"),
     ("bundle",),
     ("cli", "__main__"),
 )

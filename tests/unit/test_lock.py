@@ -63,6 +63,13 @@ def test_a_record_says_what_an_engine_set_was_made_of(built: Results) -> None:
     assert str(built.root.parent) not in json.dumps(record)
 
 
+def test_a_record_lists_no_file_of_another_folder(built: Results, copy: Results) -> None:
+    """Weights in the checkpoint's own precision stay where they are, which may be elsewhere on another machine."""
+    records = [read_record(results.weights("demo-llama", "fp16")) for results in (built, copy)]
+    assert set(records[0]["outputs"]) == {"weights.json"}
+    assert "model.safetensors" not in json.dumps([record["outputs"] for record in records])
+
+
 def test_weights_are_no_part_of_an_engines_key(built: Results) -> None:
     for made in steps(CONFIG, built, Target("demo-llama", "fp16", "all", "onnxruntime")):
         if made.stage in ("export", "build"):

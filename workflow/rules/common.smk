@@ -12,6 +12,7 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 
 from lockstep import config as lockstep_config
 from lockstep.buildkey import STAGES, stage_key
+from lockstep.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import guard
@@ -58,6 +59,8 @@ with guard():
         model: display_paths(weight_files(folder, find_tensors(folder)))
         for model, folder in FOLDERS.items()
     }
+    # A place where no cache can be is said here, and not by each job.
+    cache_folder(CONFIG.cache)
     # What a change of the code or of the pinned packages reruns.
     KEYS = {rule: stage_key(entry) for rule, entry in STAGES.items()}
 

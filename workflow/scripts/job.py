@@ -21,7 +21,7 @@ def job(snakemake):
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         with guard():
-            stage.run(_step(snakemake), make, _lock_file(snakemake))
+            stage.run(_step(snakemake), make, _lock_file(snakemake), snakemake.config.get("cache", ""))
 
     return run
 

@@ -6,6 +6,7 @@ and device, and the digest of each file that came out. It holds no time and no p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,8 +106,9 @@ def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
     """
     outputs = {path.name: digest(path) for path in (manifest, *beside)}
     for file in named_files(manifest):
-        if file.path.parent == manifest.parent or manifest.parent in file.path.parents:
-            outputs.setdefault(file.path.relative_to(manifest.parent).as_posix(), file.sha256)
+        name = Path(os.path.relpath(file.path, manifest.parent))
+        if name.parts[0] != "..":
+            outputs.setdefault(name.as_posix(), file.sha256)
     return outputs
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep.cache.reuse import cache_for, put, take
 from lockstep.errors import InputError, LockstepError
 from lockstep.files import write_bytes
 from lockstep.lock import locked
@@ -18,25 +19,30 @@ from lockstep.seen import digest
 RECORDED = ("config", "fetch", "random_weights", "resolve", "architecture", "convert", "export", "validate", "build", "reference", "golden")  # fmt: skip
 
 
-def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None) -> Any:
+def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cache: str = "") -> Any:
     """Make the artefact of `step` with `make`, whose result is given, and record it.
 
-    lock_file: raises CheckError for anything else than what it locks. Raises InputError for an input that is damaged or is not the one recorded.
+    lock_file: raises CheckError for anything else than what it locks. cache: the shared cache that the config names; what it has is taken from there, and
+    the path of its manifest given. Raises InputError for an input that is damaged or is not the one recorded.
     """
     if step.stage not in RECORDED:
         return make()
+    shared = cache_for(step, cache)
     for path in step.inputs.values():
         check_input(path)
     key, started = build_key(step), now()
     if lock_file is not None:
         locked.check_step(step, key, lock_file)
     with _all_or_nothing(step):
-        made = make()
-        if step.stage == "build":  # before the record: where there is one, there is the other
+        taken = take(shared, step, key)
+        made = step.output if taken else make()
+        if step.stage == "build" and not taken:  # before the record: where there is one, there is the other
             write_provenance(step, key, started)
-        write_record(step, key)
+        record = write_record(step, key)
     if lock_file is not None:
         locked.check_output(step.output, lock_file)
+    if not taken:
+        put(shared, step, record)
     return made
 
 
