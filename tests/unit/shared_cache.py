@@ -37,7 +37,7 @@ def convert(manifest: Path, folder: Path, cache: Path | str, precision: str = "f
     """The convert stage into `folder`, as a rule or a command runs it."""
     out = folder / "weights.json"
     step = Step("convert", {"model": "m", "precision": precision}, {"checkpoint": manifest}, {}, out)
-    return stage.run(step, make or (lambda: weights.convert(manifest, precision, out)), str(cache))
+    return stage.run(step, make or (lambda: weights.convert(manifest, precision, out)), cache=str(cache))
 
 
 def never() -> Path:

@@ -64,7 +64,7 @@ def test_checks_run_each_time(tmp_path: Path, cache: Cache, name: str) -> None:
     made = []
     for _ in range(2):
         step = Step(name, {"model": "m"}, {}, {}, tmp_path / "out.json")
-        stage.run(step, lambda: made.append(write_json(step.output, {"format": "a/1"})), str(cache.folder))
+        stage.run(step, lambda: made.append(write_json(step.output, {"format": "a/1"})), cache=str(cache.folder))
     assert len(made) == 2 and not cache.folder.exists()
 
 
@@ -83,7 +83,7 @@ def test_results_that_are_edited_in_place_leave_the_cache_as_it_was(tmp_path: Pa
 def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path: Path, cache: Cache) -> None:
     def build(folder: Path, make) -> None:
         step = Step("build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {}, folder / "engines.json")
-        stage.run(step, make or (lambda: engine.build(assembly, "onnxruntime", step.output)), str(cache.folder))
+        stage.run(step, make or (lambda: engine.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
 
     assembly = demo.assembly("demo-llama", "fp16")
     build(tmp_path / "one", None)
