@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from lockstep.cache.store import Cache, cache_folder
 from lockstep.cache.upkeep import IN_THE_MAKING, bytes_text, look, prune, verify
 from lockstep.files import read_json, sha256_file, write_json
 from lockstep.lock import stage
+from lockstep.lock.provenance import provenance_path, wrong_provenance
 from lockstep.lock.record import Step, read_record
 from lockstep.paths import Results
 
@@ -94,6 +96,25 @@ def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path
     (tmp_path / "other" / f".middle.onnx.{2**22 + 1}.tmp").write_bytes(b"left by a kill")  # above any process id
     build(tmp_path / "other", never)
     assert contents(tmp_path / "one") == contents(tmp_path / "other")
+
+
+def test_an_engine_set_that_is_taken_says_who_built_it_and_when(demo: Results, tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(folder: Path, make=None) -> dict:
+        step = Step("build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {}, folder / "engines.json")
+        stage.run(step, make or (lambda: engine.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
+        assert wrong_provenance(provenance_path(step.output)) is None
+        return json.loads(provenance_path(step.output).read_bytes())["predicate"]["runDetails"]["metadata"]
+
+    assembly = demo.assembly("demo-llama", "fp16")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000")
+    built = build(tmp_path / "one")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "2000")
+    assert build(tmp_path / "other", never) == built and built["startedOn"] == "1970-01-01T00:16:40Z"
+    (entry,) = cache.entries.iterdir()
+    value = read_json(entry)
+    del value["files"]["provenance.json"]
+    write_json(entry, value)
+    assert build(tmp_path / "third")["startedOn"] == "1970-01-01T00:33:20Z", "an entry that does not say it is not taken"
 
 
 def test_what_changed_while_it_was_made_is_not_kept(tmp_path: Path, cache: Cache, capsys) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkout import Checkout
-from test_lock import flip
+from test_locks import flip
 
 MODEL = "demo-llama"
 GRAPHS, ENGINES, REFERENCE = f"{MODEL}/fp16/graphs", f"{MODEL}/fp16/engines/onnxruntime", f"{MODEL}/reference"

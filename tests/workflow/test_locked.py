@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkout import Checkout
-from test_lock import edit_pin, flip
+from test_locks import edit_pin, flip
 
 MODEL = "demo-llama"
 LOCKED = ("--config", "locked=true")

@@ -15,6 +15,7 @@ from lockstep import buildkey
 from lockstep.cache.store import Cache, Entry, cache_folder, delete, touch
 from lockstep.errors import InputError
 from lockstep.files import atomic_path, remove_leftovers, sha256_file, sha256_json
+from lockstep.lock.provenance import provenance_path
 from lockstep.lock.record import Step, content
 from lockstep.seen import remember
 from lockstep.sidefiles import named_files
@@ -60,7 +61,8 @@ def put(cache: Cache | None, step: Step, record: Mapping[str, Any]) -> None:
         return
     try:
         _check_unchanged(step, record)
-        files = {name: cache.add(step.output.parent / name, sha256) for name, sha256 in sorted(record["outputs"].items())}
+        beside = {path.name: sha256_file(path) for path in _beside(step)}
+        files = {name: cache.add(step.output.parent / name, sha256) for name, sha256 in sorted({**record["outputs"], **beside}.items())}
         made_of = {name: part for name, part in record.items() if name not in ("format", "key", "outputs")}
         entry = cache.write(made_of, step.output.name, files)
     except InputError as error:
@@ -79,7 +81,8 @@ def _restore(cache: Cache, step: Step, entry: Entry) -> None:
     with atomic_path(output) as manifest:
         cache.take(entry.files[entry.manifest], manifest)
         outputs = {name: blob.sha256 for name, blob in entry.files.items()}
-        if entry.manifest != output.name or not _is_whole(manifest, outputs):
+        beside = {path.name for path in _beside(step)}
+        if entry.manifest != output.name or not _is_whole(manifest, outputs) or not beside <= outputs.keys():
             raise InputError(f"{cache.entry_path(entry.key)}: expected all files of {output.name}, found others")
         output.unlink(missing_ok=True)
         for name in entry.files.keys() - {entry.manifest}:
@@ -88,6 +91,11 @@ def _restore(cache: Cache, step: Step, entry: Entry) -> None:
             remember(folder / name, entry.files[name].sha256)
         if step.stage in _OWN_FOLDER:
             _clear(folder, set(entry.files))
+
+
+def _beside(step: Step) -> list[Path]:
+    """What is kept with an artefact and is no part of its record: who built an engine set, and when."""
+    return [provenance_path(step.output)] if step.stage == "build" else []
 
 
 def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
