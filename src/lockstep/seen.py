@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep import formats
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_file, write_json
 
-FORMAT = "lockstep.seen/1"
 LARGE = 16 << 20  # hashed in about 10 ms: below this, looking at times saves nothing that is felt
 THREADS = min(8, os.cpu_count() or 1)
 
@@ -90,7 +90,7 @@ def _place(path: str) -> Path:
 
 def _recall(path: str, state: dict[str, int]) -> str | None:
     try:
-        known = read_json(_place(path), FORMAT)
+        known = read_json(_place(path), formats.SEEN)
     except (InputError, OSError):
         return None  # none yet, or damaged: it is hashed again
     return known["sha256"] if known.get("path") == path and known.get("state") == state else None
@@ -98,6 +98,6 @@ def _recall(path: str, state: dict[str, int]) -> str | None:
 
 def _keep(path: str, state: dict[str, int], sha256: str) -> None:
     try:
-        write_json(_place(path), {"format": FORMAT, "path": path, "state": state, "sha256": sha256})
+        write_json(_place(path), {"format": formats.SEEN, "path": path, "state": state, "sha256": sha256})
     except (OSError, UnicodeError):
         pass  # no home, a full disk: it is hashed again next time

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.errors import InputError
 from lockstep.files import read_json
 from lockstep.seen import Expected
@@ -35,7 +36,7 @@ def named_files(manifest: str | os.PathLike) -> list[Expected]:
     manifest = Path(manifest)
     value = read_json(manifest)
     folder = manifest.parent
-    if isinstance(value, dict) and value.get("format") == "lockstep.checkpoint/1":
+    if isinstance(value, dict) and value.get("format") == formats.CHECKPOINT:
         folder = folder / value["folder"]
     found = {name: Expected(folder / name, sha256, size) for name, sha256, size in _named(value)}
     return [found[name] for name in sorted(found)]

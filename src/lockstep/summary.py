@@ -86,7 +86,7 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
 
 def _reproduced(path: Path, engine_digest: str) -> str:
     """The level of sameness that `lockstep reproduce` found for these very engines; "-" where it has not looked at them."""
-    record = read_json(path, "lockstep.reproduce/1") if path.is_file() else {}
+    record = read_json(path, formats.REPRODUCTION) if path.is_file() else {}
     return record["level"] if record.get("engine_digest") == engine_digest else "-"
 
 

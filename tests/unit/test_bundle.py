@@ -15,7 +15,8 @@ import pytest
 from demo_model import DEMO, LIMITS
 from recorded import recorded
 
-from lockstep.bundle.archive import FORMAT, MANIFEST, Entry, header, read_archive, write_archive
+from lockstep import formats
+from lockstep.bundle.archive import MANIFEST, Entry, header, read_archive, write_archive
 from lockstep.bundle.opened import opened
 from lockstep.bundle.pack import pack
 from lockstep.errors import InputError
@@ -180,7 +181,7 @@ def test_an_entry_that_the_manifest_does_not_list_so_is_refused(apart: Path, tmp
 def forged(path: Path, names: list[str], **about) -> Path:
     """A bundle whose manifest lists these names, and whose headers are right."""
     listed = [{"path": name, "size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"} for name in names]  # of b"x"
-    manifest = {"format": FORMAT, "files": listed, **about}
+    manifest = {"format": formats.BUNDLE, "files": listed, **about}
     data = dump_json({**manifest, SEAL: sha256_json(manifest)}).encode()
     parts = [header(MANIFEST, len(data)), data + bytes(-len(data) % 512)]
     path.write_bytes(b"".join([*parts, *(header(name, 1) + b"x".ljust(512, b"\0") for name in names), bytes(1024)]))

@@ -34,7 +34,7 @@ ROWS = (
 # What traces, what is compared with, and what times it. Nothing else may need torch to be installed.
 TORCH = ("split/", "validate/", "golden/reference.py", "torch_model.py", "random_model.py", "quiet.py", "bench/")
 # What runs where only an engine's runtime is installed.
-RUNS_ALONE = ("errors", "files", "seen", "weights", "engine", "runtime", "bundle.opened")
+RUNS_ALONE = ("errors", "files", "formats", "seen", "weights", "engine", "runtime", "bundle.opened")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

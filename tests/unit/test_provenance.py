@@ -101,6 +101,32 @@ def test_it_has_the_fields_that_are_published(results: Results) -> None:
     jsonschema.Draft202012Validator(SCHEMA).validate(statement)
 
 
+def test_a_build_that_fails_before_it_writes_keeps_the_earlier_one(results: Results) -> None:
+    path = build(results)
+    before = path.read_bytes()
+
+    def fail() -> None:
+        assert not path.exists() and not record_path(path.with_name("engines.json")).exists(), "a kill now leaves neither"
+        raise InputError("no room")
+
+    with pytest.raises(InputError, match="no room"):
+        stage.run(step("build", CONFIG, results, NAMES), fail)
+    assert path.read_bytes() == before and {finding.status for finding in verify(results.root) if finding.name.startswith("demo-llama/fp16/engines")} == {"same"}
+
+
+def test_a_build_that_fails_after_it_wrote_leaves_none(results: Results) -> None:
+    path = build(results)
+
+    def fail() -> None:
+        engines = path.with_name("engines.json")
+        write_json(engines, {**read_json(engines), "backend_version": "0.0"})
+        raise InputError("no room")
+
+    with pytest.raises(InputError, match="no room"):
+        stage.run(step("build", CONFIG, results, NAMES), fail)
+    assert not list(path.parent.glob("*.json"))
+
+
 def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:
     path = build(results)
     statement, engines = json.loads(path.read_text()), path.parent

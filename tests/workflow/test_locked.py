@@ -87,6 +87,12 @@ def test_what_comes_out_otherwise_is_taken_away(locked: Checkout) -> None:
     assert not (locked.results / MODEL / "fp32" / "weights.json").exists()
 
 
+def test_an_engine_set_that_is_refused_takes_its_provenance_with_it(locked: Checkout) -> None:
+    edit_lock(locked, lambda lock: [device.update({"middle.onnx": "0" * 64}) for device in lock["precisions"]["fp16"]["engines"]["onnxruntime"].values()])
+    assert re.match(r"build: middle\.onnx differs: 000000000000 -> \w{12}; locked by", refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
+    assert not list((locked.results / MODEL / "fp16" / "engines" / "onnxruntime").glob("*.json"))
+
+
 def test_a_lock_holds_the_engines_of_several_devices(locked: Checkout) -> None:
     edit_lock(locked, lambda lock: other_device(lock["precisions"]["fp16"]["engines"]))
     assert re.match(r"build: device differs: other 0 -> \w+ \w{12}; locked by", refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from lockstep import formats
 from lockstep.errors import InputError
 from lockstep.files import SEAL, atomic_path, dump_json, sha256_json
 
-FORMAT = "lockstep.bundle/1"
 MANIFEST = "bundle.json"
 _BLOCK = 512
 _END = bytes(2 * _BLOCK)
@@ -79,7 +79,7 @@ def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]
     """
     entries = sorted(entries, key=lambda entry: entry.name)
     listed = [{"path": entry.name, "size": entry.size, "sha256": entry.sha256} for entry in entries]
-    manifest = {"format": FORMAT, **about, "files": listed}
+    manifest = {"format": formats.BUNDLE, **about, "files": listed}
     first = Entry.of_bytes(MANIFEST, dump_json({**manifest, SEAL: sha256_json(manifest)}).encode())
     _check_listed(path, listed)
     with atomic_path(path) as temporary, open(temporary, "wb") as out:
@@ -153,12 +153,12 @@ def _read_manifest(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
         seal = manifest.pop(SEAL)
         same = data == dump_json({**manifest, SEAL: seal}).encode()
         listed = [(entry["path"], entry["size"], entry["sha256"]) for entry in manifest["files"]]
-        whole = same and manifest["format"] == FORMAT and seal == sha256_json(manifest) and not any(file.read(-size % _BLOCK))
+        whole = same and manifest["format"] == formats.BUNDLE and seal == sha256_json(manifest) and not any(file.read(-size % _BLOCK))
         whole = whole and all(isinstance(n, str) and type(s) is int and 0 <= s < _LARGEST_FILE and isinstance(d, str) for n, s, d in listed)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise InputError(f"{path}: {MANIFEST}: expected the sealed manifest of a bundle ({FORMAT}), found something else; {remedy}")
+        raise InputError(f"{path}: {MANIFEST}: expected the sealed manifest of a bundle ({formats.BUNDLE}), found something else; {remedy}")
     return manifest, _behind(_BLOCK + size)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError
 from lockstep.files import read_json, write_json
@@ -120,8 +121,8 @@ def _is_weights(name: str) -> bool:
 
 def _check_named(archive: Archive, folder: Path) -> None:
     """Engines and tokenizer are files of the bundle and no others."""
-    tokenizer = read_json(folder / "graphs" / "assembly.json", "lockstep.assembly/1").get("tokenizer") or {}
-    names = [f"engines/{entry['file']}" for entry in read_json(folder / "engines" / "engines.json", "lockstep.engines/1")["engines"].values()]
+    tokenizer = read_json(folder / "graphs" / "assembly.json", formats.ASSEMBLY).get("tokenizer") or {}
+    names = [f"engines/{entry['file']}" for entry in read_json(folder / "engines" / "engines.json", formats.ENGINES)["engines"].values()]
     for name in [*names, *([f"graphs/{tokenizer['file']}"] if tokenizer else [])]:
         if name not in archive.members:
             raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; make the bundle again")
@@ -129,7 +130,7 @@ def _check_named(archive: Archive, folder: Path) -> None:
 
 def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     """Rewrite the weights' manifest: its one file is the archive."""
-    manifest = read_json(manifest_path, "lockstep.weights/1")
+    manifest = read_json(manifest_path, formats.WEIGHTS)
     members = []
     for file in manifest["files"]:
         member = archive.members.get(f"weights/{file['path']}")
@@ -151,7 +152,7 @@ def _bind(manifest_path: Path, weights: Path) -> Path:
     """The manifest of weights that lie elsewhere: `weights` itself, or that of the bundle, pointed to the folder `weights`."""
     if weights.is_file():
         return weights
-    manifest = read_json(manifest_path, "lockstep.weights/1")
+    manifest = read_json(manifest_path, formats.WEIGHTS)
     for file in named_files(manifest_path):
         if not (weights / file.path.name).is_file():
             found = "no such file" if weights.is_dir() else "no such folder"

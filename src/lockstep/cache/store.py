@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from lockstep import formats
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_file, sha256_json, write_json
 
-FORMAT = "lockstep.cache/1"
 VARIABLE = "LOCKSTEP_CACHE"
 DIGEST = re.compile("[0-9a-f]{64}")
 _LARGEST_ENTRY = 16 << 20  # bytes; an entry of a thousand files has a tenth of a megabyte
@@ -104,7 +104,7 @@ class Cache:
         if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_ENTRY:
             raise InputError(f"{path}: expected an entry of the cache, found {'too large a file' if stat.S_ISREG(found.st_mode) else 'what is no file'}")
         try:
-            value = read_json(path, FORMAT)
+            value = read_json(path, formats.CACHE)
             return _entry(path, key, value)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             raise InputError(f"{path}: expected an entry of the cache, found other content") from None
@@ -137,7 +137,7 @@ class Cache:
 
     def write(self, made_of: Mapping[str, Any], manifest: str, files: Mapping[str, Blob]) -> Entry:
         """Write the entry of an artefact whose files are in."""
-        value = {"format": FORMAT, "key": sha256_json(made_of), "made_of": dict(made_of), "manifest": manifest,
+        value = {"format": formats.CACHE, "key": sha256_json(made_of), "made_of": dict(made_of), "manifest": manifest,
                  "files": {name: {"sha256": blob.sha256, "size": blob.size} for name, blob in files.items()}}  # fmt: skip
         with self._new(self.entry_path(value["key"])) as temporary:
             write_json(temporary, value)

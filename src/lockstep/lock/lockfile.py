@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.errors import CheckError, InputError
 from lockstep.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.lock.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.seen import digest
 from lockstep.sidefiles import named_files
 
-FORMAT = "lockstep.lock/1"
 MADE = "made with"
 
 
@@ -41,7 +41,7 @@ def lock_path(folder: Path, model: str) -> Path:
 
 def read_lock(path: Path) -> dict[str, Any]:
     """Raises InputError for a file that is absent or no lock."""
-    return read_json(path, FORMAT)
+    return read_json(path, formats.LOCK)
 
 
 def write_lock(results: Path, model: str, out: Path) -> Path:
@@ -78,7 +78,7 @@ def collect(results: Path, model: str) -> dict[str, Any]:
     for stage in ("resolve", "convert", "export", "build", "golden"):
         if stage not in {section.stage for section in found}:
             raise InputError(f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first")
-    lock: dict[str, Any] = {"format": FORMAT, "model": model, MADE: {}}
+    lock: dict[str, Any] = {"format": formats.LOCK, "model": model, MADE: {}}
     for section in found:
         put(lock, section)
     return lock

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import __version__
+from lockstep import __version__, formats
 from lockstep.errors import InputError
 from lockstep.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.paths import Results
@@ -104,7 +104,7 @@ def _checkpoint_files(step: Step) -> Iterator[dict[str, Any]]:
     manifest = results.architecture(step.names["model"])
     if not manifest.is_file():
         return  # graphs that were brought here without their checkpoint
-    value = read_json(manifest, "lockstep.checkpoint/1")
+    value = read_json(manifest, formats.CHECKPOINT)
     origin = _purl(value["source"], results.source(step.names["model"]))
     for file in value["files"]:
         about = {"uri": f"{origin}#{file['path']}"} if origin else {}

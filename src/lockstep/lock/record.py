@@ -12,21 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import buildkey
+from lockstep import buildkey, formats
 from lockstep.errors import CheckError
 from lockstep.files import read_json, sha256_json, write_json
 from lockstep.seen import digest
 from lockstep.sidefiles import named_files
 
-FORMAT = "lockstep.build/1"
 SUFFIX = ".build.json"
 # Stages whose results speak of the model by its name in the config; others are the same under any name.
 _NAMED = ("validate", "golden")
 # What of a manifest is no content: places, and whose CPU it was. By format.
 _NO_CONTENT = {
-    "lockstep.checkpoint/1": ("source", "folder", "commit"),
-    "lockstep.source/1": ("source", "commit"),
-    "lockstep.engines/1": ("device",),
+    formats.CHECKPOINT: ("source", "folder", "commit"),
+    formats.SOURCE: ("source", "commit"),
+    formats.ENGINES: ("device",),
 }
 
 
@@ -61,7 +60,7 @@ def content(path: Path) -> str:
     if kind is None:
         return digest(path)
     value = {key: item for key, item in value.items() if key not in _NO_CONTENT.get(kind, ())}
-    if kind == "lockstep.weights/1":
+    if kind == formats.WEIGHTS:
         value["files"] = [{**file, "path": Path(file["path"]).name} for file in value["files"]]
     return sha256_json(value)
 
@@ -94,7 +93,7 @@ def backend_identity(name: str) -> dict[str, Any]:
 
 def write_record(step: Step, key: Mapping[str, Any]) -> dict[str, Any]:
     """Write the record of `step`, which has just made its output with `key`, and give it."""
-    record = {"format": FORMAT, **key, "key": sha256_json(key), "outputs": outputs_of(step.output, step.beside)}
+    record = {"format": formats.BUILD, **key, "key": sha256_json(key), "outputs": outputs_of(step.output, step.beside)}
     write_json(record_path(step.output), record)
     return record
 
@@ -123,7 +122,7 @@ def read_record(output: Path) -> dict[str, Any] | None:
 
 def checked_record(path: Path) -> dict[str, Any]:
     """A record whose key is that of its parts. Raises InputError, or CheckError for parts that were changed."""
-    record = read_json(path, FORMAT)
+    record = read_json(path, formats.BUILD)
     if record["key"] != sha256_json({name: value for name, value in record.items() if name not in ("format", "key", "outputs")}):
         raise CheckError(f"{path}: expected the key of what it lists, found another; delete the file and run again")
     return record

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.engine import EngineSet
 from lockstep.errors import CheckError
@@ -22,7 +23,6 @@ from lockstep.files import read_json, write_json
 from lockstep.lock.sameness import LEVELS, Facts, compare, facts, reached
 from lockstep.paths import Results, Target
 
-FORMAT = "lockstep.reproduce/1"
 STAGES = ("resolve", "convert", "export", "build", "golden")
 _SHOWN = 20  # differences of a level that are kept; the rest is counted
 _NOT_TAKEN_ON = ("LOCKSTEP_CACHE",)
@@ -54,7 +54,7 @@ def _record(present: EngineSet, target: Target, before: Facts, found: list[dict[
         more = max(0, len(lines) - _SHOWN)
         levels[level] = {"what": what, "digest": before.digests()[level], "same_rounds": same, "differences": lines[:_SHOWN], "more_differences": more}
     return {
-        "format": FORMAT,
+        "format": formats.REPRODUCTION,
         "target": asdict(target),
         "engine_digest": present.digest(),
         "backend_version": present.manifest["backend_version"],
@@ -87,7 +87,7 @@ def _round(config: Mapping[str, Any], results: Results, target: Target, folder: 
 def _config(config: Mapping[str, Any], results: Results, target: Target) -> dict[str, Any]:
     """The config with this target only, and the checkpoint where it lies."""
     manifest_path = results.checkpoint(target.model)
-    manifest = read_json(manifest_path, "lockstep.checkpoint/1")
+    manifest = read_json(manifest_path, formats.CHECKPOINT)
     folder = checkpoint_folder(manifest_path, manifest)
     check_checkpoint(folder, manifest)
     model = config["models"][target.model]

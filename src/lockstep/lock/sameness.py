@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep import formats
 from lockstep.engine import Backend
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_json
@@ -42,7 +43,7 @@ def facts(results: Results, target: Target, backend: Backend, failure: str | Non
     Raises InputError where something was not made, or has no record of how it was made.
     """
     engines_json = results.engines(target.model, target.precision, target.backend)
-    manifest = read_json(engines_json, "lockstep.engines/1")
+    manifest = read_json(engines_json, formats.ENGINES)
     files = {name: engines_json.with_name(entry["file"]) for name, entry in sorted(manifest["engines"].items())}
     canonical = {name: backend.canonical_bytes(path) for name, path in files.items()}
     settings = {**{name: manifest[name] for name in _SETTINGS}, "device": backend.device_key(manifest["device"])}
@@ -89,7 +90,7 @@ def _made_by(results: Results, target: Target) -> dict[str, Any]:
 
 
 def _tokens(results: Results, target: Target) -> dict[str, Any]:
-    golden = read_json(results.golden(target.model, target.precision, target.layers, target.backend), "lockstep.golden/1")
+    golden = read_json(results.golden(target.model, target.precision, target.layers, target.backend), formats.GOLDEN)
     return {prompt["text"]: prompt["tokens"] for prompt in golden["prompts"]}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.errors import LockstepError
 from lockstep.files import SEAL, read_json
 from lockstep.lock.diff import changes
@@ -123,7 +124,7 @@ def _alone(path: Path, results: Path) -> Finding:
     return Finding(UNKNOWN, name, "no record names it")
 
 
-_MEASURED = ("lockstep.speed/1", "lockstep.reproduce/1")
+_MEASURED = (formats.SPEED, formats.REPRODUCTION)
 
 
 def _locked(folder: Path, lock: Mapping[str, Any]) -> list[Finding]:
