@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.metadata
 import os
 import re
 import sys
@@ -19,6 +20,21 @@ from lockstep.errors import InputError
 from lockstep.files import sha256_json
 
 PACKAGE = "lockstep"
+# Rule -> the module that it enters the package by.
+STAGES = {
+    "fetch": "hub",
+    "random_weights": "random_model",
+    "resolve": "checkpoint",
+    "architecture": "checkpoint",
+    "convert": "weights",
+    "export": "split",
+    "validate": "validate",
+    "build": "engine",
+    "reference": "golden.reference",
+    "golden": "golden.check",
+    "summary": "summary",
+    "plots": "plots",
+}
 _SOURCES = Path(__file__).resolve().parent
 _PINS = _SOURCES.parents[1] / "envs" / "requirements.txt"
 # Packages whose import name is not their own name.
@@ -34,9 +50,16 @@ def stage_key(entry: str, packages: Iterable[str] = ()) -> dict[str, str]:
 
     `packages` names those that are used without an import, such as a backend's.
     """
-    names = third_party(entry) | set(packages)
-    brought = {name for owner in names for name in _BRINGS.get(owner, ())}
-    return {"code": code_digest(entry), "environment": environment_digest(names | brought)}
+    return {"code": code_digest(entry), "environment": environment_digest(_with_brought(third_party(entry) | set(packages)))}
+
+
+def packages_of(entry: str) -> set[str]:
+    """Canonical names of the packages that the code of `entry` imports, and of what these load when used."""
+    return _with_brought(third_party(entry))
+
+
+def _with_brought(names: set[str]) -> set[str]:
+    return names | {name for owner in names for name in _BRINGS.get(owner, ())}
 
 
 def code_digest(entry: str) -> str:
@@ -44,8 +67,31 @@ def code_digest(entry: str) -> str:
 
     Imports inside functions count too. Raises InputError when there is no such module.
     """
-    files = {path.relative_to(_SOURCES).as_posix(): _read(path).digest for path in module_files(entry)}
-    return sha256_json(files)
+    return sha256_json(code_files(entry))
+
+
+def code_files(entry: str) -> dict[str, str]:
+    """Hex sha256 by file of this package that importing `entry` may load."""
+    return {path.relative_to(_SOURCES).as_posix(): _read(path).digest for path in module_files(entry)}
+
+
+def pinned_packages(entry: str, pins: str | os.PathLike | None = None) -> dict[str, str]:
+    """The pinned version of each package that the code of `entry` uses."""
+    pinned = read_pins(pins or _PINS)
+    return {name: pinned[name] for name in sorted(packages_of(entry))}
+
+
+def installed_packages(entry: str) -> dict[str, str]:
+    """The version of each package that the code of `entry` uses, as it is installed here (local parts such as +cpu left out);
+    the pinned one of those that are not installed."""
+    return {name: _installed(name) or version for name, version in pinned_packages(entry).items()}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def environment_digest(packages: Iterable[str], pins: str | os.PathLike = _PINS) -> str:

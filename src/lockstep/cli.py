@@ -6,6 +6,7 @@ explains itself without loading what only one of them needs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,13 +16,14 @@ import click
 
 from lockstep import __version__
 from lockstep.bench.cli import bench
+from lockstep.cache.cli import cache
 from lockstep.errors import InputError, guard
+from lockstep.lock.cli import COMMANDS
 from lockstep.paths import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.config import Config
 
-_DEFAULT_CONFIG = Path("config/config.yaml")
 _RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True, help="The results tree.")
 _CONFIG = click.option("--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]")
 
@@ -50,6 +52,7 @@ class Project:
     config: Config
     sources: dict[str, Path]
     results: Results
+    locked: bool = False
 
 
 def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -> Callable[[Callable[..., Path]], click.Command]:
@@ -63,19 +66,40 @@ def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -
         @click.argument("targets", nargs=-1, metavar="[TARGET]...")
         @_CONFIG
         @_RESULTS
+        @click.option("--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says.")
         @option
-        def command(targets: tuple[str, ...], config_file: Path | None, results: Path, **options: Any) -> None:
-            project = _project(config_file, results)
+        def command(targets: tuple[str, ...], config_file: Path | None, results: Path, locked: bool, **options: Any) -> None:
+            project = _project(config_file, results, locked)
             chosen = [target for target in project.config.targets() if not targets or any(_matches(target, text) for text in targets)]
             for text in targets:
                 if not any(_matches(target, text) for target in chosen):
                     project.config.parse_target(text)  # says which there are
             for values in dict.fromkeys(tuple(getattr(target, field) for field in fields) for target in chosen):
-                click.echo(function(project, *values, **options))
+                names = dict(zip(fields, values))
+                click.echo(_recorded(function.__name__, project, names, lambda: function(project, *values, **options)))
 
         return command
 
     return decorate
+
+
+def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callable[[], Path]) -> Path:
+    """What `make` gives; the artefact is recorded as a job of the workflow records it."""
+    from lockstep.lock.stage import run
+    from lockstep.lock.steps import step
+    from lockstep.sources import FolderSource, RandomSource, parse_source
+
+    if stage == "fetch":
+        kind = parse_source(project.config.models[names["model"]].source)
+        if isinstance(kind, FolderSource):
+            return make()  # nothing is fetched
+        stage = "random_weights" if isinstance(kind, RandomSource) else stage
+    lock_file = None
+    if project.locked:
+        from lockstep.lock.locked import find_lock
+
+        lock_file = find_lock(names["model"], [Path()])
+    return run(step(stage, project.config, project.results, names), make, lock_file, project.config.cache)
 
 
 def _matches(target: Target, text: str) -> bool:
@@ -83,25 +107,27 @@ def _matches(target: Target, text: str) -> bool:
     return f"{target}/".startswith(f"{text.rstrip('/')}/")
 
 
-def _project(config_file: Path | None, results: Path) -> Project:
+def _project(config_file: Path | None, results: Path, locked: bool = False) -> Project:
     config, tree = _config(config_file), Results(results)
-    return Project(config, config.check_sources(results=tree), tree)
+    return Project(config, config.check_sources(results=tree), tree, locked)
 
 
 def _config(config_file: Path | None) -> Config:
-    from lockstep.config import load
-    from lockstep.sources import source_folders
+    from lockstep.config import load_given
 
-    found = (folder / _DEFAULT_CONFIG for folder in source_folders() if (folder / _DEFAULT_CONFIG).is_file())
-    return load(config_file or next(found, _DEFAULT_CONFIG))
+    return load_given(config_file)
 
 
 def _used_config(results: Results) -> Config:
     """The config that the results were made with."""
     from lockstep.config import load
     from lockstep.files import read_json
+    from lockstep.lock.record import read_record, record_path
 
-    return load(read_json(results.config()), where=str(results.config()))
+    value = read_json(results.config())
+    if record_path(results.config()).is_file() and read_record(results.config()) is None:
+        raise InputError(f"{results.config()}: expected the config that was recorded, found another; run snakemake again")
+    return load(value, where=str(results.config()))
 
 
 @_stage("model", option=click.option("--newest", is_flag=True, help="Take the commit that a branch is at now, not the one it was found at."))
@@ -133,7 +159,7 @@ def resolve(project: Project, model: str) -> Path:
     fetched = None if isinstance(parse_source(source), FolderSource) else results.source(model)
     folder = folder_of(fetched) if fetched else project.sources[model]
     made = checkpoint.resolve_fetched(fetched, results.checkpoint(model)) if fetched else checkpoint.resolve(source, folder, results.checkpoint(model))
-    checkpoint.resolve_architecture(source, folder, results.architecture(model))
+    _recorded("architecture", project, {"model": model}, lambda: checkpoint.resolve_architecture(source, folder, results.architecture(model)))
     return made
 
 
@@ -244,7 +270,9 @@ def show(graph: Path) -> None:
 
 
 @main.command()
-@click.option("--target", required=True, metavar="TARGET", help="A target of the last run, such as demo-llama/fp16/all.")
+@click.option("--target", metavar="TARGET", help="A target of the last run, such as demo-llama/fp16/all.")
+@click.option("--bundle", "archive", type=click.Path(path_type=Path), help="Or a bundle that `lockstep bundle` made.")
+@click.option("--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder, or a weights.json.")
 @click.option("--prompt", required=True, help="The text to go on from.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
@@ -254,19 +282,102 @@ def show(graph: Path) -> None:
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
 @_RESULTS
-def generate(target: str, prompt: str, max_new_tokens: int, stop: tuple[str, ...], threads: int | None, results: Path, **sampling: Any) -> None:
-    """Text from an engine set, as it is made; then the speed, on stderr."""
+def generate(
+    target: str | None, archive: Path | None, weights: Path | None, prompt: str, max_new_tokens: int, stop: tuple[str, ...], threads: int | None, results: Path,
+    **sampling: Any,
+) -> None:  # fmt: skip
+    """Text from an engine set or a bundle, as it is made; then the speed, on stderr."""
     from lockstep import worker
+    from lockstep.bundle.opened import Opened, opened
+
+    if (target is None) == (archive is None) or (weights is not None and archive is None):
+        given = " ".join(name for name, value in (("--target", target), ("--bundle", archive), ("--weights", weights)) if value is not None)
+        raise InputError(f"generate: expected --target, or --bundle with or without --weights, found {given or 'neither'}")
+
+    def of_target() -> Opened:
+        tree = Results(results)
+        config = _used_config(tree)
+        chosen = config.parse_target(target)
+        engines, assembly = tree.engines(chosen.model, chosen.precision, chosen.backend), tree.assembly(chosen.model, chosen.precision)
+        return Opened(chosen, config.limits.model_dump(), engines, assembly, tree.weights(chosen.model, chosen.precision))
+
+    def run(place: Opened) -> None:
+        python = _used_config(Results(results)).interpreter(place.target.backend) if archive is None else None
+        worker.call(
+            python, "generate", assembly=str(place.assembly), weights=str(place.weights), engines=str(place.engines), layers=place.target.layers,
+            limits=dict(place.limits), prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=list(stop), threads=threads,
+        )  # fmt: skip
+
+    with contextlib.nullcontext(of_target()) if archive is None else opened(archive, weights) as place:
+        run(place)
+
+
+
+
+@main.command()
+@click.argument("target")
+@_CONFIG
+@_RESULTS
+def explain(target: str, config_file: Path | None, results: Path) -> None:
+    """What a run would make again for a target, and why."""
+    from lockstep.lock.explain import explain as reasons
+
+    project = _project(config_file, results)
+    chosen = project.config.parse_target(target)
+    found = [step for step in reasons(project.config, project.results, chosen, _checkpoint_folder(project, chosen.model)) if step.rebuilt]
+    for step in found:
+        click.echo(step)
+    if not found:
+        click.echo(f"{chosen}: nothing would be made again")
+
+
+@main.command()
+@click.argument("target")
+@click.option("--weights", is_flag=True, help="Pack the weights too.")
+@click.option("--out", type=click.Path(path_type=Path), help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]")
+@_RESULTS
+def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
+    """A target in one file, that runs where its backend is installed."""
+    from lockstep.bundle.pack import pack
 
     tree = Results(results)
     config = _used_config(tree)
-    chosen, limits = config.parse_target(target), config.limits
-    model, precision = chosen.model, chosen.precision
-    worker.call(
-        config.interpreter(chosen.backend), "generate",
-        assembly=str(tree.assembly(model, precision)), weights=str(tree.weights(model, precision)), engines=str(tree.engines(model, precision, chosen.backend)),
-        layers=chosen.layers, limits=limits.model_dump(), prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=list(stop), threads=threads,
-    )  # fmt: skip
+    chosen = config.parse_target(target)
+    name = f"{chosen}".replace("/", "-") + ".tar"
+    click.echo(pack(tree, chosen, config.limits.model_dump(), out or Path(name), weights))
 
 
-main.add_command(bench)
+@main.command()
+@click.argument("target")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often to build again.")
+@click.option("--at-least", type=click.Choice(["R0", "R1", "R2", "R3", "R4"]), help="Exit code 1 if a lower level is reached.")
+@_RESULTS
+def reproduce(target: str, rounds: int, at_least: str | None, results: Path) -> None:
+    """Build a target again in clean folders: what is the same?"""
+    from lockstep.errors import CheckError
+    from lockstep.lock.reproduce import print_table
+    from lockstep.lock.reproduce import reproduce as again
+
+    tree = Results(results)
+    config = _used_config(tree)
+    chosen = config.parse_target(target)
+    record = again(config.dump(), tree, chosen, rounds, lambda line: click.echo(line, err=True))
+    print_table(record)
+    path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
+    click.echo(f"Level reached: {record['level']}, in {path}")
+    if at_least and (record["level"] == "none" or record["level"] < at_least):
+        raise CheckError(f"{chosen}: expected {at_least} or higher, found {record['level']}; {path} says what differs")
+
+
+def _checkpoint_folder(project: Project, model: str) -> Path | None:
+    from lockstep.fetched import folder_of
+    from lockstep.sources import FolderSource, parse_source
+
+    if isinstance(parse_source(project.config.models[model].source), FolderSource):
+        return project.sources[model]
+    folder = folder_of(project.results.source(model))
+    return folder if folder.is_dir() else None
+
+
+for command in (bench, cache, *COMMANDS):
+    main.add_command(command)

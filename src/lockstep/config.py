@@ -22,11 +22,13 @@ from lockstep.sources import FolderSource, RandomSource, parse_source, read_shap
 
 __all__ = [
     "BACKEND_PRECISIONS", "Backends", "Config", "Golden", "Limits", "ModelConfig", "Prompt", "Tolerance", "Tolerances",
-    "load", "load_merged", "resolve_source", "source_folders",
+    "load", "load_given", "load_merged", "resolve_source", "source_folders",
 ]
 
 # Names beside the models' folders in the results tree (lockstep.paths), which no model may take.
 _RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|reports?(\..*)?|logs?|benchmarks?", re.IGNORECASE)
+
+_DEMO = Path("config/config.yaml")
 
 
 class Config(Section):
@@ -37,6 +39,11 @@ class Config(Section):
     )
     limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
     tolerances: Tolerances = Field(default=Tolerances(), description="Largest absolute errors that pass, by precision.")
+    cache: str = Field(
+        default="",
+        description="A folder of artefacts shared between checkouts and machines (docs/cache.md); a relative path is looked up from the working "
+        "directory. The environment variable `LOCKSTEP_CACHE` goes before it, and turns it off where it is empty.",
+    )
 
     backends: Backends = Field(default=Backends(), description="Settings of each backend; which models use it stands with them.")
 
@@ -120,8 +127,8 @@ class Config(Section):
         return self.backends.tensorrt.python if backend == "tensorrt" else None
 
     def dump(self) -> dict[str, Any]:
-        """Plain JSON types, with all defaults filled in; `load` of it gives the same config."""
-        return self.model_dump(mode="json")
+        """Plain JSON types, with all defaults filled in; `load` of it gives the same config. Not the cache: results do not hang on where it lies."""
+        return self.model_dump(mode="json", exclude={"cache"})
 
 
 def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None) -> Config:
@@ -140,6 +147,12 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
         return Config.model_validate(value)
     except ValidationError as error:
         raise InputError(f"{where}: {one_line(Config, error)}") from None
+
+
+def load_given(path: Path | None) -> Config:
+    """The config at `path`, by default the demo: of the working directory, else of the repository. Raises InputError as `load` does."""
+    found = (folder / _DEMO for folder in source_folders() if (folder / _DEMO).is_file())
+    return load(path or next(found, _DEMO))
 
 
 def load_merged(

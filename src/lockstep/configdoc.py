@@ -198,7 +198,7 @@ def _default(node: Schema, optional: bool, is_section: bool) -> str:
     value = node["default"]
     if isinstance(value, list):
         return f"`[{', '.join(map(str, value))}]`"
-    return f"`{value}`" if value not in ({}, None) else "none"
+    return f"`{value}`" if value not in ({}, None, "") else "none"
 
 
 def main(arguments: list[str] | None = None) -> None:

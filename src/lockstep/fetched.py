@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.files import read_json, remove_leftovers, write_json
 
-FORMAT = "lockstep.source/1"
 FOLDER = "checkpoint"
 
 
@@ -34,7 +34,7 @@ def folder_of(manifest: Path) -> Path:
 
 def read_fetched(manifest: Path) -> Fetched:
     """Raises InputError when the manifest is absent: nothing was fetched yet."""
-    value = read_json(manifest, FORMAT)
+    value = read_json(manifest, formats.SOURCE)
     sha256 = {Path(file["path"]).name: file["sha256"] for file in value["files"]}
     return Fetched(value["source"], folder_of(manifest), sha256, value.get("commit"))
 
@@ -55,7 +55,7 @@ def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **more
         for name, digest in sorted(sha256.items())
     ]
     remove_leftovers(manifest)
-    write_json(manifest, {"format": FORMAT, "source": source, "files": files, **more})
+    write_json(manifest, {"format": formats.SOURCE, "source": source, "files": files, **more})
     return manifest
 
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from lockstep.errors import InputError
 
+# Key of a manifest under which the sha256 of its other entries stands: a flipped byte is seen by whoever reads it.
+SEAL = "sealed_sha256"
+
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
@@ -61,14 +64,16 @@ def dump_json(value: Any) -> str:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write `value` as canonical JSON, whole or not at all."""
+    """Write `value` as canonical JSON, whole or not at all. A manifest (an object with a "format") is sealed: `SEAL` is its digest."""
+    if isinstance(value, dict) and "format" in value:
+        value = {**value, SEAL: sha256_json({key: item for key, item in value.items() if key != SEAL})}
     write_bytes(path, dump_json(value).encode())
 
 
 def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
-    """Read JSON; `format` is what its "format" key must say.
+    """Read JSON; `format` is what its "format" key must say. A manifest is given without its seal.
 
-    Raises InputError when the file is absent, is not JSON or has another format.
+    Raises InputError when the file is absent, is not JSON, has another format, or does not hold what was sealed.
     """
     try:
         value = json.loads(Path(path).read_bytes())
@@ -79,6 +84,10 @@ def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
     found = value.get("format") if isinstance(value, dict) else None
     if format is not None and found != format:
         raise InputError(f"{path}: expected format {format!r}, found {found!r}; delete the file and run again")
+    if found is not None and SEAL in value:
+        seal = value.pop(SEAL)
+        if seal != sha256_json(value):
+            raise InputError(f"{path}: expected content of sha256 {seal}, found {sha256_json(value)}: the file is damaged; delete it and run again")
     return value
 
 

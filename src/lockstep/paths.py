@@ -69,6 +69,9 @@ class Results:
     def speed(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.golden(model, precision, layers, backend).with_name(f"{layers}.speed.json")
 
+    def reproduction(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
+        return self.root / model / precision / "reproduce" / backend / f"{layers}.json"
+
     def summary(self) -> Path:
         return self.root / "summary.json"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib
 
+from lockstep import formats
 from lockstep.files import atomic_path, read_json
 from lockstep.paths import Target
 
@@ -25,7 +26,7 @@ def error_by_layer(validations: Sequence[Path], out: Path) -> None:
     """
     deepest: dict[str, dict[str, Any]] = {}
     for path in validations:
-        validation = read_json(path, "lockstep.validate/1")
+        validation = read_json(path, formats.VALIDATION)
         name = f"{validation['target']['model']}, {validation['target']['precision']}"
         deepest[name] = max(validation, deepest.get(name, validation), key=lambda item: len(item["blocks"]))
     with _figure(out) as figure:
@@ -42,7 +43,7 @@ def error_by_layer(validations: Sequence[Path], out: Path) -> None:
 
 def speed(summary_json: Path, out: Path) -> None:
     """Prefill and decode of each target in tokens per second, side by side."""
-    rows = read_json(summary_json, "lockstep.summary/1")["targets"]
+    rows = read_json(summary_json, formats.SUMMARY)["targets"]
     names = [str(Target(row["model"], row["precision"], row["layers"], row["backend"])) for row in rows]
     with _figure(out, height=0.8 + 0.3 * len(rows)) as figure:
         for axes, kind, color in zip(figure.subplots(ncols=2, sharey=True), ("prefill", "decode"), _COLORS):

@@ -11,6 +11,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
+from lockstep import formats
 from lockstep.errors import InputError
 from lockstep.files import read_json
 
@@ -32,7 +33,7 @@ def show(path: str | os.PathLike) -> str:
 
 def layer_table(assembly_json: str | os.PathLike) -> str:
     """Which class, kind and exit each layer of an assembly uses; equal neighbours share a line. Raises InputError for no assembly."""
-    assembly = read_json(assembly_json, "lockstep.assembly/1")
+    assembly = read_json(assembly_json, formats.ASSEMBLY)
     used = [(layer["block"]["class"], layer["kind"], layer["exit"]["class"]) for layer in assembly["layers"]]
     rows, start = [("layers", "block", "kind", "exit when cut here")], 0
     for index in range(1, len(used) + 1):

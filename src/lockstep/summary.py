@@ -6,12 +6,13 @@ import csv
 import html
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.files import read_json, write_bytes, write_json
 from lockstep.paths import Results, Target
 
-FORMAT = "lockstep.summary/1"
 # Key of a row, heading, and how a value is shown.
 COLUMNS = (
     ("model", "model", str),
@@ -20,6 +21,7 @@ COLUMNS = (
     ("backend", "backend", str),
     ("engine_digest", "engine", lambda digest: digest[:12]),
     ("golden", "golden", str),
+    ("reproduced", "reproduced", str),
     ("max_logit_error", "largest logit error", "{:.1e}".format),
     ("prefill_tokens_per_s", "prefill tokens/s", "{:.0f}".format),
     ("decode_tokens_per_s", "decode tokens/s", "{:.0f}".format),
@@ -42,7 +44,7 @@ def write(results: Results, targets: Sequence[Target]) -> dict[str, Any]:
 
 def collect(results: Results, targets: Sequence[Target]) -> dict[str, Any]:
     """{"format", "targets": a row of COLUMNS' keys and more for each target, in their order}."""
-    return {"format": FORMAT, "targets": [_row(results, target) for target in targets]}
+    return {"format": formats.SUMMARY, "targets": [_row(results, target) for target in targets]}
 
 
 def print_table(summary: dict[str, Any]) -> None:
@@ -60,10 +62,10 @@ def print_table(summary: dict[str, Any]) -> None:
 
 def _row(results: Results, target: Target) -> dict[str, Any]:
     names = (target.model, target.precision, target.layers, target.backend)
-    golden = read_json(results.golden(*names), "lockstep.golden/1")
+    golden = read_json(results.golden(*names), formats.GOLDEN)
     speed = read_json(results.speed(*names))
-    validation = read_json(results.validation(*names[:3]), "lockstep.validate/1")
-    engines = read_json(results.engines(target.model, target.precision, target.backend), "lockstep.engines/1")
+    validation = read_json(results.validation(*names[:3]), formats.VALIDATION)
+    engines = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
     return {
         "model": target.model,
         "layers": target.layers,
@@ -71,6 +73,7 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
         "backend": target.backend,
         "backend_version": engines["backend_version"],
         "engine_digest": golden["engine_digest"],
+        "reproduced": _reproduced(results.reproduction(*names), golden["engine_digest"]),
         "validation": validation["result"],
         "golden": golden["result"],
         "max_logit_error": golden["max_logit_error"],
@@ -79,6 +82,12 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
         "prefill_tokens_per_s": speed["prefill_tokens_per_s"],
         "decode_tokens_per_s": speed["decode_tokens_per_s"],
     }
+
+
+def _reproduced(path: Path, engine_digest: str) -> str:
+    """The level of sameness that `lockstep reproduce` found for these very engines; "-" where it has not looked at them."""
+    record = read_json(path, formats.REPRODUCTION) if path.is_file() else {}
+    return record["level"] if record.get("engine_digest") == engine_digest else "-"
 
 
 def _shown(row: dict[str, Any]) -> list[str]:

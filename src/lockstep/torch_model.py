@@ -6,11 +6,8 @@ the exporter, so that a mistake there cannot hide in what it is compared with.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lockstep.errors import InputError
+from lockstep.quiet import quiet
 
 # Lists that can be as long as the model is deep by chance.
 _NOT_PER_LAYER = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id"}
@@ -85,19 +83,3 @@ def _check_loaded(where: str, info: Mapping[str, Any]) -> None:
             found = ", ".join(map(str, sorted(info[problem], key=str)[:3]))
             what = problem.replace("_", " ")
             raise InputError(f"{where}: expected all tensors of the model, found {what}: {found}; does config.json belong to these weights?")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars, load reports or warnings of transformers and torch on the way; errors still raise."""
-    previous, bars = logging.root.manager.disable, transformers.utils.logging.is_progress_bar_enabled()
-    logging.disable(logging.CRITICAL)
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)
-        if bars:
-            transformers.utils.logging.enable_progress_bar()

@@ -173,7 +173,7 @@ MISTAKES = [
     ("limits: {", "backends: {tensorrt: {tactic_sources: [cudnn, cudnn]}}\nlimits: {",
      "backends.tensorrt.tactic_sources[1]: expected each item once; found 'cudnn' again"),
     ("limits: {", "backends: {tensorrt: {python: 3.10}}\nlimits: {", "backends.tensorrt.python: expected text; found 3.1 (put it in quotes)"),
-    ("models:", "modles:", "modles: unknown key, did you mean models? allowed: models, limits, tolerances, backends (and 1 more)"),
+    ("models:", "modles:", "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, backends (and 1 more)"),
 ]
 
 
@@ -184,10 +184,10 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("", "expected a mapping of models, limits, tolerances, backends; found an empty file"),
-    ("# only a comment\n", "expected a mapping of models, limits, tolerances, backends; found an empty file"),
-    ("- a\n- b\n", "expected a mapping of models, limits, tolerances, backends; found a list"),
-    ("just text\n", "expected a mapping of models, limits, tolerances, backends; found 'just text'"),
+    ("", "expected a mapping of models, limits, tolerances, cache, backends; found an empty file"),
+    ("# only a comment\n", "expected a mapping of models, limits, tolerances, cache, backends; found an empty file"),
+    ("- a\n- b\n", "expected a mapping of models, limits, tolerances, cache, backends; found a list"),
+    ("just text\n", "expected a mapping of models, limits, tolerances, cache, backends; found 'just text'"),
     ("models:\n", "models: expected a mapping; found nothing"),
     ("models: {}\n", "models: expected at least one item; found an empty mapping"),
     ("models:\n  m:\n", "models.m: expected a mapping of source, layers, precisions, backends, golden; found nothing"),
@@ -216,7 +216,7 @@ def test_no_model_can_be_named_as_what_lies_beside_the_models_folders():
 
 
 def test_a_mapping_is_called_config_and_a_given_name_wins():
-    with pytest.raises(InputError, match=r"^config: foo: unknown key, allowed: models, limits, tolerances, backends$"):
+    with pytest.raises(InputError, match=r"^config: foo: unknown key, allowed: models, limits, tolerances, cache, backends$"):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
     with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):
         load({**SMALLEST, "foo": "bar"}, where="my.yaml")

@@ -14,11 +14,12 @@ PACKAGE = Path(buildkey.__file__).parent
 # From the bottom to the top: a module imports from its own row and the rows above it in this list.
 ROWS = (
     ("__init__",),
-    ("errors", "files"),
+    ("errors", "files", "formats", "seen"),
     ("paths", "checks", "sessions", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
     ("checkpoint",),
     ("hub",),
     ("weights",),
+    ("quiet",),
     ("split",),
     ("torch_model", "random_model"),
     ("validate",),
@@ -26,12 +27,14 @@ ROWS = (
     ("runtime",),
     ("golden",),
     ("summary", "plots", "show", "buildkey", "bench", "worker"),
+    ("lock", "cache"),
+    ("bundle",),
     ("cli", "__main__"),
 )
 # What traces, what is compared with, and what times it. Nothing else may need torch to be installed.
-TORCH = ("split/", "validate/", "golden/reference.py", "torch_model.py", "random_model.py", "bench/")
+TORCH = ("split/", "validate/", "golden/reference.py", "torch_model.py", "random_model.py", "quiet.py", "bench/")
 # What runs where only an engine's runtime is installed.
-RUNS_ALONE = ("errors", "files", "weights", "engine", "runtime")
+RUNS_ALONE = ("errors", "files", "formats", "seen", "weights", "engine", "runtime", "bundle.opened")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,10 +1,12 @@
 """The export's numeric gate: it passes what is right, and catches each fault that a split could have."""
 
 import dataclasses
+import gc
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from families import FAMILIES
 from onnx import numpy_helper
 
@@ -28,6 +30,17 @@ def small():
 def test_the_split_form_itself_passes(small):
     found = measure(small)
     assert found.error < TOLERANCE / 4 and found.own < TOLERANCE / 4  # room for other processors' sums
+
+
+def test_measuring_leaves_threads_and_collector_as_they_were(small):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        measure(small)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    assert gc.isenabled()
 
 
 def with_graph(small, name, change):

@@ -17,7 +17,7 @@ from lockstep.checkpoint import describe, resolve_fetched
 from lockstep.errors import InputError
 from lockstep.fetched import read_fetched
 from lockstep.files import sha256_file
-from lockstep.split.tracer import quiet
+from lockstep.quiet import quiet
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

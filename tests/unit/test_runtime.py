@@ -1,12 +1,11 @@
 """The step: any mix of requests, in any order and any chunks, gives what each gives alone, and what a forward by hand gives."""
 
-import json
-
 import numpy as np
 import pytest
 from handmade import CONFIG, llama, make
 
 from lockstep.errors import InputError
+from lockstep.files import read_json, write_json
 from lockstep.runtime import Advance, Model
 from lockstep.weights import Weights
 
@@ -189,10 +188,10 @@ def test_weights_of_another_precision_or_model_are_refused(tiny, tmp_path):
     arguments = tiny.engines("tiny", "fp32", "onnxruntime"), tiny.assembly("tiny", "fp32")
     with pytest.raises(InputError, match="precision: expected fp32 as in the assembly, found fp16"):
         Model.open(*arguments, tiny.weights("tiny", "fp16"))
-    manifest = json.loads(tiny.weights("tiny", "fp32").read_text())
+    manifest = read_json(tiny.weights("tiny", "fp32"))
     for file in manifest["files"]:
         file["path"] = str((tiny.weights("tiny", "fp32").parent / file["path"]).resolve())
     del manifest["tensors"]["model.layers.1.mlp.up_proj.weight"]
-    (tmp_path / "weights.json").write_text(json.dumps(manifest))
+    write_json(tmp_path / "weights.json", manifest)
     with pytest.raises(InputError, match=r"expected tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
         Model.open(*arguments, tmp_path / "weights.json")

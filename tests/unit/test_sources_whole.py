@@ -21,9 +21,9 @@ from lockstep.checkpoint import resolve
 from lockstep.engine import build
 from lockstep.errors import InputError
 from lockstep.paths import Results
+from lockstep.quiet import quiet
 from lockstep.runtime import Model, Tokenizer, generate
 from lockstep.split import export
-from lockstep.split.tracer import quiet
 from lockstep.weights import convert
 
 SHAPE = {

@@ -18,7 +18,7 @@ from lockstep.errors import InputError
 from lockstep.sessions import open_session
 from lockstep.split import export
 from lockstep.split.export import assemble
-from lockstep.split.stamp import layers_of
+from lockstep.split.stamp import parts_of
 from lockstep.split.tracer import meta_model
 from lockstep.weights import Weights, convert
 
@@ -173,5 +173,5 @@ def test_uncut_graph_equals_transformers(exported, precision, tolerance):
 )
 def test_a_model_that_cannot_be_split_is_refused_with_the_reason(config, reason):
     with pytest.raises(InputError) as error:
-        layers_of(meta_model(config, "fp32"))
+        parts_of(meta_model(config, "fp32"))
     assert reason in str(error.value) and "\n" not in str(error.value)

@@ -48,7 +48,13 @@ def test_the_table_has_whole_words_on_any_terminal(results: Results, capsys: pyt
     summary.print_table(summary.collect(results, TARGETS))
     head, first, _ = capsys.readouterr().out.splitlines()
     assert "largest logit error" in head and "decode tokens/s" in head
-    assert first.split() == ["m", "2", "fp16", "onnxruntime", "abababababab", "pass", "2.5e-01", "1234", "0"]
+    assert first.split() == ["m", "2", "fp16", "onnxruntime", "abababababab", "pass", "-", "2.5e-01", "1234", "0"]
+
+
+def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) -> None:
+    for layers, digest in ((2, "ab" * 32), ("all", "cd" * 32)):
+        write_json(results.reproduction("m", "fp16", layers, "onnxruntime"), {"format": "lockstep.reproduce/1", "engine_digest": digest, "level": "R4"})
+    assert [row["reproduced"] for row in summary.collect(results, TARGETS)["targets"]] == ["R4", "-"]
 
 
 def test_a_missing_check_is_named(results: Results) -> None:

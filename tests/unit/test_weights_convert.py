@@ -238,7 +238,7 @@ def test_a_checkpoint_that_changed_since_it_was_resolved(tmp_path):
     shard.unlink()
     assert line() == f"{shard}: expected a file of {len(whole)} bytes, found none; restore it or resolve the checkpoint again"
     shard.write_bytes(whole.replace(b"[0,8]", b"[8,0]"))
-    assert f"{shard}: tensor 'empty' (BF16 [0, 8]): expected it at bytes" in line()
+    assert line().startswith(f"{shard}: expected sha256 ") and line().endswith(": the file has changed; restore it or resolve the checkpoint again")
     shard.write_bytes(whole)
     config = folder / "config.json"
     os.truncate(config, 3)

@@ -15,10 +15,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artefact cache that `finished` found empty and filled. Not to be changed."""
+    return tmp_path_factory.mktemp("shared") / "cache"
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, filled_cache: Path) -> Checkout:
     """The demo, built and checked. Not to be changed: take `demo`."""
     checkout = Checkout.make(tmp_path_factory.mktemp("demo") / "checkout")
-    checkout.finish()
+    checkout.finish("--config", f"cache={filled_cache}")
     return checkout
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import pytest
 from checkout import Checkout
 
 
@@ -24,6 +26,27 @@ def test_killed_runs_end_in_the_results_of_an_undisturbed_one(finished: Checkout
     assert fresh.digests() == finished.digests()
     assert not [path for path in fresh.results.rglob("*") if path.name.endswith(".tmp")]
     assert not fresh.would_run()
+    fresh.run("lockstep", "verify")
+
+
+@pytest.mark.long
+def test_runs_killed_at_random_moments_end_in_the_results_of_an_undisturbed_one(finished: Checkout, fresh: Checkout) -> None:
+    """Twenty times in one full run, which starts over when it got to its end; the seed names the moments."""
+    moments = random.Random(4)
+    for _ in range(20):
+        if not fresh.would_run():
+            shutil.rmtree(fresh.results)
+        process = start(fresh)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=moments.uniform(2, 40))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    fresh.finish()
+    assert fresh.digests() == finished.digests()
+    assert not [path for path in fresh.results.rglob("*") if path.name.endswith(".tmp")]
+    assert not fresh.would_run()
+    fresh.run("lockstep", "verify")
 
 
 def test_an_interrupted_run_ends_by_itself_and_goes_on_next_time(fresh: Checkout) -> None:

@@ -73,11 +73,16 @@ def test_other_weights_need_no_new_graphs_and_no_new_engines(demo: Checkout) -> 
     data[-100] ^= 1
     weights.write_bytes(data)
     assert demo.would_run() == Counter(resolve=1, convert=2, reference=2, validate=4, golden=4) + REPORT
+    engines = {name: digest for name, digest in demo.digests().items() if "/engines/" in name or "/graphs/" in name}
+    printed = demo.finish()
+    assert "Golden check" in printed and "Export graphs" not in printed and "Build engines" not in printed
+    assert engines == {name: digest for name, digest in demo.digests().items() if "/engines/" in name or "/graphs/" in name}
 
 
 def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
     demo.append(f"resources/{MODEL}/tokenizer.json", "\n")
-    assert demo.would_run()["export"] == 2
+    made = Counter(resolve=1, architecture=1, convert=2, export=2, build=2, reference=2, validate=4, golden=4)
+    assert demo.would_run() == made + REPORT
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ rule random_weights:
         "../../envs/torch.yaml"
     params:
         source=lambda wildcards: CONFIG.models[wildcards.model].source,
-        key=KEYS["random"],
+        key=KEYS["random_weights"],
     message:
         "Make random weights for {wildcards.model}"
     script:
@@ -103,7 +103,7 @@ rule architecture:
         "../../envs/checkpoint.yaml"
     params:
         source=lambda wildcards: CONFIG.models[wildcards.model].source,
-        key=KEYS["resolve"],
+        key=KEYS["architecture"],
     message:
         "Resolve the architecture of {wildcards.model}"
     script:

@@ -1,7 +1,7 @@
 # What all rules share: the config, checked before any job starts, and the names of all results.
 #
 # needs: config (Snakemake's merged mapping)
-# makes: CONFIG, SOURCES, ON_HUB, RANDOM, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
+# makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
 
 import sys
 from pathlib import Path
@@ -11,10 +11,12 @@ REPOSITORY = Path(workflow.current_basedir.get_path_or_uri(secret_free=True)).pa
 sys.path.insert(0, str(REPOSITORY / "src"))
 
 from lockstep import config as lockstep_config
-from lockstep.buildkey import stage_key
+from lockstep.buildkey import STAGES, stage_key
+from lockstep.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import guard
+from lockstep.lock.locked import is_locked
 from lockstep.paths import Results, layer_count
 from lockstep.sources import FolderSource, HubSource, RandomSource, parse_source
 
@@ -37,7 +39,11 @@ def display_paths(paths):
 
 # One line and exit code 2 for a mistake in the config or a damaged checkpoint.
 with guard():
-    CONFIG = lockstep_config.load_merged(config, workflow.configfiles)
+    LOCKED = is_locked(config)  # how to run, not what to make
+    CONFIG = lockstep_config.load_merged(
+        {key: value for key, value in config.items() if key != "locked"},
+        workflow.configfiles,
+    )
     SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY])
     KINDS = {
         name: type(parse_source(model.source)) for name, model in CONFIG.models.items()
@@ -53,20 +59,10 @@ with guard():
         model: display_paths(weight_files(folder, find_tensors(folder)))
         for model, folder in FOLDERS.items()
     }
+    # A place where no cache can be is said here, and not by each job.
+    cache_folder(CONFIG.cache)
     # What a change of the code or of the pinned packages reruns.
-    KEYS = {
-        "fetch": stage_key("hub"),
-        "random": stage_key("random_model"),
-        "resolve": stage_key("checkpoint"),
-        "convert": stage_key("weights"),
-        "export": stage_key("split"),
-        "validate": stage_key("validate"),
-        "build": stage_key("engine"),
-        "reference": stage_key("golden.reference"),
-        "golden": stage_key("golden.check"),
-        "summary": stage_key("summary"),
-        "plots": stage_key("plots"),
-    }
+    KEYS = {rule: stage_key(entry) for rule, entry in STAGES.items()}
 
 TARGETS = CONFIG.targets()
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)

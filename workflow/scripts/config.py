@@ -2,7 +2,9 @@
 
 from job import job
 
-with job(snakemake.log[0]):
+
+@job(snakemake)
+def config():
     from lockstep.files import write_json
 
     write_json(snakemake.output[0], snakemake.params.config)

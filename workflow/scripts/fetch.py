@@ -7,7 +7,9 @@ from job import job
 # The progress bar stays on the terminal; all else goes to the log.
 terminal = os.fdopen(os.dup(2), "w")
 
-with job(snakemake.log[0]):
+
+@job(snakemake)
+def fetch():
     from pathlib import Path
 
     from lockstep import config, hub

@@ -2,7 +2,9 @@
 
 from job import job
 
-with job(snakemake.log[0]):
+
+@job(snakemake)
+def golden():
     from dataclasses import asdict
 
     from lockstep import worker

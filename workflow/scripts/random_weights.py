@@ -2,7 +2,9 @@
 
 from job import job
 
-with job(snakemake.log[0]):
+
+@job(snakemake)
+def random_weights():
     from lockstep import random_model
 
     random_model.fetch(snakemake.params.source, snakemake.input.config[0], snakemake.output[0])

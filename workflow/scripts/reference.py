@@ -2,7 +2,9 @@
 
 from job import job
 
-with job(snakemake.log[0]):
+
+@job(snakemake)
+def reference():
     from pathlib import Path
 
     from lockstep import golden

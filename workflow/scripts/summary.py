@@ -2,7 +2,9 @@
 
 from job import job
 
-with job(snakemake.log[0]):
+
+@job(snakemake)
+def summary():
     from pathlib import Path
 
     from lockstep import summary

@@ -136,7 +136,7 @@ def _transformers(folder: Path, precision: str, threads: int) -> Callable:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lockstep.torch_model import quiet
+    from lockstep.quiet import quiet
 
     torch.set_num_threads(threads)
     with quiet():

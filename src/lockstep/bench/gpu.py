@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep import formats
 from lockstep.engine.builder import build
 from lockstep.errors import InputError, guard
 from lockstep.files import read_json, write_json
@@ -34,7 +35,7 @@ CHECK_PROMPT, CHECK_TOKENS, CHECK_LAYERS = 48, 16, (2, "all")
 
 def run(assembly_json: Path, work: Path, rounds: int, options: Mapping[str, Any], python: str | None) -> dict[str, Any]:
     """Measure everything once but speeds, which are medians of `rounds`. Raises InputError for an assembly in another precision than fp16."""
-    assembly = read_json(assembly_json, "lockstep.assembly/1")
+    assembly = read_json(assembly_json, formats.ASSEMBLY)
     if assembly["precision"] != "fp16":
         raise InputError(f"{assembly_json}: precision: expected fp16, found {assembly['precision']}; export the shape in fp16")
     work.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
                 file.write(memoryview(piece).cast("B"))
                 count -= piece.size
     files = [{"path": path.name, "size": offset, "sha256": "0" * 64}]
-    write_json(folder / "weights.json", {"format": "lockstep.weights/1", "precision": "fp16", "files": files, "tensors": tensors})
+    write_json(folder / "weights.json", {"format": formats.WEIGHTS, "precision": "fp16", "files": files, "tensors": tensors})
     return folder / "weights.json"
 
 

@@ -19,12 +19,13 @@ from lockstep.engine import build
 from lockstep.errors import InputError
 from lockstep.files import read_json, write_json
 from lockstep.paths import Results
+from lockstep.quiet import quiet
 from lockstep.runtime import Advance, Model
 from lockstep.split import export
 from lockstep.split.proof import depths_to_try
 from lockstep.split.small import small_configs
 from lockstep.split.stamp import signatures
-from lockstep.split.tracer import meta_model, quiet
+from lockstep.split.tracer import meta_model
 from lockstep.torch_model import cut_config, load_folder
 from lockstep.weights import convert
 
@@ -109,10 +110,16 @@ def _completed(default: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = default.get("num_attention_heads"), default.get("hidden_size")
     if "head_dim" in default and default["head_dim"] is None and isinstance(heads, int) and isinstance(hidden, int):
         completed["head_dim"] = hidden // heads
+    if "num_key_value_heads" in default and default["num_key_value_heads"] is None and isinstance(heads, int):
+        completed["num_key_value_heads"] = heads
+    if "layer_types" in default and default["layer_types"] is None and isinstance(default.get("num_hidden_layers"), int):
+        completed["layer_types"] = ["full_attention"] * default["num_hidden_layers"]
+    if default.get("num_experts") == 1:  # a mixture of one is none
+        completed |= {"num_experts": 8} | ({"moe_topk": 2} if default.get("moe_topk") == 1 else {})
     return completed | {key: value for key, value in _NUMBERS_OF_EXPERTS.items() if key in default and default[key] is None}
 
 
-_NUMBERS_OF_EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+_NUMBERS_OF_EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 
 
 def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:

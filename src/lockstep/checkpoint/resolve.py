@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
 from lockstep.errors import InputError
 from lockstep.fetched import read_fetched
 from lockstep.files import dump_json, remove_leftovers, sha256_file, write_json
+from lockstep.seen import Expected, check_files, remember
 
-FORMAT = "lockstep.checkpoint/1"
 # What a hub model brings beside its weights, as transformers names it.
 SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -65,7 +66,7 @@ def _write(source: str, folder: Path, out: Path, weights: bool) -> Path:
 
 
 def _manifest(source: str, folder: Path, out: Path, weights: bool) -> dict[str, Any]:
-    return {"format": FORMAT, "source": source, "folder": _recorded_folder(source, folder, out), **describe(folder, weights)}
+    return {"format": formats.CHECKPOINT, "source": source, "folder": _recorded_folder(source, folder, out), **describe(folder, weights)}
 
 
 def _save(manifest: dict[str, Any], out: Path) -> Path:
@@ -100,6 +101,13 @@ def describe(folder: Path, weights: bool = True) -> dict[str, Any]:
 def checkpoint_folder(manifest_path: Path, manifest: dict[str, Any]) -> Path:
     """The checkpoint's folder as the manifest at `manifest_path` records it."""
     return Path(manifest_path).parent / manifest["folder"]
+
+
+def check_checkpoint(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raises InputError naming the first file of the checkpoint in `folder` that is not the one `manifest` was made of."""
+    check_files(
+        [Expected(folder / file["path"], file["sha256"], file["size"]) for file in manifest["files"]], "resolve the checkpoint again"
+    )
 
 
 def _recorded_folder(source: str, folder: Path, out: Path) -> str:
@@ -163,7 +171,9 @@ def weight_files(folder: Path, found: CheckpointTensors) -> list[Path]:
 def _hash_files(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
     def entry(name: str) -> dict[str, Any]:
         path = folder / name
-        return {"path": name, "size": path.stat().st_size, "sha256": sha256_file(path)}
+        sha256 = sha256_file(path)
+        remember(path, sha256)
+        return {"path": name, "size": path.stat().st_size, "sha256": sha256}
 
     with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib lets go of the interpreter lock
         return list(pool.map(entry, names))

@@ -64,6 +64,14 @@ class Program(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class CanonicalBytes:
+    """An engine file's bytes without those that differ between equal builds; `removed` says in words which these were, and why they differ."""
+
+    data: bytes
+    removed: tuple[str, ...] = ()
+
+
 @runtime_checkable
 class Backend(Protocol):
     """One inference library on one device."""
@@ -112,6 +120,18 @@ class Backend(Protocol):
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Program:
         """Load an engine file whose weight inputs are `slots` (the assembly's IO entries)."""
+        ...
+
+    def choices(self, engine_path: Path) -> Any:
+        """JSON of what the library chose when it built the engine: its kernels, tactics, fusions. Equal for engines that compute in the same way."""
+        ...
+
+    def layer_information(self, engine_path: Path) -> Any:
+        """JSON of the engine's layers, as much as the library tells: order, operators, attributes, types of values."""
+        ...
+
+    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
+        """The engine file's bytes that two equal builds share: all of them, where the library allows that."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:

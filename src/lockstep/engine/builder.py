@@ -15,16 +15,14 @@ from typing import Any
 
 import onnx
 
+from lockstep import formats
 from lockstep.engine.backend import Backend, get_backend
 from lockstep.engine.prepare import dtype_name, prepare
 from lockstep.engine.rotary import rotary
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 
-ASSEMBLY_FORMAT = "lockstep.assembly/1"
-FORMAT = "lockstep.engines/1"
-COSTS, COSTS_FORMAT = "build.costs.json", "lockstep.build_costs/1"  # of the last build: seconds and memory are never the same twice
-
+COSTS = "build.costs.json"  # of the last build: seconds and memory are never the same twice
 
 def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str | os.PathLike, options: Mapping[str, Any] | None = None) -> Path:
     """Build the engine set of an assembly and write its engines.json; gives its path.
@@ -33,14 +31,14 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
     Raises InputError for a precision that the backend lacks, CheckError for a graph that is damaged or that the library refuses.
     """
     assembly_path, out = Path(assembly_json), Path(out_engines_json)
-    assembly, library = read_json(assembly_path, ASSEMBLY_FORMAT), get_backend(backend)
+    assembly, library = read_json(assembly_path, formats.ASSEMBLY), get_backend(backend)
     unknown = sorted(set(options or {}) - set(library.default_options()))
     if unknown:
         raise InputError(f"options of backend {backend}: expected only {', '.join(library.default_options())}, found {', '.join(unknown)}")
     if assembly["precision"] not in library.precisions:
         raise InputError(f"{assembly_path}: precision: expected one of {', '.join(library.precisions)} (backend {backend}), found {assembly['precision']!r}")
     manifest = {
-        "format": FORMAT,
+        "format": formats.ENGINES,
         "backend": backend,
         "precision": assembly["precision"],
         "backend_version": library.version(),
@@ -68,7 +66,7 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
     manifest.update(library.finish(list(manifest["engines"])))
     write_json(out, manifest)
     if costs and library.takes_long:
-        write_json(out.parent / COSTS, {"format": COSTS_FORMAT, "engines": costs})
+        write_json(out.parent / COSTS, {"format": formats.BUILD_COSTS, "engines": costs})
     _delete_leftovers(out, {entry["file"] for entry in manifest["engines"].values()}, library.suffix)
     return out
 
@@ -129,7 +127,7 @@ def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[
     if not out.exists():
         return {}
     try:
-        old = read_json(out, FORMAT)
+        old = read_json(out, formats.ENGINES)
     except InputError:
         return {}  # another format or half a file of an older version: it is built again
     keys = ("backend", "precision", "backend_version", "builder_revision", "options")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep import formats
 from lockstep.engine.backend import Backend, Program, get_backend
-from lockstep.engine.builder import ASSEMBLY_FORMAT, FORMAT
 from lockstep.errors import CheckError
 from lockstep.files import read_json, sha256_file, sha256_json
 
@@ -26,8 +26,8 @@ class EngineSet:
     def open(cls, engines_json: str | os.PathLike, assembly_json: str | os.PathLike) -> EngineSet:
         """Raises CheckError, with the value recorded and the value found, for another version of the library, another device,
         a damaged or missing engine file, or graphs of another export."""
-        path, assembly = Path(engines_json), read_json(assembly_json, ASSEMBLY_FORMAT)
-        manifest = read_json(path, FORMAT)
+        path, assembly = Path(engines_json), read_json(assembly_json, formats.ASSEMBLY)
+        manifest = read_json(path, formats.ENGINES)
         backend = get_backend(manifest["backend"])
         rebuild = "build the engines again on this machine"
         _same(path, f"{backend.name} version", manifest["backend_version"], backend.version(), rebuild)

@@ -20,7 +20,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from lockstep.engine.backend import Built, Run
+from lockstep.engine import saved_graph
+from lockstep.engine.backend import Built, CanonicalBytes, Run
 from lockstep.engine.cpu import cpu_key, describe_cpu, thread_count
 from lockstep.engine.graphs import graphs_of
 from lockstep.errors import CheckError, InputError
@@ -92,6 +93,15 @@ class OnnxRuntimeBackend:
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> OnnxRuntimeProgram:
         _use_global_pool(threads)
         return OnnxRuntimeProgram(engine_path, slots, low_memory)
+
+    def choices(self, engine_path: Path) -> dict[str, Any]:
+        return saved_graph.operators(onnx.ModelProto.FromString(engine_path.read_bytes()))
+
+    def layer_information(self, engine_path: Path) -> dict[str, Any]:
+        return saved_graph.layers(onnx.ModelProto.FromString(engine_path.read_bytes()))
+
+    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
+        return CanonicalBytes(engine_path.read_bytes())  # canonical already: see `build`
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         return np.empty(shape, dtype)

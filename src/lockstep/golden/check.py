@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep import formats
 from lockstep.checkpoint.dtypes import numpy_dtype
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.checks import Difference, difference, finish, largest
@@ -23,8 +24,6 @@ from lockstep.golden.text import new_text
 from lockstep.paths import Target
 from lockstep.runtime import Model
 from lockstep.runtime.tokenizer import Tokenizer
-
-FORMAT, SPEED_FORMAT = "lockstep.golden/1", "lockstep.speed/1"
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ def check(
     checked = _Check(model, tokenizer, prompts, reference, tolerance["logits"], limits["max_num_tokens"])
     report, speed = checked.run()
     about = {"target": asdict(target), "engine_digest": model.engines.digest()}
-    finish(out, {"format": FORMAT, **about, **report}, checked.failures[0] if checked.failures else None)
-    write_json(speed_out, {"format": SPEED_FORMAT, **about, **speed})
+    finish(out, {"format": formats.GOLDEN, **about, **report}, checked.failures[0] if checked.failures else None)
+    write_json(speed_out, {"format": formats.SPEED, **about, **speed})
     return Path(out)
 
 
@@ -177,7 +176,7 @@ class _Check:
 
 
 def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], dict[str, Any]]:
-    manifest = read_json(path, "lockstep.reference/1")
+    manifest = read_json(path, formats.REFERENCE)
     logits = _read_logits(path.parent / manifest["logits"]["file"], manifest["logits"]["sha256"])
     entries = manifest["prompts"]
     texts = list(expected) or [None] * len(entries)

@@ -16,13 +16,14 @@ import torch
 from safetensors.numpy import save
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lockstep.checkpoint import checkpoint_folder
+from lockstep import formats
+from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.golden.text import new_text
-from lockstep.torch_model import cut_config, load_folder, quiet
+from lockstep.quiet import quiet
+from lockstep.torch_model import cut_config, load_folder
 
-FORMAT = "lockstep.reference/1"
 TOP = 5  # logits that are kept by value in the manifest
 
 
@@ -51,15 +52,17 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     transformers cannot load or a prompt that does not fit the model.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
-    manifest = read_json(checkpoint_json, "lockstep.checkpoint/1")
-    reference = compute(checkpoint_folder(checkpoint_json, manifest), manifest["config"], layers, golden["prompts"], golden["max_new_tokens"])
+    manifest = read_json(checkpoint_json, formats.CHECKPOINT)
+    folder = checkpoint_folder(checkpoint_json, manifest)
+    check_checkpoint(folder, manifest)
+    reference = compute(folder, manifest["config"], layers, golden["prompts"], golden["max_new_tokens"])
     logits_path = out.with_suffix(".safetensors")
     write_bytes(logits_path, save({f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}))
     logits = {"file": logits_path.name, "sha256": sha256_file(logits_path)}
     write_json(
         out,
         {
-            "format": FORMAT,
+            "format": formats.REFERENCE,
             "layers": layers,
             "max_new_tokens": golden["max_new_tokens"],
             "eos_token_ids": list(reference.eos_token_ids),

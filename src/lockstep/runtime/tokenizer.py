@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep import formats
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file
 
@@ -34,7 +35,7 @@ class Tokenizer:
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
         """The tokenizer that the assembly names. Raises CheckError when its file is not the one that was exported."""
-        entry = read_json(assembly_json, "lockstep.assembly/1").get("tokenizer")
+        entry = read_json(assembly_json, formats.ASSEMBLY).get("tokenizer")
         if entry is None:
             raise InputError(f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside the checkpoint's weights and export again")
         path = Path(assembly_json).parent / entry["file"]

@@ -1,5 +1,12 @@
 """The split export: from a checkpoint's config.json to weight-free graphs and the recipe that assembles them."""
 
-from lockstep.split.export import export
+import gc
+
+from lockstep.split import collector
+
+with collector.paused():
+    from lockstep.split.export import export
+
+    gc.freeze()  # what was loaded stays: later collections, and the one at exit, need not walk it
 
 __all__ = ["export"]

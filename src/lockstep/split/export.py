@@ -15,20 +15,19 @@ from typing import Any
 import onnx
 import torch
 
-from lockstep.checkpoint import checkpoint_folder
+from lockstep import formats
+from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.errors import InputError
 from lockstep.files import dump_json, read_json, write_bytes, write_json
 from lockstep.split import attention
-from lockstep.split.canonical import Graph, canonical, describe
+from lockstep.split.canonical import Graph, describe
 from lockstep.split.compose import Step, compose
-from lockstep.split.cut import INPUT_ORDER, Region
-from lockstep.split.layout import checkpoint_layout
+from lockstep.split.cut import Region
 from lockstep.split.proof import prove
-from lockstep.split.simplify import pack
-from lockstep.split.stamp import layers_of
-from lockstep.split.tracer import meta_model, trace_embedding
+from lockstep.split.stamp import parts_of
+from lockstep.split.tracer import meta_model
 
-FORMAT = "lockstep.assembly/1"
+_READ = ("generation_config.json", "tokenizer.json")  # of the checkpoint's folder; config.json stands in the manifest
 
 
 @dataclass
@@ -52,8 +51,9 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     Raises InputError for a model that cannot be split, with the reason.
     """
     checkpoint, out = Path(checkpoint), Path(out)
-    manifest = read_json(checkpoint, "lockstep.checkpoint/1")
+    manifest = read_json(checkpoint, formats.CHECKPOINT)
     folder, config = checkpoint_folder(checkpoint, manifest), manifest["config"]
+    check_checkpoint(folder, {**manifest, "files": [file for file in manifest["files"] if file["path"] in _READ]})
     files, assembly = _proven(config, precision)
     assembly["eos_token_ids"] = _eos_token_ids(folder, config)
     tokenizer = (folder / "tokenizer.json").read_bytes()
@@ -88,7 +88,8 @@ def _proven(config: dict[str, Any], precision: str) -> tuple[dict[str, bytes], d
 
 def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stamp: bool = True) -> tuple[dict[str, bytes], dict[str, Any]]:
     """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
-    layers = layers_of(meta, stamp)
+    parts = parts_of(meta, stamp)
+    layers = parts.layers
     classes, kinds = _Registry(), _Kinds()
     entries = []
     for index, layer in enumerate(layers):
@@ -99,8 +100,7 @@ def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stam
                 "exit": {"class": classes.add(layer.exit, "exit"), "slots": layer.exit_slots},
             }
         )
-    embedding, embedding_slots = _embedding(meta)
-    classes.add(embedding, "embedding")
+    classes.add(parts.embedding, "embedding")
     steps = [Step(layer.block, layer.block_slots, entry["kind"]) for layer, entry in zip(layers, entries, strict=True)]
     steps.append(Step(layers[-1].exit, layers[-1].exit_slots, None))
     batchful, batchful_slots = compose(steps, kinds.functions)
@@ -110,7 +110,7 @@ def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stam
         onnx.checker.check_model(graph.proto, full_check=True)
     hidden = layers[0].block.inputs[0]
     assembly = {
-        "format": FORMAT,
+        "format": formats.ASSEMBLY,
         "model_type": config["model_type"],
         "precision": precision,
         "dtype": hidden["dtype"],
@@ -120,7 +120,7 @@ def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stam
         "max_position_embeddings": config.get("max_position_embeddings"),
         "classes": {name: _describe(graph, name) for name, graph in classes.graphs.items()},
         "kinds": kinds.described,
-        "embedding": {"class": "embedding", "slots": embedding_slots},
+        "embedding": {"class": "embedding", "slots": parts.embedding_slots},
         "layers": entries,
         "batchful": _describe_batchful(batchful, batchful_slots),
     }
@@ -160,13 +160,6 @@ class _Kinds:
             }
         self._seen[id(region)] = self.names[key]
         return self.names[key]
-
-
-def _embedding(meta: torch.nn.Module) -> tuple[Graph, dict[str, list[str]]]:
-    traced = trace_embedding(meta)
-    graph = canonical(pack(traced.graph).graph, "embedding", INPUT_ORDER, {name: name for name in traced.weights})
-    layout = checkpoint_layout(meta)
-    return graph, {slot["name"]: layout[slot["name"]] for slot in graph.slots}
 
 
 def _describe(graph: Graph, name: str) -> dict[str, Any]:

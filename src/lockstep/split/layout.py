@@ -13,7 +13,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.errors import InputError
-from lockstep.split.tracer import quiet
+from lockstep.quiet import quiet
 
 _SMALL = 4  # size of a shrunk dimension: even, so that a tensor of two halves can be cut
 

@@ -8,6 +8,7 @@ here. Needs neither weights nor a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.errors import InputError
+from lockstep.quiet import quiet
 from lockstep.split.small import shallow_config, small_configs
 from lockstep.split.stamp import signatures
-from lockstep.split.tracer import build_config, meta_model, quiet
+from lockstep.split.tracer import build_config, meta_model
 from lockstep.split.walk import Part, Walk
 
 # fp32 rounding over a few layers, relative to the standard deviation of the logits: 1e-6 to 2e-5 is seen. The faults that the
@@ -174,6 +176,22 @@ class Measured:
 
 def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     """Of all tokens of two requests, with the random weights of `draw`. Raises InputError for a split form that does not run."""
+    with _one_thread():
+        return _measure(small, draw)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products this small take longer to share among threads than to compute: on a busy machine a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(small: Small, draw: tuple[int, float]) -> Measured:
     model = reference_model(small.config, *draw)
     random = np.random.default_rng(draw[0])
     sequences = [random.integers(0, small.assembly["vocab_size"], length) for length in LENGTHS]

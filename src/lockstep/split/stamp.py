@@ -1,8 +1,9 @@
 """Trace few layers and stamp the rest: which blocks, exits and kinds a model of any depth is made of.
 
-In: a meta model. Out: for each layer its block, the exit that follows it when the model is cut there, its batchless region, and the
-tensors that the slots take. Layers are alike when their modules, shapes and settings are; a block depends on its own layer and the
-one before, an exit on the last layer. So each pair of neighbours that looks new is traced once, alone, whatever the depth.
+In: a meta model. Out: its embedding, and for each layer its block, the exit that follows it when the model is cut there, its
+batchless region, and the tensors that the slots take. Layers are alike when their modules, shapes and settings are; a block depends
+on its own layer and the one before, an exit on the last layer. So each pair of neighbours that looks new is traced once, alone,
+whatever the depth.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 import torch
 
-from lockstep.split.canonical import Graph
-from lockstep.split.cut import Cut, Region, bind_slot, cut
+from lockstep.split.canonical import Graph, canonical
+from lockstep.split.cut import INPUT_ORDER, Cut, Region, bind_slot, cut
 from lockstep.split.layout import checkpoint_layout
 from lockstep.split.simplify import pack
 from lockstep.split.tracer import layer_list, per_layer_settings, trace
@@ -34,8 +35,17 @@ class Layer:
     exit_slots: dict[str, list[str]]
 
 
-def layers_of(meta: torch.nn.Module, stamp: bool = True) -> list[Layer]:
-    """All layers of the model. With `stamp=False` every depth is traced whole (slow; the result is the same, a test holds it)."""
+@dataclass(frozen=True)
+class Parts:
+    """All layers of a model, and what comes before the first: `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`."""
+
+    layers: tuple[Layer, ...]
+    embedding: Graph
+    embedding_slots: dict[str, list[str]]
+
+
+def parts_of(meta: torch.nn.Module, stamp: bool = True) -> Parts:
+    """All parts of the model. With `stamp=False` every depth is traced whole (slow; the result is the same, a test holds it)."""
     looks, prefix = signatures(meta), layer_list(meta)[0]
     cuts = _Cuts(meta, looks) if stamp else _FullCuts(meta, len(looks))
     layout = checkpoint_layout(meta)
@@ -43,7 +53,8 @@ def layers_of(meta: torch.nn.Module, stamp: bool = True) -> list[Layer]:
     for index in range(len(looks)):
         block, region, exit = cuts.block(index), cuts.region(index), cuts.exit(index)
         layers.append(Layer(block, _bind(block, index, prefix, layout), region, exit, _bind(exit, index + 1, prefix, layout)))
-    return layers
+    embedding = cuts.embedding()
+    return Parts(tuple(layers), embedding, {slot["name"]: layout[slot["name"]] for slot in embedding.slots})
 
 
 class _Cuts:
@@ -51,32 +62,35 @@ class _Cuts:
 
     def __init__(self, meta: torch.nn.Module, looks: Sequence[str]):
         self.meta, self.looks = meta, looks
-        self.pairs: dict[tuple[str, str], Cut] = {}
-        self.single: Cut | None = None
+        self.pairs: dict[tuple[str, str], _Traced] = {}
+        self.single: _Traced | None = None
 
-    def pair(self, index: int) -> Cut:
+    def pair(self, index: int) -> _Traced:
         """The cut of layers index-1 and index, or of the first pair that looks like it."""
         key = (self.looks[index - 1], self.looks[index])
         if key not in self.pairs:
             self.pairs[key] = _cut(self.meta, [index - 1, index])
         return self.pairs[key]
 
+    def embedding(self) -> Graph:
+        return self._first().embedding
+
     def block(self, index: int) -> Graph:
-        return self.pair(index).blocks[1] if index else self._first().blocks[0]
+        return self.pair(index).cut.blocks[1] if index else self._first().cut.blocks[0]
 
     def region(self, index: int) -> Region:
-        return self.pair(index).regions[1] if index else self._first().regions[0]
+        return self.pair(index).cut.regions[1] if index else self._first().cut.regions[0]
 
     def exit(self, index: int) -> Graph:
         for later, look in enumerate(self.looks):
             if later and look == self.looks[index]:
-                return self.pair(later).exit
-        return self._single().exit
+                return self.pair(later).cut.exit
+        return self._single().cut.exit
 
-    def _first(self) -> Cut:
+    def _first(self) -> _Traced:
         return self.pair(1) if len(self.looks) > 1 else self._single()
 
-    def _single(self) -> Cut:
+    def _single(self) -> _Traced:
         if self.single is None:
             self.single = _cut(self.meta, [0])
         return self.single
@@ -88,19 +102,31 @@ class _FullCuts:
     def __init__(self, meta: torch.nn.Module, depth: int):
         self.cuts = [_cut(meta, range(number)) for number in range(1, depth + 1)]
 
+    def embedding(self) -> Graph:
+        return self.cuts[-1].embedding
+
     def block(self, index: int) -> Graph:
-        return self.cuts[-1].blocks[index]
+        return self.cuts[-1].cut.blocks[index]
 
     def region(self, index: int) -> Region:
-        return self.cuts[-1].regions[index]
+        return self.cuts[-1].cut.regions[index]
 
     def exit(self, index: int) -> Graph:
-        return self.cuts[index].exit
+        return self.cuts[index].cut.exit
 
 
-def _cut(meta: torch.nn.Module, indices: Sequence[int]) -> Cut:
+@dataclass(frozen=True)
+class _Traced:
+    """What one trace gives."""
+
+    cut: Cut
+    embedding: Graph
+
+
+def _cut(meta: torch.nn.Module, indices: Sequence[int]) -> _Traced:
     traced = trace(meta, indices)
-    return cut(pack(traced.graph), traced.weights, traced.layer_prefix)
+    embedding = canonical(pack(traced.embedding).graph, "embedding", INPUT_ORDER, {name: name for name in traced.embedding_weights})
+    return _Traced(cut(pack(traced.graph), traced.weights, traced.layer_prefix), embedding)
 
 
 def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Trace the batchful part of a transformers causal LM without its weights.
+"""Trace the batchful part of a transformers causal LM, and its embedding, without its weights.
 
 In: a model's config.json as a mapping and a dtype. Out: an ONNX graph (onnx_ir) of `hidden [num_tokens, hidden_size]`,
 `position_ids [num_tokens]` -> `logits [num_tokens, vocab_size]` in which each attention is one `lockstep::Attention` node and
@@ -10,12 +10,10 @@ so no model needs code of its own; `aten.linear` becomes `Gemm(transB=1)`, which
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
+import functools
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +22,21 @@ import onnx_ir as ir
 import onnxscript
 import torch
 import transformers
+from onnx_ir import convenience
 from onnxscript import opset20
 from onnxscript.function_libs.torch_lib.registration import torch_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.onnx._internal.exporter import _core as onnx_exporter
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from lockstep.errors import InputError
+from lockstep.quiet import quiet
+from lockstep.split import collector
 
 DOMAIN = "lockstep"
+OPSET = 20
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HOOK = "lockstep"
 _WEIGHT_PREFIX = "model_under_trace."
@@ -45,11 +49,14 @@ class Trace:
 
     graph: the ONNX model; weights: names of its weight initializers (as in the checkpoint, ties resolved);
     layer_prefix: what precedes the layer's number in weight names ("model.layers"). Numbers count the traced layers.
+    embedding: `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`, and the names of its weights.
     """
 
     graph: ir.Model
     weights: frozenset[str]
     layer_prefix: str
+    embedding: ir.Model
+    embedding_weights: frozenset[str]
 
 
 # --- the attention marker: [num_tokens, num_heads, head_dim] and two of [num_tokens, num_kv_heads, head_dim] ---
@@ -122,7 +129,13 @@ def _complex_unsqueeze(x, dim: int):
     return opset20.Unsqueeze(x, opset20.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
 
 
-_TRANSLATION = {torch.ops.lockstep.attention.default: _to_marker, torch.ops.aten.linear.default: _to_gemm}
+@functools.cache
+def _registry() -> ONNXRegistry:
+    """What each torch operator becomes: the exporter's own table, and ours before it."""
+    registry = ONNXRegistry.from_torchlib(OPSET)
+    registry.register_op(torch.ops.lockstep.attention.default, _to_marker)
+    registry.register_op(torch.ops.aten.linear.default, _to_gemm)
+    return registry
 
 
 # --- models without weights ---
@@ -225,25 +238,16 @@ def _to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
 
 
 class _Packed(torch.nn.Module):
-    """[num_tokens, hidden_size] and [num_tokens] -> [num_tokens, vocab_size], through the whole causal LM."""
+    """hidden [num_tokens, hidden_size] and position_ids [num_tokens] -> logits [num_tokens, vocab_size], through the whole causal LM;
+    beside it token_ids [num_tokens] -> embedded [num_tokens, hidden_size], through the model's own embedding module (which may scale)."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model_under_trace = model
 
-    def forward(self, hidden, position_ids):
-        return self.model_under_trace(inputs_embeds=hidden[None], position_ids=position_ids[None], use_cache=False).logits[0]
-
-
-class _Embedding(torch.nn.Module):
-    """[num_tokens] -> [num_tokens, hidden_size], through the model's own embedding module (which may scale)."""
-
-    def __init__(self, module: torch.nn.Module):
-        super().__init__()
-        self.model_under_trace = module
-
-    def forward(self, token_ids):
-        return self.model_under_trace(token_ids)
+    def forward(self, hidden, position_ids, token_ids):
+        logits = self.model_under_trace(inputs_embeds=hidden[None], position_ids=position_ids[None], use_cache=False).logits[0]
+        return logits, self.model_under_trace.get_input_embeddings()(token_ids)
 
 
 def trace(meta: torch.nn.Module, indices: Sequence[int]) -> Trace:
@@ -257,43 +261,39 @@ def trace(meta: torch.nn.Module, indices: Sequence[int]) -> Trace:
     _to_fake(model, mode)
     with mode:
         hidden = torch.zeros(_TRACE_TOKENS, model.get_input_embeddings().weight.shape[1], dtype=model.dtype)
-        positions = torch.arange(_TRACE_TOKENS)
-    graph = _export(_Packed(model), {"hidden": hidden, "position_ids": positions}, "logits", model.config.model_type)
-    weights = _name_weights(graph, set(model.state_dict()), ties)
+        inputs = {"hidden": hidden, "position_ids": torch.arange(_TRACE_TOKENS), "token_ids": torch.arange(_TRACE_TOKENS)}
+    whole = _export(_Packed(model), inputs, ("logits", "embedded"), model.config.model_type)
+    graph, embedding = _part(whole, ("hidden", "position_ids"), "logits"), _part(whole, ("token_ids",), "embedded")
+    embedding.graph.outputs[0].name = "hidden"
+    state = set(model.state_dict())
+    weights = _name_weights(graph, state, ties)
     found = [node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN]
     if found != list(indices):
         raise InputError(
             f"model type {model.config.model_type!r} cannot be split: expected one attention for each layer through transformers' "
             f"attention interface, in the order of the layers ({list(indices)}), found {found or 'none'}"
         )
-    return Trace(graph, weights, prefix)
+    return Trace(graph, weights, prefix, embedding, _name_weights(embedding, state, ties))
 
 
-def trace_embedding(meta: torch.nn.Module) -> Trace:
-    """Trace `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`."""
-    model, mode = select_layers(meta, [0]), FakeTensorMode(allow_non_fake_inputs=True)
-    module = model.get_input_embeddings()
-    prefix = next(name for name, child in model.named_modules() if child is module)
-    _to_fake(model, mode)
-    with mode:
-        token_ids = torch.zeros(_TRACE_TOKENS, dtype=torch.int64)
-    graph = _export(_Embedding(module), {"token_ids": token_ids}, "hidden", model.config.model_type)
-    for value in list(graph.graph.initializers.values()):
-        if value.name.startswith(_WEIGHT_PREFIX):
-            value.name = f"{_WEIGHT_PREFIX}{prefix}.{value.name.removeprefix(_WEIGHT_PREFIX)}"
-    return Trace(graph, _name_weights(graph, set(model.state_dict()), {}), "")
+def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:
+    """A copy of what makes one output of a graph, with the named inputs, used or not."""
+    graph = convenience.extract(model.graph, list(inputs), [output])
+    return ir.Model(graph, ir_version=model.ir_version)
 
 
-def _export(module: torch.nn.Module, inputs: dict[str, torch.Tensor], output: str, model_type: str) -> ir.Model:
+def _export(module: torch.nn.Module, inputs: dict[str, torch.Tensor], outputs: Sequence[str], model_type: str) -> ir.Model:
     dim = torch.export.Dim("num_tokens", min=1, max=1 << 20)
     try:
-        with quiet(), torch.no_grad():
-            program = torch.onnx.export(
-                module.eval(), tuple(inputs.values()), dynamo=True, optimize=False, verbose=False,
-                input_names=list(inputs), output_names=[output], dynamic_shapes={name: {0: dim} for name in inputs},
-                custom_translation_table=_TRANSLATION,
+        with quiet(), torch.no_grad(), collector.paused():
+            # What torch.onnx.export(dynamo=True) calls, which makes a registry of all operators anew each time: 0.4 s.
+            program = onnx_exporter.export(
+                module.eval(), tuple(inputs.values()), {}, registry=_registry(), opset_version=OPSET, optimize=False, verbose=False,
+                input_names=list(inputs), output_names=list(outputs), dynamic_shapes={name: {0: dim} for name in inputs},
             )  # fmt: skip
             model = program.model
+            for value in (*model.graph.inputs, *model.graph.outputs):
+                value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
             for value in model.graph.initializers.values():
                 if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
                     value.const_value = None  # a fake weight has no value; folding must not read it
@@ -326,16 +326,3 @@ def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> 
     if without_value:
         raise InputError(f"cannot be split: {without_value[:3]} depend on weights but are not in the checkpoint")
     return frozenset(weights)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the exporter's and transformers' chatter; errors still raise."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)

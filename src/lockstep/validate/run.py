@@ -15,6 +15,7 @@ import tokenizers
 import torch
 from polygraphy.backend.base import BaseRunner
 
+from lockstep import formats
 from lockstep.checks import Difference, finish
 from lockstep.errors import CheckError
 from lockstep.files import read_json
@@ -24,7 +25,6 @@ from lockstep.validate.polygraphy_checks import BoundRunner, GraphRunner, check_
 from lockstep.validate.torch_trace import Record, TorchModel, sequences
 from lockstep.weights import Weights, slot_array
 
-FORMAT = "lockstep.validate/1"
 _TEXT = "The river comes down from the hills, and the town lies where it is wide and slow."
 
 
@@ -49,9 +49,9 @@ def run(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint, manifest = read_json(checkpoint_json, "lockstep.checkpoint/1"), read_json(assembly_json, "lockstep.assembly/1")
+    checkpoint, manifest = read_json(checkpoint_json, formats.CHECKPOINT), read_json(assembly_json, formats.ASSEMBLY)
     target = {"model": model or Path(checkpoint["source"]).name, "precision": manifest["precision"], "layers": layers}
-    report: dict[str, Any] = {"format": FORMAT, "target": target, "first_failing_layer": None}
+    report: dict[str, Any] = {"format": formats.VALIDATION, "target": target, "first_failing_layer": None}
     try:
         assembly = Assembly(Path(assembly_json), manifest, Weights.open(weights_json), layers, threads)
         report["unused_tensors"] = assembly.weights.unused(_bound_tensors(manifest))

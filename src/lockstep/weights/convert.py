@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from lockstep import formats
 from lockstep.checkpoint.dtypes import FLOAT_DTYPES, PRECISION_DTYPES
 from lockstep.errors import InputError
 from lockstep.files import remove_leftovers, write_json
+from lockstep.seen import remember
 from lockstep.weights.source import PIECE_BYTES, Source, finite_pieces, open_source
 from lockstep.weights.writer import write_cast
 
-FORMAT = "lockstep.weights/1"
 WEIGHTS = "weights.safetensors"
 
 
@@ -36,12 +37,13 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path) -> Path:
     for path in (out, out.with_name(WEIGHTS)):
         remove_leftovers(path)
     if source.float_dtypes() <= {dtype}:
-        write_json(out, {"format": FORMAT, "precision": precision, **_point_into(source, out)})
+        write_json(out, {"format": formats.WEIGHTS, "precision": precision, **_point_into(source, out)})
         out.with_name(WEIGHTS).unlink(missing_ok=True)  # of an earlier checkpoint; nothing names it any more
     else:
         # Gone before the weights it describes are replaced: a kill in between must not leave it beside others.
         written = write_cast(source, dtype, out.with_name(WEIGHTS), before_rename=lambda: out.unlink(missing_ok=True))
-        write_json(out, {"format": FORMAT, "precision": precision, **written})
+        remember(out.with_name(WEIGHTS), written["files"][0]["sha256"])
+        write_json(out, {"format": formats.WEIGHTS, "precision": precision, **written})
     return out
 
 

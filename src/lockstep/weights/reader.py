@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep import formats
 from lockstep.checkpoint.dtypes import DTYPE_BITS, numpy_dtype
 from lockstep.errors import InputError
 from lockstep.files import read_json
-from lockstep.weights.source import check_size
-
-FORMAT = "lockstep.weights/1"
+from lockstep.seen import Expected, check_files
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,13 @@ class Weights:
 
     @classmethod
     def open(cls, manifest_path: str | os.PathLike) -> Weights:
-        """Raises InputError when the manifest or a file it names is absent or of another size."""
+        """Raises InputError when the manifest or a file it names is absent or has changed."""
         manifest_path = Path(manifest_path)
-        manifest = read_json(manifest_path, FORMAT)
+        manifest = read_json(manifest_path, formats.WEIGHTS)
         paths = tuple(manifest_path.parent / file["path"] for file in manifest["files"])
-        for path, file in zip(paths, manifest["files"]):
-            check_size(path, file["size"], "convert the checkpoint again")
+        check_files(
+            [Expected(path, file["sha256"], file["size"]) for path, file in zip(paths, manifest["files"])], "convert the checkpoint again"
+        )
         tensors = {
             name: TensorInfo(entry["file"], entry["offset"], entry["length"], entry["dtype"], tuple(entry["shape"]))
             for name, entry in manifest["tensors"].items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.checkpoint import checkpoint_folder
+from lockstep import formats
+from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.checkpoint.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES
-from lockstep.checkpoint.resolve import FORMAT
 from lockstep.checkpoint.safetensors_header import TensorRecord, read_header
 from lockstep.errors import InputError
 from lockstep.files import read_json
@@ -50,11 +49,10 @@ class Source:
 
 
 def open_source(checkpoint_json: Path) -> Source:
-    """Raises InputError when a file has changed since `resolve` (size, header), or holds tensors of a type that cannot be read yet."""
-    manifest = read_json(checkpoint_json, FORMAT)
+    """Raises InputError when a file has changed since `resolve`, or holds tensors of a type that cannot be read yet."""
+    manifest = read_json(checkpoint_json, formats.CHECKPOINT)
     folder = checkpoint_folder(checkpoint_json, manifest)
-    for file in manifest["files"]:
-        check_size(folder / file["path"], file["size"], "resolve the checkpoint again")
+    check_checkpoint(folder, manifest)
     tensors = tuple(
         SourceTensor(name, folder / entry["file"], entry["offset"], entry["length"], entry["dtype"], tuple(entry["shape"]))
         for name, entry in sorted(manifest["tensors"].items())
@@ -67,16 +65,6 @@ def open_source(checkpoint_json: Path) -> Source:
             known = f"{', '.join(FLOAT_DTYPES)} or integers"
             raise InputError(f"{tensor}: expected {known}, found {tensor.dtype}, which is not supported yet; use a checkpoint that is not quantized")
     return Source(folder, manifest, tensors)
-
-
-def check_size(path: Path, size: int, remedy: str) -> None:
-    """Raises InputError when the file `path` is absent or not of `size` bytes."""
-    try:
-        found = os.stat(path).st_size
-    except FileNotFoundError:
-        raise InputError(f"{path}: expected a file of {size} bytes, found none; restore it or {remedy}") from None
-    if found != size:
-        raise InputError(f"{path}: expected {size} bytes, found {found}: the file has changed; restore it or {remedy}")
 
 
 def pieces(tensor: SourceTensor, buffer: np.ndarray) -> Iterator[np.ndarray]:

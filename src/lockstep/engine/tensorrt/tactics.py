@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.engine.tensorrt.layers import compare
+from lockstep import formats
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, sha256_json, write_bytes, write_json
 
-FORMAT = "lockstep.tactics/1"
 MODES = ("free", "record", "verified")
 CACHE, RECORD = "timing.cache", "tactics.json"
 _AGAIN = "build with tactics: record"
@@ -43,7 +43,7 @@ class Tactics:
         """Take the record that lies there; gives what is wrong with it."""
         path, cache = self.folder / RECORD, self.folder / CACHE
         try:
-            record = read_json(path, FORMAT)
+            record = read_json(path, formats.TACTICS)
         except InputError as error:
             return str(error).partition(";")[0]
         for key in sorted({*record["made_by"], *self.made_by}):
@@ -91,7 +91,7 @@ class Tactics:
         return {"mode": self.mode, "files": files}
 
     def _write(self) -> None:
-        record = {"format": FORMAT, "made_by": self.made_by, "cache_sha256": sha256_file(self.folder / CACHE), "engines": self.engines, "cached": self.cached}
+        record = {"format": formats.TACTICS, "made_by": self.made_by, "cache_sha256": sha256_file(self.folder / CACHE), "engines": self.engines, "cached": self.cached}
         write_json(self.folder / RECORD, record)
 
 

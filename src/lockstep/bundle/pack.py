@@ -1,0 +1,79 @@
+"""Pack: a finished target in; its engines, assembly, tokenizer, manifests and provenance out in one file, with its weights or without."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep import formats
+from lockstep.bundle.archive import Entry, write_archive
+from lockstep.errors import InputError
+from lockstep.files import SEAL, dump_json, read_json, sha256_json
+from lockstep.lock.provenance import provenance_path, wrong_provenance
+from lockstep.lock.record import read_record, record_path
+from lockstep.paths import Results, Target
+from lockstep.seen import digest
+
+WEIGHTS = "weights"
+
+
+def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path, with_weights: bool = False) -> Path:
+    """Write the bundle of `target` to `out`, the same bytes for the same results; gives `out`. limits: those that it runs with.
+
+    Raises InputError where something is not there, or is not what was recorded.
+    """
+    entries = [*_engines(results, target), *_graphs(results, target), *_weights(results, target, with_weights)]
+    about = {"target": asdict(target), "limits": dict(limits), "weights": "inside" if with_weights else "apart"}
+    return write_archive(Path(out), about, entries)
+
+
+def _engines(results: Results, target: Target) -> Iterator[Entry]:
+    manifest = results.engines(target.model, target.precision, target.backend)
+    yield from _recorded(manifest, "engines")
+    for _, entry in sorted(read_json(manifest, formats.ENGINES)["engines"].items()):
+        yield _file(f"engines/{entry['file']}", manifest.parent / entry["file"], entry["sha256"])
+    provenance = provenance_path(manifest)
+    reason = wrong_provenance(provenance) if provenance.is_file() else "expected the provenance of the engines, found none; `lockstep build` makes it"
+    if reason:
+        raise InputError(f"{provenance}: {reason}")
+    yield _file(f"engines/{provenance.name}", provenance, digest(provenance))
+
+
+def _graphs(results: Results, target: Target) -> Iterator[Entry]:
+    """The assembly and the tokenizer. Graphs are what engines are built from; none is needed to run them."""
+    manifest = results.assembly(target.model, target.precision)
+    yield from _recorded(manifest, "graphs")
+    tokenizer = read_json(manifest, formats.ASSEMBLY).get("tokenizer")
+    if tokenizer is not None:
+        yield _file(f"graphs/{tokenizer['file']}", manifest.parent / tokenizer["file"], tokenizer["sha256"])
+
+
+def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
+    """The weights' manifest, in which files have no folder, and the files."""
+    path = results.weights(target.model, target.precision)
+    manifest = read_json(path, formats.WEIGHTS)
+    names = [os.path.basename(file["path"]) for file in manifest["files"]]
+    bare = {**manifest, "files": [{**file, "path": name} for file, name in zip(manifest["files"], names)]}
+    yield Entry.of_bytes(f"{WEIGHTS}/weights.json", dump_json({**bare, SEAL: sha256_json(bare)}).encode())
+    if inside:
+        for file, name in zip(manifest["files"], names):
+            yield _file(f"{WEIGHTS}/{name}", path.parent / file["path"], file["sha256"])
+
+
+def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:
+    """A manifest and the record of how it was made."""
+    record = read_record(manifest) if manifest.is_file() else None
+    if record is None:
+        raise InputError(f"{manifest}: expected a manifest with the record of how it was made, found none; run snakemake first")
+    yield _file(f"{folder}/{manifest.name}", manifest, record["outputs"][manifest.name])
+    path = record_path(manifest)
+    yield _file(f"{folder}/{path.name}", path, digest(path))
+
+
+def _file(name: str, path: Path, sha256: str) -> Entry:
+    if not path.is_file():
+        raise InputError(f"{path}: expected a file of sha256 {sha256}, found none; run snakemake first")
+    return Entry.of_file(name, path, sha256)

@@ -1,0 +1,158 @@
+"""Locked: what is to be made, and what was made, against the lock. The first difference is named with its cause, and nothing is made from it.
+
+What can be known before the work is refused before it (`check_project`, `check_step`): targets, the checkpoint's files, the code and the packages of a
+stage, library and device of a backend. What a stage makes is compared as soon as it is made (`check_output`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep import buildkey
+from lockstep.errors import CheckError, InputError
+from lockstep.files import sha256_json
+from lockstep.lock.diff import changes, words
+from lockstep.lock.lockfile import MADE, Section, device_name, lock_path, made_with, read_lock, section_at
+from lockstep.lock.provenance import provenance_path
+from lockstep.lock.record import Step, record_path
+from lockstep.seen import digest
+
+if TYPE_CHECKING:
+    from lockstep.paths import Target
+
+# Recorded where a model comes from, and not compared: it may lie elsewhere.
+_PLACES = ("source",)
+
+
+def is_locked(config: Mapping[str, Any]) -> bool:
+    """Whether Snakemake's config says `locked`, which the command line gives as a text. Raises InputError for anything but true and false."""
+    value = config.get("locked", False)
+    found = {"true": True, "false": False}.get(str(value).lower())
+    if found is None:
+        raise InputError(f"locked: expected true or false, found {value!r}; correct it")
+    return found
+
+
+def find_lock(model: str, folders: Sequence[Path]) -> Path:
+    """The lock of a model in the first of `folders` (each holding `locks/`) that has one. Raises InputError where none has."""
+    for folder in folders:
+        path = lock_path(folder / "locks", model)
+        if path.is_file():
+            return path
+    places = " or ".join(dict.fromkeys(str(folder / "locks") for folder in folders))
+    raise InputError(f"locked: expected {model}.lock.json in {places}, found none; write it with `lockstep lock`, or run without locked")
+
+
+def check_project(lock_file: Path, targets: Sequence[Target], prompts: Sequence[str], checkpoint: Sequence[Path] | None) -> None:
+    """Before a run: raises CheckError for the first thing that will differ from the lock.
+
+    targets, prompts: of the lock's model. checkpoint: the model's files where they lie in a folder, None where a job brings them.
+    """
+    lock = read_lock(lock_file)
+    for line in _before(lock, targets, prompts, checkpoint):
+        _refuse(line, lock_file)
+
+
+def _before(lock: Mapping[str, Any], targets: Sequence[Target], prompts: Sequence[str], checkpoint: Sequence[Path] | None) -> Iterator[str]:
+    for stage, made in sorted(lock[MADE].items()):
+        entry = buildkey.STAGES[stage]
+        now = {"code": sha256_json(buildkey.code_files(entry)), "packages": buildkey.pinned_packages(entry)}
+        if line := _made_differently(made, now):
+            yield f"{stage}: {line}"
+    if checkpoint is not None:
+        found = {path.name: digest(path) for path in checkpoint}
+        expected = {name: value for name, value in without_places(lock["checkpoint"]).items() if name != "commit"}
+        yield from (f"resolve: {name} differs: {change}" for (name, *_), change in changes(expected, found))
+    for target in targets:
+        names = target.precision, str(target.layers), target.backend
+        for where in (("precisions", names[0]), ("reference", names[1]), ("precisions", names[0], "engines", names[2]), ("precisions", names[0], "golden", names[2], names[1])):
+            if expected_items(lock, where) is None:
+                yield f"{target}: {'/'.join(where)} is not in the lock"
+        for (text, *_), change in changes(dict.fromkeys(lock["reference"][names[1]], ""), dict.fromkeys(prompts, "")):
+            yield f"reference: prompt {text!r} differs: {change.partition(',')[0]}"
+
+
+def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
+    """Before a stage: raises CheckError when what it reads is not locked, or when it would be made with other code, packages, library or device."""
+    lock = read_lock(lock_file)
+    for path in step.inputs.values():
+        if record_path(path).is_file():
+            section = section_at(path)
+            if section is not None and (line := difference(lock, section)):
+                _refuse(line, lock_file)
+    made = lock[MADE].get(step.stage)
+    if made is not None and (line := _made_differently(made, {"code": sha256_json(key["code"]), "packages": key["environment"]})):
+        _refuse(f"{step.stage}: {line}", lock_file)
+    if step.stage == "build":
+        where = ("precisions", step.names["precision"], "engines", step.names["backend"])
+        here = device_name(key["backend"])
+        devices = expected_items(lock, where) or {}
+        if here not in devices:
+            _refuse(f"build: device differs: {' or '.join(sorted(devices)) or 'none'} -> {here}", lock_file)
+        backend = {name: value for name, value in key["backend"].items() if name != "name"}
+        locked = {name: value for name, value in devices[here].items() if name in backend}
+        for (name, *more), change in changes(locked, backend):
+            _refuse(f"build: {'.'.join([name, *more])} differs: {change}", lock_file)
+
+
+def check_output(output: Path, lock_file: Path) -> None:
+    """After a stage: raises CheckError, and takes the manifest `output` away, when the artefact is not the locked one."""
+    section = section_at(output)
+    if section is None:
+        return
+    line = difference(read_lock(lock_file), section)
+    if line is not None:
+        for path in (output, record_path(output), *([provenance_path(output)] if section.stage == "build" else [])):
+            path.unlink(missing_ok=True)
+        _refuse(line, lock_file)
+
+
+def stale(steps: Sequence[Step], lock_file: Path) -> list[tuple[Path, str]]:
+    """(manifest, difference) of each artefact of `steps` that is there and is not the locked one, or that no record can show to be it."""
+    lock, found = read_lock(lock_file), []
+    for step in steps:
+        if not step.output.is_file():
+            continue
+        if not record_path(step.output).is_file():
+            found.append((step.output, f"{step.stage}: no record says how it was made"))
+        elif (section := section_at(step.output)) is not None and (line := difference(lock, section)):
+            found.append((step.output, line))
+    return found
+
+
+def difference(lock: Mapping[str, Any], section: Section) -> str | None:
+    """The first difference of an artefact from the lock, with what else differs that may have caused it; None when it is the same."""
+    expected = expected_items(lock, section.where)
+    if expected is None:
+        return f"{section.stage}: {'/'.join(section.where)} is not in the lock"
+    differing = next(changes(without_places(expected), without_places(section.items)), None)
+    if differing is None:
+        return None
+    (name, *_), change = differing
+    made = lock[MADE].get(section.stage)
+    return f"{section.stage}: {name} differs: {made and _made_differently(made, made_with(section.record)) or change}"
+
+
+def expected_items(lock: Mapping[str, Any], where: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """The section of a lock; None where it has none."""
+    place: Any = lock
+    for name in where:
+        place = place.get(name) if isinstance(place, Mapping) else None
+    return place
+
+
+def without_places(items: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in items.items() if name not in _PLACES}
+
+
+def _made_differently(locked: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Packages, and whether the code is another; empty where both are as locked."""
+    packages = [f"{' '.join(where)} {change}" for where, change in changes(locked["packages"], now["packages"])]
+    code = [f"code of the stage {words(locked['code'])} -> {words(now['code'])}"] if locked["code"] != now["code"] else []
+    return ", ".join([*packages, *code])
+
+
+def _refuse(line: str, lock_file: Path) -> None:
+    raise CheckError(f"{line}; locked by {lock_file}: undo the change, or run without locked and `lockstep lock` again")

@@ -1,0 +1,135 @@
+"""The build key of an artefact: a step of the workflow in; beside its manifest `<manifest>.build.json` out, which says what it was made of.
+
+A record holds the digests of the inputs, the options, the code of the stage, the versions of its packages, for what a backend makes its version
+and device, and the digest of each file that came out. It holds no time and no place: two machines with one key write one record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep import buildkey, formats
+from lockstep.errors import CheckError
+from lockstep.files import read_json, sha256_json, write_json
+from lockstep.seen import digest
+from lockstep.sidefiles import named_files
+
+SUFFIX = ".build.json"
+# Stages whose results speak of the model by its name in the config; others are the same under any name.
+_NAMED = ("validate", "golden")
+# What of a manifest is no content: places, and whose CPU it was. By format.
+_NO_CONTENT = {
+    formats.CHECKPOINT: ("source", "folder", "commit"),
+    formats.SOURCE: ("source", "commit"),
+    formats.ENGINES: ("device",),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One job: a rule with its wildcards. inputs: manifests and files by the name that the rule gives them; output: the manifest that it makes;
+    beside: what else it makes that must be the same each time."""
+
+    stage: str
+    names: Mapping[str, str]
+    inputs: Mapping[str, Path]
+    options: Mapping[str, Any]
+    output: Path
+    beside: tuple[Path, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.stage, "/".join(map(str, self.names.values()))])
+
+
+def record_path(output: str | Path) -> Path:
+    """`assembly.json` -> `assembly.build.json`."""
+    output = Path(output)
+    return output.with_name(f"{output.stem}{SUFFIX}")
+
+
+def content(path: Path) -> str:
+    """Hex sha256 of what a manifest says, or of a file's bytes. Where files lie is no content, for they are named with their digests."""
+    if path.suffix != ".json":
+        return digest(path)
+    value = read_json(path)
+    kind = value.get("format") if isinstance(value, dict) else None
+    if kind is None:
+        return digest(path)
+    value = {key: item for key, item in value.items() if key not in _NO_CONTENT.get(kind, ())}
+    if kind == formats.WEIGHTS:
+        value["files"] = [{**file, "path": Path(file["path"]).name} for file in value["files"]]
+    return sha256_json(value)
+
+
+def build_key(step: Step, here: bool = True) -> dict[str, Any]:
+    """What decides what `step` makes. `here`: with the packages installed here; else with those that are pinned."""
+    packages = buildkey.installed_packages if here else buildkey.pinned_packages
+    entry = buildkey.STAGES.get(step.stage)
+    key = {
+        "stage": step.stage,
+        "names": {name: str(value) for name, value in step.names.items() if name != "model" or step.stage in _NAMED},
+        "inputs": {name: content(path) for name, path in step.inputs.items()},
+        "options": dict(step.options),
+        "code": buildkey.code_files(entry) if entry else {},
+        "environment": packages(entry) if entry else {},
+    }
+    backend = step.names.get("backend")
+    return {**key, "backend": backend_identity(backend)} if backend else key
+
+
+def backend_identity(name: str) -> dict[str, Any]:
+    """The library and the device that an engine is for. Raises InputError where the library is not installed."""
+    from lockstep.engine import get_backend  # loads the library: only where something is built or run
+
+    library = get_backend(name)
+    device = library.describe_device()
+    identity = {"name": name, "version": library.version(), "revision": library.revision, "device": library.device_key(device), "options": library.default_options()}
+    return {**identity, "driver": device["driver"]} if "driver" in device else identity
+
+
+def write_record(step: Step, key: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the record of `step`, which has just made its output with `key`, and give it."""
+    record = {"format": formats.BUILD, **key, "key": sha256_json(key), "outputs": outputs_of(step.output, step.beside)}
+    write_json(record_path(step.output), record)
+    return record
+
+
+def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
+    """Hex sha256 by path, relative to the manifest's folder: of the manifest, of files `beside` it, and of those that it names as its own.
+
+    The digests of the latter are those of the manifest: who made it has just hashed them. Files of another folder are not its own.
+    """
+    outputs = {path.name: digest(path) for path in (manifest, *beside)}
+    for file in named_files(manifest):
+        name = Path(os.path.relpath(file.path, manifest.parent))
+        if name.parts[0] != "..":
+            outputs.setdefault(name.as_posix(), file.sha256)
+    return outputs
+
+
+def read_record(output: Path) -> dict[str, Any] | None:
+    """The record of the manifest `output`; None where there is none, or where it is of another file. Raises InputError when it is damaged."""
+    path = record_path(output)
+    if not path.is_file():
+        return None
+    record = checked_record(path)
+    return record if output.is_file() and record["outputs"].get(output.name) == digest(output) else None
+
+
+def checked_record(path: Path) -> dict[str, Any]:
+    """A record whose key is that of its parts. Raises InputError, or CheckError for parts that were changed."""
+    record = read_json(path, formats.BUILD)
+    if record["key"] != sha256_json({name: value for name, value in record.items() if name not in ("format", "key", "outputs")}):
+        raise CheckError(f"{path}: expected the key of what it lists, found another; delete the file and run again")
+    return record
+
+
+def records(folder: Path) -> Iterator[Path]:
+    """All records below a folder, sorted."""
+    return iter(sorted(folder.rglob(f"*{SUFFIX}")))
+
+

@@ -1,0 +1,124 @@
+"""Reproduce: a finished target in; it is built again in clean folders, by fresh processes, and the levels of sameness that were reached come out.
+
+Each round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's files where they lie. The reference, which comes from
+transformers and not from us, is taken as it is. Nothing is taken from a cache.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep import formats
+from lockstep.checkpoint import check_checkpoint, checkpoint_folder
+from lockstep.engine import EngineSet
+from lockstep.errors import CheckError
+from lockstep.files import read_json, write_json
+from lockstep.lock.sameness import LEVELS, Facts, compare, facts, reached
+from lockstep.paths import Results, Target
+
+STAGES = ("resolve", "convert", "export", "build", "golden")
+_SHOWN = 20  # differences of a level that are kept; the rest is counted
+_NOT_TAKEN_ON = ("LOCKSTEP_CACHE",)
+
+
+def reproduce(config: Mapping[str, Any], results: Results, target: Target, rounds: int, tell: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Build `target` again `rounds` times, write the record to `results.reproduction` and give it. config: the one that the results were made with.
+
+    Raises InputError where the target is not finished, CheckError where it cannot be built again at all.
+    """
+    names = (target.model, target.precision, target.layers, target.backend)
+    present = EngineSet.open(results.engines(target.model, target.precision, target.backend), results.assembly(target.model, target.precision))
+    before = facts(results, target, present.backend)
+    found = []
+    for number in range(1, rounds + 1):
+        with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
+            again = _round(config, results, target, Path(folder), lambda what: tell(f"round {number} of {rounds}: {what}"))
+            found.append(compare(before, facts(Results(Path(folder) / "results"), target, present.backend, again)))
+    record = _record(present, target, before, found)
+    write_json(results.reproduction(*names), record)
+    return record
+
+
+def _record(present: EngineSet, target: Target, before: Facts, found: list[dict[str, list[str]]]) -> dict[str, Any]:
+    levels = {}
+    for level, what in LEVELS.items():
+        lines = [f"round {number}: {line}" for number, differing in enumerate(found, start=1) for line in differing[level]]
+        same = sum(not differing[level] for differing in found)
+        more = max(0, len(lines) - _SHOWN)
+        levels[level] = {"what": what, "digest": before.digests()[level], "same_rounds": same, "differences": lines[:_SHOWN], "more_differences": more}
+    return {
+        "format": formats.REPRODUCTION,
+        "target": asdict(target),
+        "engine_digest": present.digest(),
+        "backend_version": present.manifest["backend_version"],
+        "device": present.manifest["device"],
+        "rounds": len(found),
+        "level": reached({level: entry["same_rounds"] == len(found) for level, entry in levels.items()}),
+        "levels": levels,
+        "bytes_left_out": {name: list(removed) for name, removed in before.removed.items()},
+    }
+
+
+def _round(config: Mapping[str, Any], results: Results, target: Target, folder: Path, tell: Callable[[str], None]) -> str | None:
+    """Make the target in `folder`/results. Gives the golden check's line where it did not pass, None where it did."""
+    tree, config_file = Results(folder / "results"), folder / "config.json"
+    write_json(config_file, _config(config, results, target))
+    _take_reference(results, tree, target)
+    for stage in STAGES:
+        tell(stage)
+        command = [sys.executable, "-m", "lockstep", stage, str(target), "--config", str(config_file), "--results", str(tree.root)]
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_TAKEN_ON}
+        process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if process.returncode:
+            line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix("lockstep: error: ")
+            if stage == "golden" and process.returncode == CheckError.exit_code:
+                return line
+            raise CheckError(f"{target}: expected {stage} to succeed again in a clean folder, found: {line}")
+    return None
+
+
+def _config(config: Mapping[str, Any], results: Results, target: Target) -> dict[str, Any]:
+    """The config with this target only, and the checkpoint where it lies."""
+    manifest_path = results.checkpoint(target.model)
+    manifest = read_json(manifest_path, formats.CHECKPOINT)
+    folder = checkpoint_folder(manifest_path, manifest)
+    check_checkpoint(folder, manifest)
+    model = config["models"][target.model]
+    kept = lambda prompt: {**prompt, "expected": {layers: text for layers, text in prompt.get("expected", {}).items() if layers == str(target.layers)}}
+    golden = {**model["golden"], "prompts": [kept(prompt) for prompt in model["golden"]["prompts"]]}
+    only = {"layers": [target.layers], "precisions": [target.precision], "backends": [target.backend], "golden": golden}
+    model = {**model, **only, "source": os.path.abspath(folder)}
+    return {**{name: value for name, value in config.items() if name != "cache"}, "models": {target.model: model}}
+
+
+def _take_reference(results: Results, tree: Results, target: Target) -> None:
+    reference, link = results.reference(target.model, target.layers), tree.reference(target.model, target.layers)
+    link.parent.mkdir(parents=True)
+    for suffix in (".json", ".safetensors"):
+        link.with_suffix(suffix).symlink_to(os.path.abspath(reference.with_suffix(suffix)))
+
+
+def print_table(record: Mapping[str, Any]) -> None:
+    """Print the levels of a record as a table, nothing cut."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("level", "same", "rounds", "first difference"):
+        table.add_column(heading, justify="right" if heading == "rounds" else "left", no_wrap=True)
+    for level, entry in record["levels"].items():
+        whole = entry["same_rounds"] == record["rounds"]
+        what = entry["what"] + (", without those named below" if level == "R4" and record["bytes_left_out"] else "")
+        table.add_row(level, what, f"{entry['same_rounds']} of {record['rounds']}", "".join(entry["differences"][:1]), style=None if whole else "red")
+    console = Console(width=240)
+    console.print(table)
+    for name, removed in record["bytes_left_out"].items():
+        for words in removed:
+            console.print(f"left out of {name}: {words}", markup=False)

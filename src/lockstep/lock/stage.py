@@ -1,0 +1,96 @@
+"""Run one step: its artefact, its record beside it, and where a lock holds it, nothing else than what is locked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.cache.reuse import cache_for, put, take
+from lockstep.errors import InputError, LockstepError
+from lockstep.files import write_bytes
+from lockstep.lock import locked
+from lockstep.lock.provenance import now, provenance_path, write_provenance
+from lockstep.lock.record import Step, build_key, checked_record, read_record, record_path, write_record
+from lockstep.seen import digest
+
+# Stages that are recorded. The summary and its plots show what others made.
+RECORDED = ("config", "fetch", "random_weights", "resolve", "architecture", "convert", "export", "validate", "build", "reference", "golden")  # fmt: skip
+
+
+def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cache: str = "") -> Any:
+    """Make the artefact of `step` with `make`, whose result is given, and record it.
+
+    lock_file: raises CheckError for anything else than what it locks. cache: the shared cache that the config names; what it has is taken from there, and
+    the path of its manifest given. Raises InputError for an input that is damaged or is not the one recorded.
+    """
+    if step.stage not in RECORDED:
+        return make()
+    shared = cache_for(step, cache)
+    for path in step.inputs.values():
+        check_input(path)
+    key, started = build_key(step), now()
+    if lock_file is not None:
+        locked.check_step(step, key, lock_file)
+    with _all_or_nothing(step):
+        taken = take(shared, step, key)
+        made = step.output if taken else make()
+        if step.stage == "build" and not taken:  # before the record: where there is one, there is the other
+            write_provenance(step, key, started)
+        record = write_record(step, key)
+    if lock_file is not None:
+        locked.check_output(step.output, lock_file)
+    if not taken:
+        put(shared, step, record)
+    return made
+
+
+@contextlib.contextmanager
+def _all_or_nothing(step: Step) -> Iterator[None]:
+    """Take the record of an earlier artefact away, and its provenance, so that a run that is killed leaves none that is wrong. Where the work fails, an
+    artefact that it did not touch gets them back, and a new one without a record goes."""
+    output = step.output
+    about = [record_path(output), *([provenance_path(output)] if step.stage == "build" else [])]
+    before = digest(output) if output.is_file() else None
+    earlier = {path: path.read_bytes() for path in about if path.is_file()} if _is_recorded(output) else {}
+    for path in about:
+        path.unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException:
+        if output.is_file() and digest(output) != before:
+            for path in (output, *about):
+                path.unlink(missing_ok=True)
+        elif output.is_file():
+            for path, data in earlier.items():
+                write_bytes(path, data)
+        raise
+
+
+def _is_recorded(output: Path) -> bool:
+    try:
+        return read_record(output) is not None
+    except LockstepError:
+        return False  # damaged: made anew with the artefact
+
+
+def check_input(path: Path) -> None:
+    """Raises InputError when the manifest `path` is not the one whose making was recorded: damaged, or put there by hand."""
+    record = record_path(path)
+    if path.suffix != ".json" or not (path.is_file() and record.is_file()):
+        return  # an absent one is named by whoever reads it
+    recorded = checked_record(record)
+    expected, found = recorded["outputs"].get(path.name), digest(path)
+    if found != expected:
+        raise InputError(f"{path}: expected sha256 {expected} as {record.name} says, found {found}: it was changed after it was made; delete it and run again")
+
+
+def from_rule(stage: str, names: dict[str, str], inputs: dict[str, Any], options: dict[str, Any], outputs: list[str]) -> Step:
+    """The step of a Snakemake job. inputs by name: a path, or a list of paths, which are files of the checkpoint and stand in the manifest that the
+    job makes. options: the rule's params."""
+    manifests = {name: Path(path) for name, path in inputs.items() if isinstance(path, str) and name not in _NOT_READ}
+    return Step(stage, names, manifests, {name: value for name, value in options.items() if name not in ("key", "python")}, Path(outputs[0]))
+
+
+_NOT_READ = ("config", "logits")  # fetch checks its limits only; the reference names its logits with their digest

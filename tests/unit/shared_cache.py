@@ -1,0 +1,63 @@
+"""A machine that converts a checkpoint with a cache: as a step in this process, or as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from checkpoints import write
+
+from lockstep import weights
+from lockstep.checkpoint import resolve
+from lockstep.lock import stage
+from lockstep.lock.record import Step
+
+MB = 1 << 20
+RUN = """import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[4:]
+from lockstep.errors import guard
+from shared_cache import convert
+with guard(): convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+"""
+
+
+def checkpoint(folder: Path, seed: int = 0, megabytes: float = 0.1) -> Path:
+    """A resolved bf16 checkpoint of random numbers; gives its manifest. In fp32 it has twice as many bytes."""
+    numbers = np.random.default_rng(seed).standard_normal(int(megabytes * MB / 2), np.float32)
+    write(folder / "checkpoint", {"numbers": numbers.astype(ml_dtypes.bfloat16)})
+    return resolve(str(folder / "checkpoint"), folder / "checkpoint", folder / "checkpoint.json")
+
+
+def convert(manifest: Path, folder: Path, cache: Path | str, precision: str = "fp32", make=None) -> Path:
+    """The convert stage into `folder`, as a rule or a command runs it."""
+    out = folder / "weights.json"
+    step = Step("convert", {"model": "m", "precision": precision}, {"checkpoint": manifest}, {}, out)
+    return stage.run(step, make or (lambda: weights.convert(manifest, precision, out)), cache=str(cache))
+
+
+def never() -> Path:
+    raise AssertionError("it was made, though the cache has it")
+
+
+def start(manifest: Path, folder: Path, cache: Path, **options) -> subprocess.Popen:
+    """`convert` in a process of its own."""
+    here = Path(__file__).parent
+    environment = {name: value for name, value in os.environ.items() if name != "LOCKSTEP_CACHE"}
+    command = [sys.executable, "-c", RUN, *map(str, (manifest, folder, cache, here))]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, **options)
+
+
+def run(manifest: Path, folder: Path, cache: Path, **options) -> tuple[int, str]:
+    """Exit code and stderr of `convert` in a process of its own."""
+    process = start(manifest, folder, cache, **options)
+    said = process.communicate()[1]
+    return process.returncode, said
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

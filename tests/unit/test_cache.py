@@ -1,0 +1,274 @@
+"""The shared cache: what it holds, what it gives back, and its upkeep."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import error_of
+from shared_cache import checkpoint, contents, convert, never, start
+
+from lockstep import engine
+from lockstep.cache.store import Cache, cache_folder
+from lockstep.cache.upkeep import IN_THE_MAKING, bytes_text, look, prune, verify
+from lockstep.files import read_json, sha256_file, write_json
+from lockstep.lock import stage
+from lockstep.lock.provenance import provenance_path, wrong_provenance
+from lockstep.lock.record import Step, read_record
+from lockstep.paths import Results
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_CACHE", raising=False)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+def test_what_one_made_another_takes_with_the_same_bytes(tmp_path: Path, cache: Cache, capsys) -> None:
+    convert(checkpoint(tmp_path / "one"), tmp_path / "one" / "fp32", cache.folder)
+    (used,) = look(cache).entries
+    assert f"cache: convert m/fp32 is put into {cache.folder}, build key {used.entry.key[:12]}\n" == capsys.readouterr().err
+    out = convert(checkpoint(tmp_path / "a" / "b" / "other"), tmp_path / "other" / "fp32", cache.folder, make=never)
+    assert out == tmp_path / "other" / "fp32" / "weights.json"
+    assert f"cache: convert m/fp32 is taken from {cache.folder}, build key {used.entry.key[:12]}: nothing was computed\n" == capsys.readouterr().err
+    assert contents(tmp_path / "one" / "fp32") == contents(tmp_path / "other" / "fp32"), "the record too"
+    assert read_record(out)["key"] == used.entry.key
+    assert verify(cache) == [] and not look(cache).temporary
+
+
+def test_other_inputs_another_key(tmp_path: Path, cache: Cache) -> None:
+    for seed in (0, 1):
+        convert(checkpoint(tmp_path / str(seed), seed), tmp_path / str(seed) / "fp32", cache.folder)
+    convert(tmp_path / "0" / "checkpoint.json", tmp_path / "fp16", cache.folder, "fp16")
+    assert len(look(cache).entries) == 3
+
+
+def test_what_names_files_elsewhere_is_made_where_it_is_right(tmp_path: Path, cache: Cache) -> None:
+    """bf16 from bf16: the manifest points into the checkpoint."""
+    convert(checkpoint(tmp_path / "one"), tmp_path / "bf16", cache.folder, "bf16")
+    assert not cache.folder.exists()
+
+
+@pytest.mark.parametrize("name", ["validate", "golden", "resolve"])
+def test_checks_run_each_time(tmp_path: Path, cache: Cache, name: str) -> None:
+    made = []
+    for _ in range(2):
+        step = Step(name, {"model": "m"}, {}, {}, tmp_path / "out.json")
+        stage.run(step, lambda: made.append(write_json(step.output, {"format": "a/1"})), cache=str(cache.folder))
+    assert len(made) == 2 and not cache.folder.exists()
+
+
+def test_results_that_are_edited_in_place_leave_the_cache_as_it_was(tmp_path: Path, cache: Cache) -> None:
+    """Links would not: neither the file that was put nor the one that was taken shares anything that can be written to."""
+    manifest = checkpoint(tmp_path)
+    for folder in ("put", "taken"):
+        convert(manifest, tmp_path / folder, cache.folder)
+        with open(tmp_path / folder / "weights.safetensors", "r+b") as file:
+            file.write(b"edited")
+    assert verify(cache) == []
+    convert(manifest, tmp_path / "third", cache.folder, make=never)
+    assert (tmp_path / "third" / "weights.safetensors").read_bytes()[:6] != b"edited"
+
+
+def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path: Path, cache: Cache) -> None:
+    def build(folder: Path, make) -> None:
+        step = Step("build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {}, folder / "engines.json")
+        stage.run(step, make or (lambda: engine.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
+
+    assembly = demo.assembly("demo-llama", "fp16")
+    build(tmp_path / "one", None)
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    write_json(tmp_path / "other" / "engines.json", {**read_json(tmp_path / "other" / "engines.json"), "backend_version": "0.0"})
+    (tmp_path / "other" / "middle.onnx").write_bytes(b"an engine of another version")
+    (tmp_path / "other" / "middle_2.onnx").write_bytes(b"and one of a class that is no more")
+    (tmp_path / "other" / f".middle.onnx.{2**22 + 1}.tmp").write_bytes(b"left by a kill")  # above any process id
+    build(tmp_path / "other", never)
+    assert contents(tmp_path / "one") == contents(tmp_path / "other")
+
+
+def test_an_engine_set_that_is_taken_says_who_built_it_and_when(demo: Results, tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(folder: Path, make=None) -> dict:
+        step = Step("build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {}, folder / "engines.json")
+        stage.run(step, make or (lambda: engine.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
+        assert wrong_provenance(provenance_path(step.output)) is None
+        return json.loads(provenance_path(step.output).read_bytes())["predicate"]["runDetails"]["metadata"]
+
+    assembly = demo.assembly("demo-llama", "fp16")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000")
+    built = build(tmp_path / "one")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "2000")
+    assert build(tmp_path / "other", never) == built and built["startedOn"] == "1970-01-01T00:16:40Z"
+    (entry,) = cache.entries.iterdir()
+    value = read_json(entry)
+    del value["files"]["provenance.json"]
+    write_json(entry, value)
+    assert build(tmp_path / "third")["startedOn"] == "1970-01-01T00:33:20Z", "an entry that does not say it is not taken"
+
+
+def test_what_changed_while_it_was_made_is_not_kept(tmp_path: Path, cache: Cache, capsys) -> None:
+    manifest, out = checkpoint(tmp_path), tmp_path / "fp32" / "weights.json"
+
+    def make() -> Path:
+        write_json(out, {"format": "lockstep.weights/1", "files": [], "tensors": {}})
+        checkpoint(tmp_path, seed=1)  # by somebody else
+        return out
+
+    convert(manifest, out.parent, cache.folder, make=make)
+    assert f"convert m/fp32 is not put into {cache.folder}: {manifest} changed while it was made" in capsys.readouterr().err
+    assert not cache.folder.exists()
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS, 0], ids=["two disks", "no such call", "ends early"])
+def test_where_the_kernel_does_not_copy(tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    real, calls = os.copy_file_range, []
+
+    def refuses(source: int, target: int, count: int) -> int:
+        calls.append(count)
+        if number:
+            raise OSError(number, os.strerror(number))
+        return real(source, target, 1000) if len(calls) % 2 else 0
+
+    monkeypatch.setattr(os, "copy_file_range", refuses)
+    manifest = checkpoint(tmp_path)
+    convert(manifest, tmp_path / "one", cache.folder)
+    convert(manifest, tmp_path / "other", cache.folder, make=never)
+    assert calls and contents(tmp_path / "one") == contents(tmp_path / "other")
+
+
+def test_the_variable_goes_before_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder("") is None and cache_folder("a/b") == Path("a/b")
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    assert cache_folder("a/b") == tmp_path
+    monkeypatch.setenv("LOCKSTEP_CACHE", "")
+    assert cache_folder("a/b") is None
+    monkeypatch.delenv("LOCKSTEP_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder("~/cache") == tmp_path / "cache"
+
+
+def test_a_place_where_no_folder_can_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    line = f"config: cache: expected a folder, or a path where one can be made, found that {tmp_path / 'file'} is a file"
+    assert error_of(cache_folder, str(tmp_path / "file" / "below")).startswith(line)
+    assert error_of(cache_folder, "a\0b") == "config: cache: expected the path of a folder, found 'a\\x00b'; correct it"
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file"))
+    assert error_of(cache_folder).startswith("LOCKSTEP_CACHE: expected a folder")
+
+
+def test_a_cache_that_is_a_file_costs_nothing_that_was_there(tmp_path: Path) -> None:
+    manifest = checkpoint(tmp_path)
+    convert(manifest, tmp_path / "fp32", "")
+    before = contents(tmp_path / "fp32")
+    (tmp_path / "file").touch()
+    process = start(manifest, tmp_path / "fp32", tmp_path / "file")
+    said = process.communicate()[1]
+    assert process.returncode == 2 and len(said.splitlines()) == 1 and said.startswith("lockstep: error: config: cache: expected a folder")
+    assert contents(tmp_path / "fp32") == before
+
+
+# Upkeep.
+
+
+@pytest.fixture
+def filled(tmp_path: Path, cache: Cache) -> Cache:
+    """Three entries, used last 3, 2 and 1 days ago, of 0.2, 0.4 and 0.6 MB."""
+    for number in (1, 2, 3):
+        convert(checkpoint(tmp_path / str(number), number, number / 10), tmp_path / str(number) / "fp32", cache.folder)
+        age(cache.entry_path(read_record(tmp_path / str(number) / "fp32" / "weights.json")["key"]), (4 - number) * 86400)
+    return cache
+
+
+def age(path: Path, seconds: float) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def keys(cache: Cache) -> list[str]:
+    """Of all entries, those used last first."""
+    return [used.entry.key for used in look(cache).entries]
+
+
+def test_those_used_longest_ago_go_first(filled: Cache) -> None:
+    last, middle, _ = keys(filled)
+    prune(filled, max_size=1.1e6)
+    assert keys(filled) == [last, middle] and look(filled).size <= 1.1e6 and len(look(filled).blobs) == 4
+    prune(filled, older_than=36 * 3600)
+    assert keys(filled) == [last]
+    pruned = prune(filled, max_size=0)
+    assert contents(filled.folder) == {} and pruned.entries == 1 and pruned.files == 2 and pruned.size > 0.6e6
+
+
+def test_taking_is_a_use(tmp_path: Path, filled: Cache) -> None:
+    oldest = keys(filled)[-1]
+    convert(tmp_path / "1" / "checkpoint.json", tmp_path / "taken", filled.folder, make=never)
+    assert keys(filled)[0] == oldest
+
+
+def test_a_blob_of_two_entries_stays_with_one_of_them(tmp_path: Path, filled: Cache) -> None:
+    last, middle, oldest = (used.entry for used in look(filled).entries)
+    shared = filled.write({**oldest.made_of, "options": {"other": 1}}, oldest.manifest, oldest.files)
+    prune(filled, older_than=86400 / 2)
+    assert keys(filled) == [shared.key] and look(filled).blobs.keys() == {blob.sha256 for blob in oldest.files.values()}
+
+
+def test_what_is_in_the_making_is_left_alone_for_an_hour(tmp_path: Path, filled: Cache) -> None:
+    blob = filled.add(checkpoint(tmp_path / "new"), sha256_file(tmp_path / "new" / "checkpoint.json"))
+    orphan, temporary = filled.blob_path(blob.sha256), filled.blobs / f".{'0' * 64}.0123456789abcdef.tmp"
+    temporary.write_bytes(b"half")
+    prune(filled)
+    assert orphan.exists() and temporary.exists() and len(keys(filled)) == 3
+    for path in (orphan, temporary):
+        age(path, IN_THE_MAKING + 60)
+    pruned = prune(filled)
+    assert not orphan.exists() and not temporary.exists() and len(keys(filled)) == 3
+    assert (pruned.entries, pruned.files) == (0, 2)
+
+
+def test_a_clock_that_was_set_back_drops_nothing_in_the_making(filled: Cache) -> None:
+    """Files of the future are young."""
+    temporary = filled.entries / f".{'0' * 64}.json.0123456789abcdef.tmp"
+    temporary.write_bytes(b"half")
+    for path in (temporary, *filled.entries.glob("*.json")):
+        age(path, -10 * 86400)
+    prune(filled, older_than=0)
+    assert temporary.exists() and len(keys(filled)) == 3
+
+
+def lockstep(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "lockstep", "cache", *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_the_commands(tmp_path: Path, filled: Cache) -> None:
+    sizes = [bytes_text(used.entry.size) for used in look(filled).entries]
+    total = bytes_text(look(filled).size)
+    listed = lockstep("ls", "--cache", filled.folder).stdout.splitlines()
+    assert re.fullmatch(r"stage +of +build key +files +size +last use \(UTC\)", listed[0])
+    assert [line.split()[:6] for line in listed[1:-1]] == [["convert", "fp32", key[:12], "2", *size.split()] for key, size in zip(keys(filled), sizes)]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", " ".join(listed[1].split()[-2:])) and listed[-1] == f"3 entries, 6 files of {total}"
+    whole = lockstep("verify", LOCKSTEP_CACHE=str(filled.folder))
+    assert (whole.returncode, whole.stdout) == (0, f"3 entries, 6 files of {total}\n")
+    (tmp_path / "my.yaml").write_text(f"models: {{m: {{source: a, golden: {{prompts: [{{text: a}}]}}}}}}\ncache: {filled.folder}\n")
+    pruned = lockstep("prune", "--config", tmp_path / "my.yaml", "--max-size", "1.1MB", "--older-than", "36h")
+    assert re.fullmatch(rf"dropped: 2 entries, 4 files of 63\d\.\d kB\nleft: 1 entry, 2 files of {sizes[0]}\n", pruned.stdout)
+
+
+@pytest.mark.parametrize("arguments, line", [
+    (("ls", "--cache", "/nowhere"), "lockstep: error: /nowhere: expected a cache, found no folder; it is made when something is first put into it"),
+    (("verify",), "lockstep: error: cache: expected a folder, found none: give it with --cache, LOCKSTEP_CACHE or `cache` in the config"),
+    (("prune", "--max-size", "many"), "Error: Invalid value for '--max-size': expected a number and a unit, such as 10GB; found 'many'"),
+    (("prune", "--older-than", "30"), "Error: Invalid value for '--older-than': expected a number and a unit, such as 30d; found '30'"),
+])  # fmt: skip
+def test_a_mistake_is_one_line(arguments: tuple[str, ...], line: str) -> None:
+    process = lockstep(*arguments, LOCKSTEP_CACHE="")
+    assert process.returncode == 2 and process.stderr.splitlines()[-1] == line and "Traceback" not in process.stderr

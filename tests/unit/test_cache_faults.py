@@ -1,0 +1,304 @@
+"""A cache that others fill, kill, damage, fill up and write-protect: real processes; each ends in the results of an undisturbed run, or in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from shared_cache import MB, checkpoint, contents, convert, never, run, start
+
+from lockstep.cache.store import Cache
+from lockstep.cache.upkeep import IN_THE_MAKING, look, prune, verify
+from lockstep.files import write_json
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_CACHE", raising=False)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_path: Path, cache: Cache) -> None:
+    manifests = [checkpoint(tmp_path / str(seed), seed, megabytes=2) for seed in range(3)]
+    undisturbed = [contents(convert(manifest, tmp_path / str(seed) / "undisturbed", "").parent) for seed, manifest in enumerate(manifests)]
+    pruning = subprocess.Popen([sys.executable, "-c", PRUNE, cache.folder])
+    try:
+        for round in range(2):
+            machines = [(seed, folder, start(manifest, folder, cache.folder)) for seed, manifest in enumerate(manifests)
+                        for folder in (tmp_path / f"{round}-{seed}-{name}" for name in "ab")]  # fmt: skip
+            for seed, folder, process in machines:
+                said = process.communicate()[1]
+                assert process.returncode == 0 and "Traceback" not in said and contents(folder) == undisturbed[seed], said
+        assert pruning.poll() is None, "it prunes all the while"
+    finally:
+        pruning.kill()
+        pruning.wait()
+    for path in sorted(cache.folder.rglob("*.tmp")):
+        path.unlink()  # of the killed pruning
+    assert not [line for line in verify(cache) if "sha256" in line], "what is there is what its name says"
+    for seed, manifest in enumerate(manifests):
+        convert(manifest, tmp_path / f"{seed}-after", cache.folder)
+        convert(manifest, tmp_path / f"{seed}-last", cache.folder, make=never)
+    assert verify(cache) == []
+
+
+PRUNE = """import sys, time
+from pathlib import Path
+from lockstep.cache.store import Cache
+from lockstep.cache.upkeep import prune
+cache = Cache(Path(sys.argv[1]))
+while True:
+    if cache.folder.is_dir(): prune(cache, max_size=0)
+    time.sleep(0.02)
+"""
+
+
+def test_killed_while_it_puts(tmp_path: Path, cache: Cache) -> None:
+    """As soon as a half blob is there, then at moments of chance until the entry is written."""
+    manifest = checkpoint(tmp_path, megabytes=24)
+    undisturbed = contents(convert(manifest, tmp_path / "undisturbed", "").parent)
+    chance, killed = random.Random(4), 0
+    for pause in [0, *(chance.uniform(0, 0.1) for _ in range(3))]:
+        shutil.rmtree(cache.folder, ignore_errors=True)
+        process = start(manifest, tmp_path / "killed", cache.folder)
+        wait_for(process, lambda: any(cache.folder.rglob("*.tmp")))
+        time.sleep(pause)
+        process.kill()
+        process.communicate()
+        killed += not look(cache).entries
+        assert verify(cache) == [], "a half file has no name that is used"
+        assert contents(tmp_path / "killed") == undisturbed, "what was made is there and recorded before it is put"
+        code, said = run(manifest, tmp_path / "next", cache.folder)
+        assert code == 0 and contents(tmp_path / "next") == undisturbed
+        convert(manifest, tmp_path / "last", cache.folder, make=never)
+    assert killed, "none of them was killed in the middle"
+    for path in cache.folder.rglob("*.tmp"):
+        os.utime(path, (time.time() - IN_THE_MAKING - 60,) * 2)
+    prune(cache)
+    assert not list(cache.folder.rglob("*.tmp")) and len(look(cache).entries) == 1
+
+
+def test_killed_while_it_takes(tmp_path: Path, cache: Cache) -> None:
+    manifest = checkpoint(tmp_path, megabytes=24)
+    undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
+    out = tmp_path / "killed"
+    convert(checkpoint(tmp_path / "earlier", seed=1), out, "")
+    process = start(manifest, out, cache.folder)
+    wait_for(process, lambda: any(out.glob(".weights.safetensors.*.tmp")))
+    process.kill()
+    process.communicate()
+    assert not (out / "weights.json").exists(), "the earlier manifest would describe the new weights wrongly"
+    assert not (out / "weights.build.json").exists()
+    convert(manifest, out, cache.folder, make=never)
+    left = {name: data for name, data in contents(out).items() if not name.endswith(".tmp")}
+    assert left == undisturbed and not any(out.glob(".weights.safetensors.*.tmp")) and verify(cache) == []
+
+
+def wait_for(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.0005)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "inside").touch()
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_link_to_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def a_flipped_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def sealed(**changes) -> Callable[[Path], None]:
+    """An entry that was written by the rules, with other content."""
+
+    def damage(path: Path) -> None:
+        write_json(path, {**json.loads(path.read_text()), **changes})
+
+    return damage
+
+
+def names_a_file_outside(path: Path) -> None:
+    value = json.loads(path.read_text())
+    value["files"]["../outside.json"] = value["files"]["weights.json"]
+    write_json(path, value)
+
+
+def lacks_a_file(path: Path) -> None:
+    value = json.loads(path.read_text())
+    del value["files"]["weights.safetensors"]
+    write_json(path, value)
+
+
+ANY = {
+    "random bytes": lambda path: path.write_bytes(random.Random(1).randbytes(5000)),
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-10]),
+    "empty": lambda path: path.write_bytes(b""),
+    "a flipped byte": a_flipped_byte,
+    "gone": lambda path: path.unlink(),
+    "a folder": a_folder,
+    "a pipe": a_pipe,
+    "a link to nowhere": a_link_to_nowhere,
+}
+ENTRY = {
+    "no mapping": lambda path: path.write_text("[1, 2]"),
+    "deep": lambda path: path.write_text("[" * 200_000),
+    "not a number": lambda path: path.write_text('{"format": "lockstep.cache/1", "sealed_sha256": "", "files": NaN}'),
+    "another format": sealed(format="lockstep.cache/2"),
+    "another key": sealed(made_of={"stage": "convert", "names": {}}),
+    "no files": sealed(files={}),
+    "files of another kind": sealed(files=[1]),
+    "another manifest": sealed(manifest="other.json"),
+    "a file outside": names_a_file_outside,
+    "a file too few": lacks_a_file,
+}  # fmt: skip
+# Of what stays in the way no new file can take the place.
+STAYS = ("a folder",)
+
+
+@pytest.mark.parametrize(("kind", "name"), [*((kind, name) for kind in ("entry", "manifest", "weights") for name in ANY), *(("entry", name) for name in ENTRY)])
+def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, name: str) -> None:
+    manifest = checkpoint(tmp_path)
+    undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
+    (used,) = look(cache).entries
+    files = used.entry.files
+    blobs = {name: cache.blob_path(blob.sha256) for name, blob in files.items()}
+    path = {"entry": cache.entry_path(used.entry.key), "manifest": blobs["weights.json"], "weights": blobs["weights.safetensors"]}[kind]
+    (ANY | ENTRY)[name](path)
+    if not (kind == "entry" and name == "gone"):
+        assert any(str(path) in line for line in verify(cache)) or name == "a file too few", "only a look into the manifest tells that"
+    capsys.readouterr()
+    convert(manifest, tmp_path / "made", cache.folder)
+    said = capsys.readouterr().err.splitlines()
+    assert contents(tmp_path / "made") == undisturbed and not (tmp_path / "outside.json").exists()
+    assert len(said) == (1 if (kind, name) == ("entry", "gone") else 2) and all(line.startswith("cache: ") for line in said)
+    assert len(said) == 1 or str(path) in said[0] and said[0].endswith("; convert m/fp32 is made anew")
+    if name in STAYS:
+        assert said[-1] == f"cache: {cache.folder} cannot be written (Is a directory): convert m/fp32 is not put into it"
+        assert any(str(path) in line for line in verify(cache))
+    else:
+        convert(manifest, tmp_path / "taken", cache.folder, make=never)
+        assert contents(tmp_path / "taken") == undisturbed and verify(cache) == []
+
+
+def test_garbage_everywhere(tmp_path: Path, cache: Cache) -> None:
+    """Files where folders should be and folders where files should be, foreign names, and everything at once."""
+    manifest = checkpoint(tmp_path)
+    undisturbed = contents(convert(manifest, tmp_path / "undisturbed", "").parent)
+    for name in ("entries", "blobs"):
+        other = Cache(tmp_path / "other" / name)
+        other.folder.mkdir(parents=True)
+        (other.folder / name).write_bytes(b"no folder")
+        code, said = run(manifest, tmp_path / name, other.folder)
+        assert code == 0 and contents(tmp_path / name) == undisturbed
+        assert said == f"cache: {other.folder} cannot be written (File exists): convert m/fp32 is not put into it\n"
+        assert verify(other) == [f"{other.folder / name}: expected only files of the cache, found another"]
+        prune(other)
+    numbers = random.Random(2)
+    for folder in (cache.entries, cache.blobs):
+        folder.mkdir(parents=True)
+        for number in range(20):
+            name = numbers.choice([f"{numbers.randbytes(32).hex()}", f"{numbers.randbytes(32).hex()}.json", f"foreign {number}", f".{number}.tmp"])
+            (folder / name).write_bytes(numbers.randbytes(1000))
+    (cache.entries / f"{'0' * 64}.json").mkdir()
+    code, said = run(manifest, tmp_path / "made", cache.folder)
+    assert code == 0 and "Traceback" not in said and contents(tmp_path / "made") == undisturbed
+    assert len(verify(cache)) > 20
+    prune(cache)
+    convert(manifest, tmp_path / "taken", cache.folder, make=never)
+    assert contents(tmp_path / "taken") == undisturbed
+    assert all("foreign" in line or "expected" in line for line in verify(cache)), "what is not the cache's own is left where it is"
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
+    manifest = checkpoint(tmp_path, megabytes=2)
+    undisturbed = contents(convert(manifest, tmp_path / "undisturbed", "").parent)
+    with small_disk(tmp_path / "disk", 1024) as disk:
+        code, said = run(manifest, tmp_path / "made", disk / "cache")
+        assert code == 0 and contents(tmp_path / "made") == undisturbed
+        assert said == f"cache: {disk / 'cache'} cannot be written (No space left on device): convert m/fp32 is not put into it\n"
+        assert not look(Cache(disk / "cache")).entries and not look(Cache(disk / "cache")).temporary and verify(Cache(disk / "cache")) == []
+
+
+def test_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
+    manifest, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "other", seed=1)
+    undisturbed = contents(convert(manifest, tmp_path / "undisturbed", "").parent)
+    with small_disk(tmp_path / "disk", 4096) as disk:
+        cache = Cache(disk / "cache")
+        convert(manifest, tmp_path / "made", cache.folder)
+        before = contents(cache.folder)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        code, said = run(manifest, tmp_path / "taken", cache.folder)
+        assert code == 0 and contents(tmp_path / "taken") == undisturbed
+        assert said.startswith(f"cache: convert m/fp32 is taken from {cache.folder}") and len(said.splitlines()) == 1
+        code, said = run(other, tmp_path / "new", cache.folder)
+        assert code == 0 and said == f"cache: {cache.folder} cannot be written (Read-only file system): convert m/fp32 is not put into it\n"
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        a_flipped_byte(next(cache.blobs.iterdir()))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        code, said = run(manifest, tmp_path / "anew", cache.folder)
+        assert code == 0 and contents(tmp_path / "anew") == undisturbed
+        assert "the file is damaged; convert m/fp32 is made anew" in said and "cannot be written (Read-only file system)" in said
+        assert contents(cache.folder).keys() == before.keys()
+        process = subprocess.run([sys.executable, "-m", "lockstep", "cache", "prune", "--cache", cache.folder], capture_output=True, text=True)
+        assert process.returncode == 2 and process.stderr.startswith("lockstep: error: Read-only file system") and len(process.stderr.splitlines()) == 1
+
+
+def test_a_full_disk_of_results_says_what_it_says_without_a_cache(tmp_path: Path, cache: Cache) -> None:
+    manifest = checkpoint(tmp_path, megabytes=2)
+    convert(manifest, tmp_path / "made", cache.folder)
+    with small_disk(tmp_path / "disk", 1024) as disk:
+        code, said = run(manifest, disk / "out", cache.folder)
+        assert code == 2 and said.splitlines()[-1].startswith(f"lockstep: error: {disk / 'out'}/weights.safetensors: expected ")
+        assert [path for path in disk.rglob("*") if path.is_file()] == []
+    assert verify(cache) == [] and len(look(cache).entries) == 1, "the cache is not to blame"
+
+
+def test_the_memory_of_a_large_file_is_no_proof(tmp_path: Path, cache: Cache) -> None:
+    """A blob that was damaged behind the back of all times: it is hashed whenever it is taken."""
+    manifest = checkpoint(tmp_path, megabytes=10)
+    undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
+    path = max(cache.blobs.iterdir(), key=lambda path: path.stat().st_size)
+    assert path.stat().st_size > 16 * MB
+    before = path.stat()
+    a_flipped_byte(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    convert(manifest, tmp_path / "made", cache.folder)
+    assert contents(tmp_path / "made") == undisturbed and verify(cache) == []

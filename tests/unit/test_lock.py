@@ -1,0 +1,154 @@
+"""Records, locks, differences: on results of the demo that the stages made in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demo_model import CONFIG, DEMO
+
+from lockstep import buildkey, engine, weights
+from lockstep.checkpoint import resolve
+from lockstep.errors import CheckError, InputError
+from lockstep.files import read_json, write_json
+from lockstep.lock import diff, stage
+from lockstep.lock.record import build_key, content, read_record, record_path
+from lockstep.lock.steps import step, steps
+from lockstep.lock.verify import verify
+from lockstep.paths import Results, Target
+
+NAMES = {"model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
+
+
+@pytest.fixture(scope="module")
+def built(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Checkpoint, weights and engines of the demo in fp16, recorded; the graphs are those of `demo`."""
+    results = Results(tmp_path_factory.mktemp("built") / "results")
+    shutil.copytree(demo.assembly("demo-llama", "fp16").parent, results.assembly("demo-llama", "fp16").parent)
+    run(results, "resolve", lambda: resolve("resources/demo-llama", DEMO, results.checkpoint("demo-llama")))
+    run(results, "convert", lambda: weights.convert(results.checkpoint("demo-llama"), "fp16", results.weights("demo-llama", "fp16")))
+    run(results, "export", lambda: None)
+    run(results, "build", lambda: engine.build(results.assembly("demo-llama", "fp16"), "onnxruntime", results.engines("demo-llama", "fp16", "onnxruntime")))
+    return results
+
+
+@pytest.fixture
+def copy(built: Results, tmp_path: Path) -> Results:
+    shutil.copytree(built.root, tmp_path / "results")
+    results = Results(tmp_path / "results")
+    for name in ("checkpoint", "weights"):  # they point to the checkpoint from where they lie
+        path = results.checkpoint("demo-llama") if name == "checkpoint" else results.weights("demo-llama", "fp16")
+        run(results, "resolve" if name == "checkpoint" else "convert",
+            lambda: resolve("resources/demo-llama", DEMO, path) if name == "checkpoint" else weights.convert(results.checkpoint("demo-llama"), "fp16", path))  # fmt: skip
+    return results
+
+
+def run(results: Results, name: str, make) -> None:
+    # The manifest of the graphs is read from architecture.json, which this tree has not: its record is made without inputs.
+    made = step(name, CONFIG, results, NAMES)
+    stage.run(made if name != "export" else type(made)(made.stage, made.names, {}, {}, made.output), make)
+
+
+def test_a_record_says_what_an_engine_set_was_made_of(built: Results) -> None:
+    record = read_record(built.engines("demo-llama", "fp16", "onnxruntime"))
+    assert record["inputs"] == {"assembly": content(built.assembly("demo-llama", "fp16"))}
+    assert "engine/builder.py" in record["code"] and "split/cut.py" not in record["code"]
+    assert record["environment"]["onnxruntime"] == record["backend"]["version"] == buildkey.read_pins()["onnxruntime"]
+    assert record["backend"]["device"]["architecture"]
+    assert set(record["outputs"]) == {path.name for path in built.engines("demo-llama", "fp16", "onnxruntime").parent.iterdir()} - {"engines.build.json", "provenance.json"}
+    assert str(built.root.parent) not in json.dumps(record)
+
+
+def test_a_record_lists_no_file_of_another_folder(built: Results, copy: Results) -> None:
+    """Weights in the checkpoint's own precision stay where they are, which may be elsewhere on another machine."""
+    records = [read_record(results.weights("demo-llama", "fp16")) for results in (built, copy)]
+    assert set(records[0]["outputs"]) == {"weights.json"}
+    assert "model.safetensors" not in json.dumps([record["outputs"] for record in records])
+
+
+def test_weights_are_no_part_of_an_engines_key(built: Results) -> None:
+    for made in steps(CONFIG, built, Target("demo-llama", "fp16", "all", "onnxruntime")):
+        if made.stage in ("export", "build"):
+            assert not {"checkpoint", "weights"} & set(made.inputs)
+
+
+def test_a_key_does_not_hang_on_places(built: Results, copy: Results, tmp_path: Path) -> None:
+    """The same checkpoint elsewhere: other paths in the manifests, the same keys."""
+    other = Results(tmp_path / "deeper" / "results")
+    folder = shutil.copytree(DEMO, tmp_path / "deeper" / "checkpoint")
+    run(other, "resolve", lambda: resolve(str(folder), folder, other.checkpoint("demo-llama")))
+    run(other, "convert", lambda: weights.convert(other.checkpoint("demo-llama"), "fp16", other.weights("demo-llama", "fp16")))
+    for name in ("convert", "validate"):
+        keys = [build_key(step(name, CONFIG, results, NAMES))["inputs"].get("checkpoint") for results in (built, copy)]
+        assert keys[0] == keys[1]
+    assert content(other.weights("demo-llama", "fp16")) == content(built.weights("demo-llama", "fp16"))
+
+
+def test_an_untouched_tree_is_the_same(copy: Results) -> None:
+    assert {finding.status for finding in verify(copy.root)} == {"same"}
+
+
+FILES = (
+    "demo-llama/checkpoint.json", "demo-llama/fp16/weights.json", "demo-llama/fp16/graphs/assembly.json", "demo-llama/fp16/graphs/middle.onnx",
+    "demo-llama/fp16/graphs/tokenizer.json", "demo-llama/fp16/engines/onnxruntime/engines.json", "demo-llama/fp16/engines/onnxruntime/middle.onnx",
+    "demo-llama/fp16/engines/onnxruntime/engines.build.json", "demo-llama/fp16/engines/onnxruntime/provenance.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_named(copy: Results, name: str) -> None:
+    path = copy.root / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    wrong = [finding for finding in verify(copy.root) if finding.status != "same"]
+    assert ("different", name) in [(finding.status, finding.name) for finding in wrong]
+    assert all(finding.name == name or finding.status == "unknown" for finding in wrong), "the files of a damaged record are not known"
+
+
+def test_a_lost_file_is_missing_and_a_foreign_one_unknown(copy: Results) -> None:
+    engines = copy.engines("demo-llama", "fp16", "onnxruntime").parent
+    (engines / "middle.onnx").unlink()
+    (engines / "foreign.onnx").write_bytes(b"x")
+    wrong = {finding.name: finding.status for finding in verify(copy.root) if finding.status != "same"}
+    assert wrong == {"demo-llama/fp16/engines/onnxruntime/middle.onnx": "missing", "demo-llama/fp16/engines/onnxruntime/foreign.onnx": "unknown"}
+
+
+def test_another_manifest_behind_the_records_back(copy: Results) -> None:
+    path = copy.engines("demo-llama", "fp16", "onnxruntime")
+    write_json(path, {**read_json(path), "backend_version": "0.0"})
+    assert read_record(path) is None
+    assert "different" in {finding.status for finding in verify(copy.root)}
+
+
+def test_a_record_with_another_key_is_refused(copy: Results) -> None:
+    path = record_path(copy.engines("demo-llama", "fp16", "onnxruntime"))
+    write_json(path, {**read_json(path), "environment": {"onnxruntime": "9.9"}})
+    with pytest.raises(CheckError, match="expected the key of what it lists"):
+        read_record(copy.engines("demo-llama", "fp16", "onnxruntime"))
+
+
+def test_verify_needs_the_standard_library_only() -> None:
+    code = "import lockstep.lock.verify, sys; print(*sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not set(loaded) & {"numpy", "onnx", "onnxruntime", "torch", "transformers", "pydantic", "yaml", "click", "ml_dtypes"}
+
+
+def test_a_difference_is_in_words_with_both_values() -> None:
+    one = {"a": {"x": "1", "gone": 2}, "digest": "ab" * 32, "list": [1, 2]}
+    other = {"a": {"x": "2", "new": True}, "digest": "cd" * 32, "list": [1, 3]}
+    assert [f"{'.'.join(where)}: {change}" for where, change in diff.changes(one, other)] == [
+        "a.gone: gone, was 2", "a.new: new, True", "a.x: 1 -> 2", "digest: abababababab -> cdcdcdcdcdcd", "list: 1 2 -> 1 3",
+    ]  # fmt: skip
+
+
+def test_what_is_no_lock_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.lock.json").write_text("{}")
+    with pytest.raises(InputError, match="expected format 'lockstep.lock/1'"):
+        diff.diff(tmp_path / "a.lock.json", tmp_path / "a.lock.json")
+    with pytest.raises(InputError, match="expected a file, found none"):
+        diff.diff(tmp_path / "b", tmp_path / "b")

@@ -1,0 +1,192 @@
+"""Provenance: the published fields of in-toto and SLSA, what it names, its times, and what verify says of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+from demo_model import CONFIG, DEMO
+
+from lockstep import buildkey, engine
+from lockstep.checkpoint import resolve_architecture
+from lockstep.errors import InputError
+from lockstep.files import read_json, sha256_file, write_json
+from lockstep.lock import stage
+from lockstep.lock.provenance import now, provenance_path
+from lockstep.lock.record import record_path
+from lockstep.lock.steps import step
+from lockstep.lock.verify import verify
+from lockstep.paths import Results
+
+NAMES = {"model": "demo-llama", "precision": "fp16", "backend": "onnxruntime"}
+NAME = "demo-llama/fp16/engines/onnxruntime/provenance.json"
+
+# What is published. Statement, descriptor: github.com/in-toto/attestation/blob/main/spec/v1/statement.md and resource_descriptor.md (of a descriptor at least
+# one of uri, digest, content; of a subject the digest). Predicate: slsa.dev/spec/v1.0/provenance (buildType, externalParameters and builder.id are
+# required; version maps strings to strings; times are RFC 3339 in UTC; fields of one's own are named vendor_field).
+URI = {"type": "string", "pattern": "^[a-z][a-z0-9+.-]*:.+$"}
+TIME = {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z$"}
+OWN = {"^[a-z]+_": True}
+DESCRIPTOR = {
+    "type": "object",
+    "anyOf": [{"required": [name]} for name in ("uri", "digest", "content")],
+    "properties": {
+        "name": {"type": "string"},
+        "uri": URI,
+        "digest": {"type": "object", "minProperties": 1, "properties": {"sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"}}, "additionalProperties": {"type": "string"}},
+        "content": {"type": "string", "contentEncoding": "base64"},
+        "downloadLocation": URI,
+        "mediaType": {"type": "string"},
+        "annotations": {"type": "object"},
+    },
+    "additionalProperties": False,
+}
+
+
+def fields(required: list[str], **properties: dict) -> dict:
+    return {"type": "object", "required": required, "properties": properties, "patternProperties": OWN, "additionalProperties": False}
+
+
+SCHEMA = {
+    **fields(
+        ["_type", "subject", "predicateType", "predicate"],
+        _type={"const": "https://in-toto.io/Statement/v1"},
+        subject={"type": "array", "minItems": 1, "items": {**DESCRIPTOR, "required": ["digest"]}},
+        predicateType={"const": "https://slsa.dev/provenance/v1"},
+        predicate=fields(
+            ["buildDefinition", "runDetails"],
+            buildDefinition=fields(
+                ["buildType", "externalParameters"],
+                buildType=URI,
+                externalParameters={"type": "object"},
+                internalParameters={"type": "object"},
+                resolvedDependencies={"type": "array", "items": DESCRIPTOR},
+            ),
+            runDetails=fields(
+                ["builder"],
+                builder=fields(
+                    ["id"], id=URI, version={"type": "object", "additionalProperties": {"type": "string"}}, builderDependencies={"type": "array", "items": DESCRIPTOR}
+                ),
+                metadata=fields([], invocationId={"type": "string"}, startedOn=TIME, finishedOn=TIME),
+                byproducts={"type": "array", "items": DESCRIPTOR},
+            ),
+        ),
+    ),
+    "patternProperties": {},  # in-toto leaves a statement no room for fields of one's own
+}
+
+
+def build(results: Results) -> Path:
+    made = step("build", CONFIG, results, NAMES)
+    stage.run(made, lambda: engine.build(made.inputs["assembly"], "onnxruntime", made.output))
+    return provenance_path(made.output)
+
+
+@pytest.fixture
+def results(demo: Results, tmp_path: Path) -> Results:
+    """The demo's graphs in fp16 with the manifest of what they were made of; no engines."""
+    results = Results(tmp_path / "results")
+    shutil.copytree(demo.assembly("demo-llama", "fp16").parent, results.assembly("demo-llama", "fp16").parent)
+    resolve_architecture("resources/demo-llama", DEMO, results.architecture("demo-llama"))
+    return results
+
+
+def test_it_has_the_fields_that_are_published(results: Results) -> None:
+    statement = json.loads(build(results).read_text())
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.Draft202012Validator(SCHEMA).validate(statement)
+
+
+def test_a_build_that_fails_before_it_writes_keeps_the_earlier_one(results: Results) -> None:
+    path = build(results)
+    before = path.read_bytes()
+
+    def fail() -> None:
+        assert not path.exists() and not record_path(path.with_name("engines.json")).exists(), "a kill now leaves neither"
+        raise InputError("no room")
+
+    with pytest.raises(InputError, match="no room"):
+        stage.run(step("build", CONFIG, results, NAMES), fail)
+    assert path.read_bytes() == before and {finding.status for finding in verify(results.root) if finding.name.startswith("demo-llama/fp16/engines")} == {"same"}
+
+
+def test_a_build_that_fails_after_it_wrote_leaves_none(results: Results) -> None:
+    path = build(results)
+
+    def fail() -> None:
+        engines = path.with_name("engines.json")
+        write_json(engines, {**read_json(engines), "backend_version": "0.0"})
+        raise InputError("no room")
+
+    with pytest.raises(InputError, match="no room"):
+        stage.run(step("build", CONFIG, results, NAMES), fail)
+    assert not list(path.parent.glob("*.json"))
+
+
+def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:
+    path = build(results)
+    statement, engines = json.loads(path.read_text()), path.parent
+    subjects = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
+    assert subjects == {file.name: sha256_file(file) for file in engines.iterdir() if file.suffix == ".onnx" or file.name == "engines.json"}
+    definition, details = statement["predicate"]["buildDefinition"], statement["predicate"]["runDetails"]
+    dependencies = {item["name"]: item for item in definition["resolvedDependencies"]}
+    assert dependencies["graphs/middle.onnx"]["digest"]["sha256"] == sha256_file(results.assembly("demo-llama", "fp16").with_name("middle.onnx"))
+    assert dependencies["checkpoint/config.json"]["digest"]["sha256"] == sha256_file(DEMO / "config.json")
+    assert "checkpoint/model.safetensors" not in dependencies, "engines hold no weights"
+    assert dependencies["onnxruntime"]["uri"] == f"pkg:pypi/onnxruntime@{buildkey.read_pins()['onnxruntime']}"
+    assert definition["externalParameters"] == {**NAMES, "options": read_json(engines / "engines.json")["options"]}
+    assert definition["internalParameters"]["buildKey"] == read_json(record_path(engines / "engines.json"))["key"]
+    code = {item["name"]: item["digest"]["sha256"] for item in details["builder"]["builderDependencies"]}
+    assert code["lockstep/engine/builder.py"] == sha256_file(Path(engine.__file__).with_name("builder.py"))
+    assert str(results.root) not in path.read_text()
+
+
+def test_a_model_of_the_hub_is_named_at_its_commit(results: Results) -> None:
+    manifest = results.architecture("demo-llama")
+    write_json(manifest, {**read_json(manifest), "source": "hf:org/name@main"})
+    write_json(results.source("demo-llama"), {"format": "lockstep.source/1", "source": "hf:org/name@main", "commit": "ab" * 20, "files": []})
+    found = json.loads(build(results).read_text())["predicate"]["buildDefinition"]["resolvedDependencies"]
+    assert next(item["uri"] for item in found if item["name"] == "checkpoint/config.json") == f"pkg:huggingface/org/name@{'ab' * 20}#config.json"
+
+
+def test_times_stand_only_there_and_are_those_of_the_source_if_it_says_so(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build(results)
+    others = {path: path.read_bytes() for path in first.parent.iterdir() if path != first}
+    assert not any(re.search(rb"20\d\d-\d\d-\d\dT", data) for path, data in others.items() if path.suffix == ".json")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    metadata = json.loads(build(results).read_text())["predicate"]["runDetails"]["metadata"]
+    assert metadata == {"startedOn": "2023-11-14T22:13:20Z", "finishedOn": "2023-11-14T22:13:20Z"}
+    data = first.read_bytes()
+    assert build(results).read_bytes() == data
+    assert {path: path.read_bytes() for path in others} == others
+
+
+@pytest.mark.parametrize("text", ["yesterday", "-1", "1.5", "9" * 30, "١"])
+def test_a_time_of_the_source_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", text)
+    with pytest.raises(InputError, match="SOURCE_DATE_EPOCH: expected seconds since 1970 as a whole number, found"):
+        now()
+
+
+def test_verify_says_whether_it_is_that_of_the_engines(results: Results) -> None:
+    path = build(results)
+    of_it = lambda: [(finding.status, finding.reason) for finding in verify(results.root) if finding.name == NAME]
+    assert of_it() == [("same", "")]
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"startedOn", b"startedAt"))
+    assert of_it() == [("different", "the file is damaged; `lockstep build` makes it again")]
+    path.write_bytes(b"[]")
+    assert of_it()[0][0] == "different"
+    path.write_bytes(data)
+    engines = path.with_name("engines.json")
+    write_json(engines, {**read_json(engines), "backend_version": "0.0"})
+    assert of_it() == [("different", "it is of another engine set: engines.json differs; `lockstep build` makes it again")]
+    build(results)
+    path.unlink()
+    assert of_it() == [("missing", "`lockstep build` makes it again")]
+    build(results)
+    assert of_it() == [("same", "")]

@@ -1,0 +1,89 @@
+"""A full disk in every stage, a clock that was set back, a results folder that cannot be written: one clear line, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+
+MODEL = "demo-llama"
+# Stage: a target that names one of its results, and the manifest of that.
+STAGES = {
+    "resolve": (f"{MODEL}/fp32/2", f"{MODEL}/checkpoint.json"),
+    "convert": (f"{MODEL}/fp32/2", f"{MODEL}/fp32/weights.json"),
+    "build": (f"{MODEL}/fp16/2", f"{MODEL}/fp16/engines/onnxruntime/engines.json"),
+    "golden": (f"{MODEL}/fp16/2", f"{MODEL}/fp16/golden/onnxruntime/2.json"),
+    "export": (f"{MODEL}/fp16/2", f"{MODEL}/fp16/graphs/assembly.json"),
+    "validate": (f"{MODEL}/fp16/2", f"{MODEL}/fp16/validate/2.json"),
+    "reference": (f"{MODEL}/fp16/2", f"{MODEL}/reference/2.json"),
+}
+WITH_TORCH = ("export", "validate", "reference")
+
+
+@contextmanager
+def mounted(folder: Path, *arguments: str) -> Iterator[None]:
+    done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mount: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=[pytest.mark.long] * (stage in WITH_TORCH)) for stage in STAGES])
+def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkout, stage: str) -> None:
+    target, manifest = STAGES[stage]
+    before = shutil.copytree(demo.results, demo.folder / "before")
+    with mounted(demo.results, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
+        shutil.copytree(before, demo.results, dirs_exist_ok=True)
+        if stage == "build":  # whole engines are kept: there would be nothing to write
+            shutil.rmtree((demo.results / manifest).parent)
+        (demo.results / manifest).unlink(missing_ok=True)
+        filler = demo.results / "filler"
+        with open(filler, "wb", buffering=0) as file:
+            file.write(b"x" * (shutil.disk_usage(demo.results).free + 1))
+        assert shutil.disk_usage(demo.results).free == 0
+        process = demo.run("lockstep", stage, target, check=False)
+        assert process.returncode == 2 and len(process.stderr.splitlines()) == 1, process.stderr
+        assert "No space left on device" in process.stderr or "bytes free" in process.stderr
+        assert not (demo.results / manifest).exists()
+        assert not [path for path in demo.results.rglob("*") if path.name.endswith(".tmp")]
+        filler.unlink()
+        demo.run("lockstep", stage, target)
+        assert demo.run("lockstep", "verify").returncode == 0
+
+
+def test_files_from_the_future_and_the_past_make_nothing_else(demo: Checkout) -> None:
+    """The clock was an hour ahead while the results were made; then set back, with the user's files younger or older than these."""
+    hour = 3600 * 10**9
+    before = demo.digests()
+    for path in demo.results.rglob("*"):
+        found = path.stat()
+        os.utime(path, ns=(found.st_atime_ns + hour, found.st_mtime_ns + hour))
+    assert not demo.would_run()
+    (demo.results / MODEL / "fp16" / "engines" / "onnxruntime" / "middle.onnx").unlink()
+    demo.finish()
+    assert demo.digests() == before
+    assert not demo.would_run()
+    demo.run("lockstep", "verify")
+
+
+def test_a_results_folder_that_cannot_be_written_is_one_line(demo: Checkout) -> None:
+    before = demo.digests()
+    with mounted(demo.results, "--bind", str(demo.results)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(demo.results)], check=True)
+        process = demo.run("lockstep", "build", f"{MODEL}/fp16", check=False)
+        assert process.returncode == 2 and len(process.stderr.splitlines()) == 1 and "Read-only file system" in process.stderr
+        assert demo.run("lockstep", "verify").returncode == 0
+        assert demo.run("lockstep", "explain", f"{MODEL}/fp16/all").returncode == 0
+        demo.append(f"resources/{MODEL}/tokenizer.json", "\n")
+        process = demo.snakemake("--cores", "1", check=False)
+        assert process.returncode and "Write-protected output files" in process.stderr and "Traceback" not in process.stderr
+    assert demo.digests() == before

@@ -1,0 +1,119 @@
+"""Runs that are held to a lock: nothing else than what is locked, and the first difference named."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+from test_locks import edit_pin, flip
+
+MODEL = "demo-llama"
+LOCKED = ("--config", "locked=true")
+
+
+@pytest.fixture(scope="module")
+def once(finished: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    checkout = finished.copy(tmp_path_factory.mktemp("locked") / "checkout")
+    checkout.run("lockstep", "lock")
+    return checkout
+
+
+@pytest.fixture
+def locked(once: Checkout, tmp_path: Path) -> Checkout:
+    """The finished run with its lock."""
+    return once.copy(tmp_path / "checkout")
+
+
+def edit_lock(checkout: Checkout, change: Callable[[dict], None]) -> None:
+    path = checkout.folder / "locks" / f"{MODEL}.lock.json"
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def refused(checkout: Checkout, *arguments: str) -> str:
+    process = checkout.run(*arguments, check=False)
+    assert process.returncode in (1, 2) and "Traceback" not in process.stderr
+    (line,) = [line for line in process.stderr.splitlines() if line.startswith("lockstep: error: ")]
+    return line.removeprefix("lockstep: error: ")
+
+
+def test_what_is_locked_is_left_alone(locked: Checkout) -> None:
+    assert not locked.would_run(*LOCKED)
+    assert not locked.would_run("--config", "locked=false")
+    assert "expected true or false" in refused(locked, "snakemake", "--dry-run", "--config", "locked=maybe")
+
+
+def edit_prompt(checkout: Checkout) -> None:
+    checkout.edit_config(lambda config: config["models"][MODEL]["golden"]["prompts"].append({"text": "Dark"}))
+
+
+BEFORE = {
+    "a pin": (edit_pin, r"export: transformers \S+ -> 9\.9\.9; locked by locks/demo-llama\.lock\.json: undo the change, or run without locked"),
+    "a module": (lambda demo: demo.append("src/lockstep/engine/fusing.py", "# edited\n"), r"build: code of the stage \w{12} -> \w{12}"),
+    "a weight": (lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100), r"resolve: model\.safetensors differs: \w{12} -> \w{12}"),
+    "a prompt": (edit_prompt, r"reference: prompt 'Dark' differs: new"),
+    "a layer count": (lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["layers"].append(3)), r"demo-llama/fp32/3/onnxruntime: reference/3 is not in the lock"),
+    "no lock": (lambda demo: (demo.folder / "locks" / f"{MODEL}.lock.json").unlink(), r"locked: expected demo-llama\.lock\.json in locks or \S+/locks, found none; write it with `lockstep lock`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit, message", BEFORE.values(), ids=BEFORE)
+def test_a_change_is_refused_before_any_job(locked: Checkout, edit: Callable[[Checkout], None], message: str) -> None:
+    before = locked.digests()
+    edit(locked)
+    assert re.match(message, refused(locked, "snakemake", "--cores", "1", *LOCKED))
+    assert locked.digests() == before
+
+
+@pytest.mark.parametrize("edit, message", [BEFORE[name] for name in ("a module", "no lock")], ids=["a module", "no lock"])
+def test_a_stage_by_hand_is_refused_before_it_works(locked: Checkout, edit: Callable[[Checkout], None], message: str) -> None:
+    before = locked.digests()
+    edit(locked)
+    assert re.match(message.replace(r" or \S+/locks", ""), refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
+    assert locked.digests() == before
+
+
+def test_what_comes_out_otherwise_is_taken_away(locked: Checkout) -> None:
+    edit_lock(locked, lambda lock: lock["precisions"]["fp32"]["weights"].update({"weights.safetensors": "0" * 64}))
+    assert re.match(r"convert: weights\.safetensors differs: 000000000000 -> \w{12}; locked by", refused(locked, "lockstep", "convert", "--locked", f"{MODEL}/fp32"))
+    assert not (locked.results / MODEL / "fp32" / "weights.json").exists()
+    process = locked.snakemake("--cores", "1", f"results/{MODEL}/fp32/weights.json", *LOCKED, check=False)
+    assert process.returncode == 1 and "convert: weights.safetensors differs: 000000000000 -> " in process.stdout + process.stderr
+    assert not (locked.results / MODEL / "fp32" / "weights.json").exists()
+
+
+def test_an_engine_set_that_is_refused_takes_its_provenance_with_it(locked: Checkout) -> None:
+    edit_lock(locked, lambda lock: [device.update({"middle.onnx": "0" * 64}) for device in lock["precisions"]["fp16"]["engines"]["onnxruntime"].values()])
+    assert re.match(r"build: middle\.onnx differs: 000000000000 -> \w{12}; locked by", refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
+    assert not list((locked.results / MODEL / "fp16" / "engines" / "onnxruntime").glob("*.json"))
+
+
+def test_a_lock_holds_the_engines_of_several_devices(locked: Checkout) -> None:
+    edit_lock(locked, lambda lock: other_device(lock["precisions"]["fp16"]["engines"]))
+    assert re.match(r"build: device differs: other 0 -> \w+ \w{12}; locked by", refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
+    locked.run("lockstep", "lock")
+    lock = json.loads((locked.folder / "locks" / f"{MODEL}.lock.json").read_text())
+    assert len(lock["precisions"]["fp16"]["engines"]["onnxruntime"]) == 2
+    locked.run("lockstep", "build", "--locked", f"{MODEL}/fp16")
+    locked.run("lockstep", "verify")
+
+
+def other_device(engines: dict) -> None:
+    engines["onnxruntime"] = {"other 0": next(iter(engines["onnxruntime"].values()))}
+
+
+def test_what_is_there_and_not_locked_is_made_again(locked: Checkout) -> None:
+    (locked.results / MODEL / "fp16" / "golden" / "onnxruntime" / "2.build.json").unlink()
+    edit_lock(locked, lambda lock: lock["precisions"]["fp32"]["weights"].update({"weights.safetensors": "0" * 64}))
+    assert locked.would_run(*LOCKED)["convert"] == 1
+    assert not (locked.results / MODEL / "fp16" / "golden" / "onnxruntime" / "2.json").exists()
+
+
+def test_what_was_made_from_something_else_is_not_read(locked: Checkout) -> None:
+    edit_lock(locked, lambda lock: lock["precisions"]["fp16"]["graphs"].update({"middle.onnx": "0" * 64}))
+    assert re.match(r"export: middle\.onnx differs: 000000000000 -> \w{12}", refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))

@@ -1,0 +1,147 @@
+"""Lock, verify, explain and diff on a run as a user makes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+
+MODEL = "demo-llama"
+TARGET = f"{MODEL}/fp16/all"
+ENGINES = f"{MODEL}/fp16/engines/onnxruntime"
+
+
+@pytest.fixture(scope="module")
+def locked(finished: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """The finished run with its lock. Not to be changed."""
+    checkout = finished.copy(tmp_path_factory.mktemp("locked") / "checkout")
+    checkout.run("lockstep", "lock")
+    return checkout
+
+
+def explained(checkout: Checkout, target: str = TARGET) -> dict[str, list[str]]:
+    """Reasons by stage."""
+    found: dict[str, list[str]] = {}
+    for line in checkout.run("lockstep", "explain", target).stdout.splitlines():
+        if line.startswith("  "):
+            found[stage].append(line.strip())
+        elif line.endswith(":"):
+            stage = line.split()[0]
+            found[stage] = []
+    return found
+
+
+def flip(path: Path, position: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if position is None else position] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_lock_of_a_finished_run_verifies(locked: Checkout) -> None:
+    process = locked.run("lockstep", "verify")
+    assert re.fullmatch(r"(\d+) of \1 the same, with 1 lock\n", process.stdout) and int(process.stdout.split()[0]) > 60
+    assert locked.run("lockstep", "verify", "--deep").stdout == process.stdout
+
+
+def test_a_lock_is_sorted_and_holds_no_place_and_no_time(locked: Checkout) -> None:
+    text = (locked.folder / "locks" / f"{MODEL}.lock.json").read_text()
+    value = json.loads(text)
+    assert text == json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    assert str(locked.folder) not in text and not re.search(r"20\d\d-\d\d-\d\d", text)
+    assert set(value["precisions"]) == {"fp16", "fp32"} and value["made with"]["export"]["packages"]["transformers"]
+    (engines,) = value["precisions"]["fp16"]["engines"]["onnxruntime"].values()
+    assert engines["device"]["architecture"]
+    locked.run("lockstep", "lock", "--locks", "again")
+    assert (locked.folder / "again" / f"{MODEL}.lock.json").read_text() == text
+
+
+KINDS = (
+    "config.json", f"{MODEL}/checkpoint.json", f"{MODEL}/architecture.json", f"{MODEL}/fp32/weights.json", f"{MODEL}/fp32/weights.safetensors",
+    f"{MODEL}/fp16/graphs/assembly.json", f"{MODEL}/fp16/graphs/middle.onnx", f"{MODEL}/fp16/graphs/batchful.onnx", f"{MODEL}/fp16/graphs/tokenizer.json",
+    f"{MODEL}/fp16/validate/2.json", f"{ENGINES}/engines.json", f"{ENGINES}/attention.decode.onnx", f"{MODEL}/reference/all.json",
+    f"{MODEL}/reference/all.safetensors", f"{MODEL}/fp16/golden/onnxruntime/all.json", f"{MODEL}/fp16/golden/onnxruntime/all.speed.json",
+    f"{ENGINES}/engines.build.json", f"{ENGINES}/provenance.json", "../resources/demo-llama/model.safetensors", "../resources/demo-llama/tokenizer.json",
+)  # fmt: skip
+
+
+def test_a_byte_flipped_in_any_kind_of_artefact_is_named(locked: Checkout, tmp_path: Path) -> None:
+    copy = locked.copy(tmp_path / "checkout")
+    for name in KINDS:
+        path = copy.results / name
+        flip(path)
+        process = copy.run("lockstep", "verify", check=False)
+        assert process.returncode == 1, name
+        assert f"different {name}: " in process.stdout, process.stdout
+        flip(path)
+    assert copy.run("lockstep", "verify").returncode == 0
+
+
+def test_what_is_lost_foreign_or_not_locked_is_told_apart(locked: Checkout, tmp_path: Path) -> None:
+    copy = locked.copy(tmp_path / "checkout")
+    (copy.results / ENGINES / "middle.onnx").unlink()
+    (copy.results / ENGINES / "foreign.onnx").write_bytes(b"x")
+    lock = copy.folder / "locks" / f"{MODEL}.lock.json"
+    value = json.loads(lock.read_text())
+    value["precisions"]["bf16"] = {"graphs": value["precisions"]["fp16"].pop("graphs")}
+    lock.write_text(json.dumps(value))
+    lines = copy.run("lockstep", "verify", check=False).stdout.splitlines()
+    assert f"missing   {ENGINES}/middle.onnx: run snakemake" in lines
+    assert f"unknown   {ENGINES}/foreign.onnx: no record names it" in lines
+    assert f"unknown   {MODEL}: precisions/fp16/graphs: not in the lock" in lines
+    assert f"missing   {MODEL}: precisions/bf16/graphs: locked, and not there; run snakemake" in lines
+
+
+def test_nothing_changed_is_nothing_to_explain(locked: Checkout) -> None:
+    for precision in ("fp32", "fp16"):
+        for layers in (2, "all"):
+            assert explained(locked, f"{MODEL}/{precision}/{layers}") == {}
+
+
+def edit_pin(checkout: Checkout) -> None:
+    pins = checkout.folder / "envs" / "requirements.txt"
+    pins.write_text(re.sub(r"^transformers==.*$", "transformers==9.9.9", pins.read_text(), flags=re.MULTILINE))
+
+
+EDITS = {
+    "a pin": (edit_pin, "export", r"transformers \S+ -> 9\.9\.9"),
+    "a module": (lambda demo: demo.append("src/lockstep/engine/fusing.py", "# edited\n"), "build", r"code engine/fusing\.py \w{12} -> \w{12}"),
+    "a weight": (lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100), "resolve", r"model\.safetensors changed: sha256 \w{12} -> \w{12}"),
+    "a tokenizer": (lambda demo: demo.append(f"resources/{MODEL}/tokenizer.json", "\n"), "architecture", r"tokenizer\.json changed: sha256 \w{12} -> \w{12}"),
+    "a tolerance": (lambda demo: demo.edit_config(lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 0.09, "logits": 0.09})),
+                    "golden", r"option tolerance\.logits \S+ -> 0\.09"),
+    "a limit": (lambda demo: demo.edit_config(lambda config: config["limits"].update(max_seq_len=200)), "golden", r"option limits\.max_seq_len 256 -> 200"),
+    "a lost engine": (lambda demo: (demo.results / ENGINES / "middle.onnx").unlink(), "build", r"middle\.onnx is gone or cut short"),
+}  # fmt: skip
+# What a run makes again for one target beside what that target needs.
+OTHERS = {"config", "summary", "plots"}
+
+
+@pytest.mark.parametrize("edit, stage, reason", EDITS.values(), ids=EDITS)
+def test_explain_names_what_changed_and_what_a_run_makes_again(demo: Checkout, edit, stage: str, reason: str) -> None:
+    edit(demo)
+    found = explained(demo)
+    assert any(re.search(reason, line) for line in found[stage]), found
+    assert set(found) == set(demo.would_run()) - OTHERS, "explain and Snakemake agree"
+
+
+def test_diff_of_two_locks_is_in_words(locked: Checkout, tmp_path: Path) -> None:
+    lock = locked.folder / "locks" / f"{MODEL}.lock.json"
+    value = json.loads(lock.read_text())
+    value["made with"]["export"]["packages"]["transformers"] = "9.9.9"
+    value["precisions"]["fp16"]["graphs"]["middle.onnx"] = "0" * 64
+    other = tmp_path / "other.lock.json"
+    other.write_text(json.dumps(value))
+    process = locked.run("lockstep", "diff", str(lock), str(other), check=False)
+    assert process.returncode == 1
+    first, second = process.stdout.splitlines()
+    assert re.fullmatch(r"made with / export / packages / transformers: \S+ -> 9\.9\.9", first)
+    assert re.fullmatch(r"precisions / fp16 / graphs / middle\.onnx: \w{12} -> 000000000000", second)
+    assert locked.run("lockstep", "diff", str(lock), str(lock)).stdout == ""
+
+
+def test_a_lock_of_what_is_not_finished_is_refused(fresh: Checkout) -> None:
+    process = fresh.run("lockstep", "lock", "demo-llama", check=False)
+    assert process.returncode == 2 and "expected a finished model" in process.stderr and len(process.stderr.splitlines()) == 1
