@@ -32,11 +32,22 @@ def call(python: str | None, stage: str, **arguments: Any) -> None:
     if python is None:
         _STAGES[stage](**arguments)
         return
+    _run(python, stage, arguments, None)
+
+
+def ask(python: str | None, stage: str, **arguments: Any) -> Any:
+    """As `call`, for a stage that answers (`identity`): gives its answer."""
+    if python is None:
+        return _STAGES[stage](**arguments)
+    return json.loads(_run(python, stage, arguments, subprocess.PIPE))
+
+
+def _run(python: str, stage: str, arguments: Mapping[str, Any], stdout: int | None) -> str:
     request = json.dumps({"stage": stage, "arguments": arguments})
     # Another Python has other packages: of this one's it gets this package alone.
     environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
     try:
-        ended = subprocess.run([python, "-m", "lockstep.worker"], input=request, text=True, env=environment)
+        ended = subprocess.run([python, "-m", "lockstep.worker"], input=request, text=True, env=environment, stdout=stdout)
     except OSError as error:
         raise InputError(f"backends.tensorrt.python: expected a Python interpreter, found {python!r}: {error.strerror}") from None
     if ended.returncode < 0:
@@ -45,6 +56,17 @@ def call(python: str | None, stage: str, **arguments: Any) -> None:
         raise CheckError(f"{stage}: {python} was ended by {name} (memory or time ran out?); what it was at stands in the line before")
     if ended.returncode:
         raise SystemExit(ended.returncode)
+    return ended.stdout
+
+
+def identity(name: str) -> dict[str, Any]:
+    """The library and the device that engines are built for: what a build key and a lock hold of a backend."""
+    from lockstep.engine import get_backend  # loads the library: only where something is built or run
+
+    library = get_backend(name)
+    device = library.describe_device()
+    found = {"name": name, "version": library.version(), "revision": library.revision, "device": library.device_key(device), "options": library.default_options()}
+    return {**found, "driver": device["driver"]} if "driver" in device else found
 
 
 def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
@@ -86,7 +108,7 @@ def generate(
         print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
 
 
-_STAGES = {"build": build, "golden": golden, "generate": generate}
+_STAGES = {"identity": identity, "build": build, "golden": golden, "generate": generate}
 
 
 def main() -> None:
@@ -95,7 +117,9 @@ def main() -> None:
             raise InputError(f"backends.tensorrt.python: expected Python {'.'.join(map(str, _OLDEST))} or newer, found {sys.version.split()[0]} ({sys.executable})")
         request = json.load(sys.stdin)
         try:
-            _STAGES[request["stage"]](**request["arguments"])
+            answer = _STAGES[request["stage"]](**request["arguments"])
+            if answer is not None:
+                print(json.dumps(answer))
         except BrokenPipeError:
             raise SystemExit(1) from None  # who read the text has had enough
         except ModuleNotFoundError as error:

@@ -36,10 +36,25 @@ def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
         _check(node, source)
     del lowered.opset_import[:]
     lowered.opset_import.append(helper.make_opsetid("", OPSET))
+    _casts_by_type(lowered)
     lowered.ir_version = 8  # of ONNX 1.12, which brought opset 17
     del graph.value_info[:]
     onnx.checker.check_model(lowered, full_check=True)
     return lowered
+
+
+def _casts_by_type(model: onnx.ModelProto) -> None:
+    """`CastLike` becomes `Cast` to the type that is meant: readers of opset 17 may not know it (TensorRT 8.6 does not)."""
+    if not any(node.op_type == "CastLike" for node in model.graph.node):
+        return
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "CastLike":
+            like = node.input.pop()
+            node.op_type = "Cast"
+            node.attribute.append(helper.make_attribute("to", types[like]))
 
 
 def _copy(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -81,7 +81,7 @@ def _key_now(step: Step, record: Mapping[str, Any], again: Mapping[Path, str]) -
     }
     if "backend" in record:
         try:
-            now["backend"] = backend_identity(step.names["backend"])
+            now["backend"] = backend_identity(step.names["backend"], step.python)
         except LockstepError:
             pass  # its library is not installed here: nothing can be said
     return now

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import buildkey, formats
+from lockstep import buildkey, formats, worker
 from lockstep.errors import CheckError
 from lockstep.files import read_json, sha256_json, write_json
 from lockstep.seen import digest
@@ -32,7 +32,7 @@ _NO_CONTENT = {
 @dataclass(frozen=True)
 class Step:
     """One job: a rule with its wildcards. inputs: manifests and files by the name that the rule gives them; output: the manifest that it makes;
-    beside: what else it makes that must be the same each time."""
+    beside: what else it makes that must be the same each time; python: the interpreter that runs its backend, None for this one."""
 
     stage: str
     names: Mapping[str, str]
@@ -40,6 +40,7 @@ class Step:
     options: Mapping[str, Any]
     output: Path
     beside: tuple[Path, ...] = ()
+    python: str | None = None
 
     def __str__(self) -> str:
         return " ".join([self.stage, "/".join(map(str, self.names.values()))])
@@ -78,17 +79,12 @@ def build_key(step: Step, here: bool = True) -> dict[str, Any]:
         "environment": packages(entry) if entry else {},
     }
     backend = step.names.get("backend")
-    return {**key, "backend": backend_identity(backend)} if backend else key
+    return {**key, "backend": backend_identity(backend, step.python)} if backend else key
 
 
-def backend_identity(name: str) -> dict[str, Any]:
-    """The library and the device that an engine is for. Raises InputError where the library is not installed."""
-    from lockstep.engine import get_backend  # loads the library: only where something is built or run
-
-    library = get_backend(name)
-    device = library.describe_device()
-    identity = {"name": name, "version": library.version(), "revision": library.revision, "device": library.device_key(device), "options": library.default_options()}
-    return {**identity, "driver": device["driver"]} if "driver" in device else identity
+def backend_identity(name: str, python: str | None = None) -> dict[str, Any]:
+    """The library and the device that an engine is for, asked in the interpreter `python`. Raises InputError where the library is not installed."""
+    return worker.ask(python, "identity", name=name)
 
 
 def write_record(step: Step, key: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def from_rule(stage: str, names: dict[str, str], inputs: dict[str, Any], options
     """The step of a Snakemake job. inputs by name: a path, or a list of paths, which are files of the checkpoint and stand in the manifest that the
     job makes. options: the rule's params."""
     manifests = {name: Path(path) for name, path in inputs.items() if isinstance(path, str) and name not in _NOT_READ}
-    return Step(stage, names, manifests, {name: value for name, value in options.items() if name not in ("key", "python")}, Path(outputs[0]))
+    return Step(stage, names, manifests, {name: value for name, value in options.items() if name not in ("key", "python")}, Path(outputs[0]), python=options.get("python"))
 
 
 _NOT_READ = ("config", "logits")  # fetch checks its limits only; the reference names its logits with their digest

@@ -28,7 +28,9 @@ def step(stage: str, config: Config, results: Results, names: Mapping[str, Any])
     """One step. names: model, precision, layers, backend; those that the stage has are taken."""
     fields, inputs, options, output = _RULES[stage]
     taken = {name: names[name] for name in fields}
-    return Step(stage, {name: str(value) for name, value in taken.items()}, inputs(results, **taken), options(config, **taken), output(results, **taken))
+    python = config.interpreter(taken["backend"]) if "backend" in taken else None
+    texts = {name: str(value) for name, value in taken.items()}
+    return Step(stage, texts, inputs(results, **taken), options(config, **taken), output(results, **taken), python=python)
 
 
 def _source(config: Config, model: str) -> dict[str, Any]:
