@@ -83,7 +83,7 @@ def test_aliases_that_repeat_or_hold_themselves_stay_one_short_line(tmp_path):
         load(path)
     layers = "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(30))
     path.write_text(f"a0: &a0 lol\n{layers}")
-    with pytest.raises(InputError, match=r"^\S+: a0: unknown key, allowed: models, limits, tolerances, cache \(and 31 more\)$"):
+    with pytest.raises(InputError, match=r"^\S+: a0: unknown key, allowed: models, limits, tolerances, cache, backends \(and 31 more\)$"):
         load(path)
 
 

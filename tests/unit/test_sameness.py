@@ -68,7 +68,7 @@ class Unasked(OnnxRuntimeBackend):
     """Optimises in another way than it says."""
 
     def build(self, graph_path, out_path, options):
-        super().build(graph_path, out_path, {**options, "optimization_level": "disabled"})
+        return super().build(graph_path, out_path, {**options, "optimization_level": "disabled"})
 
 
 def test_other_choices_from_the_same_inputs_are_seen(references: Results, first: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,13 +82,14 @@ class Renaming(OnnxRuntimeBackend):
     """The same operators, and values of other names in between."""
 
     def build(self, graph_path, out_path, options):
-        super().build(graph_path, out_path, options)
+        built = super().build(graph_path, out_path, options)
         model = onnx.load(out_path)
         name = model.graph.node[0].output[0]
         for node in model.graph.node:
             for names in (node.input, node.output):
                 names[:] = ["renamed" if found == name and name not in {value.name for value in model.graph.output} else found for found in names]
         onnx.save(model, out_path)
+        return built
 
 
 def test_other_layers_of_the_same_operators_are_seen(references: Results, first: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +138,11 @@ class RandomByte(OnnxRuntimeBackend):
     """Writes bytes into each engine that are never the same: as a library does that names things by pointers."""
 
     def build(self, graph_path, out_path, options):
-        super().build(graph_path, out_path, options)
+        built = super().build(graph_path, out_path, options)
         model = onnx.load(out_path)
         model.producer_name = os.urandom(8).hex()
         onnx.save(model, out_path)
+        return built
 
 
 class Honest(RandomByte):

@@ -6,13 +6,14 @@ One builder and one timing cache serve all graphs that an instance builds: layer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 
-from lockstep.engine.backend import Built
+from lockstep.engine.backend import Built, CanonicalBytes
 from lockstep.engine.graphs import graphs_of
 from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.attention_kinds import ATTENTIONS, can_fuse
@@ -126,6 +127,23 @@ class TensorRTBackend:
         if self._timing is None or not compat.use_timing_cache(config, self._timing, tactics.mode == "verified"):
             raise CheckError(f"{where}: TensorRT {self.version()} refuses the timing cache: {compat.LOG.first_error()}; delete {CACHE} and build again")
         return config, compat.build_plan(self._builder, network, config, where)
+
+    def choices(self, engine_path: Path) -> Any:
+        """Tactics, formats and layers, without names made from pointers."""
+        return fingerprint(self._layers(engine_path))
+
+    def layer_information(self, engine_path: Path) -> Any:
+        """The inspector's layers as they are."""
+        return [asdict(layer) for layer in self._layers(engine_path)]
+
+    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
+        """The plan as it is: names made from pointers lie in places that only TensorRT knows, and R4 then says that bytes differ."""
+        return CanonicalBytes(engine_path.read_bytes())
+
+    def _layers(self, engine_path: Path) -> Any:
+        where = str(engine_path)
+        describe_gpu()  # without a GPU, TensorRT 8.6 ends the process
+        return read_layers(compat.layer_information(compat.deserialize(engine_path.read_bytes(), where)), where)
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> TensorRTProgram:
         from lockstep.engine.tensorrt.program import TensorRTProgram
