@@ -18,11 +18,14 @@ SEAL = "sealed_sha256"
 
 
 @contextlib.contextmanager
-def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Give a temporary path in the folder of `path`; on success it is flushed to disk and renamed to `path`, else removed."""
+def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[Path]:
+    """Give a temporary path in the folder of `path`; on success it is flushed to disk and renamed to `path`, else removed.
+
+    writer: what tells this writer's temporary file from others'; by default the process number, which is enough on one machine.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{writer or os.getpid()}.tmp")
     try:
         yield temporary
         with open(temporary, "rb") as file:

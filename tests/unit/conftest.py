@@ -1,9 +1,12 @@
 """The demo checkpoint, taken through the stages that others build on, once a test run."""
 
+from pathlib import Path
+
 import pytest
 from demo_model import DEMO, GOLDEN
 
 from lockstep import golden
+from lockstep.cache.store import Cache
 from lockstep.checkpoint import resolve
 from lockstep.engine import build
 from lockstep.paths import Results
@@ -30,3 +33,13 @@ def references(demo) -> Results:
     for layers in (2, "all"):
         golden.make_reference(demo.checkpoint("demo-llama"), layers, prompts, demo.reference("demo-llama", layers))
     return demo
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_CACHE", raising=False)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")

@@ -26,16 +26,6 @@ from lockstep.lock.record import Step, read_record
 from lockstep.paths import Results
 
 
-@pytest.fixture(autouse=True)
-def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCKSTEP_CACHE", raising=False)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "cache")
-
-
 def test_what_one_made_another_takes_with_the_same_bytes(tmp_path: Path, cache: Cache, capsys) -> None:
     convert(checkpoint(tmp_path / "one"), tmp_path / "one" / "fp32", cache.folder)
     (used,) = look(cache).entries

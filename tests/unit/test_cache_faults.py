@@ -21,16 +21,6 @@ from lockstep.cache.upkeep import IN_THE_MAKING, look, prune, verify
 from lockstep.files import write_json
 
 
-@pytest.fixture(autouse=True)
-def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCKSTEP_CACHE", raising=False)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "cache")
-
-
 def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_path: Path, cache: Cache) -> None:
     manifests = [checkpoint(tmp_path / str(seed), seed, megabytes=2) for seed in range(3)]
     undisturbed = [contents(convert(manifest, tmp_path / str(seed) / "undisturbed", "").parent) for seed, manifest in enumerate(manifests)]

@@ -104,6 +104,13 @@ def test_an_engine_that_is_its_graph_passes():
     check_contract(engine_tensors(), BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
 
 
+def test_beside_a_profile_of_one_size_an_output_may_be_told_with_that_size():
+    """Found on a GPU: TensorRT 8.6 gives [1, 32] for the output of an engine whose first profile is for one token."""
+    check_contract(changed(3, shape=(1, 32)), BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
+    with pytest.raises(CheckError, match=r"output out: expected float16 \[-1, 32\] as in the assembly, found float16 \[1, 16\]"):
+        check_contract(changed(3, shape=(1, 16)), BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

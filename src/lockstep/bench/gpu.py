@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from lockstep import formats
+from lockstep.bench.measure import spread
 from lockstep.engine.builder import build
 from lockstep.errors import InputError, guard
 from lockstep.files import read_json, write_json
@@ -133,13 +135,12 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
             position += 1
         rates.append((time.perf_counter() - began) / STEPS)
         last = position
-    milliseconds = [rate * 1e3 for rate in rates]
     found = statistics.median(rates)
     breakdown = model._executor.breakdown(batch)
     for slot in range(batch):
         model.release(slot)
     return {
-        "context": CONTEXT, "last": last, "milliseconds": {"min": round(min(milliseconds), 3), "median": round(found * 1e3, 3), "max": round(max(milliseconds), 3)},
+        "context": CONTEXT, "last": last, "milliseconds": spread([rate * 1e3 for rate in rates], 3),
         "tokens_per_second": round(batch / found, 1), "microseconds": breakdown,
     }  # fmt: skip
 
@@ -161,7 +162,7 @@ def prefill(model: Model, rounds: int, assembly: Mapping[str, Any]) -> dict[str,
     attention = sum(2.0 * kind["num_heads"] * (kind["head_dim"] + kind["value_head_dim"]) * PREFILL * PREFILL / 2 for kind in kinds)
     found = statistics.median(times)
     return {
-        "tokens": PREFILL, "milliseconds": {"min": round(min(times) * 1e3, 2), "median": round(found * 1e3, 2), "max": round(max(times) * 1e3, 2)},
+        "tokens": PREFILL, "milliseconds": spread([seconds * 1e3 for seconds in times], 2),
         "tflops": round((products + attention) / found / 1e12, 1), "block_microseconds": blocks,
         "tflops_blocks": round(products / sum(blocks.values()) * 1e6 / 1e12, 1),
     }  # fmt: skip
@@ -180,8 +181,6 @@ def beside(python: str, work: Path, weights: Path, assembly: Mapping[str, Any]) 
 
 
 def _plain_environment() -> dict[str, str]:
-    import os
-
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")}
 
 

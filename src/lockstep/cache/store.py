@@ -13,14 +13,14 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from lockstep import formats
 from lockstep.errors import InputError
-from lockstep.files import read_json, sha256_file, sha256_json, write_json
+from lockstep.files import atomic_path, read_json, sha256_file, sha256_json, write_json
 
 VARIABLE = "LOCKSTEP_CACHE"
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -129,7 +129,7 @@ class Cache:
         if _is_file(path, size) and sha256_file(path) == sha256:
             touch(path)  # young again: nobody drops it before its entry is written
             return Blob(sha256, size)
-        with self._new(path) as temporary:
+        with _new(path) as temporary:
             copy(source, temporary)
             if (found := sha256_file(temporary)) != sha256:
                 raise InputError(f"{source}: expected sha256 {sha256}, found {found}: the file has changed")
@@ -139,22 +139,14 @@ class Cache:
         """Write the entry of an artefact whose files are in."""
         value = {"format": formats.CACHE, "key": sha256_json(made_of), "made_of": dict(made_of), "manifest": manifest,
                  "files": {name: {"sha256": blob.sha256, "size": blob.size} for name, blob in files.items()}}  # fmt: skip
-        with self._new(self.entry_path(value["key"])) as temporary:
+        with _new(self.entry_path(value["key"])) as temporary:
             write_json(temporary, value)
         return Entry(value["key"], value["made_of"], manifest, dict(files))
 
-    @contextlib.contextmanager
-    def _new(self, path: Path) -> Iterator[Path]:
-        """Give a temporary path in the folder of `path`; on success it is flushed to disk and renamed to `path`, else removed."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            yield temporary
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+
+def _new(path: Path) -> contextlib.AbstractContextManager[Path]:
+    """`atomic_path` where several machines write: process numbers do not tell them apart."""
+    return atomic_path(path, secrets.token_hex(8))
 
 
 def copy(source: Path, target: Path) -> None:

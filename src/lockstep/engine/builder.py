@@ -24,6 +24,7 @@ from lockstep.files import read_json, sha256_file, write_json
 
 COSTS = "build.costs.json"  # of the last build: seconds and memory are never the same twice
 
+
 def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str | os.PathLike, options: Mapping[str, Any] | None = None) -> Path:
     """Build the engine set of an assembly and write its engines.json; gives its path.
 

@@ -20,17 +20,18 @@ def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: 
         names = [sorted(name for side, name in side_names if side == is_input) for side_names in (declared, found)]
         if names[0] != names[1]:
             raise CheckError(f"{where}: {what}: expected {', '.join(names[0])} as in the assembly, found {', '.join(names[1])}")
+    # Where the first profile has one size, 8.6 gives that size for the dynamic dimensions of outputs: they cannot be checked then.
+    one_size = any(smallest == largest for profile in profiles[:1] for smallest, _, largest in profile.values())
     for key, value in declared.items():
         tensor, kind = found[key], value.type.tensor_type
         dtype = dtype_name(kind.elem_type)
         if dtype == "int64" and not has_int64:
             dtype = "int32"
         shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in kind.shape.dim)
-        # Beside a profile of one fixed size, 8.6 gives for outputs that size: it need not say that a dimension is dynamic, but not deny it either.
-        firsts = {bounds[0] for profile in profiles[:1] for bounds in profile.values() if bounds[0] == bounds[2]}
-        loose = not tensor.is_input and bool(firsts) and len(tensor.shape) == len(shape)
-        said = tuple(-1 if loose and size == -1 else told for size, told in zip(shape, tensor.shape)) if loose else tensor.shape
-        if (tensor.dtype.name, said) != (dtype, shape):
+        told = tensor.shape
+        if one_size and not tensor.is_input and len(told) == len(shape):
+            told = tuple(-1 if size == -1 else found_size for size, found_size in zip(shape, told))
+        if (tensor.dtype.name, told) != (dtype, shape):
             raise CheckError(
                 f"{where}: {'input' if tensor.is_input else 'output'} {tensor.name}: expected {dtype} {list(shape)} as in the assembly, "
                 f"found {tensor.dtype.name} {list(tensor.shape)}"

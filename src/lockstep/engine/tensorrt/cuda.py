@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,25 +62,14 @@ class Array:
 
 
 class _Memory:
-    """An allocation, freed when nothing refers to it any more."""
+    """An allocation, on the device or page-locked on the host, freed when nothing refers to it any more."""
 
-    def __init__(self, nbytes: int):
-        self.address = int(check(runtime.cudaMalloc(max(1, nbytes))))
-
-    def __del__(self) -> None:
-        if hasattr(self, "address"):
-            runtime.cudaFree(self.address)
-
-
-class _Pinned:
-    """Page-locked host memory."""
-
-    def __init__(self, nbytes: int):
-        self.address = int(check(runtime.cudaMallocHost(max(1, nbytes))))
+    def __init__(self, nbytes: int, allocate: Callable = runtime.cudaMalloc, free: Callable = runtime.cudaFree):
+        self.address, self._free = int(check(allocate(max(1, nbytes)))), free
 
     def __del__(self) -> None:
-        if hasattr(self, "address"):
-            runtime.cudaFreeHost(self.address)
+        if hasattr(self, "_free"):
+            self._free(self.address)
 
 
 def empty(shape: Sequence[int], dtype: np.dtype) -> Array:
@@ -100,7 +89,7 @@ def pinned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """A host array that the device copies from and to without waiting."""
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    memory = _Pinned(nbytes)
+    memory = _Memory(nbytes, runtime.cudaMallocHost, runtime.cudaFreeHost)
     buffer = (ctypes.c_char * max(1, nbytes)).from_address(memory.address)
     buffer._memory = memory  # NumPy keeps the buffer, and this keeps the memory
     return np.frombuffer(buffer, np.uint8, nbytes).view(dtype).reshape(shape)
