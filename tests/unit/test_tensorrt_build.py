@@ -1,13 +1,16 @@
 """Building with TensorRT, as far as it goes without a GPU: profiles, what the inspector's listing is read for, records of tactics, refusals.
 
-The listings here are written by hand in the inspector's format.
+Listings are written by hand in the inspector's format, but for those in tests/data, which TensorRT wrote.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import onnx.parser
@@ -17,7 +20,7 @@ from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.compat import Tensor
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import driver_version, gpu_key
-from lockstep.engine.tensorrt.layers import check_precision, datatype, fingerprint, read_layers
+from lockstep.engine.tensorrt.layers import check_precision, compare, datatype, fingerprint, read_layers
 from lockstep.engine.tensorrt.profiles import profiles
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD, Tactics
 from lockstep.errors import CheckError, InputError
@@ -135,7 +138,7 @@ def listing(*layers: dict) -> str:
     return json.dumps({"Layers": list(layers), "Bindings": []})
 
 
-def layer(name="product", kind="gemm", tactic="sm80_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize64x64x64", value="0x5f7e2a1b3c4d5e6f", source=("taken", HALF), made=("out", HALF)) -> dict:
+def layer(name="product", kind="gemm", tactic="sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x64", value="0x5f7e2a1b3c4d5e6f", source=("taken", HALF), made=("out", HALF)) -> dict:
     tensor = lambda pair: {"Name": pair[0], "Location": "Device", "Dimensions": [-1, 16], "Format/Datatype": pair[1]}
     return {"Name": name, "LayerType": kind, "Inputs": [tensor(source), tensor(("weight", HALF))], "Outputs": [tensor(made)], "TacticName": tactic, "TacticValue": value}
 
@@ -185,11 +188,44 @@ def test_a_fused_kernel_may_read_fp32_beside_its_product_but_not_compute_the_pro
         (layer(source=("Reformatted Input Tensor 0 to product", FLOAT)), "layer product: expected a matrix product in float16 as in the graph, found tactic sm80_xmma"),
         (layer(tactic="ampere_sgemm_128x64_tn"), "layer product: expected a matrix product in float16 as in the graph, found tactic ampere_sgemm_128x64_tn"),
         (layer(tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n"), "expected a matrix product in float16 as in the graph"),
+        (layer(tactic="turing_h1688gemm_128x128_ldg8_tn"), "layer product: expected a matrix product summed in float32, found tactic turing_h1688gemm_128x128_ldg8_tn"),
     ],
 )
 def test_a_product_in_fp32_fails_with_its_layer(found, message):
     with pytest.raises(CheckError, match=message):
         check_precision(read(layer(name="before"), found), BLOCK, tensor_types(BLOCK), "x.engine")
+
+
+def real_listing(name: str) -> str:
+    """What TensorRT 8.6.0 said of a Llama-2-7B block, one token, fp16, built without asking for sums in fp32 (H200)."""
+    return (Path(__file__).parents[1] / "data" / name).read_text()
+
+
+def seven_billion_block() -> onnx.ModelProto:
+    """The inputs, outputs and products of that block."""
+    return onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]> g (float16[n, 4096] attention, float16[4096, 4096] weight) => (float16[n, 4096] gemm_0)
+        { gemm_0 = Gemm<transB = 1>(attention, weight) }""")
+
+
+def test_products_summed_in_fp16_are_found_in_a_real_listing():
+    layers, block = read_layers(real_listing("layers_8.6_level_3.json"), "middle.engine"), seven_billion_block()
+    with pytest.raises(CheckError, match="middle.engine: layer gemm_0: expected a matrix product summed in float32, found tactic sm80_xmma_gemm_f16f16_f16f16_f16_tn_n.*set optimization_level: 5"):
+        check_precision(layers, block, tensor_types(block), "middle.engine")
+    changed = [dataclasses.replace(layer, tactic=layer.tactic.replace("f16f16_f16f16_f16", "f16f16_f16f32_f32")) for layer in layers]
+    check_precision(changed, block, tensor_types(block), "middle.engine")
+
+
+def test_a_fused_region_is_known_by_its_tensors_not_by_the_nodes_that_name_it():
+    """Found on a GPU: a second build from the same timing cache listed the same region under another first node."""
+    text = real_listing("layers_8.6_level_5.json")
+    assert "[(Unnamed Layer* 42) [Shuffle]...gemm_4/parts]" in text
+    first, again = (read_layers(said, "x") for said in (text, text.replace("(Unnamed Layer* 42) [Shuffle]...", "gemm_0...")))
+    again[0] = dataclasses.replace(again[0], inputs=again[0].inputs[::-1])
+    assert fingerprint(first) == fingerprint(again) and fingerprint(first)[0]["name"] == "fused region that gives hidden_out, key, query, value"
+    smaller = [dataclasses.replace(first[0], outputs=first[0].outputs[1:])]
+    assert fingerprint(smaller) != fingerprint(first)
+    with pytest.raises(CheckError, match="expected layer fused region that gives hidden_out, key, query, value .* found layer fused region that gives key, query, value"):
+        compare(fingerprint(first), fingerprint(smaller), "x")
 
 
 def test_an_engine_without_layers_fails():
@@ -214,6 +250,17 @@ def test_fingerprints_leave_out_pointers_and_keep_tactics():
     hashed = lambda digit: fingerprint(read(layer(tactic=f"__myl_AddCastMean_0xf2543c36ff9f104bbb1655b0183afb4{digit}")))
     assert hashed(7) != hashed(8)  # of the fused operators: no address is that long
     assert fingerprint(read(layer(name="block_16x16_64"))) != fingerprint(read(layer(name="block_16x16_32")))
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "found"),
+    [(None, "-cask:fp16_acc=off"), ("-peep:transpose_elim=off", "-peep:transpose_elim=off -cask:fp16_acc=off"), ("-cask:fp16_acc=on", "-cask:fp16_acc=on")],
+)
+def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_them(monkeypatch, set_by_user, found):
+    monkeypatch.setenv("__LUNOWUD", set_by_user or "")
+    compat._sum_in_fp32()
+    compat._sum_in_fp32()
+    assert os.environ["__LUNOWUD"] == found
 
 
 @pytest.mark.parametrize(
@@ -263,7 +310,7 @@ def test_a_record_is_replayed(recorded):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([layer(tactic="other_gemm")], "m: layer product: expected tactic sm80_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize64x64x64 0x5f7e2a1b3c4d5e6f, Row major linear FP16 format as recorded, found tactic other_gemm 0x5f7e2a1b3c4d5e6f"),
+        ([layer(tactic="other_gemm")], "m: layer product: expected tactic sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x64 0x5f7e2a1b3c4d5e6f, Row major linear FP16 format as recorded, found tactic other_gemm 0x5f7e2a1b3c4d5e6f"),
         ([layer(), layer()], "m: expected 1 layers as recorded, found 2"),
         ([layer(name="another")], r"m: expected layer product \(tactic .*\) as recorded, found layer another"),
     ],

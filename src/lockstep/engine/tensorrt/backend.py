@@ -35,7 +35,7 @@ class TensorRTBackend:
 
     name = "tensorrt"
     suffix = ".engine"
-    revision = 1
+    revision = 2
     takes_long = True
 
     def __init__(self) -> None:
@@ -118,7 +118,9 @@ class TensorRTBackend:
             self._builder = compat.create_builder()
         network = compat.create_network(self._builder)
         parser = compat.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
-        config = compat.create_config(self._builder, options["workspace_mb"] << 20, options["optimization_level"], options["tactic_sources"])
+        # A rotary encoding is read out of its engine once, not run: nothing is gained by tuning it for a minute.
+        level = min(options["optimization_level"], 1) if model.graph.name == "rotary" else options["optimization_level"]
+        config = compat.create_config(self._builder, options["workspace_mb"] << 20, level, options["tactic_sources"])
         compat.constrain_precision(config, network, types)
         for profile in bounds:
             compat.add_profile(self._builder, config, profile)

@@ -6,6 +6,7 @@ named here, and the class that it is an attribute of, against listings of the ve
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _REFUSED_CACHE = re.compile(r"timing cache.*(not be used|mismatch|corrupt|invali
 # "No implementation of layer ... obeys the requested constraints ...": a warning where constraints are only preferred.
 _IGNORED_PRECISION = re.compile(r"obeys? the requested constraints|precision.*(ignored|not obeyed)", re.IGNORECASE | re.DOTALL)
 
+_FLAGS, _FP16_SUMS = "__LUNOWUD", "-cask:fp16_acc"  # not documented; NVIDIA's own tools for engines pass flags by this variable
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -49,6 +52,8 @@ FEATURES: dict[str, Feature] = {
         (8, 6), (10, 0),
         ("BuilderFlag.FP16", "BuilderFlag.OBEY_PRECISION_CONSTRAINTS", "ILayer.precision", "ILayer.set_output_type"),
     ),
+    # Takes kernels that add up fp16 products in fp16, unless its compiler is told not to; it has no setting for that, only its flags.
+    "fp16_sums": Feature((8, 6), (10, 0), ()),
     # Several contexts of one profile: asked for when the engine is built; later it is always so.
     "profile_sharing_flag": Feature((8, 6), (10, 0), ("IBuilderConfig.set_preview_feature", "PreviewFeature.PROFILE_SHARING_0806")),
     "bf16": Feature((10, 0), None, ("DataType.BF16",)),
@@ -156,10 +161,19 @@ def _dtypes() -> dict[Any, str]:
 def create_builder() -> trt.Builder:
     """Raises InputError where TensorRT cannot start, which is without a GPU."""
     LOG.clear()
+    if has("fp16_sums"):
+        _sum_in_fp32()
     try:
         return trt.Builder(logger())
     except TypeError:
         raise InputError(f"backend tensorrt: TensorRT {trt.__version__} cannot start here: {LOG.first_error()}; it needs an NVIDIA GPU and its driver") from None
+
+
+def _sum_in_fp32() -> None:
+    """Tell the compiler of fused regions, by the variable that it reads its flags from, to add up fp16 products in fp32. What the user set there stays."""
+    flags = os.environ.get(_FLAGS, "").split()
+    if not any(flag.startswith(f"{_FP16_SUMS}=") for flag in flags):
+        os.environ[_FLAGS] = " ".join([*flags, f"{_FP16_SUMS}=off"])
 
 
 def create_network(builder: trt.Builder) -> trt.INetworkDefinition:

@@ -21,6 +21,9 @@ _POINTER = re.compile(r"0x[0-9a-fA-F]{6,16}(?![0-9a-fA-F])|(?<![0-9])[0-9]{13,20
 _PRODUCT = re.compile(r"gemm|matmul|matrix_?multiply|xmma|cutlass|cublas|_mha", re.IGNORECASE)
 _FUSED = re.compile(r"^(kgen|fusion|myelin)", re.IGNORECASE)  # kinds that hold other operators too, which may read fp32 by right
 _FP32_TACTIC = re.compile(r"sgemm|f32f32_f32f32|tf32|s1688gemm(?!_f16|_bf16)", re.IGNORECASE)
+# Kernels that add up products of fp16 in fp16: types of both factors, of the result and the sum; or the letter of cuBLAS.
+_FP16_SUMS = re.compile(r"f16f16_f16f16_f16|(?<![a-z])h\d{3,5}(cudnn|gemm)", re.IGNORECASE)
+_REGION = re.compile(r"^\{ForeignNode\[.*\]\}$", re.DOTALL)
 _DATATYPES = (
     ("bfloat16", re.compile(r"bf16|bfloat", re.IGNORECASE)),
     ("float16", re.compile(r"fp16|half", re.IGNORECASE)),
@@ -58,16 +61,28 @@ def _layer(entry: Mapping[str, Any]) -> Layer:
 
 
 def fingerprint(layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """What was chosen, as JSON: layers in the engine's order with tactic and formats; what is made from pointers is left out of names."""
+    """What was chosen, as JSON: layers in the engine's order with tactic and formats; what is made from pointers is left out of names.
+
+    A fused region is what lies between its tensors, in whatever order they are listed: TensorRT names it by two of its nodes, not always the same.
+    """
     return [
         {
-            "name": without_pointers(layer.name),
+            "name": _region(layer) if _REGION.match(layer.name) else without_pointers(layer.name),
             "kind": layer.kind,
             "tactic": _without_pointers_in_name(layer.tactic),
-            "formats": [text for _, text in (*layer.inputs, *layer.outputs)],
+            "formats": _boundary(layer) if _REGION.match(layer.name) else [text for _, text in (*layer.inputs, *layer.outputs)],
         }
         for layer in layers
     ]
+
+
+def _region(layer: Layer) -> str:
+    return f"fused region that gives {', '.join(sorted(without_pointers(name) for name, _ in layer.outputs))}"
+
+
+def _boundary(layer: Layer) -> list[str]:
+    sides = ("from", layer.inputs), ("to", layer.outputs)
+    return sorted(f"{side} {without_pointers(name)}: {text}" for side, tensors in sides for name, text in tensors)
 
 
 def without_pointers(name: str) -> str:
@@ -104,8 +119,8 @@ def datatype(text: str) -> str | None:
 def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapping[str, str], where: str) -> None:
     """Raises CheckError naming a layer that computes in fp32 what the graph computes in half precision.
 
-    types: {tensor of the graph: dtype}. Held to the graph are every tensor of it that a layer reads or writes, and the tactics of matrix products.
-    What happens inside a fused region is not told by the inspector.
+    types: {tensor of the graph: dtype}. Held to the graph are every tensor of it that a layer reads or writes, and the tactics of matrix products,
+    which must also add up in fp32, as ONNX Runtime and transformers do. What happens inside a fused region is not told by the inspector.
     """
     products = {node.output[0]: node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")}
     wanted = {types[tensor] for tensor in products if tensor in types}
@@ -120,6 +135,8 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
                 raise CheckError(f"{where}: layer {layer.name}: {wrong}; the engine is not of this precision")
         if not _PRODUCT.search(f"{layer.kind} {layer.tactic}"):
             continue
+        if half and _FP16_SUMS.search(layer.tactic):
+            raise CheckError(f"{where}: layer {layer.name}: expected a matrix product summed in float32, found tactic {layer.tactic}; set optimization_level: 5")
         reads_fp32 = not _FUSED.match(layer.kind) and any(datatype(text) == "float32" for _, text in layer.inputs)
         if half and (reads_fp32 or _FP32_TACTIC.search(layer.tactic)):
             wrong = f"expected a matrix product in {'/'.join(sorted(wanted))} as in the graph"
