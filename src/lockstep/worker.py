@@ -108,7 +108,13 @@ def generate(
         print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
 
 
-_STAGES = {"identity": identity, "build": build, "golden": golden, "generate": generate}
+def bench_gpu(assembly: str, work: str, out: str, rounds: int, options: Mapping[str, Any], transformers: str) -> None:
+    from lockstep.bench import gpu
+
+    gpu.run(Path(assembly), Path(work), Path(out), rounds, options, transformers)
+
+
+_STAGES = {"identity": identity, "build": build, "golden": golden, "generate": generate, "bench_gpu": bench_gpu}
 
 
 def main() -> None:

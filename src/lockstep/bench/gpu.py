@@ -1,22 +1,21 @@
 """The TensorRT backend on one GPU: building, loading, decoding and prefill of a model's shape, with random weights.
 
-    python -m lockstep.bench.gpu ASSEMBLY WORK --out gpu.json [--transformers PYTHON]
-
-In: the assembly of a shape (`lockstep export`), a scratch folder with room for its weights. Out: a record. Runs in the Python that TensorRT runs in; with
-`--transformers`, a Python that has torch and transformers runs the same weights beside it (gpu_transformers.py): speeds, and logits to be held against.
+In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, written after each part, so that a run that is cut short says what it
+came to. Runs in the Python that TensorRT runs in (`lockstep.worker`); a Python that has torch and transformers runs the same weights beside it
+(gpu_transformers.py): speeds, and logits to be held against.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import shutil
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ import numpy as np
 
 from lockstep import formats
 from lockstep.bench.measure import spread
-from lockstep.engine.builder import build
-from lockstep.errors import InputError, guard
+from lockstep.engine.builder import COSTS, build
+from lockstep.engine.tensorrt.tactics import CACHE, RECORD
+from lockstep.errors import InputError, LockstepError
 from lockstep.files import read_json, write_json
 from lockstep.runtime import Advance, Model
 
@@ -35,44 +35,51 @@ BATCHES = (1, 16)
 CHECK_PROMPT, CHECK_TOKENS, CHECK_LAYERS = 48, 16, (2, "all")
 
 
-def run(assembly_json: Path, work: Path, rounds: int, options: Mapping[str, Any], python: str | None) -> dict[str, Any]:
-    """Measure everything once but speeds, which are medians of `rounds`. Raises InputError for an assembly in another precision than fp16."""
+def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mapping[str, Any], transformers: str) -> None:
+    """Measure everything once but speeds, which are medians of `rounds`; `transformers`: an interpreter that has it.
+
+    Raises InputError for an assembly in another precision than fp16.
+    """
     assembly = read_json(assembly_json, formats.ASSEMBLY)
     if assembly["precision"] != "fp16":
         raise InputError(f"{assembly_json}: precision: expected fp16, found {assembly['precision']}; export the shape in fp16")
     work.mkdir(parents=True, exist_ok=True)
-    weights = random_weights(assembly, work / "weights")
     record: dict[str, Any] = {"benchmark": "gpu", "layers": assembly["num_layers"], "precision": "fp16", "rounds": rounds}
+
+    def note(**parts: Any) -> None:
+        record.update(parts)
+        write_json(out, record)
+        print(f"bench: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    weights = random_weights(assembly, work / "weights")
     engines = work / "engines" / "engines.json"
-    shutil.rmtree(engines.parent, ignore_errors=True)
-    options = {**LIMITS, **options}
-    seconds, _ = timed(lambda: build(assembly_json, "tensorrt", engines, {**options, "tactics": "record"}))
-    files = [path for path in engines.parent.iterdir() if path.suffix == ".engine"]
-    costs = read_json(engines.with_name("build.costs.json")) if engines.with_name("build.costs.json").is_file() else None
-    record["build"] = {"cold_seconds": round(seconds, 1), "engine_bytes": sum(path.stat().st_size for path in files), "engines": len(files), "costs": costs}
+    made = builds(assembly_json, engines, {**LIMITS, **options})
     manifest = read_json(engines)
-    record |= {"device": manifest["device"], "tensorrt": manifest["backend_version"], "options": manifest["options"]}
-    again = work / "again" / "engines.json"
+    note(build=made, device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
+    note(transformers=beside(transformers, work, weights, assembly))
+    note(check={str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS})
+    seconds, model = timed(lambda: ready(engines, assembly_json, weights))
+    note(ready_seconds=round(seconds, 2))
+    note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
+    note(prefill=prefill(model, rounds, assembly))
+
+
+def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Cold, recording tactics; then again from that record, which must come to the same tactics."""
+    shutil.rmtree(engines.parent, ignore_errors=True)
+    cold, _ = timed(lambda: build(assembly_json, "tensorrt", engines, {**options, "tactics": "record"}))
+    files = [path for path in engines.parent.iterdir() if path.suffix == ".engine"]
+    made = {"cold_seconds": round(cold, 1), "engine_bytes": sum(path.stat().st_size for path in files), "engines": len(files), "costs": read_json(engines.with_name(COSTS))["engines"]}
+    again = engines.parent.with_name("again") / engines.name
     shutil.rmtree(again.parent, ignore_errors=True)
     again.parent.mkdir()
-    for name in ("timing.cache", "tactics.json"):
+    for name in (CACHE, RECORD):
         shutil.copy(engines.with_name(name), again.with_name(name))
     try:
         seconds, _ = timed(lambda: build(assembly_json, "tensorrt", again, {**options, "tactics": "verified"}))
-        record["build"]["verified_seconds"] = round(seconds, 1)
-    except Exception as error:  # the record says what a build from the cache came to, whatever it was
-        record["build"]["verified"] = f"{type(error).__name__}: {error}"
-    record["check"] = {}
-    reference = beside(python, work, weights, assembly) if python else None
-    for layers in CHECK_LAYERS if reference else ():
-        record["check"][str(layers)] = check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz")
-    seconds, model = timed(lambda: ready(engines, assembly_json, weights))
-    record["ready_seconds"] = round(seconds, 2)
-    record["decode"] = {str(batch): decode(model, batch, rounds) for batch in BATCHES}
-    record["prefill"] = prefill(model, rounds, assembly)
-    if reference:
-        record["transformers"] = reference
-    return record
+    except LockstepError as error:  # what a build from the record came to is measured too
+        return {**made, "verified": str(error).replace(f"{again.parent}/", "")}
+    return {**made, "verified": "the same tactics", "verified_seconds": round(seconds, 1)}
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -201,21 +208,3 @@ def check(engines: Path, assembly: Path, weights: Path, layers: int | str, refer
         "max_logit_error": ours, "max_logit_error_of_transformers_fp16": theirs, "logits_std": float(exact.std()),
         "same_tokens": int((found.argmax(1) == exact.argmax(1)).sum()), "tokens": len(tokens), "passes": bool(ours <= 2 * theirs),
     }  # fmt: skip
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m lockstep.bench.gpu", description="The TensorRT backend on one GPU, measured.")
-    parser.add_argument("assembly", type=Path, help="assembly.json of a shape, in fp16")
-    parser.add_argument("work", type=Path, help="scratch folder: weights and engines")
-    parser.add_argument("--out", type=Path, required=True, help="the record")
-    parser.add_argument("--transformers", metavar="PYTHON", help="a Python that has torch and transformers, to run beside")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="a build option, such as optimization_level=5")
-    chosen = parser.parse_args(arguments)
-    options = {name: json.loads(value) for name, _, value in (option.partition("=") for option in chosen.option)}
-    with guard():
-        write_json(chosen.out, run(chosen.assembly, chosen.work, chosen.rounds, options, chosen.transformers))
-
-
-if __name__ == "__main__":
-    main()

@@ -63,7 +63,7 @@ class TensorRTBackend:
             "opset": None if compat.has("opset_18") else 17,
             "fuse_projections": True,
             "workspace_mb": 4096,
-            "optimization_level": 3,
+            "optimization_level": 5,
             "tactic_sources": None,
             "tactics": "free",
             "attention": "fused",

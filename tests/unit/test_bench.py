@@ -1,6 +1,7 @@
-"""The side-by-side benchmark: children are measured, contestants agree on a tiny shape, tables say what the record says."""
+"""Benchmarks: children are measured, contestants agree on a tiny shape, tables say what the record says, what is missing is said first."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -115,3 +116,9 @@ def test_contestants_of_our_environment_agree_on_a_tiny_shape(tmp_path):
     assert ".safetensors" not in written  # the weights are read where they are
     assert set(record["lockstep_relative_to"]["decode"]) == {"torch", "transformers"}
     assert "lockstep" in peers_table.render(record)
+
+
+def test_without_tensorrt_the_gpu_benchmark_says_so_before_it_makes_anything(tmp_path):
+    ended = subprocess.run([sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work")], capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("lockstep: error: backend tensorrt: ") and "Traceback" not in ended.stderr
+    assert not (tmp_path / "work").exists()
