@@ -135,7 +135,7 @@ class _Pair:
             return OrderedDict((name, _error(graph[name], engine[name], tolerance, f"{self.file}: {name}")) for name in graph.keys())
 
         try:
-            with quiet():
+            with quiet(), np.errstate(invalid="ignore"):  # Polygraphy's statistics of what is not finite
                 results = Comparator.run([self._graph, self._engine(profile)], data_loader=[OrderedDict(feed)])
                 (judged,) = Comparator.compare_accuracy(results, comparisons=[(0, 1)], compare_func=errors)
         except PolygraphyException as error:

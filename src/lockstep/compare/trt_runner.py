@@ -68,6 +68,11 @@ class EngineRunner(TrtRunner):
         except PolygraphyException as error:
             raise CheckError(f"{self._where}: Polygraphy cannot run this engine: {one_line(error)}; TensorRT says: {compat.LOG.first_error()}") from error
 
+    def deactivate_impl(self):
+        for array in self.output_allocator.buffers.values():  # Polygraphy leaves them on the device
+            array.free()
+        super().deactivate_impl()
+
 
 def cast(arrays: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
     """Integers as the engine takes them; what is a float, or right already, stays as it is."""
