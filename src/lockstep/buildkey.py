@@ -30,6 +30,7 @@ STAGES = {
     "export": "split",
     "validate": "validate",
     "build": "engine",
+    "compare": "compare",
     "reference": "golden.reference",
     "golden": "golden.check",
     "summary": "summary",
@@ -42,7 +43,7 @@ _DISTRIBUTIONS = {"yaml": "pyyaml"}
 # Packages that come with a GPU machine: no pin, since engines.json records the version that built and refuses another.
 _ELSEWHERE = {"tensorrt", "cuda", "cudnn"}
 # What these load when used, without an import that could be read in our code.
-_BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors"), "polygraphy": ("onnx-graphsurgeon",)}
+_BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors")}
 
 
 def stage_key(entry: str, packages: Iterable[str] = ()) -> dict[str, str]:

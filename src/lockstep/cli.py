@@ -202,6 +202,21 @@ def build(project: Project, model: str, precision: str, backend: str) -> Path:
     return out
 
 
+@_stage("model", "precision", "backend")
+def compare(project: Project, model: str, precision: str, backend: str) -> Path:
+    """Each engine against its graph in ONNX Runtime."""
+    from lockstep import worker
+
+    results, config = project.results, project.config
+    out = results.comparison(model, precision, backend)
+    worker.call(
+        config.interpreter(backend), "compare",
+        assembly=str(results.assembly(model, precision)), weights=str(results.weights(model, precision)),
+        engines=str(results.engines(model, precision, backend)), tolerance=config.tolerances[precision].block, out=str(out),
+    )  # fmt: skip
+    return out
+
+
 @_stage("model", "layers")
 def reference(project: Project, model: str, layers: int | str) -> Path:
     """checkpoint.json -> tokens and logits of transformers."""

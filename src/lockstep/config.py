@@ -67,6 +67,10 @@ class Config(Section):
             for backend in model.backends
         ]
 
+    def is_compared(self, target: Target) -> bool:
+        """Whether its engines are compared with ONNX Runtime: where they are another library's, in a precision that it computes in."""
+        return target.backend != "onnxruntime" and target.precision in BACKEND_PRECISIONS["onnxruntime"]
+
     def parse_target(self, text: str) -> Target:
         """The target named `<model>/<precision>/<layers>` (on the model's first backend) or with `/<backend>` after it.
 

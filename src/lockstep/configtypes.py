@@ -175,7 +175,7 @@ class TensorRTConfig(Section):
     python: Annotated[str, StringConstraints(min_length=1)] | None = Field(
         default=None,
         description="The Python interpreter that builds and runs the engines, where it is not this one: a path, or a command. TensorRT 8.6 needs "
-        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime and tokenizers.",
+        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime, polygraphy and tokenizers.",
     )
     workspace_mb: Count = Field(default=4096, description="Device memory that a tactic may use while it runs, in MiB.")
     optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(

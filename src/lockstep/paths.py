@@ -60,6 +60,9 @@ class Results:
     def engines(self, model: str, precision: str, backend: str) -> Path:
         return self.root / model / precision / "engines" / backend / "engines.json"
 
+    def comparison(self, model: str, precision: str, backend: str) -> Path:
+        return self.root / model / precision / "compare" / f"{backend}.json"
+
     def reference(self, model: str, layers: int | str) -> Path:
         return self.root / model / "reference" / f"{layers}.json"
 

@@ -73,6 +73,7 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
         "backend": target.backend,
         "backend_version": engines["backend_version"],
         "engine_digest": golden["engine_digest"],
+        "engine_error": _engine_error(results.comparison(target.model, target.precision, target.backend), golden["engine_digest"]),
         "reproduced": _reproduced(results.reproduction(*names), golden["engine_digest"]),
         "validation": validation["result"],
         "golden": golden["result"],
@@ -82,6 +83,12 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
         "prefill_tokens_per_s": speed["prefill_tokens_per_s"],
         "decode_tokens_per_s": speed["decode_tokens_per_s"],
     }
+
+
+def _engine_error(path: Path, engine_digest: str) -> float | None:
+    """The largest relative error of these very engines against ONNX Runtime; None where they were not compared."""
+    report = read_json(path, formats.COMPARISON) if path.is_file() else {}
+    return report["relative_error"] if report.get("engine_digest") == engine_digest else None
 
 
 def _reproduced(path: Path, engine_digest: str) -> str:

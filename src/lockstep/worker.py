@@ -24,7 +24,7 @@ _OLDEST = (3, 10)
 
 
 def call(python: str | None, stage: str, **arguments: Any) -> None:
-    """Run `build`, `golden` or `generate` of this module with these arguments (JSON), here or in the interpreter `python` (a path or a command).
+    """Run `build`, `compare`, `golden` or `generate` of this module with these arguments (JSON), here or in the interpreter `python` (a path or a command).
 
     Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails there, it has said why on stderr,
     and this process exits with the same code (SystemExit).
@@ -75,6 +75,12 @@ def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> 
     engine.build(Path(assembly), backend, Path(out), options)
 
 
+def compare(assembly: str, weights: str, engines: str, tolerance: float, out: str, threads: int | None = None) -> None:
+    from lockstep.compare import run
+
+    run(Path(assembly), Path(weights), Path(engines), tolerance, Path(out), threads)
+
+
 def golden(
     assembly: str, weights: str, engines: str, reference: str, target: Mapping[str, Any], tolerance: Mapping[str, float], limits: Mapping[str, int],
     out: str, speed: str, expected: list[str | None], threads: int | None = None,
@@ -114,7 +120,7 @@ def bench_gpu(assembly: str, work: str, out: str, rounds: int, options: Mapping[
     gpu.run(Path(assembly), Path(work), Path(out), rounds, options, transformers)
 
 
-_STAGES = {"identity": identity, "build": build, "golden": golden, "generate": generate, "bench_gpu": bench_gpu}
+_STAGES = {"identity": identity, "build": build, "compare": compare, "golden": golden, "generate": generate, "bench_gpu": bench_gpu}
 
 
 def main() -> None:

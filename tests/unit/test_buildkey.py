@@ -14,11 +14,11 @@ from lockstep import buildkey
 from lockstep.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STAGES = ("hub", "random_model", "checkpoint", "weights", "split", "validate", "engine", "golden.reference", "golden.check", "summary", "plots")
+STAGES = ("hub", "random_model", "checkpoint", "weights", "split", "validate", "engine", "compare", "golden.reference", "golden.check", "summary", "plots")
 # Which environment file the rules of a stage name, and so must hold what the stage imports.
 ENVIRONMENTS = {
     "hub": "fetch", "random_model": "torch", "checkpoint": "checkpoint", "weights": "checkpoint", "split": "torch", "validate": "torch", "golden.reference": "torch",
-    "engine": "engine", "golden.check": "engine", "plots": "report",
+    "engine": "engine", "compare": "engine", "golden.check": "engine", "plots": "report",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ PACKAGE = Path(buildkey.__file__).parent
 ROWS = (
     ("__init__",),
     ("errors", "files", "formats", "seen"),
-    ("paths", "checks", "sessions", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
+    ("paths", "checks", "comparator", "sessions", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
     ("checkpoint",),
     ("hub",),
     ("weights",),
@@ -24,6 +24,7 @@ ROWS = (
     ("torch_model", "random_model"),
     ("validate",),
     ("engine",),
+    ("compare",),
     ("runtime",),
     ("golden",),
     ("summary", "plots", "show", "buildkey", "bench", "worker"),

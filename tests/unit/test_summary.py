@@ -57,6 +57,15 @@ def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) 
     assert [row["reproduced"] for row in summary.collect(results, TARGETS)["targets"]] == ["R4", "-"]
 
 
+def test_the_error_of_the_engines_is_that_of_the_present_ones(results: Results) -> None:
+    def compared(digest: str) -> list[float | None]:
+        write_json(results.comparison("m", "fp16", "onnxruntime"), {"format": "lockstep.compare/1", "engine_digest": digest, "relative_error": 0.001})
+        return [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]]
+
+    assert [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]] == [None, None]
+    assert compared("ab" * 32) == [0.001, 0.001] and compared("cd" * 32) == [None, None]
+
+
 def test_a_missing_check_is_named(results: Results) -> None:
     results.golden("m", "fp16", "all", "onnxruntime").unlink()
     with pytest.raises(InputError, match="golden/onnxruntime/all.json: expected a file"):

@@ -84,12 +84,12 @@ def one_of(models):
     return "|".join(map(re.escape, models)) or "(?!)"
 
 
-def per_target(path, *fields):
-    """The results `path(model, ...)` of all targets, each once, in the config's order."""
+def per_target(path, *fields, targets=TARGETS):
+    """The results `path(model, ...)` of the targets, each once, in the config's order."""
     return list(
         dict.fromkeys(
             str(path(*(getattr(target, field) for field in fields)))
-            for target in TARGETS
+            for target in targets
         )
     )
 
@@ -98,6 +98,13 @@ VALIDATIONS = per_target(RESULTS.validation, "model", "precision", "layers")
 GOLDENS = per_target(RESULTS.golden, "model", "precision", "layers", "backend")
 SPEEDS = per_target(RESULTS.speed, "model", "precision", "layers", "backend")
 ENGINES = per_target(RESULTS.engines, "model", "precision", "backend")
+COMPARISONS = per_target(
+    RESULTS.comparison,
+    "model",
+    "precision",
+    "backend",
+    targets=list(filter(CONFIG.is_compared, TARGETS)),
+)
 WEIGHTS = per_target(RESULTS.weights, "model", "precision")
 REFERENCES = per_target(RESULTS.reference, "model", "layers")
 ASSEMBLIES = per_target(RESULTS.assembly, "model", "precision")
@@ -109,6 +116,7 @@ MANIFESTS = [
     *WEIGHTS,
     *ASSEMBLIES,
     *ENGINES,
+    *COMPARISONS,
     *VALIDATIONS,
     *REFERENCES,
     *(str(Path(reference).with_suffix(".safetensors")) for reference in REFERENCES),
@@ -151,6 +159,10 @@ def expected_texts(wildcards):
 
 def tolerance(wildcards):
     return CONFIG.tolerances[wildcards.precision].model_dump()
+
+
+def block_tolerance(wildcards):
+    return CONFIG.tolerances[wildcards.precision].block
 
 
 def build_options(wildcards):

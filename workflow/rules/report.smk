@@ -1,6 +1,6 @@
 # All checks of all targets in one place.
 #
-# needs: engines.json, validations, golden checks and speeds of all targets
+# needs: engines.json, validations, comparisons, golden checks and speeds of all targets
 # makes: results/summary.json and .csv, results/report/targets.html and the plots
 
 
@@ -8,6 +8,7 @@ rule summary:
     input:
         validations=VALIDATIONS,
         engines=ENGINES,
+        comparisons=COMPARISONS,
         goldens=GOLDENS,
         speeds=SPEEDS,
     output:

@@ -17,6 +17,7 @@ import onnx
 
 from lockstep import formats
 from lockstep.engine.backend import Backend, get_backend
+from lockstep.engine.graphs import graph_file
 from lockstep.engine.prepare import dtype_name, prepare
 from lockstep.engine.rotary import rotary
 from lockstep.errors import CheckError, InputError
@@ -52,11 +53,7 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
     recorded = _reusable(out, manifest, library)
     graphs, costs = list(library.graphs(assembly, manifest["options"])), {}
     for number, (name, graph) in enumerate(graphs, start=1):
-        graph_path = assembly_path.parent / graph["graph"]
-        if not graph_path.is_file():
-            raise InputError(f"{graph_path}: expected a graph, found no file; export again")
-        if sha256_file(graph_path) != graph["sha256"]:
-            raise CheckError(f"{graph_path}: expected sha256 {graph['sha256']}, found {sha256_file(graph_path)}; export again")
+        graph_path = graph_file(assembly_path.parent, graph)
         entry = recorded.get(name)
         if entry is None or entry["graph_sha256"] != graph["sha256"]:
             with _progress(library, number, len(graphs), name) as cost:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from lockstep.errors import CheckError, InputError
+from lockstep.files import sha256_file
 
 
 def graphs_of(assembly: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -16,3 +20,13 @@ def graphs_of(assembly: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
     for name in sorted(assembly["kinds"]):
         for phase in ("decode", "prefill"):
             yield f"{name}.{phase}", assembly["kinds"][name][phase]
+
+
+def graph_file(folder: Path, graph: Mapping[str, Any]) -> Path:
+    """The file of a graph entry in the assembly's folder. Raises InputError where it is absent, CheckError where it is not the recorded one."""
+    path = folder / graph["graph"]
+    if not path.is_file():
+        raise InputError(f"{path}: expected a graph, found no file; export again")
+    if (found := sha256_file(path)) != graph["sha256"]:
+        raise CheckError(f"{path}: expected sha256 {graph['sha256']}, found {found}; export again")
+    return path

@@ -16,7 +16,7 @@ from lockstep.lock.record import Step, build_key, checked_record, read_record, r
 from lockstep.seen import digest
 
 # Stages that are recorded. The summary and its plots show what others made.
-RECORDED = ("config", "fetch", "random_weights", "resolve", "architecture", "convert", "export", "validate", "build", "reference", "golden")  # fmt: skip
+RECORDED = ("config", "fetch", "random_weights", "resolve", "architecture", "convert", "export", "validate", "build", "compare", "reference", "golden")  # fmt: skip
 
 
 def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cache: str = "") -> Any:

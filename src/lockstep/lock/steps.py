@@ -19,6 +19,8 @@ def steps(config: Config, results: Results, target: Target) -> list[Step]:
     names = {"model": target.model, "precision": target.precision, "layers": target.layers, "backend": target.backend}
     kind = parse_source(config.models[target.model].source)
     stages = ["resolve", "architecture", "convert", "export", "validate", "build", "reference", "golden"]
+    if config.is_compared(target):
+        stages.insert(stages.index("build") + 1, "compare")
     if not isinstance(kind, FolderSource):
         stages.insert(0, "fetch" if isinstance(kind, HubSource) else "random_weights")
     return [step(stage, config, results, names) for stage in stages]
@@ -39,6 +41,10 @@ def _source(config: Config, model: str) -> dict[str, Any]:
 
 def _tolerance(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
     return {"tolerance": config.tolerances[precision].model_dump()}
+
+
+def _block_tolerance(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
+    return {"tolerance": config.tolerances[precision].block}
 
 
 def _prompts(config: Config, model: str, layers: int | str) -> dict[str, Any]:
@@ -76,6 +82,13 @@ _RULES: dict[str, tuple[tuple[str, ...], Callable[..., dict[str, Path]], Callabl
         _tolerance, Results.validation,
     ),
     "build": ((_M, _P, _B), lambda results, model, precision, backend: {"assembly": results.assembly(model, precision)}, _build, Results.engines),
+    "compare": (
+        (_M, _P, _B),
+        lambda results, model, precision, backend: {
+            "assembly": results.assembly(model, precision), "weights": results.weights(model, precision), "engines": results.engines(model, precision, backend),
+        },
+        _block_tolerance, Results.comparison,
+    ),
     "reference": ((_M, _N), lambda results, model, layers: {"checkpoint": results.checkpoint(model)}, _prompts, Results.reference),
     "golden": (
         (_M, _P, _N, _B),

@@ -6,11 +6,10 @@ line tool with no function of its own: its class is run in this process. It need
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,15 @@ import onnx
 import onnx_graphsurgeon  # noqa: F401  lint needs it, and without it would offer to install it
 import polygraphy
 from polygraphy.backend.base import BaseRunner
-from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.common import TensorMetadata
 from polygraphy.comparator import Comparator, CosineSimilarityCompareFunc, SimpleCompareFunc
 from polygraphy.exception import PolygraphyException
-from polygraphy.logger import G_LOGGER
 from polygraphy.tools.args import OnnxrtSessionArgs
 from polygraphy.tools.check.subtool.lint import Lint
 from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
 
 from lockstep.checks import largest
+from lockstep.comparator import metadata, one_line, quiet
 from lockstep.errors import CheckError
 from lockstep.validate.gate import IO, check_arrays, check_signature
 from lockstep.validate.graphs import open_session
@@ -42,13 +40,13 @@ def check_model(path: Path, model: onnx.ModelProto) -> None:
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise CheckError(f"{path}: the ONNX checker refuses this graph: {_line(error)}") from error
+        raise CheckError(f"{path}: the ONNX checker refuses this graph: {one_line(error)}") from error
 
 
 def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> dict[str, Any]:
     """What Polygraphy reads in the graph: number of nodes, and how often each operator occurs. Its inputs and outputs are gated first."""
     check_signature(str(path), model, inputs, outputs)
-    with _quiet():
+    with quiet():
         data = graph_data_from_onnx(model)
     for role, declared, found in (("inputs", inputs, data.graph_inputs), ("outputs", outputs, data.graph_outputs)):
         names = [tensor.name for tensor in found if not tensor.is_initializer]
@@ -69,19 +67,19 @@ def lint(path: Path, inputs: Sequence[IO]) -> dict[str, Any]:
     parser = tool.setup_parser()
     tool.arg_groups[OnnxrtSessionArgs] = _Sessions(path)
     args = parser.parse_args([str(path), "--silent", "--input-shapes", *shapes, "--val-range", *ranges])
-    with _quiet():
+    with quiet():
         try:
             tool.parse(args)
             status = tool.run(args)
         except PolygraphyException as error:
-            raise CheckError(f"{path}: Polygraphy lint: {_line(error)}") from error
+            raise CheckError(f"{path}: Polygraphy lint: {one_line(error)}") from error
     entries = tool.report.lint_entries
     serious = [e for e in entries if e["level"] == "exception" or e["source"] == "onnx_graphsurgeon"]
     if status or serious:
         first = serious[0] if serious else {"message": "failed without a message"}
         node = f"node {first['nodes'][0]}: " if first.get("nodes") else ""
-        raise CheckError(f"{path}: Polygraphy lint: {node}{_line(first['message'])}")
-    return {"nodes": len(tool.report.summary["passing"]), "warnings": sorted({_line(entry["message"]) for entry in entries})}
+        raise CheckError(f"{path}: Polygraphy lint: {node}{one_line(first['message'])}")
+    return {"nodes": len(tool.report.summary["passing"]), "warnings": sorted({one_line(entry["message"]) for entry in entries})}
 
 
 class _Sessions(OnnxrtSessionArgs):
@@ -109,27 +107,13 @@ class GraphRunner(BaseRunner):
         self._inputs, self._function = inputs, function
 
     def get_input_metadata_impl(self) -> TensorMetadata:
-        return _metadata(self._inputs)
+        return metadata(self._inputs)
 
     def infer_impl(self, feed_dict):
         start = time.perf_counter()
         outputs = OrderedDict(logits=self._function(feed_dict))
         self.inference_time = time.perf_counter() - start
         return outputs
-
-
-class BoundRunner(OnnxrtRunner):
-    """Polygraphy's ONNX Runtime runner for a graph whose weights are inputs: they are fed beside what the caller gives."""
-
-    def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Mapping[str, np.ndarray]):
-        super().__init__(session, name=name)
-        self._declared, self._weights = inputs, weights
-
-    def get_input_metadata_impl(self) -> TensorMetadata:
-        return _metadata(self._declared)
-
-    def infer_impl(self, feed_dict):
-        return super().infer_impl({**feed_dict, **self._weights})
 
 
 def compare(
@@ -145,7 +129,7 @@ def compare(
     against = len(runners) - 1
     functions = [SimpleCompareFunc(atol=tolerance, rtol=0.0, check_error_stat="max"), CosineSimilarityCompareFunc(cosine_similarity_threshold=-1.0)]
     try:
-        with _quiet():
+        with quiet():
             for runner in runners:
                 with runner:
                     _check_metadata(runner, inputs)
@@ -154,7 +138,7 @@ def compare(
             pairs = [(index, against) for index in range(against)]
             errors, angles = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=functions)
     except PolygraphyException as error:
-        raise CheckError(f"Comparator: {_line(error)}") from error
+        raise CheckError(f"Comparator: {one_line(error)}") from error
     return {pair[0]: _summary(errors[pair], angles[pair], tolerance) for pair in errors}
 
 
@@ -183,21 +167,3 @@ def _check_outputs(results: Any) -> None:
             shapes, wanted = ({key: tuple(value.shape) for key, value in outputs.items()} for outputs in (ours, theirs))
             if shapes != wanted:
                 raise CheckError(f"Comparator: expected outputs of {other} as of {name}: {wanted}, found {shapes}")
-
-
-def _metadata(inputs: Sequence[IO]) -> TensorMetadata:
-    metadata = TensorMetadata()
-    for io in inputs:
-        metadata.add(io["name"], np.dtype(io["dtype"]), [None if isinstance(dim, str) else dim for dim in io["shape"]])
-    return metadata
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Polygraphy's messages off; its errors come as exceptions."""
-    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-        yield
-
-
-def _line(error: object) -> str:
-    return " ".join(str(error).split())

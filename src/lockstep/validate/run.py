@@ -17,11 +17,12 @@ from polygraphy.backend.base import BaseRunner
 
 from lockstep import formats
 from lockstep.checks import Difference, finish
+from lockstep.comparator import BoundRunner
 from lockstep.errors import CheckError
 from lockstep.files import read_json
 from lockstep.validate.graphs import Assembly, Graph
 from lockstep.validate.parity import LayerErrors, embedding_error, forward, layer_errors
-from lockstep.validate.polygraphy_checks import BoundRunner, GraphRunner, check_model, compare, inspect, lint
+from lockstep.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
 from lockstep.validate.torch_trace import Record, TorchModel, sequences
 from lockstep.weights import Weights, slot_array
 

@@ -1,0 +1,47 @@
+"""What all uses of Polygraphy's Comparator share: a runner of graphs whose weights are inputs, and quiet. Needs polygraphy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from polygraphy.backend.onnxrt import OnnxrtRunner
+from polygraphy.common import TensorMetadata
+from polygraphy.logger import G_LOGGER
+
+IO = Mapping[str, Any]  # {"name", "dtype", "shape"} of the assembly; a dimension is a number or a name
+
+
+class BoundRunner(OnnxrtRunner):
+    """Polygraphy's ONNX Runtime runner for a graph whose weights are inputs: they are fed beside what the caller gives."""
+
+    def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Mapping[str, np.ndarray]):
+        super().__init__(session, name=name)
+        self._declared, self._weights = inputs, weights
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        return metadata(self._declared)
+
+    def infer_impl(self, feed_dict):
+        return super().infer_impl({**feed_dict, **self._weights})
+
+
+def metadata(inputs: Sequence[IO]) -> TensorMetadata:
+    """Declared inputs as Polygraphy takes them; named dimensions are of any size."""
+    found = TensorMetadata()
+    for io in inputs:
+        found.add(io["name"], np.dtype(io["dtype"]), [None if isinstance(dim, str) else dim for dim in io["shape"]])
+    return found
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Polygraphy's messages off; its errors come as exceptions."""
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        yield
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,214 @@
+"""Engines beside their graphs: what is right passes, and each planted fault is named with engine, sizes, output, error and tolerance."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from demo_model import TOLERANCES
+from onnx import helper, numpy_helper
+
+from lockstep import worker
+from lockstep.checks import failed_path
+from lockstep.compare import inputs, run
+from lockstep.engine import build
+from lockstep.errors import CheckError, InputError
+from lockstep.files import read_json, sha256_file, write_json
+
+STANDIN = Path(__file__).parent / "standin_tensorrt.py"
+MODEL = "demo-llama"
+
+
+@pytest.fixture(scope="session")
+def fused(demo, tmp_path_factory) -> dict[str, Path]:
+    """{precision: engines.json} of ONNX Runtime with fused slots, as TensorRT has them."""
+    folder = tmp_path_factory.mktemp("fused")
+    return {p: build(demo.assembly(MODEL, p), "onnxruntime", folder / p / "engines.json", {"fuse_projections": True}) for p in ("fp32", "fp16")}
+
+
+@pytest.fixture
+def engines(fused, tmp_path) -> Path:
+    """A copy of the fp16 engines that a test may spoil."""
+    return shutil.copytree(fused["fp16"].parent, tmp_path / "engines") / "engines.json"
+
+
+def compare(demo, engines: Path, out: Path, precision: str = "fp16") -> dict:
+    run(demo.assembly(MODEL, precision), demo.weights(MODEL, precision), engines, TOLERANCES[precision]["block"], out)
+    return read_json(out)
+
+
+def failing(demo, engines: Path, out: Path) -> tuple[str, dict]:
+    """The line of a comparison that must fail, and the report that it leaves."""
+    with pytest.raises(CheckError) as error:
+        compare(demo, engines, out)
+    assert not out.exists() and str(error.value).endswith(f"; details in {failed_path(out)}")
+    return str(error.value), read_json(failed_path(out))
+
+
+def spoil(engines: Path, name: str, output: str, operator: str, factor: float) -> None:
+    """Let an engine give `output` <operator> `factor`, with a digest that fits."""
+    file = engines.parent / f"{name}.onnx"
+    model = onnx.load(file)
+    for node in model.graph.node:
+        node.output[:] = [f"{output}/right" if value == output else value for value in node.output]
+        node.input[:] = [f"{output}/right" if value == output else value for value in node.input]
+    model.graph.initializer.append(numpy_helper.from_array(np.array(factor, np.float16), "factor"))
+    model.graph.node.append(helper.make_node(operator, [f"{output}/right", "factor"], [output]))
+    file.write_bytes(model.SerializeToString())
+    manifest = read_json(engines)
+    manifest["engines"][name]["sha256"] = sha256_file(file)
+    write_json(engines, manifest)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_engines_are_their_graphs(demo, fused, tmp_path, precision) -> None:
+    report = compare(demo, fused[precision], tmp_path / "out.json", precision)
+    assert report["result"] == "pass" and set(report["engines"]) == set(read_json(fused[precision])["engines"])
+    assert all(entry["passed"] and entry["cosine"] > 0.999999 for entry in report["engines"].values())
+    # Sums in another order, no more: of the last bits of a number (2^-24 and 2^-11 of its size).
+    assert 0 < report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision]
+    middle = report["engines"]["middle"]
+    assert [entry["sizes"] for entry in middle["runs"]] == [{"num_tokens": 1}, {"num_tokens": 4}, {"num_tokens": 32}] and middle["weights_of_layer"] == 1
+    assert all(set(entry["outputs"]) == {"hidden_out", "query", "key", "value"} for entry in middle["runs"])
+
+
+def test_weights_in_another_order_are_found(demo, engines, tmp_path) -> None:
+    manifest = read_json(engines)
+    parts = manifest["engines"]["middle"]["parts"]
+    (slot,) = (slot for slot in parts if "k_proj" in slot)
+    query, key, value = parts[slot]
+    parts[slot] = [query, value, key]
+    write_json(engines, manifest)
+    line, report = failing(demo, engines, tmp_path / "out.json")
+    assert "middle.onnx: engine middle, profile 0 (num_tokens 1), key: expected an error of at most 0.01 of the output's magnitude (0.5" in line
+    assert [name for name, entry in report["engines"].items() if not entry["passed"]] == ["middle"]
+    outputs = report["engines"]["middle"]["runs"][2]["outputs"]
+    assert min(outputs[name]["relative_error"] for name in ("key", "value")) > 1 > 1e-3 > max(outputs[name]["relative_error"] for name in ("query", "hidden_out"))
+
+
+@pytest.mark.parametrize("name, output", [("embedding", "hidden"), ("exit", "logits"), ("attention.decode", "attention")])
+def test_an_output_that_is_scaled_is_found_however_small_it_is(demo, engines, tmp_path, name, output) -> None:
+    spoil(engines, name, output, "Mul", 1.02)
+    line, report = failing(demo, engines, tmp_path / "out.json")
+    assert f"engine {name}, profile 0 (" in line and f"), {output}: expected an error of at most 0.01 " in line
+    assert 0.018 < report["engines"][name]["relative_error"] < 0.022
+    assert name != "embedding" or report["engines"][name]["max_abs_error"] < 0.01  # which a plain tolerance would let through
+
+
+def test_what_is_not_finite_is_found(demo, engines, tmp_path) -> None:
+    for name in ("entry", "exit"):
+        spoil(engines, name, {"entry": "value", "exit": "logits"}[name], "Div", 0.0)
+    line, report = failing(demo, engines, tmp_path / "out.json")
+    assert "engine entry, profile 0 (num_tokens 1), value: expected finite numbers, found NaN or infinity (1 more of 6 engines differ)" in line
+    assert report["relative_error"] is None and report["engines"]["entry"]["cosine"] is None and report["engines"]["middle"]["passed"]
+
+
+def test_inputs_that_do_not_fit_are_named(demo, fused, engines, tmp_path) -> None:
+    with pytest.raises(InputError, match="weights.json: precision: expected fp16 as in the assembly, found fp32"):
+        run(demo.assembly(MODEL, "fp16"), demo.weights(MODEL, "fp32"), fused["fp16"], 1e-2, tmp_path / "out.json")
+    (engines.parent / "exit.onnx").write_bytes(b"")
+    with pytest.raises(CheckError, match="exit.onnx: sha256: made for .*the file is damaged"):
+        compare(demo, engines, tmp_path / "out.json")
+    graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")
+    (graphs / "middle.onnx").write_bytes(b"")
+    with pytest.raises(CheckError, match="middle.onnx: expected sha256 .*export again"):
+        run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), fused["fp16"], 1e-2, tmp_path / "out.json")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
+def test_without_tensorrt_what_is_missing_is_said(demo, engines, tmp_path) -> None:
+    write_json(engines, {**read_json(engines), "backend": "tensorrt"})
+    with pytest.raises(InputError, match="backend tensorrt: the Python package tensorrt is not installed for this Python; install what is missing, or name"):
+        compare(demo, engines, tmp_path / "out.json")
+
+
+def test_another_interpreter_compares_too_and_says_which_package_it_lacks(demo, fused, tmp_path, capfd) -> None:
+    names = (MODEL, "fp16")
+    request = {"assembly": demo.assembly(*names), "weights": demo.weights(*names), "engines": fused["fp16"], "out": tmp_path / "out.json"}
+    request = {**{key: str(path) for key, path in request.items()}, "tolerance": 1e-2}
+    worker.call(sys.executable, "compare", **request)
+    assert read_json(tmp_path / "out.json")["result"] == "pass"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(SystemExit) as ended:
+        worker.call(str(python), "compare", **request)
+    line = capfd.readouterr().err
+    assert ended.value.code == 2 and line.count("\n") == 1 and "has no Python package '" in line
+
+
+# --- sizes and inputs
+
+GRAPH = """<ir_version: 8, opset_import: ["": 17]> g (float[num_tokens, 8] hidden, int64[num_requests] logit_rows) => (float[num_requests, 8] out)
+{ out = Gather<axis = 0>(hidden, logit_rows) }"""
+CACHE = """<ir_version: 8, opset_import: ["": 17]> g (int64[num_tokens] position_ids, float[1, past_capacity] past_key, int64[1] past_lengths) => (int64[num_tokens] out)
+{ out = Add(position_ids, past_lengths) }"""
+LIMITS = {"max_batch_size": 16, "max_num_tokens": 512, "max_seq_len": 256}
+
+
+@pytest.mark.parametrize(
+    "limits, expected",
+    [
+        ({}, [(1, 1), (16, 16), (32, 16)]),
+        ({"max_batch_size": 1, "max_num_tokens": 8}, [(1, 1), (9, 1)]),
+        ({"max_batch_size": 100}, [(1, 1), (32, 32), (32, 32)]),
+    ],
+)
+def test_there_is_one_size_for_each_profile_and_it_takes_seconds(limits, expected) -> None:
+    found = inputs.sizes(onnx.parser.parse_model(GRAPH), {"max_position_embeddings": None}, {**LIMITS, **limits})
+    assert [(size["num_tokens"], size["num_requests"]) for size in found] == expected
+
+
+@pytest.mark.parametrize("positions, expected", [(2048, 32), (16, 8), (None, 32)])
+def test_positions_are_those_that_the_model_has(positions, expected) -> None:
+    model, assembly = onnx.parser.parse_model(CACHE), {"max_position_embeddings": positions}
+    (chosen,) = inputs.sizes(model, assembly, LIMITS)
+    assert chosen == {"num_tokens": expected, "past_capacity": expected}
+    feed = inputs.arrays(model, {}, chosen, assembly, LIMITS)
+    assert feed["past_lengths"] == expected // 2 and feed["position_ids"].tolist() == list(range(expected // 2, expected // 2 + expected))
+    assert feed["position_ids"].max() < (positions or 64)
+
+
+def test_integers_of_unknown_meaning_are_refused() -> None:
+    model = onnx.parser.parse_model(GRAPH.replace("logit_rows", "levels"))
+    with pytest.raises(CheckError, match="graph g: expected integers that a decoder step has, found the input levels"):
+        inputs.arrays(model, {}, {"num_tokens": 1, "num_requests": 1}, {"max_position_embeddings": 8}, LIMITS)
+
+
+# --- Polygraphy's TrtRunner, over a stand-in for TensorRT and CUDA
+
+
+def with_standin(demo, folder: Path, precision: str, fault: str = "", **options) -> subprocess.CompletedProcess:
+    request = {
+        "assembly": str(demo.assembly(MODEL, precision)), "weights": str(demo.weights(MODEL, precision)), "folder": str(folder),
+        "options": options, "tolerance": TOLERANCES[precision]["block"], "fault": fault,
+    }  # fmt: skip
+    return subprocess.run([sys.executable, str(STANDIN)], input=json.dumps(request), capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("precision, attention", [("fp16", "fused"), ("fp32", "traced")])
+def test_engines_of_tensorrt_run_on_each_of_their_profiles(demo, tmp_path, precision, attention) -> None:
+    """Prepared graphs (opset 17, fused slots, rotary encoding alone), int32 for int64, weights side by side, memory freed."""
+    ended = with_standin(demo, tmp_path, precision, attention=attention)
+    assert ended.returncode == 0, ended.stderr
+    report, said = read_json(tmp_path / "compare.json"), json.loads(ended.stdout)
+    kinds = {"attention.rotary"} if attention == "fused" else {"attention.decode", "attention.prefill"}
+    assert set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds} and report["versions"]["tensorrt"] == "8.6.0"
+    profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
+    assert said["calls"] == [f"profile {number}" for number in profiles] and max(profiles) == 2
+    assert report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision] and said["left"] == 0
+
+
+def test_a_shape_that_the_engine_refuses_is_one_line(demo, tmp_path) -> None:
+    ended = with_standin(demo, tmp_path, "fp16", "profiles", max_batch_size=64)
+    assert ended.returncode == 1 and not list(tmp_path.glob("compare*"))
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("lockstep: error: ") and "embedding.engine: Polygraphy cannot run this engine: " in line and "TensorRT says: no message" in line

@@ -1,0 +1,28 @@
+# Each engine of a set against its graph in ONNX Runtime, in Polygraphy: of the backends whose engines are not ONNX Runtime's own.
+#
+# needs: assembly.json, weights.json, engines.json
+# makes: <model>/<precision>/compare/<backend>.json
+
+
+rule compare:
+    input:
+        assembly=RESULTS.assembly(MODEL, PRECISION),
+        weights=RESULTS.weights(MODEL, PRECISION),
+        engines=RESULTS.engines(MODEL, PRECISION, BACKEND),
+    output:
+        RESULTS.comparison(MODEL, PRECISION, BACKEND),
+    log:
+        log_of("compare", MODEL, PRECISION, BACKEND),
+    conda:
+        "../../envs/engine.yaml"
+    threads: compute_threads
+    resources:
+        gpu=gpus,
+    params:
+        tolerance=block_tolerance,
+        python=interpreter,
+        key=KEYS["compare"],
+    message:
+        "Compare engines of {wildcards.model} in {wildcards.precision} on {wildcards.backend} with ONNX Runtime"
+    script:
+        "../scripts/compare.py"
