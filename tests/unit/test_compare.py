@@ -12,15 +12,17 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from demo_model import TOLERANCES
+from demo_model import CONFIG, TOLERANCES
 from onnx import helper, numpy_helper
 
-from lockstep import worker
+from lockstep import config, worker
 from lockstep.checks import failed_path
 from lockstep.compare import inputs, run
 from lockstep.engine import build
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
+from lockstep.lock.steps import steps
+from lockstep.paths import Results
 
 STANDIN = Path(__file__).parent / "standin_tensorrt.py"
 MODEL = "demo-llama"
@@ -121,6 +123,20 @@ def test_inputs_that_do_not_fit_are_named(demo, fused, engines, tmp_path) -> Non
     with pytest.raises(CheckError, match="middle.onnx: expected sha256 .*export again"):
         run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), fused["fp16"], 1e-2, tmp_path / "out.json")
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_precision_that_onnx_runtime_lacks_is_refused_and_not_asked_for(demo, engines, tmp_path) -> None:
+    graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")
+    for path in (graphs / "assembly.json", engines):
+        write_json(path, {**read_json(path), "precision": "bf16"})
+    with pytest.raises(InputError, match="assembly.json: precision: expected one of fp32, fp16, which ONNX Runtime computes in, found 'bf16'"):
+        run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), engines, 8e-2, tmp_path / "out.json")
+    model = {"source": "a", "layers": [2], "precisions": ["fp16", "bf16"], "backends": ["tensorrt"], "golden": {"prompts": [{"text": "a"}]}}
+    tensorrt = config.load({"models": {"m": model}})
+    stages = [[step.stage for step in steps(tensorrt, Results(tmp_path), target)] for target in tensorrt.targets()]
+    assert stages[0] == ["resolve", "architecture", "convert", "export", "validate", "build", "compare", "reference", "golden"]
+    assert stages[1] == [stage for stage in stages[0] if stage != "compare"]
+    assert not any(CONFIG.is_compared(target) for target in CONFIG.targets())  # of ONNX Runtime itself
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
