@@ -112,14 +112,18 @@ def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
 
 def check_output(output: Path, lock_file: Path) -> None:
     """After a stage: raises CheckError, and takes the manifest `output` away, when the artefact is not the locked one."""
+    if line := reject(output, lock_file):
+        _refuse(line, lock_file)
+
+
+def reject(output: Path, lock_file: Path) -> str | None:
+    """The first difference of an artefact from the lock, which takes its manifest `output` away; None when it is the locked one."""
     section = section_at(output)
-    if section is None:
-        return
-    line = difference(read_lock(lock_file), section)
+    line = difference(read_lock(lock_file), section) if section is not None else None
     if line is not None:
         for path in (output, record_path(output), *([provenance_path(output)] if section.stage == "build" else [])):
             path.unlink(missing_ok=True)
-        _refuse(line, lock_file)
+    return line
 
 
 def stale(steps: Sequence[Step], lock_file: Path) -> list[tuple[Path, str]]:
