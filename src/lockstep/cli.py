@@ -94,12 +94,15 @@ def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callabl
         if isinstance(kind, FolderSource):
             return make()  # nothing is fetched
         stage = "random_weights" if isinstance(kind, RandomSource) else stage
-    lock_file = None
-    if project.locked:
-        from lockstep.lock.locked import find_lock
+    return run(step(stage, project.config, project.results, names), make, _lock_file(project, names["model"]), project.config.cache)
 
-        lock_file = find_lock(names["model"], [Path()])
-    return run(step(stage, project.config, project.results, names), make, lock_file, project.config.cache)
+
+def _lock_file(project: Project, model: str) -> Path | None:
+    if not project.locked:
+        return None
+    from lockstep.lock.locked import find_lock
+
+    return find_lock(model, [Path()])
 
 
 def _matches(target: Target, text: str) -> bool:
@@ -144,8 +147,16 @@ def fetch(project: Project, model: str, newest: bool) -> Path:
 
         return random_model.fetch(source, project.sources[model], out)
     from lockstep import hub
+    from lockstep.lock.locked import check_commit, locked_commit
 
-    return hub.fetch(source, out, lambda folder: project.config.check_model(model, folder), newest)
+    lock = _lock_file(project, model)
+
+    def check(folder: Path, commit: str) -> None:
+        project.config.check_model(model, folder)
+        if lock:
+            check_commit(lock, commit)
+
+    return hub.fetch(source, out, check, newest, commit=locked_commit(lock, source) if lock and not newest else None)
 
 
 @_stage("model")

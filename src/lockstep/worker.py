@@ -29,20 +29,17 @@ def call(python: str | None, stage: str, **arguments: Any) -> None:
     Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails there, it has said why on stderr,
     and this process exits with the same code (SystemExit).
     """
-    if python is None:
-        _STAGES[stage](**arguments)
-        return
     _run(python, stage, arguments, None)
 
 
 def ask(python: str | None, stage: str, **arguments: Any) -> Any:
     """As `call`, for a stage that answers (`identity`): gives its answer."""
+    return _run(python, stage, arguments, subprocess.PIPE)
+
+
+def _run(python: str | None, stage: str, arguments: Mapping[str, Any], stdout: int | None) -> Any:
     if python is None:
         return _STAGES[stage](**arguments)
-    return json.loads(_run(python, stage, arguments, subprocess.PIPE))
-
-
-def _run(python: str, stage: str, arguments: Mapping[str, Any], stdout: int | None) -> str:
     request = json.dumps({"stage": stage, "arguments": arguments})
     # Another Python has other packages: of this one's it gets this package alone.
     environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
@@ -56,7 +53,7 @@ def _run(python: str, stage: str, arguments: Mapping[str, Any], stdout: int | No
         raise CheckError(f"{stage}: {python} was ended by {name} (memory or time ran out?); what it was at stands in the line before")
     if ended.returncode:
         raise SystemExit(ended.returncode)
-    return ended.stdout
+    return None if stdout is None else json.loads(ended.stdout)
 
 
 def identity(name: str) -> dict[str, Any]:

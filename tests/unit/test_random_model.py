@@ -88,6 +88,16 @@ def test_a_tokenizer_beside_the_config_is_taken(tmp_path: Path) -> None:
     assert (random_model.make(config, 0, tmp_path / "c") / "tokenizer.json").read_text() == text
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "gpt_neox", "llama"])
+def test_transformers_reads_the_tokenizer_whatever_the_models_type(tmp_path: Path, model_type: str) -> None:
+    """Else it takes the class of the type: Gemma's is refused without an <unk>, GPT-NeoX's adds tokens that the vocabulary does not have."""
+    folder = random_model.make(shape(tmp_path, model_type=model_type), 0, tmp_path / "checkpoint")
+    with quiet():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "A ß 日本 \n\t\0 \U0001f600"
+    assert len(tokenizer) == 256 and tokenizer.encode(text) == random_model.byte_tokenizer().encode(text).ids
+
+
 def test_bytes_are_tokens_and_come_back(tmp_path: Path) -> None:
     tokenizer = random_model.byte_tokenizer()
     text = "A ß 日本 \n\t\0 \U0001f600"

@@ -19,6 +19,7 @@ import pytest
 from hub_server import HubServer
 from safetensors.numpy import save
 
+from lockstep import formats
 from lockstep.checkpoint import resolve_fetched
 from lockstep.errors import InputError
 from lockstep.files import sha256_file
@@ -69,12 +70,18 @@ class User:
         assert process.returncode == 0, errors
         return read_fetched(self.out)
 
-    def error(self, *arguments, **environment: str) -> str:
+    def lock(self, source: str, commit: str) -> None:
+        """Lock the model at a commit, with files that nothing here looks at."""
+        value = {"format": formats.LOCK, "model": "m", "made with": {}, "checkpoint": {"source": source, "commit": commit}, "precisions": {}, "reference": {}}
+        (self.folder / "locks").mkdir(exist_ok=True)
+        (self.folder / "locks" / "m.lock.json").write_text(json.dumps(value))
+
+    def error(self, *arguments, code: int = 2, **environment: str) -> str:
         """The one line of a run that must fail, and leaves no manifest that was not there."""
         before = self.out.read_bytes() if self.out.exists() else None
         process = self.start(*arguments, **environment)
         _, errors = process.communicate(timeout=60)
-        assert process.returncode == 2, errors
+        assert process.returncode == code, errors
         assert (self.out.read_bytes() if self.out.exists() else None) == before
         *_, last = errors.splitlines()
         assert last.startswith("lockstep: error: ") and "Traceback" not in errors
@@ -139,6 +146,40 @@ def test_a_branch_that_moves_is_not_followed(user: User, hub: HubServer) -> None
     assert user.fetch().commit == second != first
     third = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(2)}))
     assert user.fetch().commit == second and user.fetch(f"hf:{NAME}", 2, "--newest").commit == third
+
+
+def test_locked_the_locked_commit_is_taken_wherever_the_branch_is(user: User, hub: HubServer) -> None:
+    first = hub.model(NAME, model())
+    user.lock(f"hf:{NAME}@main", first)
+    second = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
+    assert user.fetch(f"hf:{NAME}@main", 2, "--locked").commit == first
+    assert len({request.path for request in hub.asked("/cdn/")}) == 1, "the weights of the branch as it is now are not downloaded"
+    user.fetch(f"hf:{NAME}@main", 2, "--newest")
+    assert user.fetch(f"hf:{NAME}@main", 2).commit == second
+    assert user.fetch(f"hf:{NAME}@main", 2, "--locked").commit == first, "what was fetched before without the lock is not taken"
+
+
+def test_locked_another_commit_is_refused_before_its_weights_come(user: User, hub: HubServer) -> None:
+    first = hub.model(NAME, model())
+    user.lock(f"hf:{NAME}@main", first)
+    second = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
+    hub.repositories[NAME].refs["dev"] = second
+    both = f"fetch: commit differs: {first} -> {second}; locked by locks/m.lock.json: undo the change, or run without locked and `lockstep lock` again"
+    for source, options in ((f"hf:{NAME}@{second}", []), (f"hf:{NAME}@dev", []), (f"hf:{NAME}@main", ["--newest"])):
+        assert user.error(source, 2, "--locked", *options, code=1) == both
+    assert not hub.asked("/cdn/")
+    assert user.fetch(f"hf:{NAME}@{first}", 2, "--locked").commit == first, "another name of the same commit is none"
+
+
+def test_a_commit_that_is_gone_is_named(user: User, hub: HubServer) -> None:
+    first = hub.model(NAME, model())
+    user.lock(f"hf:{NAME}", first)
+    hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
+    del hub.repositories[NAME].commits[first]
+    assert user.error(f"hf:{NAME}", 2, "--locked") == (
+        f"hf:{NAME}: expected commit {first}, at which it was found before, found it gone from {NAME}; "
+        "take what is there now with `lockstep fetch --newest`, not locked"
+    )  # fmt: skip
 
 
 def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> None:

@@ -37,6 +37,10 @@ def test_another_interpreter_builds_the_same(demo: Results, tmp_path: Path) -> N
     assert {path.name: path.read_bytes() for path in here.iterdir()} == {path.name: path.read_bytes() for path in (tmp_path / "engines").iterdir()}
 
 
+def test_another_interpreter_answers_the_same() -> None:
+    assert worker.ask(sys.executable, "identity", name="onnxruntime") == worker.ask(None, "identity", name="onnxruntime")
+
+
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 def test_a_mistake_is_the_same_line_and_exit_code_here_and_there(demo, tmp_path, interpreter) -> None:
     script = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,17 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
     (user.results / "random" / "checkpoint" / "model.safetensors").unlink()
     user.finish(*WEIGHTS, *CONFIG)
     assert user.digests() == before and not user.would_run(*CONFIG)
+
+    # Locked, it does not elsewhere either, not even where the branch was fetched as it is now.
+    user.run("lockstep", "lock")
+    other = User.make(tmp_path / "other")
+    other.configure()
+    other.url = hub.url
+    other.finish("results/hub/checkpoint.json", *CONFIG)
+    assert other.digests()["hub/checkpoint.json"] != before["hub/checkpoint.json"]
+    shutil.copytree(user.folder / "locks", other.folder / "locks")
+    other.finish("results/hub/checkpoint.json", *CONFIG, "--config", "locked=true")
+    assert other.digests() == {name: before[name] for name in other.digests()}
 
     # Without a network too, for the cache has the commit.
     user.url = User.url

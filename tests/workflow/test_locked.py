@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 from checkout import Checkout
 from test_locks import edit_pin, flip
+
+from lockstep.files import read_json, write_json
 
 MODEL = "demo-llama"
 LOCKED = ("--config", "locked=true")
@@ -91,6 +96,56 @@ def test_an_engine_set_that_is_refused_takes_its_provenance_with_it(locked: Chec
     edit_lock(locked, lambda lock: [device.update({"middle.onnx": "0" * 64}) for device in lock["precisions"]["fp16"]["engines"]["onnxruntime"].values()])
     assert re.match(r"build: middle\.onnx differs: 000000000000 -> \w{12}; locked by", refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
     assert not list((locked.results / MODEL / "fp16" / "engines" / "onnxruntime").glob("*.json"))
+
+
+def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(locked: Checkout, filled_cache: Path, tmp_path: Path) -> None:
+    """The cache of others who built the same inputs to other bytes; then a lock that what is built here does not hold to either."""
+    cache = tmp_path / "cache"
+    shutil.copytree(filled_cache, cache)
+    engines = locked.results / MODEL / "fp16" / "engines" / "onnxruntime"
+    before = locked.digests()
+    entry = cache / "entries" / f"{read_json(engines / 'engines.build.json')['key']}.json"
+    replace_engine(cache, entry)
+    locked.edit_config(lambda config: config.update(cache=str(cache)))
+
+    def build(**options: bool) -> str:
+        shutil.rmtree(engines)
+        return locked.run("lockstep", "build", "--locked", f"{MODEL}/fp16", **options).stderr
+
+    taken = f"cache: build {MODEL}/fp16/onnxruntime is taken from {cache}"
+    said = build()
+    assert taken in said and re.search(r"cache: build: middle\.onnx differs: \w{12} -> \w{12} in what was taken, .* is made anew", said)
+    assert locked.digests() == before
+    locked.run("lockstep", "verify")
+    said = build()
+    assert taken in said and "differs" not in said, "what was built is in the cache, in the place of what is not locked"
+    assert locked.digests() == before
+
+    replace_engine(cache, entry)
+    held = entry.read_bytes()
+    edit_lock(locked, lambda lock: [device.update({"middle.onnx": "0" * 64}) for device in lock["precisions"]["fp16"]["engines"]["onnxruntime"].values()])
+    assert "lockstep: error: build: middle.onnx differs: 000000000000 -> " in build(check=False)
+    assert not list(engines.glob("*.json")) and entry.read_bytes() == held
+
+
+def replace_engine(cache: Path, entry: Path) -> None:
+    """Another engine under the same build key: whole, and not the one that was locked."""
+    value = read_json(entry)
+
+    def put(data: bytes) -> dict:
+        sha256 = hashlib.sha256(data).hexdigest()
+        (cache / "blobs" / sha256).write_bytes(data)
+        return {"sha256": sha256, "size": len(data)}
+
+    model = onnx.load(cache / "blobs" / value["files"]["middle.onnx"]["sha256"])
+    model.doc_string = "built elsewhere"
+    value["files"]["middle.onnx"] = put(model.SerializeToString(deterministic=True))
+    engines = read_json(cache / "blobs" / value["files"]["engines.json"]["sha256"])
+    next(engine for engine in engines["engines"].values() if engine["file"] == "middle.onnx")["sha256"] = value["files"]["middle.onnx"]["sha256"]
+    write_json(cache / "engines.json", engines)
+    value["files"]["engines.json"] = put((cache / "engines.json").read_bytes())
+    (cache / "engines.json").unlink()
+    write_json(entry, value)
 
 
 def test_a_lock_holds_the_engines_of_several_devices(locked: Checkout) -> None:

@@ -2,7 +2,7 @@
 
 import os
 
-from job import job
+from job import job, lock_file
 
 # The progress bar stays on the terminal; all else goes to the log.
 terminal = os.fdopen(os.dup(2), "w")
@@ -14,8 +14,14 @@ def fetch():
 
     from lockstep import config, hub
     from lockstep.files import read_json
+    from lockstep.lock.locked import check_commit, locked_commit
 
-    name = snakemake.wildcards.model
+    name, source, lock = snakemake.wildcards.model, snakemake.params.source, lock_file(snakemake)
     used = config.load(read_json(snakemake.input.config))
-    check = lambda folder: used.check_model(name, folder)
-    hub.fetch(snakemake.params.source, Path(snakemake.output[0]), check, terminal=terminal)
+
+    def check(folder, commit):
+        used.check_model(name, folder)
+        if lock:
+            check_commit(lock, commit)
+
+    hub.fetch(source, Path(snakemake.output[0]), check, terminal=terminal, commit=locked_commit(lock, source) if lock else None)

@@ -21,12 +21,12 @@ def job(snakemake):
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         with guard():
-            stage.run(_step(snakemake), make, _lock_file(snakemake), snakemake.config.get("cache", ""))
+            stage.run(_step(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
 
     return run
 
 
-def _lock_file(snakemake):
+def lock_file(snakemake):
     """The lock that the job is held to: in a run with `--config locked=true`, of a job that is of one model."""
     if not is_locked(snakemake.config) or "model" not in snakemake.wildcards.keys():
         return None

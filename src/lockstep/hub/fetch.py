@@ -36,32 +36,34 @@ _AGAIN = "run the same command again, it goes on where it stopped"
 
 
 def fetch(
-    source: str, out: Path, check: Callable[[Path], None] = lambda folder: None, newest: bool = False, terminal: TextIO | None = None,
+    source: str, out: Path, check: Callable[[Path, str], None] = lambda folder, commit: None, newest: bool = False, terminal: TextIO | None = None,
+    commit: str | None = None,
 ) -> Path:
     """Write the manifest `out` of the hub model `source`, with its files in `checkpoint/` beside it, and return `out`.
 
-    The commit is that of an earlier `out` or `checkpoint.json` of this source, unless `newest`. `check` is called with a folder
-    that holds the model's config.json, before any weights are downloaded. Progress goes to `terminal` (default: stderr).
+    The commit is `commit`, else that of an earlier `out` or `checkpoint.json` of this source, unless `newest`. `check` is called with a
+    folder that holds the model's config.json and with the commit, before any weights are downloaded. Progress goes to `terminal`
+    (default: stderr).
 
     Raises InputError, one line, for a repository that is absent, closed or holds no safetensors, and when the hub cannot be
     reached and the cache lacks a file.
     """
     hub, out = parse_source(source), Path(out)
     earlier = None if newest else known(out, source)
-    if earlier and not lost_files(out):
-        check(earlier.folder)
+    if earlier and earlier.commit == (commit or earlier.commit) and not lost_files(out):
+        check(earlier.folder, earlier.commit)
         os.utime(out)
         return out
     disable_progress_bars()  # of single small files; `download` shows one for all weights
-    with _one_line(source, hub):
-        pinned = None if newest else _pinned(out, source)
+    pinned = commit or (None if newest else _pinned(out, source))
+    with _one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
         snapshot = cache_folder(hub.repository) / "snapshots" / commit
         there = _names(source, hub, commit, snapshot)
         sides = _side_files(source, hub, there)
         for name in sides:
             hf_hub_download(hub.repository, name, revision=commit)
-        check(snapshot)
+        check(snapshot, commit)
         weights = [SINGLE] if SINGLE in there else indexed_shards(snapshot / INDEX)
         for name in weights:
             if name not in there:
@@ -135,14 +137,19 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _one_line(source: str, hub: HubSource) -> Iterator[None]:
-    """Each of the hub's answers as one line that says what to do."""
+def _one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
+    """Each of the hub's answers as one line that says what to do. pinned: the commit that is asked for, where it is not for the source to say."""
     login = "log in with `hf auth login` or set HF_TOKEN" if not get_token() else "use a token that may read it"
     try:
         yield
     except GatedRepoError:
         raise InputError(f"{source}: expected access to this gated model, found none; ask for it on {constants.ENDPOINT}/{hub.repository}, then {login}") from None
     except RevisionNotFoundError:
+        if pinned and pinned != hub.revision:
+            raise InputError(
+                f"{source}: expected commit {pinned}, at which it was found before, found it gone from {hub.repository}; "
+                "take what is there now with `lockstep fetch --newest`, not locked"
+            ) from None
         raise InputError(f"{source}: expected a branch, tag or commit, found no revision {hub.revision!r} in {hub.repository}; correct it") from None
     except (RevisionResolutionError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise InputError(f"{source}: expected the hub or its cache, found {_reason(error)} and no such model in the cache; run again with a network") from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import buildkey
 from lockstep.errors import CheckError, InputError
+from lockstep.fetched import read_fetched
 from lockstep.files import sha256_json
 from lockstep.lock.diff import changes, words
 from lockstep.lock.lockfile import MADE, Section, device_name, lock_path, made_with, read_lock, section_at
@@ -74,6 +75,18 @@ def _before(lock: Mapping[str, Any], targets: Sequence[Target], prompts: Sequenc
             yield f"reference: prompt {text!r} differs: {change.partition(',')[0]}"
 
 
+def locked_commit(lock_file: Path, source: str) -> str | None:
+    """The commit of the hub at which `source` is locked, wherever its branch is now; None where the lock is of another source."""
+    checkpoint = read_lock(lock_file)["checkpoint"]
+    return checkpoint.get("commit") if checkpoint["source"] == source else None
+
+
+def check_commit(lock_file: Path, commit: str) -> None:
+    """Before weights are downloaded: raises CheckError when `commit` is not the locked one."""
+    if line := _other_commit(read_lock(lock_file), commit):
+        _refuse(line, lock_file)
+
+
 def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
     """Before a stage: raises CheckError when what it reads is not locked, or when it would be made with other code, packages, library or device."""
     lock = read_lock(lock_file)
@@ -99,14 +112,18 @@ def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
 
 def check_output(output: Path, lock_file: Path) -> None:
     """After a stage: raises CheckError, and takes the manifest `output` away, when the artefact is not the locked one."""
+    if line := reject(output, lock_file):
+        _refuse(line, lock_file)
+
+
+def reject(output: Path, lock_file: Path) -> str | None:
+    """The first difference of an artefact from the lock, which takes its manifest `output` away; None when it is the locked one."""
     section = section_at(output)
-    if section is None:
-        return
-    line = difference(read_lock(lock_file), section)
+    line = difference(read_lock(lock_file), section) if section is not None else None
     if line is not None:
         for path in (output, record_path(output), *([provenance_path(output)] if section.stage == "build" else [])):
             path.unlink(missing_ok=True)
-        _refuse(line, lock_file)
+    return line
 
 
 def stale(steps: Sequence[Step], lock_file: Path) -> list[tuple[Path, str]]:
@@ -117,6 +134,8 @@ def stale(steps: Sequence[Step], lock_file: Path) -> list[tuple[Path, str]]:
             continue
         if not record_path(step.output).is_file():
             found.append((step.output, f"{step.stage}: no record says how it was made"))
+        elif step.stage == "fetch" and (line := _other_commit(lock, read_fetched(step.output).commit)):
+            found.append((step.output, line))
         elif (section := section_at(step.output)) is not None and (line := difference(lock, section)):
             found.append((step.output, line))
     return found
@@ -145,6 +164,10 @@ def expected_items(lock: Mapping[str, Any], where: tuple[str, ...]) -> Mapping[s
 
 def without_places(items: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in items.items() if name not in _PLACES}
+
+
+def _other_commit(lock: Mapping[str, Any], commit: str | None) -> str | None:
+    return next((f"fetch: commit differs: {change}" for _, change in changes(lock["checkpoint"].get("commit"), commit)), None)
 
 
 def _made_differently(locked: Mapping[str, Any], now: Mapping[str, Any]) -> str:

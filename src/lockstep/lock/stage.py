@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ RECORDED = ("config", "fetch", "random_weights", "resolve", "architecture", "con
 def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cache: str = "") -> Any:
     """Make the artefact of `step` with `make`, whose result is given, and record it.
 
-    lock_file: raises CheckError for anything else than what it locks. cache: the shared cache that the config names; what it has is taken from there, and
-    the path of its manifest given. Raises InputError for an input that is damaged or is not the one recorded.
+    lock_file: raises CheckError for anything else than what it locks. cache: the shared cache that the config names; what it has, and is locked, is taken
+    from there, and the path of its manifest given. Raises InputError for an input that is damaged or is not the one recorded.
     """
     if step.stage not in RECORDED:
         return make()
@@ -34,7 +35,7 @@ def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cach
     if lock_file is not None:
         locked.check_step(step, key, lock_file)
     with _all_or_nothing(step):
-        taken = take(shared, step, key)
+        taken = take(shared, step, key) and _is_locked(step, key, lock_file)
         made = step.output if taken else make()
         if step.stage == "build" and not taken:  # before the record: where there is one, there is the other
             write_provenance(step, key, started)
@@ -44,6 +45,17 @@ def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cach
     if not taken:
         put(shared, step, record)
     return made
+
+
+def _is_locked(step: Step, key: Mapping[str, Any], lock_file: Path | None) -> bool:
+    """Whether what the cache gave is what the lock says. Else it is taken away again, and the cache has nothing."""
+    if lock_file is None:
+        return True
+    write_record(step, key)
+    line = locked.reject(step.output, lock_file)
+    if line:
+        print(f"cache: {line} in what was taken, which is not what {lock_file} says; {step} is made anew", file=sys.stderr)
+    return not line
 
 
 @contextlib.contextmanager

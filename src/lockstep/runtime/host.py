@@ -33,18 +33,12 @@ class HostExecutor:
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         """Take a step; the logits that follow each request's last token, [len(advances), vocab_size] float32, in the order of the list."""
-        cache = self._cache
-        for advance in advances:
-            if not advance.start:
-                cache.reset(advance.slot)
-        if cache.reserve(max(advance.start + len(advance.tokens) for advance in advances)):
+        if self._cache.reserve(max(advance.start + len(advance.tokens) for advance in advances)):
             self._plans.clear()
         plan = self._plan(lay_out(advances))
         rows = _pack(plan, advances)
         plan.run()
         plan.write_decoded(rows)
-        for advance in advances:
-            cache.lengths[advance.slot] = advance.start + len(advance.tokens)
         return plan.logits.astype(np.float32)
 
     def tokens(self, advances: Sequence[Advance]) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,13 +64,21 @@ class Model:
         Raises InputError, and changes nothing, for a slot out of range or named twice, a start other than 0 or the slot's
         length, a token outside the vocabulary, no token, or more than max_seq_len or max_num_tokens.
         """
-        check(advances, self._executor, self.vocab_size, self.max_num_tokens)
-        return self._executor.logits(advances)
+        return self._take(advances, self._executor.logits)
 
     def step_tokens(self, advances: Sequence[Advance]) -> np.ndarray:
         """As `step`, but gives only each request's most likely next token, [len(advances)] int64: on a GPU nothing else comes back."""
+        return self._take(advances, self._executor.tokens)
+
+    def _take(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], np.ndarray]) -> np.ndarray:
         check(advances, self._executor, self.vocab_size, self.max_num_tokens)
-        return self._executor.tokens(advances)
+        for advance in advances:
+            if not advance.start:
+                self._executor.reset(advance.slot)
+        taken = run(advances)
+        for advance in advances:
+            self._executor.lengths[advance.slot] = advance.start + len(advance.tokens)
+        return taken
 
     def length(self, slot: int) -> int:
         """Tokens that the slot holds."""

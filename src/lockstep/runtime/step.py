@@ -33,7 +33,7 @@ class Advance:
 class Executor(Protocol):
     """What runs steps on a device. `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`; slots are 0 to `rows`-1.
 
-    Steps are checked before (`check`). An advance at start 0 forgets what its slot held.
+    `Model` checks a step before it, has slots forgotten that new requests take, and sets `lengths` behind it.
     """
 
     rows: int

@@ -100,9 +100,6 @@ class GpuExecutor:
     def _run(self, advances: Sequence[Any]) -> tuple[_Plan, list[int]]:
         """Put a step on the stream; gives its plan and, for each advance, its row of the logits."""
         DeviceWeights.wait()
-        for advance in advances:
-            if not advance.start:
-                self.reset(advance.slot)
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
         if any([attention.reserve(ends, self.lengths, self._stream) for attention in self._forms]):
             self._plans.clear()
@@ -117,8 +114,6 @@ class GpuExecutor:
         else:
             plan, order = self._decode(decoding, num_decode), [advance.slot for advance in advances]
             self._launch(plan)
-        for advance in advances:
-            self.lengths[advance.slot] = advance.start + len(advance.tokens)
         return plan, order
 
     def _launch(self, plan: _Plan) -> None:
