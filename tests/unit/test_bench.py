@@ -5,11 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from lockstep.bench import peers, peers_table
+from lockstep.bench import gpu, peers, peers_table
 from lockstep.bench.child import run_child
+from lockstep.engine import build
 from lockstep.errors import InputError
+from lockstep.files import read_json
+from lockstep.runtime import Advance, Model
+from lockstep.split.export import export_config
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_size": 64, "intermediate_size": 96,
@@ -122,3 +127,17 @@ def test_without_tensorrt_the_gpu_benchmark_says_so_before_it_makes_anything(tmp
     ended = subprocess.run([sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work")], capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.startswith("lockstep: error: backend tensorrt: ") and "Traceback" not in ended.stderr
     assert not (tmp_path / "work").exists()
+
+
+def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(tmp_path):
+    """All but the GPU: what the benchmark makes opens and steps, and its weights are as their manifest says."""
+    assembly = tmp_path / "graphs" / "assembly.json"
+    export_config({**TINY, "eos_token_id": [7, 2]}, "fp16", assembly.parent)
+    weights = gpu.random_weights(read_json(assembly), tmp_path / "weights")
+    model = Model.open(build(assembly, "onnxruntime", tmp_path / "engines" / "engines.json"), assembly, weights, "all", 2, 16)
+    (logits,) = model.step([Advance(0, np.arange(5), 0)])
+    assert model.eos_token_ids == (2, 7) and np.isfinite(logits).all() and logits.std() > 0
+    whole = (tmp_path / "weights" / "weights.bin").read_bytes()
+    (tmp_path / "weights" / "weights.bin").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(InputError, match="weights.bin: expected sha256"):
+        Model.open(tmp_path / "engines" / "engines.json", assembly, weights, "all", 2, 16)

@@ -202,7 +202,7 @@ class Slow(OnnxRuntimeBackend):
         if out_path.name == self.fails:
             raise CheckError(f"{out_path}: out of memory")
         super().build(graph_path, out_path, options)
-        return Built({"said": out_path.stem}, 3 << 20)
+        return Built({"said": out_path.stem}, 3 << 20, "warm to the touch" if out_path.stem == "middle" else None)
 
 
 def test_a_long_build_has_a_line_and_a_record_for_each_engine(made, tmp_path, monkeypatch, capsys):
@@ -211,10 +211,11 @@ def test_a_long_build_has_a_line_and_a_record_for_each_engine(made, tmp_path, mo
     out = build(made[0], "onnxruntime", tmp_path / "slow" / "engines.json")
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"build: engine 1 of 6: embedding \.\.\. [0-9.]+ s, 3 MiB of GPU memory", lines[0]) and len(lines) == 6
+    assert [line.split()[5] for line in lines if line.endswith(" 3 MiB of GPU memory; warm to the touch")] == ["middle"]
     costs = read_json(out.parent / "build.costs.json", "lockstep.build_costs/1")["engines"]
     manifest = read_json(out)
     assert set(costs) == set(manifest["engines"]) and costs["entry"]["peak_memory_bytes"] == 3 << 20 and costs["entry"]["seconds"] > 0
-    assert "seconds" not in out.read_text() and manifest["engines"]["entry"]["said"] == "entry"
+    assert "seconds" not in out.read_text() and manifest["engines"]["entry"]["said"] == "entry" and set(costs["middle"]) == {"seconds", "peak_memory_bytes"}
     (out.parent / "exit.onnx").unlink()
     build(made[0], "onnxruntime", out)
     assert list(read_json(out.parent / "build.costs.json")["engines"]) == ["exit"] and len(capsys.readouterr().err.splitlines()) == 1

@@ -7,6 +7,7 @@ came to. Runs in the Python that TensorRT runs in (`lockstep.worker`); a Python 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -98,7 +99,7 @@ def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all
 
 
 def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
-    """A file of random numbers (standard deviation 0.02, gains of 1) under a weights manifest; kept when it is there."""
+    """A file of random numbers (standard deviation 0.02, gains of 1) under a weights manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, list[int]] = {}
     parts = [assembly["embedding"], *(layer["block"] for layer in assembly["layers"]), assembly["layers"][-1]["exit"]]
@@ -106,23 +107,29 @@ def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
         for spec in assembly["classes"][part["class"]]["slots"]:
             (name,) = part["slots"][spec["name"]]
             shapes[name] = spec["shape"]
-    random, tensors, offset = np.random.default_rng(0), {}, 0
-    pool = (random.standard_normal(1 << 26, np.float32) * np.float32(0.02)).astype(np.float16)
+    random, tensors, offset, digest = np.random.default_rng(0), {}, 0, hashlib.sha256()
+    pool = (random.standard_normal(min(1 << 26, 2 * max(map(math.prod, shapes.values()))), np.float32) * np.float32(0.02)).astype(np.float16)
     path = folder / "weights.bin"
     with open(path, "wb") as file:
+
+        def write(numbers: np.ndarray) -> None:
+            data = memoryview(numbers).cast("B")
+            file.write(data)
+            digest.update(data)
+
         for name, shape in shapes.items():
             count = math.prod(shape)
             tensors[name] = {"file": 0, "offset": offset, "length": 2 * count, "dtype": "F16", "shape": shape}
             offset += 2 * count
             if len(shape) == 1:
-                file.write(np.ones(count, np.float16).tobytes())
+                write(np.ones(count, np.float16))
                 continue
             while count:  # pieces of one pool, from random places: as fast as the disk, and no two matrices alike
                 start = int(random.integers(0, pool.size // 2))
                 piece = pool[start : start + count]
-                file.write(memoryview(piece).cast("B"))
+                write(piece)
                 count -= piece.size
-    files = [{"path": path.name, "size": offset, "sha256": "0" * 64}]
+    files = [{"path": path.name, "size": offset, "sha256": digest.hexdigest()}]
     write_json(folder / "weights.json", {"format": formats.WEIGHTS, "precision": "fp16", "files": files, "tensors": tensors})
     return folder / "weights.json"
 

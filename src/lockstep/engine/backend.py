@@ -35,10 +35,12 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class Built:
-    """What a build says besides its file. about: JSON for the engine's entry in engines.json. peak_memory: bytes of device memory, where known."""
+    """What a build says besides its file. about: JSON for the engine's entry in engines.json. peak_memory: bytes of device memory, where known.
+    note: what whoever builds should know."""
 
     about: Mapping[str, Any] = field(default_factory=dict)
     peak_memory: int | None = None
+    note: str | None = None
 
 
 class Executable(Protocol):

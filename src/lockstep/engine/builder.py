@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from lockstep import formats
-from lockstep.engine.backend import Backend, get_backend
+from lockstep.engine.backend import Backend, Built, get_backend
 from lockstep.engine.graphs import graph_file
 from lockstep.engine.prepare import dtype_name, prepare
 from lockstep.engine.rotary import rotary
@@ -57,7 +57,8 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
         entry = recorded.get(name)
         if entry is None or entry["graph_sha256"] != graph["sha256"]:
             with _progress(library, number, len(graphs), name) as cost:
-                made, cost["peak_memory_bytes"] = _build_one(graph_path, graph, out.parent / f"{name}{library.suffix}", library, manifest["options"])
+                made, built = _build_one(graph_path, graph, out.parent / f"{name}{library.suffix}", library, manifest["options"])
+                cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
             entry = {**made, "graph_sha256": graph["sha256"]}
             costs[name] = cost
         manifest["engines"][name] = entry
@@ -71,7 +72,8 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
 
 @contextlib.contextmanager
 def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[dict[str, Any]]:
-    """A line on stderr, begun before the engine and ended after it, so that a build that is killed says in which; gives what to write down."""
+    """A line on stderr, begun before the engine and ended after it, so that a build that is killed says in which; gives what to write down, with a `note`
+    that is only said."""
     cost: dict[str, Any] = {}
     say = functools.partial(print, file=sys.stderr, flush=True) if library.takes_long else lambda *words, **settings: None
     say(f"build: engine {number} of {total}: {name} ...", end="")
@@ -82,12 +84,12 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
         say(f" failed after {time.perf_counter() - start:.1f} s")
         raise
     cost["seconds"] = round(time.perf_counter() - start, 3)
-    memory = cost["peak_memory_bytes"]
-    say(f" {cost['seconds']:.1f} s" + (f", {memory / 2**20:.0f} MiB of GPU memory" if memory is not None else ""))
+    memory, note = cost["peak_memory_bytes"], cost.pop("note")
+    say(f" {cost['seconds']:.1f} s" + (f", {memory / 2**20:.0f} MiB of GPU memory" if memory is not None else "") + (f"; {note}" if note else ""))
 
 
-def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """Build one engine; gives its entry and what memory it took. Where the backend asked for another form of the graph, the entry says which slots it
+def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]) -> tuple[dict[str, Any], Built]:
+    """Build one engine; gives its entry and what the build said. Where the backend asked for another form of the graph, the entry says which slots it
     has and of what."""
     canonical = onnx.load(graph_path)
     _check_io(canonical, graph, graph_path)
@@ -95,14 +97,14 @@ def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: 
     prepared = prepare(model, graph.get("slots", ()), options)
     if prepared is None and model is canonical:
         built = library.build(graph_path, file, options)
-        return {**built.about, "file": file.name, "sha256": sha256_file(file)}, built.peak_memory
+        return {**built.about, "file": file.name, "sha256": sha256_file(file)}, built
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp") as folder:
         rewritten = Path(folder) / "prepared.onnx"
         rewritten.write_bytes((prepared.model if prepared else model).SerializeToString(deterministic=True))
         built = library.build(rewritten, file, options)
     slots = {"slots": prepared.slots, "parts": prepared.parts} if prepared else {}
-    return {**built.about, "file": file.name, "sha256": sha256_file(file), **slots}, built.peak_memory
+    return {**built.about, "file": file.name, "sha256": sha256_file(file), **slots}, built
 
 
 def _check_io(model: onnx.ModelProto, graph: Mapping[str, Any], where: Path) -> None:

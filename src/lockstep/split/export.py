@@ -72,6 +72,7 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
 def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives {file: size, sha256}."""
     files, assembly = _proven(config, precision)
+    assembly["eos_token_ids"] = _eos_token_ids(folder, config)
     files["assembly.json"] = dump_json(assembly).encode()
     for name, data in sorted(files.items()):
         write_bytes(folder / name, data)

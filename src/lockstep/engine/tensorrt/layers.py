@@ -119,8 +119,8 @@ def datatype(text: str) -> str | None:
 def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapping[str, str], where: str) -> None:
     """Raises CheckError naming a layer that computes in fp32 what the graph computes in half precision.
 
-    types: {tensor of the graph: dtype}. Held to the graph are every tensor of it that a layer reads or writes, and the tactics of matrix products,
-    which must also add up in fp32, as ONNX Runtime and transformers do. What happens inside a fused region is not told by the inspector.
+    types: {tensor of the graph: dtype}. Held to the graph are every tensor of it that a layer reads or writes, and the tactics of matrix products.
+    What happens inside a fused region is not told by the inspector.
     """
     products = {node.output[0]: node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")}
     wanted = {types[tensor] for tensor in products if tensor in types}
@@ -135,10 +135,16 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
                 raise CheckError(f"{where}: layer {layer.name}: {wrong}; the engine is not of this precision")
         if not _PRODUCT.search(f"{layer.kind} {layer.tactic}"):
             continue
-        if half and _FP16_SUMS.search(layer.tactic):
-            raise CheckError(f"{where}: layer {layer.name}: expected a matrix product summed in float32, found tactic {layer.tactic}; set optimization_level: 5")
         reads_fp32 = not _FUSED.match(layer.kind) and any(datatype(text) == "float32" for _, text in layer.inputs)
         if half and (reads_fp32 or _FP32_TACTIC.search(layer.tactic)):
             wrong = f"expected a matrix product in {'/'.join(sorted(wanted))} as in the graph"
             found = f"tactic {layer.tactic} on {', '.join(text for _, text in layer.inputs)}"
             raise CheckError(f"{where}: layer {layer.name}: {wrong}, found {found}; the engine is not of this precision")
+
+
+def fp16_sums(layers: Sequence[Layer]) -> list[str]:
+    """The layers whose kernel adds up products of fp16 numbers in fp16, which is an error ten times as large as rounding at 4096 products.
+
+    ONNX Runtime and transformers add up in fp32. TensorRT 8.6 has no other kernels for a product that is in no fused region.
+    """
+    return [layer.name for layer in layers if _FP16_SUMS.search(layer.tactic)]
