@@ -2,9 +2,9 @@
 
     python standin_tensorrt.py < request.json    {"assembly", "weights", "folder", "options", "tolerance", "fault"}
 
-An engine is the ONNX graph that the builder asked to build (lowered, fused, cut), run by ONNX Runtime; device memory is the host's. All else is real: how
-graphs are prepared, Polygraphy's TrtRunner, the calls of CUDA, bindings by address, profiles. As 8.6 does, integers are int32, and shapes outside of
-the profile that is set are refused.
+A plan is the ONNX graph that the builder asked to build (lowered, fused), run by ONNX Runtime; device memory is the host's. All else is real: how graphs are
+prepared, rotary encodings, Polygraphy's TrtRunner, the calls of CUDA, bindings by address, profiles. As 8.6 does, integers are int32, and shapes outside
+of the profile that is set are refused.
 """
 
 from __future__ import annotations
@@ -144,18 +144,27 @@ def main() -> None:
 
     from lockstep import engine
     from lockstep.compare import run
+    from lockstep.engine import EngineSet
     from lockstep.engine.backend import Built
     from lockstep.engine.tensorrt import backend, compat
     from lockstep.engine.tensorrt.profiles import profiles
+    from lockstep.engine.tensorrt.rotation import read_rotation
     from lockstep.errors import guard
+    from lockstep.files import sha256_file
 
     device = {"type": "gpu", "name": "none", "compute_capability": "0.0", "driver": "0"}
     backend.describe_gpu = lambda: device
     made = {**backend.TensorRTBackend().default_options(), **request["options"]}
 
+    real = backend.TensorRTBackend.build
+
     def build(self, graph_path: Path, out_path: Path, options) -> Built:
+        if out_path.suffix != ".engine":
+            return real(self, graph_path, out_path, options)
         out_path.write_bytes(graph_path.read_bytes())
-        return Built({"tactics_sha256": "0"})
+        digest = self._tactics.take(out_path.stem, sha256_file(graph_path), [], str(out_path))
+        self._tactics.take_cache(b"cache", {}, str(out_path))
+        return Built({"tactics_sha256": digest})
 
     def deserialize(data: bytes, where: str) -> Engine:
         model = onnx.ModelProto.FromString(data)
@@ -167,7 +176,12 @@ def main() -> None:
         folder = Path(request["folder"])
         engines = engine.build(request["assembly"], "tensorrt", folder / "engines.json", request["options"])
         run(Path(request["assembly"]), Path(request["weights"]), engines, request["tolerance"], folder / "compare.json")
-    print(json.dumps({"calls": CALLS, "left": len(memory)}))
+        opened = EngineSet.open(engines, request["assembly"])
+        files = {name: folder / entry["file"] for name, entry in opened.manifest["engines"].items() if entry["file"].endswith(".onnx")}
+        read = {name: read_rotation(opened.load(name).bind(None, {}), 8, name) for name in files}
+    rotations = {name: {"partner": tables.partner.tolist(), "own": tables.own[:, 0].tolist()} for name, tables in read.items()}
+    choices = {name: opened.backend.choices(file)["operators"] for name, file in files.items()}
+    print(json.dumps({"calls": CALLS, "left": len(memory), "rotations": rotations, "choices": choices}))
 
 
 if __name__ == "__main__":

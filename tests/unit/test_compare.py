@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper
 from lockstep import config, worker
 from lockstep.checks import failed_path
 from lockstep.compare import inputs, run
-from lockstep.engine import build
+from lockstep.engine import build, rotary
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 from lockstep.lock.steps import steps
@@ -212,15 +212,73 @@ def with_standin(demo, folder: Path, precision: str, fault: str = "", **options)
 
 @pytest.mark.parametrize("precision, attention", [("fp16", "fused"), ("fp32", "traced")])
 def test_engines_of_tensorrt_run_on_each_of_their_profiles(demo, tmp_path, precision, attention) -> None:
-    """Prepared graphs (opset 17, fused slots, rotary encoding alone), int32 for int64, weights side by side, memory freed."""
+    """Prepared graphs (opset 17, fused slots), int32 for int64, weights side by side, memory freed."""
     ended = with_standin(demo, tmp_path, precision, attention=attention)
     assert ended.returncode == 0, ended.stderr
     report, said = read_json(tmp_path / "compare.json"), json.loads(ended.stdout)
-    kinds = {"attention.rotary"} if attention == "fused" else {"attention.decode", "attention.prefill"}
+    kinds = set() if attention == "fused" else {"attention.decode", "attention.prefill"}
     assert set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds} and report["versions"]["tensorrt"] == "8.6.0"
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
     assert said["calls"] == [f"profile {number}" for number in profiles] and max(profiles) == 2
     assert report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision] and said["left"] == 0
+
+
+def test_a_rotary_encoding_is_its_graph_and_no_plan(demo, tmp_path) -> None:
+    """It lies beside the plans, in the canonical opset; it is loaded and read."""
+    ended = with_standin(demo, tmp_path, "fp16", attention="fused")
+    assert ended.returncode == 0, ended.stderr
+    manifest, said = read_json(tmp_path / "engines.json"), json.loads(ended.stdout)
+    entry = manifest["engines"]["attention.rotary"]
+    file = tmp_path / "attention.rotary.onnx"
+    graph = read_json(demo.assembly(MODEL, "fp16"))["kinds"]["attention"]["decode"]
+    assert entry == {"file": file.name, "sha256": sha256_file(file), "graph_sha256": graph["sha256"]}
+    assert {Path(other["file"]).suffix for name, other in manifest["engines"].items() if name != "attention.rotary"} == {".engine"}
+    assert [opset.version for opset in onnx.load(file).opset_import] == [20] and file.stat().st_size < 4096
+    (name, read), dim = *said["rotations"].items(), onnx.load(file).graph.output[0].type.tensor_type.shape.dim[2].dim_value
+    assert name == "attention.rotary" and read["partner"] == [*range(dim // 2, dim), *range(dim // 2)]
+    assert np.abs(read["own"] - np.cos(np.arange(8))).max() < 2**-11  # the first frequency is 1; cosines are fp16
+    assert said["choices"]["attention.rotary"]["Cos"] == 1
+
+
+def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_attention(demo, tmp_path) -> None:
+    first = with_standin(demo, tmp_path, "fp16", tactics="record")
+    assert first.returncode == 0 and first.stderr.count("build: engine ") == 5, first.stderr
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(read_json(tmp_path / "tactics.json")["engines"]) == {"embedding", "entry", "middle", "exit"}
+    again = with_standin(demo, tmp_path, "fp16", tactics="record")
+    assert again.returncode == 0 and "build: engine " not in again.stderr, again.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    verified = with_standin(demo, tmp_path, "fp16", tactics="verified")
+    assert verified.returncode == 0, verified.stderr
+    traced = with_standin(demo, tmp_path, "fp16", attention="traced")
+    assert traced.returncode == 0 and not (tmp_path / "attention.rotary.onnx").exists() and (tmp_path / "attention.decode.engine").exists()
+
+
+def test_a_rotary_encoding_of_another_form_fails_the_build(demo, tmp_path) -> None:
+    """Elements in another order are the same attention: only who reads the encoding can see it."""
+    graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")
+    assembly = read_json(graphs / "assembly.json")
+    decode = assembly["kinds"]["attention"]["decode"]
+    model = onnx.load(graphs / decode["graph"])
+    dim = assembly["kinds"]["attention"]["head_dim"]
+    model.graph.initializer.append(numpy_helper.from_array(np.roll(np.arange(dim), 1), "order"))
+    rotated = [rotary._rotated_query(model.graph, assembly["kinds"]["attention"]), "key_out"]
+    for value in rotated:
+        at, maker = next((at, node) for at, node in enumerate(model.graph.node) if value in node.output)
+        maker.output[:] = [f"{value}/first"]
+        model.graph.node.insert(at + 1, helper.make_node("Gather", [f"{value}/first", "order"], [value], axis=2))
+    onnx.save(model, graphs / decode["graph"])
+    decode["sha256"] = sha256_file(graphs / decode["graph"])
+    write_json(graphs / "assembly.json", assembly)
+    request = {
+        "assembly": str(graphs / "assembly.json"), "weights": str(demo.weights(MODEL, "fp16")), "folder": str(tmp_path / "engines"),
+        "options": {}, "tolerance": 1.0, "fault": "",
+    }  # fmt: skip
+    ended = subprocess.run([sys.executable, str(STANDIN)], input=json.dumps(request), capture_output=True, text=True)
+    assert ended.returncode == 1 and not list((tmp_path / "engines").glob("*.onnx")) and not (tmp_path / "engines" / "engines.json").exists()
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("lockstep: error: ") and "engines/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements" in line
+    assert line.endswith("made of 2 others; build with attention: traced")
 
 
 def test_a_shape_that_the_engine_refuses_is_one_line(demo, tmp_path) -> None:

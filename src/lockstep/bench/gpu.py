@@ -69,7 +69,7 @@ def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any]) -> di
     """Cold, recording tactics; then again from that record, which must come to the same tactics."""
     shutil.rmtree(engines.parent, ignore_errors=True)
     cold, _ = timed(lambda: build(assembly_json, "tensorrt", engines, {**options, "tactics": "record"}))
-    files = [path for path in engines.parent.iterdir() if path.suffix == ".engine"]
+    files = [engines.with_name(entry["file"]) for entry in read_json(engines)["engines"].values()]
     made = {"cold_seconds": round(cold, 1), "engine_bytes": sum(path.stat().st_size for path in files), "engines": len(files), "costs": read_json(engines.with_name(COSTS))["engines"]}
     again = engines.parent.with_name("again") / engines.name
     shutil.rmtree(again.parent, ignore_errors=True)

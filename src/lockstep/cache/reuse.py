@@ -24,6 +24,7 @@ from lockstep.sidefiles import named_files
 CACHED = ("convert", "export", "build", "reference")
 # Stages that have their folder to themselves, and clear it of what an earlier artefact left.
 _OWN_FOLDER = ("export", "build")
+_SUFFIXES = (".onnx", ".engine")
 
 
 def cache_for(step: Step, configured: str) -> Cache | None:
@@ -115,9 +116,8 @@ def _check_unchanged(step: Step, record: Mapping[str, Any]) -> None:
 
 def _clear(folder: Path, kept: set[str]) -> None:
     """Remove graphs or engines of an earlier artefact from `folder`."""
-    suffixes = {Path(name).suffix for name in kept} - {".json"}
     for path in folder.iterdir():
-        if path.is_file() and path.suffix in suffixes and path.name not in kept:
+        if path.is_file() and path.suffix in _SUFFIXES and path.name not in kept:
             path.unlink()
 
 

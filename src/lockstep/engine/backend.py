@@ -79,7 +79,7 @@ class Backend(Protocol):
     """One inference library on one device."""
 
     name: str
-    suffix: str
+    suffixes: tuple[str, ...]  # of engine files
     revision: int  # raised when a change of this code makes other bytes of the same graph and options: nothing older is kept then
     precisions: tuple[str, ...]
     takes_long: bool  # a build is worth a line of progress for each engine, and a record of what each took
@@ -101,7 +101,12 @@ class Backend(Protocol):
         ...
 
     def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(engine name, graph entry) of the engines that this backend runs an assembly with: `graphs.graphs_of`, unless its attention is its own."""
+        """(engine name, graph entry) of the engines that this backend runs an assembly with: `graphs.graphs_of`, unless its attention is its own. An entry
+        with "rotary_of" stands for the rotary encoding alone, which is cut out of the graph and given to `build` as it is."""
+        ...
+
+    def file(self, name: str) -> str:
+        """The name of the file of an engine."""
         ...
 
     def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:

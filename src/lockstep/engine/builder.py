@@ -57,7 +57,7 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
         entry = recorded.get(name)
         if entry is None or entry["graph_sha256"] != graph["sha256"]:
             with _progress(library, number, len(graphs), name) as cost:
-                made, built = _build_one(graph_path, graph, out.parent / f"{name}{library.suffix}", library, manifest["options"])
+                made, built = _build_one(graph_path, graph, out.parent / library.file(name), library, manifest["options"])
                 cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
             entry = {**made, "graph_sha256": graph["sha256"]}
             costs[name] = cost
@@ -66,7 +66,7 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
     write_json(out, manifest)
     if costs and library.takes_long:
         write_json(out.parent / COSTS, {"format": formats.BUILD_COSTS, "engines": costs})
-    _delete_leftovers(out, {entry["file"] for entry in manifest["engines"].values()}, library.suffix)
+    _delete_leftovers(out, {entry["file"] for entry in manifest["engines"].values()}, library.suffixes)
     return out
 
 
@@ -93,15 +93,15 @@ def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: 
     has and of what."""
     canonical = onnx.load(graph_path)
     _check_io(canonical, graph, graph_path)
-    model = rotary(canonical, graph["rotary_of"]) if "rotary_of" in graph else canonical
-    prepared = prepare(model, graph.get("slots", ()), options)
-    if prepared is None and model is canonical:
+    cut = rotary(canonical, graph["rotary_of"]) if "rotary_of" in graph else None
+    prepared = None if cut else prepare(canonical, graph.get("slots", ()), options)
+    if cut is None and prepared is None:
         built = library.build(graph_path, file, options)
         return {**built.about, "file": file.name, "sha256": sha256_file(file)}, built
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp") as folder:
         rewritten = Path(folder) / "prepared.onnx"
-        rewritten.write_bytes((prepared.model if prepared else model).SerializeToString(deterministic=True))
+        rewritten.write_bytes((cut or prepared.model).SerializeToString(deterministic=True))
         built = library.build(rewritten, file, options)
     slots = {"slots": prepared.slots, "parts": prepared.parts} if prepared else {}
     return {**built.about, "file": file.name, "sha256": sha256_file(file), **slots}, built
@@ -137,10 +137,10 @@ def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[
     return {name: entry for name, entry in old["engines"].items() if whole(entry) and library.keeps(name, entry)}
 
 
-def _delete_leftovers(out: Path, kept: set[str], suffix: str) -> None:
+def _delete_leftovers(out: Path, kept: set[str], suffixes: tuple[str, ...]) -> None:
     """Engines of earlier assemblies, and temporary files of builds that were killed."""
     for path in sorted(out.parent.iterdir()):
         if path.is_dir() and path.name.startswith(".") and path.name.endswith(".tmp"):
             shutil.rmtree(path)
-        elif path.is_file() and path.name not in kept and (path.suffix == suffix or path.name.endswith(".tmp")):
+        elif path.is_file() and path.name not in kept and (path.suffix in suffixes or path.name.endswith(".tmp")):
             path.unlink()

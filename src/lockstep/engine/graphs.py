@@ -14,6 +14,7 @@ def graphs_of(assembly: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
     """(engine name, graph entry) of all that an assembly needs: classes by name, kinds as `<kind>.prefill` and `<kind>.decode`.
 
     A backend that has attention of its own (`Backend.graphs`) may take `<kind>.rotary` instead: the decode graph's entry with the kind's as "rotary_of".
+    That engine is a graph too, cut out of the decode graph (rotary.py): engines run where the assembly's graphs are not.
     """
     for name in sorted(assembly["classes"]):
         yield name, assembly["classes"][name]

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -43,7 +43,7 @@ class OnnxRuntimeBackend:
     """ONNX Runtime, CPU provider. fp16 graphs are computed in fp32 with casts, as ONNX Runtime does on x86; bf16 does not load."""
 
     name = "onnxruntime"
-    suffix = ".onnx"
+    suffixes = (".onnx",)
     revision = 1
     precisions = ("fp32", "fp16")
     takes_long = False
@@ -62,6 +62,9 @@ class OnnxRuntimeBackend:
 
     def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return graphs_of(assembly)
+
+    def file(self, name: str) -> str:
+        return f"{name}.onnx"
 
     def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         pass
@@ -142,6 +145,13 @@ class OnnxRuntimeProgram:
             )
 
 
+class Declared(NamedTuple):
+    """An input or output of a session; dimensions are numbers or names."""
+
+    dtype: np.dtype
+    shape: Sequence[int | str]
+
+
 class OnnxRuntimeExecutable:
     """A session. Holds the values that were given to it: ONNX Runtime may read them in place."""
 
@@ -149,23 +159,21 @@ class OnnxRuntimeExecutable:
         self._session = session
         self._values = values
         self._where = where
-        self._inputs = {value.name: value for value in session.get_inputs()}
-        self._outputs = {value.name: value for value in session.get_outputs()}
+        self.inputs, self.outputs = ({value.name: Declared(_NUMPY_TYPES[value.type], value.shape) for value in values} for values in (session.get_inputs(), session.get_outputs()))
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
         binding = self._session.io_binding()
         for given, declared, bind in (
-            (inputs, self._inputs, binding.bind_ortvalue_input),
-            (outputs, self._outputs, binding.bind_ortvalue_output),
+            (inputs, self.inputs, binding.bind_ortvalue_input),
+            (outputs, self.outputs, binding.bind_ortvalue_output),
         ):
             if set(given) != set(declared):
                 raise CheckError(f"{self._where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
             for name, array in given.items():
                 if not array.flags.c_contiguous:  # ONNX Runtime would copy it without a word, and write to the copy
                     raise CheckError(f"{self._where}: expected a contiguous array for {name!r}, found strides {array.strides}")
-                expected = _NUMPY_TYPES[declared[name].type]
-                if array.dtype != expected:
-                    raise CheckError(f"{self._where}: {name!r}: expected {expected.name}, found {array.dtype.name}")
+                if array.dtype != declared[name].dtype:
+                    raise CheckError(f"{self._where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}")
                 bind(name, ort.OrtValue.ortvalue_from_numpy(array))
         call = functools.partial(self._session.run_with_iobinding, binding)
         call.arrays = (*inputs.values(), *outputs.values())  # keeps the memory alive: a binding holds addresses

@@ -41,7 +41,7 @@ def rotary(decode: onnx.ModelProto, kind: Mapping[str, Any]) -> onnx.ModelProto:
     cut.graph.node.append(helper.make_node("Identity", [query], ["query_out"], name="query_out"))
     for value in cut.graph.input:
         value.type.tensor_type.shape.dim[0].dim_param = "num_tokens"
-    element = next(value.type.tensor_type.elem_type for value in cut.graph.input if value.name == "key")
+    element = next(value.type.tensor_type.elem_type for value in graph.output if value.name == "key_out")  # queries and keys may come in float32
     del cut.graph.output[:], cut.graph.value_info[:]
     for name, heads in (("query_out", kind["num_heads"]), ("key_out", kind["num_kv_heads"])):
         cut.graph.output.append(helper.make_tensor_value_info(name, element, ["num_tokens", heads, kind["head_dim"]]))

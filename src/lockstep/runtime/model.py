@@ -50,6 +50,9 @@ class Model:
         allowed = engines.assembly["max_position_embeddings"]
         if allowed is not None and max_seq_len > allowed:
             raise InputError(f"max_seq_len: expected at most {allowed} (max_position_embeddings of {Path(assembly_json)}), found {max_seq_len}")
+        built = engines.manifest["options"].get("max_seq_len")
+        if built is not None and max_seq_len > built:
+            raise InputError(f"max_seq_len: expected at most {built}, which {engines_json} was built for, found {max_seq_len}; raise limits.max_seq_len and build again")
         for name, value in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
             if value < 1:
                 raise InputError(f"{name}: expected at least 1, found {value}")

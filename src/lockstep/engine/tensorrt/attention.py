@@ -2,7 +2,7 @@
 
 TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any kind, any version, three to ten times slower
 than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads, capacity, head_dim], whose capacity doubles.
-FusedAttention (fused.py) runs the rotary encoding as an engine and cuDNN's attention over a paged cache.
+FusedAttention (fused.py) runs the rotary encoding as a kernel and cuDNN's attention over a paged cache.
 """
 
 from __future__ import annotations

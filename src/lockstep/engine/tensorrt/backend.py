@@ -1,4 +1,5 @@
-"""The TensorRT backend on one NVIDIA GPU. Engine: a plan whose weights are inputs, less than a megabyte.
+"""The TensorRT backend on one NVIDIA GPU. Engine: a plan whose weights are inputs, less than a megabyte. The rotary encoding of a kind with fused attention
+is no plan: it is read out of its graph (rotation.py), which lies beside the plans, and runs on the host.
 
 One builder and one timing cache serve all graphs that an instance builds: layers that two graphs share are timed once.
 """
@@ -15,6 +16,7 @@ import onnx
 
 from lockstep.engine.backend import Built, CanonicalBytes
 from lockstep.engine.graphs import graphs_of
+from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
 from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
@@ -22,24 +24,25 @@ from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
 from lockstep.engine.tensorrt.layers import check_precision, fingerprint, fp16_sums, read_layers
 from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.profiles import Profile, profiles
+from lockstep.engine.tensorrt.rotation import check_rotation
 from lockstep.engine.tensorrt.tactics import CACHE, Tactics
 from lockstep.errors import CheckError, InputError
 from lockstep.files import sha256_file, write_bytes
 
 if TYPE_CHECKING:
-    from lockstep.engine.tensorrt.program import TensorRTProgram
+    from lockstep.engine.backend import Program
 
-# Optimization levels by the name of the graph. A rotary encoding is read out of its engine once, not run: tuning it for a minute gains nothing. Attention
-# takes 50 s at level 3 for the smallest model, and had not ended after two minutes at level 5.
-_HIGHEST_LEVEL = {"rotary": 1, "decode": 3, "prefill": 3}
+# Optimization levels by the name of the graph. Attention takes 50 s at level 3 for the smallest model, and had not ended after two minutes at level 5.
+_HIGHEST_LEVEL = {"decode": 3, "prefill": 3}
+_PLAN, _GRAPH = ".engine", ".onnx"
 
 
 class TensorRTBackend:
     """TensorRT 8.6, 10.x or 11.x. Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays it."""
 
     name = "tensorrt"
-    suffix = ".engine"
-    revision = 2
+    suffixes = (_PLAN, _GRAPH)
+    revision = 3
     takes_long = True
 
     def __init__(self) -> None:
@@ -47,6 +50,7 @@ class TensorRTBackend:
         self._builder: Any = None
         self._timing: Any = None
         self._tactics: Tactics | None = None
+        self._host = OnnxRuntimeBackend()
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -77,7 +81,7 @@ class TensorRTBackend:
         }
 
     def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Kinds that fused attention can run need only their rotary encoding as an engine."""
+        """Of kinds that fused attention can run only the rotary encoding is needed."""
         if options["attention"] not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options['attention']!r}")
         fused = {name for name, kind in assembly["kinds"].items() if options["attention"] == "fused" and can_fuse(kind, assembly["dtype"])}
@@ -88,19 +92,27 @@ class TensorRTBackend:
             elif phase == "decode":
                 yield f"{kind}.rotary", {**graph, "rotary_of": assembly["kinds"][kind]}
 
+    def file(self, name: str) -> str:
+        """A plan for TensorRT, or the graph of a rotary encoding."""
+        return name + (_GRAPH if name.endswith(".rotary") else _PLAN)
+
     def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         options = {key: value for key, value in manifest["options"].items() if key != "tactics"}
         made_by = {"version": manifest["backend_version"], "device": self.device_key(manifest["device"]), "options": options, "revision": self.revision}
         self._tactics = Tactics(manifest["options"]["tactics"], folder, made_by)
 
     def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
-        return self._tactics.keeps(name, entry["tactics_sha256"])
+        return self.file(name).endswith(_GRAPH) or self._tactics.keeps(name, entry["tactics_sha256"])
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        return {"typing": "strong" if compat.has("strong_types") else "weak", "tactics": self._tactics.finish(names)}
+        return {"typing": "strong" if compat.has("strong_types") else "weak", "tactics": self._tactics.finish([name for name in names if self.file(name).endswith(_PLAN)])}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
-        where, name, model = str(out_path), out_path.name.removesuffix(self.suffix), onnx.load(graph_path)
+        if out_path.suffix == _GRAPH:
+            check_rotation(self._host.load(graph_path, (), None, False).bind(None, {}), options["max_seq_len"], str(out_path))
+            write_bytes(out_path, graph_path.read_bytes())
+            return Built()
+        where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
         types, bounds = tensor_types(model), profiles(model, options)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
         with PeakMemory() as peak:
@@ -137,10 +149,14 @@ class TensorRTBackend:
 
     def choices(self, engine_path: Path) -> Any:
         """Tactics, formats and layers, without names made from pointers."""
+        if engine_path.suffix == _GRAPH:
+            return self._host.choices(engine_path)
         return fingerprint(self._layers(engine_path))
 
     def layer_information(self, engine_path: Path) -> Any:
         """The inspector's layers as they are."""
+        if engine_path.suffix == _GRAPH:
+            return self._host.layer_information(engine_path)
         return [asdict(layer) for layer in self._layers(engine_path)]
 
     def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
@@ -152,7 +168,9 @@ class TensorRTBackend:
         describe_gpu()  # without a GPU, TensorRT 8.6 ends the process
         return read_layers(compat.layer_information(compat.deserialize(engine_path.read_bytes(), where)), where)
 
-    def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> TensorRTProgram:
+    def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Program:
+        if engine_path.suffix == _GRAPH:
+            return self._host.load(engine_path, slots, threads, low_memory)
         from lockstep.engine.tensorrt.program import TensorRTProgram
 
         return TensorRTProgram(engine_path, slots)

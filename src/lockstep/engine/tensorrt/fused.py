@@ -1,4 +1,4 @@
-"""Fused attention: cuDNN's kernels over a paged KV cache, with the kind's rotary encoding in front (rotation.py).
+"""Fused attention: cuDNN's kernels over a paged KV cache, with the kind's rotary encoding (rotation.py) in front, as a kernel.
 
 A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]; one table for all layers says which pages a row has. Pages are given
 out as rows grow and taken back when they are forgotten. Needs the package nvidia-cudnn-frontend and the library cuDNN 9; no torch.
@@ -44,7 +44,7 @@ class FusedAttention:
         self._lengths = cuda.zeros((rows,), "i4")
         self._chunk_lengths = cuda.zeros((rows, 2), "i4")
         self._host_chunks = cuda.pinned((rows, 2), "i4")
-        self._rotations: dict[int, Rotation | None] = {id(kind): read_rotation(kind, max_seq_len, kernels) for kind in {id(k): k for k in layers.values()}.values()}
+        self._rotations = {id(kind): _rotation(kind, max_seq_len) for kind in {id(k): k for k in layers.values()}.values()}
         self._cache = {}
         for index, kind in layers.items():
             heads = kind.cache.num_kv_heads
@@ -89,19 +89,11 @@ class FusedAttention:
         spec, shape, total = kind.spec, kind.cache, values["attention"].shape[0]
         keys, cached = self._cache[index]
         query = buffer("query_out", (total, spec["num_heads"], shape.head_dim), self._dtype)
-        key = buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
+        key = values["key"].reshape(total, shape.num_kv_heads, shape.head_dim)
         value = values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim)
         positions, rotation = values["position_ids"], self._rotations[id(kind)]
-        if rotation is None:
-            engine = kind.engines["rotary"]
-            inputs = {name: values[name] for name in engine.program.tensors if name in ("query", "key", "position_ids")}
-            calls = [
-                engine.prepare(inputs, {"query_out": query, "key_out": key}, own),
-                lambda: self._kernels.write_cache(stream, key, value, keys, cached, rows, positions, self._table),
-            ]
-        else:
-            unrotated = values["query"].reshape(*query.shape), values["key"].reshape(*key.shape)
-            calls = [lambda: self._kernels.rotate(stream, *unrotated, value, query, keys, cached, rotation, rows, positions, self._table)]
+        unrotated = values["query"].reshape(*query.shape)
+        calls = [lambda: self._kernels.rotate(stream, unrotated, key, value, query, keys, cached, rotation, rows, positions, self._table)]
         pages = keys.shape[0]
         form = functools.partial(
             _Form, heads=spec["num_heads"], kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, value_dim=shape.value_head_dim,
@@ -120,11 +112,21 @@ class FusedAttention:
         return calls
 
 
+def _rotation(kind: Any, positions: int) -> Rotation:
+    """The rotary encoding of a kind (runtime.network.Kind), on the device."""
+    tables = read_rotation(kind.engines["rotary"], positions, "attention: fused")
+    return Rotation(_up(tables.own), _up(tables.other), _up(tables.partner))
+
+
 @functools.lru_cache(maxsize=None)
 def _ones(count: int) -> cuda.Array:
     """[count] int32 of 1: the new tokens of rows that decode."""
-    array, stream = cuda.empty((count,), "i4"), cuda.Stream()
-    stream.upload(array, np.ones(count, np.int32))
+    return _up(np.ones(count, np.int32))
+
+
+def _up(host: np.ndarray) -> cuda.Array:
+    array, stream = cuda.empty(host.shape, host.dtype), cuda.Stream()
+    stream.upload(array, host)
     stream.synchronize()
     return array
 

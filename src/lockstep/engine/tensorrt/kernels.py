@@ -26,12 +26,10 @@ __device__ float number(const void* values, int kind, long long i) {
 // One block a token and head. Sizes are counted in units of T. A token of row -1 is not written.
 template <typename T>
 __device__ void write_cache(const T* key, const T* value, T* keys, T* values, const int* rows, const void* positions, int wide,
-                            const int* pages, int pages_per_row, int page_size, int heads, int key_size, int value_size) {
+                            int capacity, int heads, int key_size, int value_size) {
     int token = blockIdx.x, head = blockIdx.y, row = rows[token];
     if (row < 0) return;
-    long long position = integer(positions, wide, token);
-    long long page = pages ? pages[row * pages_per_row + position / page_size] : row;
-    long long place = (page * heads + head) * page_size + position % page_size;
+    long long place = ((long long)row * heads + head) * capacity + integer(positions, wide, token);
     long long from = (long long)token * heads + head;
     for (int i = threadIdx.x; i < key_size; i += blockDim.x) keys[place * key_size + i] = key[from * key_size + i];
     for (int i = threadIdx.x; i < value_size; i += blockDim.x) values[place * value_size + i] = value[from * value_size + i];
@@ -39,8 +37,8 @@ __device__ void write_cache(const T* key, const T* value, T* keys, T* values, co
 
 #define WRITE(NAME, T) \
 extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values, const int* rows, const void* positions, int wide, \
-                                const int* pages, int pages_per_row, int page_size, int heads, int key_size, int value_size) { \
-    write_cache<T>(key, value, keys, values, rows, positions, wide, pages, pages_per_row, page_size, heads, key_size, value_size); }
+                                int capacity, int heads, int key_size, int value_size) { \
+    write_cache<T>(key, value, keys, values, rows, positions, wide, capacity, heads, key_size, value_size); }
 WRITE(write_cache_2, unsigned short)
 WRITE(write_cache_16, uint4)
 
@@ -55,8 +53,9 @@ __device__ void store(void* values, int kind, long long i, float number) {
     ((unsigned short*)values)[i] = bits;
 }
 
-// Blocks (token, slice). Rotated queries packed; rotated keys, and values as they are, into the cache.
-extern "C" __global__ void rotate(const void* query, const void* key, const void* value, void* query_out, void* keys, void* values, int kind,
+// Blocks (token, slice). Rotated queries packed; rotated keys, and values as they are, into the pages of the cache. Queries and keys come in the numbers of
+// `given`, all else has those of `kind`.
+extern "C" __global__ void rotate(const void* query, const void* key, const void* value, void* query_out, void* keys, void* values, int given, int kind,
                                   const float* own, const float* other, const int* partner, const int* rows, const void* positions, int wide,
                                   const int* pages, int pages_per_row, int page_size, int heads, int kv_heads, int dim, int value_dim) {
     int token = blockIdx.x, row = rows[token];
@@ -70,7 +69,7 @@ extern "C" __global__ void rotate(const void* query, const void* key, const void
             int at = i < queries ? i : i - queries, head = at / dim, j = at % dim;
             const void* from = i < queries ? query : key;
             long long base = (long long)token * (i < queries ? queries : kv_heads * dim) + head * dim;
-            float rotated = number(from, kind, base + j) * own[j] + number(from, kind, base + partner[j]) * other[j];
+            float rotated = number(from, given, base + j) * own[j] + number(from, given, base + partner[j]) * other[j];
             if (i < queries) store(query_out, kind, base + j, rotated);
             else if (row >= 0) store(keys, kind, ((page * kv_heads + head) * page_size + position % page_size) * dim + j, rotated);
         } else if (row >= 0) {
@@ -142,33 +141,31 @@ class Kernels:
         self._advance = module["advance"]
         self._rotate = module["rotate"]
         self._lengths = module["lengths"]
-        self._none = Array(0, (0,), "i4", None)
 
-    def write_cache(
-        self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array, pages: Array | None = None
-    ) -> None:
-        """key [num_tokens, num_kv_heads, head_dim] and value into keys, values [rows or pages, num_kv_heads, page_size, head_dim], each token
-        into row `rows[token]` (int32; -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the page of each piece of a row."""
+    def write_cache(self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array) -> None:
+        """key [num_tokens, num_kv_heads, head_dim] and value into keys, values [rows, num_kv_heads, capacity, head_dim], each token into row `rows[token]`
+        (int32; -1: nowhere) at `positions[token]`."""
         tokens, heads, key_dim = key.shape
         sizes = [dim * key.dtype.itemsize for dim in (key_dim, value.shape[2])]
         unit = 16 if all(size % 16 == 0 for size in sizes) else 2
         key_size, value_size = (size // unit for size in sizes)
         self._write[unit].launch(
             stream, (tokens, heads, 1), min(128, max(32, key_size, value_size)), key, value, keys, values, rows, positions, self._wide,
-            pages or self._none, pages.shape[1] if pages else 0, keys.shape[2], heads, key_size, value_size,
+            keys.shape[2], heads, key_size, value_size,
         )  # fmt: skip
 
     def rotate(
         self, stream: Stream, query: Array, key: Array, value: Array, query_out: Array, keys: Array, values: Array, rotation: Rotation,
         rows: Array, positions: Array, pages: Array,
     ) -> None:  # fmt: skip
-        """query [num_tokens, num_heads, head_dim] -> query_out, rotated; key, rotated, and value [num_tokens, num_kv_heads, dim] into the cache as in
-        `write_cache`."""
+        """query [num_tokens, num_heads, head_dim] -> query_out, rotated; key, rotated, and value [num_tokens, num_kv_heads, dim] into keys, values [pages,
+        num_kv_heads, page_size, dim], each token into row `rows[token]` (int32; -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the
+        page of each piece of a row. Queries and keys may be float32 where all else is not: some models normalise them in it."""
         tokens, heads, dim = query.shape
         kv_heads, value_dim = value.shape[1:]
         self._rotate.launch(
-            stream, (tokens, _SLICES, 1), 256, query, key, value, query_out, keys, values, _NUMBERS[query.dtype.name], rotation.own, rotation.other,
-            rotation.partner, rows, positions, self._wide, pages, pages.shape[1], keys.shape[2], heads, kv_heads, dim, value_dim,
+            stream, (tokens, _SLICES, 1), 256, query, key, value, query_out, keys, values, _NUMBERS[query.dtype.name], _NUMBERS[query_out.dtype.name],
+            rotation.own, rotation.other, rotation.partner, rows, positions, self._wide, pages, pages.shape[1], keys.shape[2], heads, kv_heads, dim, value_dim,
         )  # fmt: skip
 
     def lengths(self, stream: Stream, rows: Array, positions: Array, out: Array) -> None:

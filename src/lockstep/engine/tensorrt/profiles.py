@@ -27,10 +27,10 @@ def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]
     if limits["max_num_tokens"] < limits["max_batch_size"]:
         raise InputError(f"max_num_tokens: expected at least max_batch_size ({limits['max_batch_size']}), found {limits['max_num_tokens']}")
     shapes = {value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
-    return [_profile(shapes, *sizes) for sizes in _sizes(shapes, limits, model.graph.name)]
+    return [_profile(shapes, *sizes) for sizes in _sizes(shapes, limits)]
 
 
-def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int], name: str) -> list[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
+def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int]) -> list[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
     """The smallest, best and largest size by dimension, for each profile.
 
     A block that decodes one request is tuned for just that: measured, a 7B block takes 112 us so, and 134 us when tuned for 16. A step that takes
@@ -44,7 +44,7 @@ def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int],
     unknown = sorted(names - set(least))
     if unknown:
         raise InputError(f"dimension: expected one of {', '.join(least)}, found {', '.join(unknown)}")
-    if "num_tokens" not in names or "past_capacity" in names or name == "rotary":
+    if "num_tokens" not in names or "past_capacity" in names:
         return [(least, best, largest)]
     one = dict.fromkeys(least, 1)
     several = {**best, "num_tokens": requests}

@@ -1,116 +1,131 @@
-"""Read a rotary encoding out of its engine, as numbers that one kernel applies.
+"""Read a rotary encoding out of its graph, as numbers that one kernel applies (`Kernels.rotate`).
 
-In: the rotary engine of a kind. Out: for each position and element of a head the weight of the element itself and of one partner, which is what
-every rotary encoding in use comes to, partial, interleaved, scaled or none at all; or nothing, where the engine does something else, which then runs
-as it is: right, but slower (a dozen small kernels a layer). Read with unit vectors, and held against the engine on random numbers at all positions.
+In: the rotary graph of a kind (engine/rotary.py) in ONNX Runtime, on the host. Out: for each position and element of a head the weight of the element
+itself and of one partner, which is what rotary encodings come to, partial, interleaved, scaled or none at all. They are read with unit vectors. Before, when
+the engines are built, they are held against the graph on random numbers at all positions; a graph that does something else is refused. Needs no GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lockstep.engine.tensorrt import cuda
-from lockstep.engine.tensorrt.kernels import Kernels, Rotation
+from lockstep.errors import CheckError
 
 _PROBES = 12  # positions at which all elements are looked at
-_LAST_BITS = {"float16": 2.0**-9, "bfloat16": 2.0**-6}  # two units in the last place: the engine rounds products, the kernel only their sum
+_NUMBERS = 1 << 17  # of queries and keys that are turned at a time: few enough to stay in the processor's cache
 
 
-def read_rotation(kind: Any, positions: int, kernels: Kernels) -> Rotation | None:
-    """The encoding of a kind (runtime.network.Kind) at positions 0 to positions-1; None where it has another form."""
-    engine = _Engine(kind)
-    partner = _partners(engine, positions)
-    if partner is None:
-        return None
-    dim = len(partner)
-    first = np.arange(dim) <= partner  # one element of each pair
-    both = []
-    for chosen in (first, ~first):
-        whole = np.tile(chosen.astype(np.float32), (positions, 1))
-        both.append(engine.run(whole, np.arange(positions))[0])
-    own, other = np.where(first, both[0], both[1]), np.where(first, both[1], both[0])
-    other = np.where(partner == np.arange(dim), 0, other)
-    # What the second run adds to a lone element is nothing, for it reads zeros only.
-    if not _same(engine, own, other, partner, positions):
-        return None
-    return Rotation(_up(own.astype(np.float32)), _up(other.astype(np.float32)), _up(partner.astype(np.int32)))
+@dataclass(frozen=True)
+class Tables:
+    """A rotary encoding: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads of queries and keys.
+
+    own, other [positions, head_dim] float32; partner [head_dim] int32, an element's own number where it has none.
+    """
+
+    own: np.ndarray
+    other: np.ndarray
+    partner: np.ndarray
 
 
-def _partners(engine: _Engine, positions: int) -> np.ndarray | None:
-    """For each element the other one that it is made of, itself where there is none; None where it is made of more."""
-    dim = engine.dim
+def read_rotation(executable: Any, positions: int, where: str) -> Tables:
+    """The encoding of a rotary graph (an executable of ONNX Runtime) at positions 0 to positions-1, if it is one: see `check_rotation`.
+
+    Raises CheckError, beginning with `where`, for elements that are not made of pairs.
+    """
+    graph = _Graph(executable, where)
+    partner = _partners(graph, positions)
+    numbers = np.arange(graph.dim)
+    first = numbers <= partner  # one element of each pair
+    own, other = (np.empty((positions, graph.dim), np.float32) for _ in range(2))
+    for piece in _pieces(positions, graph.most):
+        found = graph.turned(np.stack([first, ~first]), piece)
+        own[piece], other[piece] = np.where(first, found, found[::-1])
+    other[:, partner == numbers] = 0
+    return Tables(own, other, partner.astype(np.int32))
+
+
+def check_rotation(executable: Any, positions: int, where: str) -> None:
+    """Turn random numbers at positions 0 to positions-1 by the graph and by what is read out of it. Raises CheckError where they differ.
+
+    Three numbers may be rounded on the graph's side alone: the weight, where the graph has it more exactly than it can be read, the product and the sum. Each
+    is then off by half a unit in the last place, or of the smallest number there is. float32, in which the tables are applied, adds its own.
+    """
+    graph, tables = _Graph(executable, where), read_rotation(executable, positions, where)
+    random, kind = np.random.default_rng(0), np.finfo(graph.dtype)
+    last, tiny = 1.5 * kind.eps + 4 * np.finfo(np.float32).eps, kind.smallest_subnormal / 2
+    given = [random.standard_normal((min(positions, graph.most) + 1, heads, graph.dim), np.float32).astype(graph.dtype) for heads in graph.heads]
+    for piece in _pieces(positions, graph.most):
+        at = np.append(piece, positions - 1)  # beside the last one, which must not matter
+        for x, found in zip((numbers[: len(at)].astype(np.float32) for numbers in given), graph.rotate(*(numbers[: len(at)] for numbers in given), at)):
+            y = x[:, :, tables.partner]
+            one, two = x * tables.own[at, None], y * tables.other[at, None]
+            allowed = last * (np.abs(one) + np.abs(two)) + tiny * (np.abs(x) + np.abs(y) + 3)
+            right = (np.abs(one + two - found) <= allowed).all(axis=(1, 2))
+            if not right.all():
+                graph.refuse(f"other numbers at position {at[right.argmin()]}")
+
+
+def _pieces(positions: int, most: int) -> Iterator[np.ndarray]:
+    """All positions in order, at most `most` at a time; the first pieces are small, so that an encoding which depends on the largest position of a step
+    is not always read as of a long one."""
+    low = 0
+    while low < positions:
+        high = min(positions, low + most, max(1, 2 * low))
+        yield np.arange(low, high)
+        low = high
+
+
+def _partners(graph: _Graph, positions: int) -> np.ndarray:
+    """For each element the other one that it is made of, itself where there is none."""
+    numbers = np.arange(graph.dim)
     probes = np.unique(np.linspace(0, positions - 1, _PROBES).astype(np.int64))
-    made = np.zeros((dim, dim), bool)  # [of, into]
-    for element in range(dim):
-        unit = np.zeros((len(probes), dim), np.float32)
-        unit[:, element] = 1
-        for found in engine.run(unit, probes):
-            made[element] |= (found != 0).any(axis=0)
-    made[np.arange(dim), np.arange(dim)] = False
-    if (made.sum(axis=0) > 1).any():
-        return None
-    partner = np.where(made.any(axis=0), made.argmax(axis=0), np.arange(dim))
-    return partner if np.array_equal(partner[partner], np.arange(dim)) else None
+    made = (graph.turned(np.eye(graph.dim), probes) != 0).any(axis=1)  # [of, into]
+    made[numbers, numbers] = False
+    counts = made.sum(axis=0)
+    if (counts > 1).any():
+        graph.refuse(f"element {counts.argmax()} made of {counts.max()} others")
+    partner = np.where(counts, made.argmax(axis=0), numbers)
+    if (partner[partner] != numbers).any():
+        element = (partner[partner] != numbers).argmax()
+        graph.refuse(f"element {element} made of {partner[element]}, which is made of {partner[partner[element]]}")
+    return partner
 
 
-def _same(engine: _Engine, own: np.ndarray, other: np.ndarray, partner: np.ndarray, positions: int) -> bool:
-    random = np.random.default_rng(0)
-    at = np.arange(positions)
-    query = random.standard_normal((positions, engine.heads, engine.dim), np.float32).astype(engine.dtype)
-    key = random.standard_normal((positions, engine.kv_heads, engine.dim), np.float32).astype(engine.dtype)
-    for given, found in zip((query, key), engine.rotate(query, key, at)):
-        given, found = given.astype(np.float32), found.astype(np.float32)
-        expected = given * own[:, None] + given[:, :, partner] * other[:, None]
-        size = np.abs(given * own[:, None]) + np.abs(given[:, :, partner] * other[:, None])
-        if not (np.abs(expected - found) <= _LAST_BITS[engine.dtype.name] * size + 1e-6).all():
-            return False
-    return True
+class _Graph:
+    """A rotary graph on host arrays: query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim], position_ids [n]."""
 
+    def __init__(self, executable: Any, where: str):
+        self._executable, self._where = executable, where
+        self._types = {name: value.dtype for name, value in executable.inputs.items()}
+        out = [executable.outputs[name] for name in ("query_out", "key_out")]
+        self.heads, self.dim, self.dtype = tuple(value.shape[1] for value in out), out[0].shape[2], out[0].dtype
+        self.most = max(1, _NUMBERS // (sum(self.heads) * self.dim))
+        unknown = sorted(set(self._types) - {"query", "key", "position_ids"})
+        if unknown:
+            self.refuse(f"one that depends on {', '.join(unknown)}")
 
-class _Engine:
-    """The rotary engine on host arrays, in pieces of the sizes that it takes."""
+    def refuse(self, found: str) -> None:
+        raise CheckError(
+            f"{self._where}: expected a rotary encoding that mixes pairs of elements, in all heads alike, by their position alone, found {found}; build with attention: traced"
+        )
 
-    def __init__(self, kind: Any):
-        self._engine = kind.engines["rotary"]
-        self._program = self._engine.program
-        self.heads, self.kv_heads, self.dim = kind.spec["num_heads"], kind.cache.num_kv_heads, kind.cache.head_dim
-        self.dtype = self._program.tensors["query"].dtype
-        self._largest = max(bounds[2][0] for bounds in self._program.tensors["query"].profiles)
-
-    def run(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """rows [n, dim], given to every head -> [n, dim] of the first query head and of the first key head, float32."""
-        query, key = (np.repeat(rows[:, None], count, axis=1).astype(self.dtype) for count in (self.heads, self.kv_heads))
-        return tuple(found[:, 0].astype(np.float32) for found in self.rotate(query, key, positions))
+    def turned(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Each of rows [count, head_dim] turned to each position [n], in the heads of the query; [count, n, head_dim] float32."""
+        heads, found = self.heads[0], []
+        for low in range(0, len(rows), heads):
+            some = rows[low : low + heads]
+            query, key = (np.zeros((len(positions), count, self.dim), self.dtype) for count in self.heads)
+            query[:, : len(some)] = some
+            found.append(self.rotate(query, key, positions)[0][:, : len(some)].swapaxes(0, 1))
+        return np.concatenate(found).astype(np.float32)
 
     def rotate(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """query [n, num_heads, dim] and key [n, num_kv_heads, dim] rotated."""
-        found: tuple[list, list] = ([], [])
-        for low in range(0, len(positions), self._largest):
-            piece = slice(low, low + self._largest)
-            for out, array in zip(found, self._piece(query[piece], key[piece], positions[piece])):
-                out.append(array)
-        return np.concatenate(found[0]), np.concatenate(found[1])
-
-    def _piece(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tensors, stream = self._program.tensors, self._program.device.stream
-        given = {"query": query.reshape(len(query), -1), "key": key.reshape(len(key), -1)}
-        if "position_ids" in tensors:
-            given["position_ids"] = positions.astype(tensors["position_ids"].dtype)
-        inputs = {name: _up(array) for name, array in given.items()}
-        outputs = {"query_out": cuda.empty(query.shape, self.dtype), "key_out": cuda.empty(key.shape, self.dtype)}
-        self._engine.prepare(inputs, outputs)()
-        results = tuple(np.empty(array.shape, self.dtype) for array in outputs.values())
-        for host, array in zip(results, outputs.values()):
-            stream.download(host, array)
-        stream.synchronize()
-        return results
-
-
-def _up(host: np.ndarray) -> cuda.Array:
-    host = np.ascontiguousarray(host)
-    array, stream = cuda.empty(host.shape, host.dtype), cuda.Stream()
-    stream.upload(array, host)
-    stream.synchronize()
-    return array
+        given = {"query": query.reshape(len(query), -1), "key": key.reshape(len(key), -1), "position_ids": positions}
+        inputs = {name: given[name].astype(dtype, copy=False) for name, dtype in self._types.items()}
+        outputs = {"query_out": np.empty(query.shape, self.dtype), "key_out": np.empty(key.shape, self.dtype)}
+        self._executable.prepare(inputs, outputs)()
+        return outputs["query_out"], outputs["key_out"]

@@ -1,0 +1,200 @@
+"""Rotary encodings as two numbers for each position and element: read out of graphs of many families, held against the graphs and against transformers.
+
+What is not of that form is refused, with what was found.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+from families import FAMILIES
+
+from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
+from lockstep.engine.rotary import rotary
+from lockstep.engine.tensorrt.attention_kinds import can_fuse
+from lockstep.engine.tensorrt.rotation import Tables, check_rotation, read_rotation
+from lockstep.errors import CheckError
+from lockstep.sessions import open_session
+from lockstep.split.export import assemble
+from lockstep.split.tracer import meta_model
+
+POSITIONS = 100
+# Halves, with frequencies and weights scaled; neighbours, of a part of the elements; neighbours in fp32; no encoding.
+ALWAYS = {"llama, yarn rope", "glm", "cohere", "gpt2"}
+TWO_KINDS = {"qwen2", "gemma2", "gemma3_text", "smollm3"}
+REFUSED = {"deepseek_v3"}  # writes neighbours into halves, and puts keys together before they are turned
+WITHOUT = {"gpt2", "opt", "hunyuan_v1_dense"}  # positions in the embedding; keys normalised behind the encoding, which then stays in the block
+
+
+@dataclass
+class Cut:
+    """A family's rotary graphs in fp16, by kind, with the config they are of."""
+
+    family: str
+    config: dict
+    kinds: dict
+    graphs: dict[str, onnx.ModelProto]
+
+
+def executable(model: onnx.ModelProto, folder: Path):
+    path = folder / "x.onnx"
+    onnx.save(model, path)
+    return OnnxRuntimeBackend().load(path, (), None, False).bind(None, {})
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES])
+def cut(request) -> Cut:
+    """One layer of each kind."""
+    config, layers = {**FAMILIES[request.param].config, "dtype": "float16"}, 2 if request.param in TWO_KINDS else 1
+    config |= {"n_layer": layers} if "n_layer" in config else {"num_hidden_layers": layers}
+    config |= {name: config[name][:layers] for name in ("layer_types", "no_rope_layers") if name in config}
+    config |= {"head_dim": 16} if request.param in ("cohere", "llama, yarn rope", "smollm3", "olmo2") else {}  # as fused attention asks for
+    files, assembly = assemble(meta_model(config, "fp16"), config, "fp16")
+    graphs = {name: rotary(onnx.load_from_string(files[kind["decode"]["graph"]]), kind) for name, kind in assembly["kinds"].items()}
+    return Cut(request.param, config, assembly["kinds"], graphs)
+
+
+def applied(tables: Tables, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """As the kernel does it: x [num_tokens, heads, head_dim] of any type, in float32."""
+    x = x.astype(np.float32)
+    return x * tables.own[positions][:, None] + x[:, :, tables.partner] * tables.other[positions][:, None]
+
+
+def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
+    for name, model in cut.graphs.items():
+        run = executable(model, tmp_path)
+        if cut.family in REFUSED:
+            with pytest.raises(CheckError, match="here: expected a rotary encoding that mixes pairs .*found element 13 made of 2 others; build with attention: traced"):
+                check_rotation(run, POSITIONS, "here")
+            continue
+        check_rotation(run, POSITIONS, "here")
+        tables = read_rotation(run, POSITIONS, "here")
+        random, positions = np.random.default_rng(1), np.array([99, 0, 7, 7, 64, 31])
+        kind = cut.kinds[name]
+        given = [random.standard_normal((len(positions), kind[heads], kind["head_dim"]), np.float32).astype(np.float16) for heads in ("num_heads", "num_kv_heads")]
+        types = {entry["name"]: entry["dtype"] for entry in kind["decode"]["inputs"]}
+        feeds = {name: x.reshape(len(x), -1).astype(types[name]) for name, x in zip(("query", "key"), given)} | {"position_ids": positions}
+        session = open_session(model.SerializeToString())
+        for x, found in zip(given, session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})):
+            # Numbers up to 4: the products and their sum are rounded to fp16 by the graph, each by 2^-11 of its size at most.
+            assert np.abs(applied(tables, x, positions) - found.astype(np.float32)).max() < 3 * 4 * 2**-11
+        turns = (tables.partner != np.arange(len(tables.partner))).any()
+        assert turns == ("position_ids" in feeds.keys() & {value.name for value in model.graph.input})
+        assert turns != (cut.family in WITHOUT or cut.family == "smollm3" and name == "attention_2")
+
+
+def test_the_tables_turn_as_transformers_does(cut, tmp_path) -> None:
+    """Its own function on its own cosines, in float64: what is left is that these are fp16 in the graph, each rounded by 2^-11 at most."""
+    if cut.family not in ("glm", "cohere", "llama, yarn rope", "llama, llama3 rope", "mistral"):
+        pytest.skip("in transformers no one function of query, key, cosine and sine alone, or the same as another family's")
+    module = importlib.import_module(f"transformers.models.{cut.config['model_type']}.modeling_{cut.config['model_type']}")
+    encoding = next(value for value in meta_model(cut.config, "fp32").modules() if type(value).__name__.endswith("RotaryEmbedding"))
+    positions = np.arange(POSITIONS)
+    random = np.random.default_rng(2)
+    (name, model), kind = *cut.graphs.items(), next(iter(cut.kinds.values()))
+    query, key = (torch.from_numpy(random.standard_normal((1, kind[heads], POSITIONS, kind["head_dim"]))) for heads in ("num_heads", "num_kv_heads"))
+    cos, sin = encoding(torch.zeros(1, dtype=torch.float64), torch.from_numpy(positions)[None])
+    tables = read_rotation(executable(model, tmp_path), POSITIONS, "here")
+    for x, expected in zip((query, key), module.apply_rotary_pos_emb(query, key, cos, sin)):
+        found = applied(tables, x[0].numpy().swapaxes(0, 1), positions)
+        assert np.abs(found - expected[0].numpy().swapaxes(0, 1)).max() < 2 * 2**-11 * 4.5  # of random numbers up to 4.5
+
+
+def test_what_fused_attention_can_run_is_known_by_types_too(cut) -> None:
+    for kind in cut.kinds.values():
+        types = {entry["name"]: entry["dtype"] for entry in kind["decode"]["inputs"]}
+        assert types["value"] == "float16" and types["query"] == types["key"] == ("float32" if cut.family in ("gemma3_text", "cohere", "olmo2") else "float16")
+        assert can_fuse(kind, "float16") == (kind["head_dim"] == 16 and not kind["softcap"])
+        values = [{**entry, "dtype": "float32"} if entry["name"] == "value" else entry for entry in kind["decode"]["inputs"]]
+        assert not can_fuse({**kind, "decode": {"inputs": values}}, "float16")
+
+
+# --- graphs of another form
+
+ANGLE = "angle = Cast<to = 1>(position_ids)"
+HALVES = """
+    flat = Unsqueeze(angle, one)  angles = Mul(flat, frequencies)
+    c = Cos(angles)  s = Sin(angles)  cosines = Concat<axis = -1>(c, c)  sines = Concat<axis = -1>(s, s)
+    wide_cosines = Unsqueeze(cosines, one)  wide_sines = Unsqueeze(sines, one)"""
+TURN = """
+    {x} = Reshape({name}, {heads})
+    {x}_low, {x}_high = Split<axis = -1, num_outputs = 2>({x})  {x}_minus = Neg({x}_high)  {x}_half = Concat<axis = -1>({x}_minus, {x}_low)
+    {x}_one = Mul({x}, wide_cosines)  {x}_two = Mul({x}_half, wide_sines)  {name}_turned = Add({x}_one, {x}_two)"""
+
+
+def handmade(
+    query: str = "query_out = Identity(query_turned)", key: str = "key_out = Identity(key_turned)", angle: str = ANGLE, inputs: str = "", heads: int = 2
+) -> onnx.ModelProto:
+    """Heads of four elements, one of the key; halves turned by the position. query, key: what gives query_out, key_out."""
+    return onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        rotary (float[num_tokens, {4 * heads}] query, float[num_tokens, 4] key, int64[num_tokens] position_ids{inputs})
+            => (float[num_tokens, {heads}, 4] query_out, float[num_tokens, 1, 4] key_out)
+        <int64[1] one = {{1}}, int64[3] query_heads = {{-1, {heads}, 4}}, int64[3] key_heads = {{-1, 1, 4}}, float[2] frequencies = {{1, 0.01}}>
+        {{ {angle} {HALVES} {TURN.format(x="q", name="query", heads="query_heads")} {TURN.format(x="k", name="key", heads="key_heads")} {query} {key} }}"""
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_handmade_encoding_is_read(tmp_path, heads) -> None:
+    run = executable(handmade(heads=heads), tmp_path)
+    check_rotation(run, POSITIONS, "here")
+    tables = read_rotation(run, POSITIONS, "here")
+    angles = (np.arange(POSITIONS, dtype=np.float32)[:, None] * np.array([1, 0.01], np.float32)).astype(np.float64)
+    assert tables.partner.tolist() == [2, 3, 0, 1]
+    # cosine and sine in float32: the last bit of theirs
+    np.testing.assert_allclose(tables.own, np.cos(np.tile(angles, 2)), atol=2**-23)
+    np.testing.assert_allclose(tables.other, np.concatenate([-np.sin(angles), np.sin(angles)], axis=1), atol=2**-23)
+    assert read_rotation(run, 1, "here").own.tolist() == [[1, 1, 1, 1]]
+
+
+ORDER = "order = Constant<value_ints = [1, 2, 3, 0]>()  query_out = Gather<axis = -1>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"query": "query_out = Identity(q)"}, "other numbers at position 99"),
+        ({"key": "key_out = Identity(k)"}, "other numbers at position 99"),
+        ({"key": "key_out = Relu(key_turned)"}, "other numbers at position 1"),  # by chance all positive at 0
+        ({"query": "square = Mul(query_turned, query_turned)  mean = ReduceMean(square)  query_out = Div(query_turned, mean)"}, "other numbers at position 0"),
+        ({"query": "two = Constant<value = float[2, 1] {1, 1.0001}>()  query_out = Mul(query_turned, two)"}, "other numbers at position 0"),  # heads differ
+        ({"query": f"{ORDER}(query_turned, order)"}, "element 0 made of 2 others"),
+        ({"query": f"{ORDER}(q, order)"}, "element 0 made of 1, which is made of 2"),
+        ({"angle": "angle = Cast<to = 1>(past_lengths)", "inputs": ", int64[num_tokens] past_lengths"}, "one that depends on past_lengths"),
+    ],
+)
+def test_another_form_is_refused(tmp_path, changes, found) -> None:
+    with pytest.raises(CheckError) as error:
+        check_rotation(executable(handmade(**changes), tmp_path), POSITIONS, "x/attention.rotary.onnx")
+    assert str(error.value) == (
+        "x/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements, in all heads alike, by their position alone, "
+        f"found {found}; build with attention: traced"
+    )
+
+
+@pytest.mark.parametrize("limit", [1, 3, 60, 98])
+def test_an_encoding_that_depends_on_the_length_is_refused(tmp_path, limit) -> None:
+    """As of dynamic NTK scaling, or with other frequencies for long prompts: the largest position of a step turns all of it."""
+    angle = f"""largest = ReduceMax(position_ids)  limit = Constant<value_int = {limit}>()  long = Greater(largest, limit)  plain = Cast<to = 1>(position_ids)
+    scale = Constant<value_float = 0.25>()  scaled = Mul(plain, scale)  angle = Where(long, scaled, plain)"""
+    run = executable(handmade(angle=angle), tmp_path)
+    with pytest.raises(CheckError, match="found other numbers at position [0-9]+; build with attention: traced"):
+        check_rotation(run, POSITIONS, "here")
+    check_rotation(run, limit + 1, "here")  # no step is longer: it is one encoding
+
+
+def test_numbers_are_turned_in_pieces(tmp_path, monkeypatch) -> None:
+    run = executable(handmade(), tmp_path)
+    whole = read_rotation(run, POSITIONS, "here")
+    monkeypatch.setattr("lockstep.engine.tensorrt.rotation._NUMBERS", 7 * 12)
+    check_rotation(run, POSITIONS, "here")
+    for name, values in vars(read_rotation(run, POSITIONS, "here")).items():
+        np.testing.assert_allclose(values, getattr(whole, name), rtol=0, atol=2**-23, err_msg=name)  # sine of one number or of eight at a time: the last bit
