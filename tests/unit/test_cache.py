@@ -83,6 +83,7 @@ def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path
     write_json(tmp_path / "other" / "engines.json", {**read_json(tmp_path / "other" / "engines.json"), "backend_version": "0.0"})
     (tmp_path / "other" / "middle.onnx").write_bytes(b"an engine of another version")
     (tmp_path / "other" / "middle_2.onnx").write_bytes(b"and one of a class that is no more")
+    (tmp_path / "other" / "attention.decode.engine").write_bytes(b"and one of another kind of file")
     (tmp_path / "other" / f".middle.onnx.{2**22 + 1}.tmp").write_bytes(b"left by a kill")  # above any process id
     build(tmp_path / "other", never)
     assert contents(tmp_path / "one") == contents(tmp_path / "other")

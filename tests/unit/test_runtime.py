@@ -1,5 +1,7 @@
 """The step: any mix of requests, in any order and any chunks, gives what each gives alone, and what a forward by hand gives."""
 
+import shutil
+
 import numpy as np
 import pytest
 from handmade import CONFIG, llama, make
@@ -182,6 +184,17 @@ def test_a_step_that_cannot_be_taken_is_refused_and_changes_nothing(tiny, advanc
 def test_limits_that_the_model_does_not_allow_are_refused(tiny, limits, message):
     with pytest.raises(InputError, match=message):
         open_model(tiny, **limits)
+
+
+def test_more_positions_than_the_engines_were_built_for_are_refused(tiny, tmp_path):
+    """Profiles end there, and rotary encodings were checked up to there."""
+    folder = shutil.copytree(tiny.engines("tiny", "fp32", "onnxruntime").parent, tmp_path / "engines")
+    manifest = read_json(folder / "engines.json")
+    write_json(folder / "engines.json", {**manifest, "options": {**manifest["options"], "max_seq_len": 64}})
+    paths = folder / "engines.json", tiny.assembly("tiny", "fp32"), tiny.weights("tiny", "fp32")
+    assert Model.open(*paths, max_seq_len=64).max_seq_len == 64
+    with pytest.raises(InputError, match="max_seq_len: expected at most 64, which .*engines.json was built for, found 65; raise limits.max_seq_len and build again"):
+        Model.open(*paths, max_seq_len=65)
 
 
 def test_weights_of_another_precision_or_model_are_refused(tiny, tmp_path):

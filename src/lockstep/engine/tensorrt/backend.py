@@ -170,7 +170,7 @@ class TensorRTBackend:
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Program:
         if engine_path.suffix == _GRAPH:
-            return self._host.load(engine_path, slots, threads, low_memory)
+            return self._host.load(engine_path, slots, None, low_memory)
         from lockstep.engine.tensorrt.program import TensorRTProgram
 
         return TensorRTProgram(engine_path, slots)
