@@ -254,6 +254,16 @@ def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_atten
     assert traced.returncode == 0 and not (tmp_path / "attention.rotary.onnx").exists() and (tmp_path / "attention.decode.engine").exists()
 
 
+def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, engines, tmp_path) -> None:
+    """As of sets whose rotary encoding was built by TensorRT."""
+    manifest = read_json(engines)
+    (engines.parent / "entry.onnx").rename(engines.parent / "entry.engine")
+    manifest["engines"]["entry"]["file"] = "entry.engine"
+    write_json(engines, manifest)
+    with pytest.raises(CheckError, match="engines.json: engine entry: expected the file entry.onnx, found entry.engine; build the engines again"):
+        compare(demo, engines, tmp_path / "out.json")
+
+
 def test_a_rotary_encoding_of_another_form_fails_the_build(demo, tmp_path) -> None:
     """Elements in another order are the same attention: only who reads the encoding can see it."""
     graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")

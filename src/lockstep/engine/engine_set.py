@@ -25,7 +25,7 @@ class EngineSet:
     @classmethod
     def open(cls, engines_json: str | os.PathLike, assembly_json: str | os.PathLike) -> EngineSet:
         """Raises CheckError, with the value recorded and the value found, for another version of the library, another device,
-        a damaged or missing engine file, or graphs of another export."""
+        a damaged or missing engine file or one of another kind, or graphs of another export."""
         path, assembly = Path(engines_json), read_json(assembly_json, formats.ASSEMBLY)
         manifest = read_json(path, formats.ENGINES)
         backend = get_backend(manifest["backend"])
@@ -38,6 +38,8 @@ class EngineSet:
         for name, entry in manifest["engines"].items():
             file = path.parent / entry["file"]
             _same(path, f"graph of engine {name}", entry["graph_sha256"], graphs[name]["sha256"], f"build the engines of {assembly_json}")
+            if file.name != backend.file(name):  # a set that an earlier version of this code made
+                raise CheckError(f"{path}: engine {name}: expected the file {backend.file(name)}, found {file.name}; build the engines again")
             if not file.is_file():
                 raise CheckError(f"{file}: expected the engine {name}, found no file; build the engines again")
             _same(file, "sha256", entry["sha256"], sha256_file(file), "the file is damaged: delete it and build the engines again")

@@ -159,7 +159,8 @@ class OnnxRuntimeExecutable:
         self._session = session
         self._values = values
         self._where = where
-        self.inputs, self.outputs = ({value.name: Declared(_NUMPY_TYPES[value.type], value.shape) for value in values} for values in (session.get_inputs(), session.get_outputs()))
+        declared = lambda values: {value.name: Declared(_NUMPY_TYPES[value.type], value.shape) for value in values}
+        self.inputs, self.outputs = declared(session.get_inputs()), declared(session.get_outputs())
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
         binding = self._session.io_binding()

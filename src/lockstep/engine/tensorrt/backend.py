@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
 
-from lockstep.engine.backend import Built, CanonicalBytes
+from lockstep.engine.backend import Built, CanonicalBytes, Program
 from lockstep.engine.graphs import graphs_of
 from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
 from lockstep.engine.tensorrt import compat
@@ -28,9 +28,6 @@ from lockstep.engine.tensorrt.rotation import check_rotation
 from lockstep.engine.tensorrt.tactics import CACHE, Tactics
 from lockstep.errors import CheckError, InputError
 from lockstep.files import sha256_file, write_bytes
-
-if TYPE_CHECKING:
-    from lockstep.engine.backend import Program
 
 # Optimization levels by the name of the graph. Attention takes 50 s at level 3 for the smallest model, and had not ended after two minutes at level 5.
 _HIGHEST_LEVEL = {"decode": 3, "prefill": 3}

@@ -110,7 +110,8 @@ class _Graph:
 
     def refuse(self, found: str) -> None:
         raise CheckError(
-            f"{self._where}: expected a rotary encoding that mixes pairs of elements, in all heads alike, by their position alone, found {found}; build with attention: traced"
+            f"{self._where}: expected a rotary encoding that mixes pairs of elements, in all heads alike, by their position alone, "
+            f"found {found}; build with attention: traced"
         )
 
     def turned(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
