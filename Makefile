@@ -3,18 +3,22 @@
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make test                     runs the tests; ARGS="-k name" is passed on to pytest
 #   make test-all                 runs the long ones too: every model family through every stage
+#   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
+#                                 TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room
 #   make demo PYTHON=python3.12   with another Python (3.11 or newer)
 
 PYTHON ?= python3
 CORES ?= all
 ARGS ?=
+TENSORRT_PYTHON ?= $(BIN)/python
+WORK ?= .bench
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINS := envs/requirements.txt
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all setup clean
+.PHONY: demo test test-all gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -27,6 +31,10 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+gpu: setup
+	$(BIN)/snakemake --cores $(CORES) --configfile config/gpu.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
+	$(BIN)/lockstep bench gpu --python $(TENSORRT_PYTHON) --work $(WORK) --write docs
 
 setup: $(VENV)/.installed
 
