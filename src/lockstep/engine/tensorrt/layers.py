@@ -65,24 +65,15 @@ def fingerprint(layers: Sequence[Layer]) -> list[dict[str, Any]]:
 
     A fused region is what lies between its tensors, in whatever order they are listed: TensorRT names it by two of its nodes, not always the same.
     """
-    return [
-        {
-            "name": _region(layer) if _REGION.match(layer.name) else without_pointers(layer.name),
-            "kind": layer.kind,
-            "tactic": _without_pointers_in_name(layer.tactic),
-            "formats": _boundary(layer) if _REGION.match(layer.name) else [text for _, text in (*layer.inputs, *layer.outputs)],
-        }
-        for layer in layers
-    ]
+    return [{**_named(layer), "kind": layer.kind, "tactic": _without_pointers_in_name(layer.tactic)} for layer in layers]
 
 
-def _region(layer: Layer) -> str:
-    return f"fused region that gives {', '.join(sorted(without_pointers(name) for name, _ in layer.outputs))}"
-
-
-def _boundary(layer: Layer) -> list[str]:
-    sides = ("from", layer.inputs), ("to", layer.outputs)
-    return sorted(f"{side} {without_pointers(name)}: {text}" for side, tensors in sides for name, text in tensors)
+def _named(layer: Layer) -> dict[str, Any]:
+    if not _REGION.match(layer.name):
+        return {"name": without_pointers(layer.name), "formats": [text for _, text in (*layer.inputs, *layer.outputs)]}
+    inputs, outputs = ([(without_pointers(name), text) for name, text in tensors] for tensors in (layer.inputs, layer.outputs))
+    boundary = [f"{side} {name}: {text}" for side, tensors in (("from", inputs), ("to", outputs)) for name, text in tensors]
+    return {"name": f"fused region that gives {', '.join(sorted(name for name, _ in outputs))}", "formats": sorted(boundary)}
 
 
 def without_pointers(name: str) -> str:
