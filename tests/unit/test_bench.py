@@ -141,3 +141,14 @@ def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(
     (tmp_path / "weights" / "weights.bin").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(InputError, match="weights.bin: expected sha256"):
         Model.open(tmp_path / "engines" / "engines.json", assembly, weights, "all", 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("option", "found"), [("optimization_level", "'optimization_level'"), ("tactic_sources=[jit", "'tactic_sources=[jit'"), ("tactics=record", "'tactics=record'")]
+)
+def test_an_option_of_the_gpu_benchmark_that_is_no_json_is_one_line(tmp_path, option, found):
+    command = [sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work"), "--option", option]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"Error: Invalid value for '--option': expected NAME=JSON, such as optimization_level=3 or tactics='\"record\"', found {found}"
+    assert not (tmp_path / "work").exists()

@@ -113,14 +113,29 @@ def models(types: tuple[str, ...], jobs: int, docs: Path | None) -> None:
         click.echo(write_page(record, docs / "models.md"))
 
 
+def _settings(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """{name: value} of NAME=JSON."""
+    found = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            raise click.BadParameter(f"expected NAME=JSON, such as optimization_level=3 or tactics='\"record\"', found {text!r}") from None
+    return found
+
+
 @bench.command()
 @click.option("--shape", default="llama-2-7b", show_default=True, help="A Llama shape that comes with the benchmark, or a config.json.")
 @click.option("--python", metavar="INTERPRETER", help="The Python that TensorRT runs in, as backends.tensorrt.python.  [default: this one]")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), required=True, help="Scratch folder: random weights and engines (14 GB for 7B).")
-@click.option("--option", "options", multiple=True, metavar="NAME=JSON", help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.")
+@click.option(
+    "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
+    help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
+)  # fmt: skip
 @click.option("--write", "docs", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Write the record to gpu/SHAPE.json in this folder.")
 @_ROUNDS
-def gpu(shape: str, python: str | None, work: Path, options: tuple[str, ...], rounds: int, docs: Path | None) -> None:
+def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rounds: int, docs: Path | None) -> None:
     """TensorRT on one GPU: build, load, decode and prefill of a Llama in fp16 with random weights, beside transformers."""
     from lockstep import worker
     from lockstep.bench.export import SHAPES
@@ -129,8 +144,7 @@ def gpu(shape: str, python: str | None, work: Path, options: tuple[str, ...], ro
     worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     config = SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape)
     graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{config.stem}.json"
-    chosen = {name: json.loads(value) for name, _, value in (option.partition("=") for option in options)}
     export_config(read_json(config), "fp16", graphs)
     names = {"assembly": str(graphs / "assembly.json"), "work": str(work.absolute()), "out": str(out), "transformers": sys.executable}
-    worker.call(python, "bench_gpu", **names, rounds=rounds, options=chosen)
+    worker.call(python, "bench_gpu", **names, rounds=rounds, options=options)
     click.echo(out)
