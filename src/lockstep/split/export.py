@@ -72,7 +72,7 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
 def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives {file: size, sha256}."""
     files, assembly = _proven(config, precision)
-    assembly["eos_token_ids"] = _eos_token_ids(folder, config)
+    assembly["eos_token_ids"] = _token_ids(config.get("eos_token_id"), "config.json")
     files["assembly.json"] = dump_json(assembly).encode()
     for name, data in sorted(files.items()):
         write_bytes(folder / name, data)
@@ -185,8 +185,12 @@ def _eos_token_ids(folder: Path, config: dict[str, Any]) -> list[int]:
     """End-of-sequence ids as `generate` takes them: generation_config.json before config.json."""
     generation = folder / "generation_config.json"
     source = read_json(generation) if generation.is_file() else config
-    found = source.get("eos_token_id", config.get("eos_token_id"))
+    return _token_ids(source.get("eos_token_id", config.get("eos_token_id")), str(folder))
+
+
+def _token_ids(found: Any, where: str) -> list[int]:
+    """One id, several or none, as generation_config.json and config.json have them."""
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise InputError(f"{folder}: eos_token_id: expected token ids, found {found!r}; correct generation_config.json or config.json")
+        raise InputError(f"{where}: eos_token_id: expected token ids, found {found!r}; correct generation_config.json or config.json")
     return sorted(set(ids))
