@@ -15,7 +15,7 @@ PACKAGE = Path(buildkey.__file__).parent
 ROWS = (
     ("__init__",),
     ("errors", "files", "formats", "seen"),
-    ("paths", "checks", "comparator", "sessions", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
+    ("paths", "checks", "comparator", "sessions", "widened", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
     ("checkpoint",),
     ("hub",),
     ("weights",),

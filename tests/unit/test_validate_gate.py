@@ -151,7 +151,7 @@ def saved(tmp_path, graph):
 
 def test_lint_and_inspect_tell_what_a_graph_is_made_of(tmp_path):
     path = saved(tmp_path, model())
-    assert lint(path, INPUTS) == {"nodes": 1, "warnings": []}
+    assert lint(path, path, INPUTS) == {"nodes": 1, "warnings": []}
     assert inspect(path, model(), INPUTS, OUTPUTS) == {"nodes": 1, "operators": {"Gemm": 1}}
     with pytest.raises(CheckError, match="found no weight"):
         inspect(path, model("hidden, hidden", "float[num_tokens,4] hidden"), INPUTS, OUTPUTS)
@@ -162,10 +162,12 @@ def test_lint_names_the_node_that_fails(tmp_path):
     broken.graph.node[0].name = "the_product"
     broken.graph.node[0].attribute[0].i = 0  # [3, 4] x [3, 4]
     with pytest.raises(CheckError, match="Polygraphy lint.*the_product"):
-        lint(saved(tmp_path, broken), INPUTS)
+        file = saved(tmp_path, broken)
+        lint(file, file, INPUTS)
 
 
 def test_an_input_without_effect_fails_lint(tmp_path):
     extra = model(inputs="float[num_tokens,4] hidden, float[3,4] weight, int64[1] past_lengths")
     with pytest.raises(CheckError, match="'past_lengths' does not affect outputs"):
-        lint(saved(tmp_path, extra), [*INPUTS, {"name": "past_lengths", "dtype": "int64", "shape": [1]}])
+        file = saved(tmp_path, extra)
+        lint(file, file, [*INPUTS, {"name": "past_lengths", "dtype": "int64", "shape": [1]}])

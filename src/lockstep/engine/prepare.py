@@ -2,7 +2,7 @@
 
 In: a graph of the assembly and the backend's options `opset` (None: as it is) and `fuse_projections`. Out: the graph to build, its slots, and for
 each slot the assembly's slots that it is made of. Whatever was rewritten is run beside the canonical graph in ONNX Runtime, on random
-numbers, before anything is built from it.
+numbers, before anything is built from it; bf16 graphs in fp32, since ONNX Runtime has no bf16 on a CPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import onnx
 from lockstep.engine.fusing import fuse
 from lockstep.engine.lowering import lower
 from lockstep.errors import CheckError
+from lockstep.widened import widened
 
 _SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
-# Relative to the largest value: the same products in another blocking. fp16 and bf16: their last bits.
-_TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+# Relative to the largest value: the same products in another blocking. fp16: its last bits.
+_TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
 
 
 def dtype_name(element: int) -> str:
@@ -60,11 +61,12 @@ def prepare(model: onnx.ModelProto, slots: Sequence[Mapping[str, Any]], options:
 
 def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
     """Run both on the same random numbers. Raises CheckError naming the first output that differs by more than rounding."""
-    feeds = _random_inputs(model)
-    expected = _run(model, feeds)
+    canonical, rewritten = widened(model), widened(prepared.model)
+    feeds = _random_inputs(canonical)
+    expected = _run(canonical, feeds)
     weights = {slot: np.concatenate([feeds[part] for part in parts]) for slot, parts in prepared.parts.items()}
-    rest = {value.name: feeds[value.name] for value in prepared.model.graph.input if value.name not in weights}
-    found = _run(prepared.model, {**rest, **weights})
+    rest = {value.name: feeds[value.name] for value in rewritten.graph.input if value.name not in weights}
+    found = _run(rewritten, {**rest, **weights})
     for name, values in expected.items():
         exact, other = values.astype(np.float64), found[name].astype(np.float64)
         allowed = _TOLERANCE[values.dtype.name] * max(1.0, float(np.abs(exact).max(initial=0)))

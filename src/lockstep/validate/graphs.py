@@ -1,11 +1,14 @@
 """The assembly's graphs as callables: one ONNX Runtime session for each graph, weights given as inputs.
 
-Graph optimisation is off: what is validated is the graph as exported. What a backend makes of it is the golden check's to judge.
+Graph optimisation is off: what is validated is the graph as exported. What a backend makes of it is the golden check's to judge. ONNX Runtime has no
+bf16 on a CPU: such graphs are computed in fp32, on the weights in bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +18,38 @@ from lockstep.errors import CheckError, InputError
 from lockstep.sessions import open_session
 from lockstep.validate.gate import check_arrays, check_graph
 from lockstep.weights import Weights, check_slots, slot_array
-
-PRECISIONS = ("fp32", "fp16")  # what ONNX Runtime computes in on a CPU
+from lockstep.widened import widened
 
 
 class Graph:
-    """One graph of the assembly, its file checked: `run` takes and gives arrays by name, exactly those declared."""
+    """One graph of the assembly, its file checked: `run` takes and gives arrays by name, exactly those declared; float32 for bfloat16."""
 
     def __init__(self, path: Path, entry: Mapping[str, Any], threads: int | None):
         self.path = path
-        self.inputs = tuple(entry["inputs"])
-        self.slots = tuple(entry.get("slots", ()))
-        self.outputs = tuple(entry["outputs"])
-        self.model = check_graph(path, entry["sha256"], [*self.inputs, *self.slots], self.outputs)
+        declared = [entry["inputs"], entry.get("slots", ()), entry["outputs"]]
+        self.model = check_graph(path, entry["sha256"], [*declared[0], *declared[1]], declared[2])
+        self.computed = widened(self.model)
+        self.inputs, self.slots, self.outputs = (tuple(map(_computed, ios)) for ios in declared)
         self._threads = threads
         self._session: ort.InferenceSession | None = None
 
     @property
     def session(self) -> ort.InferenceSession:
         if self._session is None:
-            self._session = open_session(self.path, self._threads)
+            source = self.path if self.computed is self.model else self.computed.SerializeToString()
+            self._session = open_session(source, self._threads)
         return self._session
+
+    @contextlib.contextmanager
+    def computed_file(self) -> Iterator[Path]:
+        """A file of the graph as it is computed, for as long as it is looked at."""
+        if self.computed is self.model:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / self.path.name
+            file.write_bytes(self.computed.SerializeToString())
+            yield file
 
     def run(self, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Outputs by name. Raises CheckError for arrays that are not those declared, and when the library cannot run the graph."""
@@ -57,9 +71,6 @@ class Assembly:
     def __init__(self, path: Path, manifest: Mapping[str, Any], weights: Weights, layers: int | str, threads: int | None = None):
         """Raises InputError for weights of another precision and for a layer count that the model does not have."""
         self.path, self.manifest, self.weights = path, manifest, weights
-        if manifest["precision"] not in PRECISIONS:
-            allowed = ", ".join(PRECISIONS)
-            raise InputError(f"{path}: precision: expected one of {allowed}, which ONNX Runtime computes in, found {manifest['precision']!r}")
         if weights.precision != manifest["precision"]:
             raise InputError(
                 f"{weights.manifest_path}: precision: expected {manifest['precision']} as in {path}, found {weights.precision}; "
@@ -69,7 +80,7 @@ class Assembly:
         if layers != "all" and (not isinstance(layers, int) or not 1 <= layers <= depth):
             raise InputError(f"layers: expected 1 to {depth} or 'all', found {layers!r}")
         self.num_layers = depth if layers == "all" else layers
-        self.dtype = np.dtype(manifest["dtype"])
+        self.dtype = np.dtype(_computed(manifest)["dtype"])
         self.layers = manifest["layers"][: self.num_layers]
         self.exit = self.layers[-1]["exit"]
         self.embedding = manifest["embedding"]
@@ -81,7 +92,7 @@ class Assembly:
             for phase in ("prefill", "decode")
         }
         for part in (self.embedding, self.exit, *(layer["block"] for layer in self.layers)):
-            check_slots(weights, part["slots"], self.classes[part["class"]].slots, part["class"])
+            check_slots(weights, part["slots"], manifest["classes"][part["class"]].get("slots", ()), part["class"])
 
     def graphs(self) -> dict[str, Graph]:
         """All graphs in use by name: classes, then `<kind>.<phase>`."""
@@ -103,7 +114,11 @@ class Assembly:
         return _run(self.kinds[kind, phase], inputs)
 
     def _tensors(self, graph: Graph, slots: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
-        return {slot["name"]: slot_array(self.weights, slots[slot["name"]], slot["shape"]) for slot in graph.slots}
+        return {slot["name"]: self.slot_array(slots[slot["name"]], slot) for slot in graph.slots}
+
+    def slot_array(self, tensors: Sequence[str], slot: Mapping[str, Any]) -> np.ndarray:
+        """The weights of a slot of one of the graphs, in the dtype that it is computed in."""
+        return slot_array(self.weights, tensors, slot["shape"]).astype(slot["dtype"], copy=False)
 
     def forward_inputs(self) -> list[dict[str, Any]]:
         """What a whole forward takes: hidden, position_ids, logit_rows, as the assembly's entries of inputs."""
@@ -117,6 +132,10 @@ class Assembly:
             return None
         entry = self.manifest["batchful"]
         return Graph(self.path.parent / entry["graph"], entry, threads)
+
+
+def _computed(io: Mapping[str, Any]) -> dict[str, Any]:
+    return {**io, "dtype": "float32"} if io["dtype"] == "bfloat16" else dict(io)
 
 
 def _run(graph: Graph, env: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:

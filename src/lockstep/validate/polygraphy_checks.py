@@ -55,8 +55,8 @@ def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: S
     return {"nodes": len(data.nodes), "operators": dict(sorted(Counter(node.op_type for node in data.nodes).items()))}
 
 
-def lint(path: Path, inputs: Sequence[IO]) -> dict[str, Any]:
-    """Run Polygraphy's lint: ONNX checker, then every node in ONNX Runtime. Gives the number of nodes and its warnings.
+def lint(path: Path, file: Path, inputs: Sequence[IO]) -> dict[str, Any]:
+    """Run Polygraphy's lint on `file`, the graph `path` as it is computed: ONNX checker, then every node in ONNX Runtime. Gives the number of nodes and its warnings.
 
     Raises CheckError for a node that fails, and for an input or a node that does not affect an output: lint only warns of those, but
     an input without effect is how a dropped mask or a forgotten weight shows.
@@ -65,8 +65,8 @@ def lint(path: Path, inputs: Sequence[IO]) -> dict[str, Any]:
     ranges = [f"{io['name']}:[0,1]" for io in inputs]  # as indices too: every tensor that is indexed has two rows or more
     tool = Lint()
     parser = tool.setup_parser()
-    tool.arg_groups[OnnxrtSessionArgs] = _Sessions(path)
-    args = parser.parse_args([str(path), "--silent", "--input-shapes", *shapes, "--val-range", *ranges])
+    tool.arg_groups[OnnxrtSessionArgs] = _Sessions(file)
+    args = parser.parse_args([str(file), "--silent", "--input-shapes", *shapes, "--val-range", *ranges])
     with quiet():
         try:
             tool.parse(args)

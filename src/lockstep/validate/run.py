@@ -24,7 +24,7 @@ from lockstep.validate.graphs import Assembly, Graph
 from lockstep.validate.parity import LayerErrors, embedding_error, forward, layer_errors
 from lockstep.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
 from lockstep.validate.torch_trace import Record, TorchModel, sequences
-from lockstep.weights import Weights, slot_array
+from lockstep.weights import Weights
 
 _TEXT = "The river comes down from the hills, and the town lies where it is wide and slow."
 
@@ -82,8 +82,9 @@ def _check_graph(name: str, graph: Graph, checks: dict[str, Any]) -> None:
     inputs = [*graph.inputs, *graph.slots]
     check_model(graph.path, graph.model)
     checks["checker"][name] = "pass"
-    checks["inspect"][name] = inspect(graph.path, graph.model, inputs, graph.outputs)
-    checks["lint"][name] = lint(graph.path, inputs)
+    checks["inspect"][name] = inspect(graph.path, graph.computed, inputs, graph.outputs)
+    with graph.computed_file() as file:
+        checks["lint"][name] = lint(graph.path, file, inputs)
 
 
 def _check_layers(assembly: Assembly, records: list[Record], tolerance: Mapping[str, float], report: dict[str, Any]) -> None:
@@ -125,7 +126,7 @@ def _check_forward(
     runners: list[BaseRunner] = [GraphRunner("split", inputs, split)]
     if uncut is not None:
         tensors = assembly.manifest["batchful"]["tensors"]
-        weights = {slot["name"]: slot_array(assembly.weights, tensors[slot["name"]], slot["shape"]) for slot in uncut.slots}
+        weights = {slot["name"]: assembly.slot_array(tensors[slot["name"]], slot) for slot in uncut.slots}
         runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
     runners.append(GraphRunner("torch", inputs, expected))
     feeds = [

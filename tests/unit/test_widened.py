@@ -1,0 +1,107 @@
+"""bf16 without hardware for it: ONNX Runtime computes no bf16 on a CPU, so graphs are validated, rewritten and cut in fp32."""
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from demo_model import CONFIG, DEMO
+from onnx import TensorProto, helper, numpy_helper
+
+from lockstep import validate
+from lockstep.checkpoint import resolve
+from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
+from lockstep.engine.prepare import check_same, prepare
+from lockstep.engine.rotary import rotary
+from lockstep.engine.tensorrt.rotation import check_rotation, read_rotation
+from lockstep.errors import CheckError
+from lockstep.files import read_json, sha256_file, write_json
+from lockstep.paths import Results
+from lockstep.split import export
+from lockstep.weights import convert
+from lockstep.widened import widened
+
+
+@pytest.fixture
+def bf16(tmp_path) -> Results:
+    """The demo in bf16: checkpoint, weights, graphs."""
+    results = Results(tmp_path)
+    checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
+    export(checkpoint, "bf16", results.assembly("demo-llama", "bf16"))
+    convert(checkpoint, "bf16", results.weights("demo-llama", "bf16"))
+    return results
+
+
+def validated(results: Results, layers: int | str, out):
+    paths = results.assembly("demo-llama", "bf16"), results.weights("demo-llama", "bf16"), results.checkpoint("demo-llama")
+    return read_json(validate.run(*paths, layers, CONFIG.tolerances["bf16"].model_dump(), out, threads=1))
+
+
+def replace(results: Results, name: str, change) -> None:
+    """Change a graph of the assembly, as if it had been exported so."""
+    path = results.assembly("demo-llama", "bf16")
+    assembly = read_json(path)
+    entry = assembly["classes"][name]
+    model = onnx.load(path.parent / entry["graph"])
+    change(model)
+    onnx.save(model, path.parent / entry["graph"])
+    entry["sha256"] = sha256_file(path.parent / entry["graph"])
+    write_json(path, assembly)
+
+
+@pytest.mark.parametrize("layers", [2, "all"])
+def test_bf16_graphs_compute_what_torch_computes_in_fp32(bf16, tmp_path, layers):
+    report = validated(bf16, layers, tmp_path / "v.json")
+    assert report["result"] == "pass" and report["target"]["precision"] == "bf16"
+    errors = {name: tensor["max_abs_error"] for block in report["blocks"] for name, tensor in block["tensors"].items()}
+    # fp32 on both sides; but the scale of attention, 1 / sqrt(40), is rounded to bf16 in the graph: 6e-4 of the scores
+    assert all(error < (2e-3 if name.endswith("attention") else 1e-5) for name, error in errors.items()), errors
+    assert set(report["checks"]["lint"]) == set(report["checks"]["checker"])
+
+
+def test_a_fault_in_a_bf16_graph_is_found_in_its_layer(bf16, tmp_path):
+    def change(model):
+        next(node for node in model.graph.node if node.op_type == "Sigmoid").op_type = "Tanh"
+
+    replace(bf16, "middle", change)
+    with pytest.raises(CheckError, match=r"layer 0 \(block entry, attention\): hidden: expected an error of at most 0.08"):
+        validated(bf16, "all", tmp_path / "v.json")
+
+
+def test_a_bf16_graph_with_fused_products_is_proven_and_stays_bf16(bf16):
+    path = bf16.assembly("demo-llama", "bf16")
+    entry = read_json(path)["classes"]["middle"]
+    model = onnx.load(path.parent / entry["graph"])
+    prepared = prepare(model, entry["slots"], {"opset": None, "fuse_projections": True})
+    assert {slot["dtype"] for slot in prepared.slots} == {"bfloat16"} and any(len(parts) == 3 for parts in prepared.parts.values())
+    assert {value.type.tensor_type.elem_type for value in prepared.model.graph.output} == {TensorProto.BFLOAT16}
+    next(node for node in prepared.model.graph.node if node.op_type == "Sigmoid").op_type = "Tanh"
+    with pytest.raises(CheckError, match="graph middle: output .*: expected the rewritten graph to give the same"):
+        check_same(model, prepared)
+
+
+def test_the_rotary_encoding_of_a_bf16_graph_is_read_in_fp32(bf16, tmp_path):
+    path = bf16.assembly("demo-llama", "bf16")
+    (kind,) = read_json(path)["kinds"].values()
+    file = tmp_path / "rotary.onnx"
+    onnx.save(rotary(onnx.load(path.parent / kind["decode"]["graph"]), kind), file)
+    executable = OnnxRuntimeBackend().load(file, (), None, False).bind(None, {})
+    check_rotation(executable, 64, "here")
+    own = read_rotation(executable, 64, "here").own
+    angles = np.arange(64)[:, None] * 20000.0 ** (-np.arange(20) / 20)
+    np.testing.assert_allclose(own, np.cos(np.concatenate([angles, angles], axis=1)), atol=1e-5)  # fp32 angles up to 64: 4e-6
+
+
+def test_all_that_is_bf16_in_a_graph_becomes_fp32():
+    """Constants as initializers and in nodes, casts, branches, functions; what is not bf16 stays."""
+    narrow = numpy_helper.from_array(np.array([1.5], ml_dtypes.bfloat16), "c")
+    text = """<ir_version: 10, opset_import: ["": 20, "f": 1]> g (bfloat16[n] x, float16[n] h, bool b) => (bfloat16[n] y, float16[n] z)
+    { y = If(b) <then_branch = t () => (bfloat16[n] u) { u = Cast<to = 16>(x) }, else_branch = e () => (bfloat16[n] v) { v = f.twice(x) }>  z = Neg(h) }
+    <domain: "f", opset_import: ["": 20]> twice (a) => (d) { w = Cast<to = 16>(a)  d = Add(w, w) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(narrow)
+    model.graph.node.append(helper.make_node("Constant", [], ["k"], value=narrow))
+    wide = widened(model)
+    assert "bfloat16" not in onnx.printer.to_text(wide) and "float16[n] h" in onnx.printer.to_text(wide)
+    assert numpy_helper.to_array(wide.graph.initializer[0]).tolist() == [1.5] and wide.graph.initializer[0].name == "c"
+    assert all(a.i == TensorProto.FLOAT for function in wide.functions for node in function.node for a in node.attribute if a.name == "to")
+    assert widened(wide) is wide and model.graph.input[0].type.tensor_type.elem_type == TensorProto.BFLOAT16
