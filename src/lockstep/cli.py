@@ -147,15 +147,10 @@ def fetch(project: Project, model: str, newest: bool) -> Path:
 
         return random_model.fetch(source, project.sources[model], out)
     from lockstep import hub
-    from lockstep.lock.locked import check_commit, locked_commit
+    from lockstep.lock.locked import before_weights, locked_commit
 
     lock = _lock_file(project, model)
-
-    def check(folder: Path, commit: str) -> None:
-        project.config.check_model(model, folder)
-        if lock:
-            check_commit(lock, commit)
-
+    check = before_weights(project.config, model, lock)
     return hub.fetch(source, out, check, newest, commit=locked_commit(lock, source) if lock and not newest else None)
 
 

@@ -111,10 +111,10 @@ def generate(
         print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
 
 
-def bench_gpu(assembly: str, work: str, out: str, rounds: int, options: Mapping[str, Any], transformers: str) -> None:
+def bench_gpu(assembly: str, work: str, out: str, rounds: int, options: Mapping[str, Any], transformers: str, config: Mapping[str, Any]) -> None:
     from lockstep.bench import gpu
 
-    gpu.run(Path(assembly), Path(work), Path(out), rounds, options, transformers)
+    gpu.run(Path(assembly), Path(work), Path(out), rounds, options, transformers, config)
 
 
 _STAGES = {"identity": identity, "build": build, "compare": compare, "golden": golden, "generate": generate, "bench_gpu": bench_gpu}

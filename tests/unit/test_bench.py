@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.bench import gpu, peers, peers_table
+from lockstep.bench import gpu, gpu_transformers, peers, peers_table
 from lockstep.bench.child import run_child
 from lockstep.engine import build
 from lockstep.errors import InputError
@@ -141,6 +141,30 @@ def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(
     (tmp_path / "weights" / "weights.bin").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(InputError, match="weights.bin: expected sha256"):
         Model.open(tmp_path / "engines" / "engines.json", assembly, weights, "all", 2, 16)
+
+
+def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_path):
+    """On a CPU: what its engines are checked against is the model of the config, here with another rotary base, epsilon and head size than Llama-2's."""
+    config = {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.05, "head_dim": 16}
+    assembly = tmp_path / "graphs" / "assembly.json"
+    export_config(config, "fp16", assembly.parent)
+    weights = gpu.random_weights(read_json(assembly), tmp_path / "weights")
+    request = {"weights": str(weights), "work": str(tmp_path), "prompt": 20, "tokens": 4, "config": config, "device": "cpu"}
+    gpu_transformers.reference(request, 2)
+    saved = np.load(tmp_path / "reference-2.npz")
+    model = Model.open(build(assembly, "onnxruntime", tmp_path / "engines" / "engines.json"), assembly, weights, 2, 1, 32)
+    (logits,) = model.step([Advance(0, saved["prompt"], 0)])
+    rounding = np.abs(saved["fp16"][0] - saved["fp32"][0]).max()
+    assert np.abs(logits - saved["fp32"][0]).max() <= 2 * rounding < 0.01 * saved["fp32"].std(), "the benchmark's own bound"
+
+
+def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
+    (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
+    command = [sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.splitlines() == [
+        f"lockstep: error: {tmp_path}/gpt2.json: model_type: expected llama, which is what runs beside it in transformers, found 'gpt2'; name another shape"
+    ]
 
 
 @pytest.mark.parametrize(

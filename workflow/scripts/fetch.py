@@ -14,14 +14,8 @@ def fetch():
 
     from lockstep import config, hub
     from lockstep.files import read_json
-    from lockstep.lock.locked import check_commit, locked_commit
+    from lockstep.lock.locked import before_weights, locked_commit
 
     name, source, lock = snakemake.wildcards.model, snakemake.params.source, lock_file(snakemake)
-    used = config.load(read_json(snakemake.input.config))
-
-    def check(folder, commit):
-        used.check_model(name, folder)
-        if lock:
-            check_commit(lock, commit)
-
+    check = before_weights(config.load(read_json(snakemake.input.config)), name, lock)
     hub.fetch(source, Path(snakemake.output[0]), check, terminal=terminal, commit=locked_commit(lock, source) if lock else None)

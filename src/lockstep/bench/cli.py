@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from lockstep.errors import InputError
 from lockstep.files import dump_json, read_json, write_json
 
 _DOCS = click.option(
@@ -141,10 +142,13 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
     from lockstep.bench.export import SHAPES
     from lockstep.split.export import export_config
 
+    path = SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape)
+    config = read_json(path)
+    if config.get("model_type") != "llama":
+        raise InputError(f"{path}: model_type: expected llama, which is what runs beside it in transformers, found {config.get('model_type')!r}; name another shape")
     worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
-    config = SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape)
-    graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{config.stem}.json"
-    export_config(read_json(config), "fp16", graphs)
+    graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{path.stem}.json"
+    export_config(config, "fp16", graphs)
     names = {"assembly": str(graphs / "assembly.json"), "work": str(work.absolute()), "out": str(out), "transformers": sys.executable}
-    worker.call(python, "bench_gpu", **names, rounds=rounds, options=options)
+    worker.call(python, "bench_gpu", **names, rounds=rounds, options=options, config=config)
     click.echo(out)

@@ -36,8 +36,8 @@ BATCHES = (1, 16)
 CHECK_PROMPT, CHECK_TOKENS, CHECK_LAYERS = 48, 16, (2, "all")
 
 
-def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mapping[str, Any], transformers: str) -> None:
-    """Measure everything once but speeds, which are medians of `rounds`; `transformers`: an interpreter that has it.
+def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mapping[str, Any], transformers: str, config: Mapping[str, Any]) -> None:
+    """Measure everything once but speeds, which are medians of `rounds`; `transformers`: an interpreter that has it, which makes a model of `config`.
 
     Raises InputError for an assembly in another precision than fp16.
     """
@@ -57,7 +57,7 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     made = builds(assembly_json, engines, {**LIMITS, **options})
     manifest = read_json(engines)
     note(build=made, device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
-    note(transformers=beside(transformers, work, weights, assembly))
+    note(transformers=beside(transformers, work, weights, config))
     note(check={str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS})
     seconds, model = timed(lambda: ready(engines, assembly_json, weights))
     note(ready_seconds=round(seconds, 2))
@@ -182,13 +182,12 @@ def prefill(model: Model, rounds: int, assembly: Mapping[str, Any]) -> dict[str,
     }  # fmt: skip
 
 
-def beside(python: str, work: Path, weights: Path, assembly: Mapping[str, Any]) -> dict[str, Any]:
+def beside(python: str, work: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """transformers on the same weights, in another Python: its speeds; its logits are left in the work folder."""
     script = Path(__file__).with_name("gpu_transformers.py")
     request = {
         "weights": str(weights), "work": str(work), "context": CONTEXT, "prefill": PREFILL, "warm": WARM, "steps": STEPS, "batches": BATCHES,
-        "prompt": CHECK_PROMPT, "tokens": CHECK_TOKENS, "layers": CHECK_LAYERS, "depth": assembly["num_layers"], "vocab_size": assembly["vocab_size"],
-        "eps": 1e-5,
+        "prompt": CHECK_PROMPT, "tokens": CHECK_TOKENS, "layers": CHECK_LAYERS, "config": dict(config), "device": "cuda",
     }  # fmt: skip
     ended = subprocess.run([python, str(script)], input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=True, env=_plain_environment())
     return json.loads(ended.stdout.splitlines()[-1])

@@ -17,28 +17,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 
 def model_of(request, layers, dtype):
-    """The first `layers` layers of the weights on the GPU."""
+    """The first `layers` layers of the weights on the device."""
     manifest = json.loads(Path(request["weights"]).read_text())
     data = np.memmap(Path(request["weights"]).with_name(manifest["files"][0]["path"]), np.uint8, "r")
     tensors = manifest["tensors"]
-    shape = lambda name: tensors[name]["shape"]
-    hidden, vocabulary = shape("model.embed_tokens.weight")[1], shape("model.embed_tokens.weight")[0]
-    heads = hidden // 128
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=shape("model.layers.0.mlp.up_proj.weight")[0], num_attention_heads=heads,
-        num_key_value_heads=shape("model.layers.0.self_attn.k_proj.weight")[0] // 128, num_hidden_layers=layers, vocab_size=vocabulary,
-        max_position_embeddings=4096, rms_norm_eps=request["eps"],
-    )  # fmt: skip
-    torch.set_default_dtype(dtype)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    config = LlamaConfig(**{**request["config"], "num_hidden_layers": layers})
+    with torch.device(request["device"]):
+        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
     state = model.state_dict()
     with torch.no_grad():
         for name, parameter in state.items():
             entry = tensors[name]
             raw = np.array(data[entry["offset"] : entry["offset"] + entry["length"]]).view(np.float16).reshape(entry["shape"])
             parameter.copy_(torch.from_numpy(raw))
-    torch.set_default_dtype(torch.float32)
     return model
 
 
@@ -46,13 +37,13 @@ def speeds(request, model, step, compiled):
     found = {}
     for batch in request["batches"]:
         cache = StaticCache(config=model.config, max_cache_len=1024)
-        ids = torch.arange(request["context"], device="cuda").repeat(batch, 1) % request["vocab_size"]
+        ids = torch.arange(request["context"], device=request["device"]).repeat(batch, 1) % request["config"]["vocab_size"]
         with torch.no_grad():
-            out = model(ids, past_key_values=cache, cache_position=torch.arange(request["context"], device="cuda"), use_cache=True, logits_to_keep=1)
+            out = model(ids, past_key_values=cache, cache_position=torch.arange(request["context"], device=request["device"]), use_cache=True, logits_to_keep=1)
             token, times = out.logits[:, -1].argmax(-1, keepdim=True), []
             for number in range(30 + request["steps"]):
                 began = time.perf_counter()
-                position = torch.tensor([request["context"] + number], device="cuda")
+                position = torch.tensor([request["context"] + number], device=request["device"])
                 if compiled:
                     torch.compiler.cudagraph_mark_step_begin()
                 token = step(token, position, cache).clone()
@@ -65,17 +56,17 @@ def speeds(request, model, step, compiled):
 
 def reference(request, layers):
     """Logits of the prompt's last token and of each greedy token after it, in fp32; then along the same tokens in fp16."""
-    depth = request["depth"] if layers == "all" else layers
-    prompt = np.arange(7, 7 + request["prompt"]) * 37 % request["vocab_size"]
+    depth = request["config"]["num_hidden_layers"] if layers == "all" else layers
+    prompt = np.arange(7, 7 + request["prompt"]) * 37 % request["config"]["vocab_size"]
     saved = {"prompt": prompt}
     tokens = []
     for dtype, name in ((torch.float32, "fp32"), (torch.float16, "fp16")):
         model = model_of(request, depth, dtype)
         with torch.no_grad():
             while len(tokens) < request["tokens"]:  # greedily, in fp32
-                ids = torch.tensor([[*prompt, *tokens]], device="cuda")
+                ids = torch.tensor([[*prompt, *tokens]], device=request["device"])
                 tokens.append(int(model(ids, use_cache=False).logits[0, -1].argmax()))
-            ids = torch.tensor([[*prompt, *tokens[:-1]]], device="cuda")
+            ids = torch.tensor([[*prompt, *tokens[:-1]]], device=request["device"])
             saved[name] = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu().numpy()
         del model
         torch.cuda.empty_cache()
@@ -86,14 +77,14 @@ def main():
     request = json.load(sys.stdin)
     for layers in request["layers"]:
         reference(request, layers)
-    model = model_of(request, request["depth"], torch.float16)
+    model = model_of(request, request["config"]["num_hidden_layers"], torch.float16)
 
     def eager(token, position, cache):
         return model(token, past_key_values=cache, cache_position=position, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
 
     record = {"torch": torch.__version__, "transformers": transformers.__version__, "eager": speeds(request, model, eager, False)}
     record["compiled"] = speeds(request, model, torch.compile(eager, mode="reduce-overhead"), True)
-    ids, times = torch.arange(request["prefill"], device="cuda")[None] % request["vocab_size"], []
+    ids, times = torch.arange(request["prefill"], device=request["device"])[None] % request["config"]["vocab_size"], []
     with torch.no_grad():
         for number in range(6):
             torch.cuda.synchronize()

@@ -6,7 +6,7 @@ stage, library and device of a backend. What a stage makes is compared as soon a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from lockstep.lock.record import Step, record_path
 from lockstep.seen import digest
 
 if TYPE_CHECKING:
+    from lockstep.config import Config
     from lockstep.paths import Target
 
 # Recorded where a model comes from, and not compared: it may lie elsewhere.
@@ -81,10 +82,16 @@ def locked_commit(lock_file: Path, source: str) -> str | None:
     return checkpoint.get("commit") if checkpoint["source"] == source else None
 
 
-def check_commit(lock_file: Path, commit: str) -> None:
-    """Before weights are downloaded: raises CheckError when `commit` is not the locked one."""
-    if line := _other_commit(read_lock(lock_file), commit):
-        _refuse(line, lock_file)
+def before_weights(config: Config, model: str, lock_file: Path | None) -> Callable[[Path, str], None]:
+    """What `hub.fetch` asks before it downloads the weights of `model`, with the folder of its small files and its commit: does the model fit the config, and,
+    where there is a lock, is its commit the locked one? Raises InputError and CheckError."""
+
+    def check(folder: Path, commit: str) -> None:
+        config.check_model(model, folder)
+        if lock_file and (line := _other_commit(read_lock(lock_file), commit)):
+            _refuse(line, lock_file)
+
+    return check
 
 
 def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
