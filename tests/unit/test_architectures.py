@@ -20,6 +20,7 @@ from lockstep.engine import build
 from lockstep.paths import Results, Target
 from lockstep.random_model import make
 from lockstep.runtime import Advance, Decoding, Model, Request
+from lockstep.runtime.sampling import greedy
 from lockstep.split import export
 from lockstep.torch_model import cut_config, load_folder
 from lockstep.weights import convert
@@ -91,7 +92,7 @@ def test_the_graphs_show_what_the_family_is_known_for(built):
 def test_twenty_tokens_of_three_requests_are_those_of_generate(built):
     expected = [generate(built.reference, prompt) for prompt in PROMPTS]
     for budget in (None, 7):  # 7 tokens a step: prompts in pieces beside requests that decode already
-        decoding = Decoding(built.open(), [Request(prompt, NEW_TOKENS) for prompt in PROMPTS], max_num_tokens=budget)
+        decoding = Decoding(built.open(), [Request(prompt, NEW_TOKENS, greedy) for prompt in PROMPTS], max_num_tokens=budget)
         found = [[], [], []]
         for made in decoding:
             tokens, logits = expected[made.request]

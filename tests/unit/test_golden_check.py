@@ -18,6 +18,7 @@ from lockstep.engine import build
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 from lockstep.paths import Target
+from lockstep.runtime.host import HostExecutor
 
 
 
@@ -45,10 +46,20 @@ def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, pre
     assert report["result"] == "pass" and report["max_logit_error"] <= TOLERANCES[precision]["logits"]
     assert report["target"] == {"model": "demo-llama", "precision": precision, "layers": layers, "backend": "onnxruntime"}
     for prompt, entry in zip(GOLDEN.prompts, report["prompts"], strict=True):
-        assert entry["tokens_equal"] and entry["alone_equal"] and not entry["differences"]
+        assert entry["tokens_equal"] and entry["alone_equal"] and entry["generate_equal"] and not entry["differences"]
         assert entry["text_out"] == prompt.expected[layers] == entry["expected"]
     speed = read_json(tmp_path / "check.speed.json", "lockstep.speed/1")
     assert speed["prefill_tokens_per_s"] > 0 and speed["decode_tokens_per_s"] > 0 and speed["batch_size"] == 4
+
+
+def test_a_device_that_chooses_other_tokens_than_its_logits_say_fails(references, tmp_path, monkeypatch):
+    """`lockstep generate` leaves the choice to the device: the check decodes so too."""
+    tokens = HostExecutor.tokens
+    monkeypatch.setattr(HostExecutor, "tokens", lambda self, advances: tokens(self, advances) + (max(advance.start for advance in advances) > 5))
+    with pytest.raises(CheckError, match="as lockstep generate decodes: expected token"):
+        check(references, tmp_path)
+    entries = read_json(failed_path(tmp_path / "check.json"))["prompts"]
+    assert not any(entry["generate_equal"] for entry in entries) and all(entry["tokens_equal"] for entry in entries)
 
 
 def test_two_checks_are_the_same_bytes(references, tmp_path):

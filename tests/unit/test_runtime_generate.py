@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.errors import InputError
 from lockstep.runtime import Decoding, Model, Request, Sampling, Tokenizer, generate
+from lockstep.runtime.sampling import greedy
 
 EXPECTED = json.loads((Path(__file__).parents[2] / "resources" / "demo-llama" / "expected.json").read_text())
 PROMPTS = [entry["text"] for entry in EXPECTED]
@@ -117,12 +118,19 @@ def test_a_run_left_early_leaves_its_slots_free(model, tokenizer):
 
 def test_tokens_come_with_their_logits_and_can_be_forced(model, tokenizer):
     prompt, forced = tokenizer.encode(PROMPTS[0]), iter([5, 6, 7])
-    made = list(Decoding(model, [Request(prompt, 3, lambda logits: next(forced)), Request(prompt, 2)]))
+    made = list(Decoding(model, [Request(prompt, 3, lambda logits: next(forced)), Request(prompt, 2, greedy)]))
     assert [token.token for token in made if token.request == 0] == [5, 6, 7]
     assert [token.finish for token in made if token.request == 1] == [None, "max_new_tokens"]
     first = [token.logits for token in made[:2]]
     assert all(logits.shape == (model.vocab_size,) and logits.dtype == np.float32 for logits in first)
     np.testing.assert_array_equal(*first)
+
+
+def test_where_all_take_the_most_likely_token_only_tokens_come_back(model, tokenizer):
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    alone, chosen = (list(Decoding(model, [Request(prompt, 6, choose) for prompt in prompts])) for choose in (None, greedy))
+    assert [(made.request, made.token, made.finish) for made in alone] == [(made.request, made.token, made.finish) for made in chosen]
+    assert all(made.logits is None for made in alone) and all(made.logits is not None for made in chosen)
 
 
 def test_generating_loads_no_torch(demo):

@@ -1,7 +1,8 @@
 """The golden check: does an engine set, run by the runtime that also serves, say what the reference says? Needs no torch.
 
 In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and speeds apart from it.
-The prompts are decoded freely in one batch, then along the reference's tokens, then each alone.
+The prompts are decoded freely in one batch, then along the reference's tokens, then each alone; and as `lockstep generate` does, which leaves the choice of
+tokens to the device.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from lockstep import formats
 from lockstep.checkpoint.dtypes import numpy_dtype
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.checks import Difference, difference, finish, largest
-from lockstep.errors import InputError
+from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 from lockstep.golden.decode import Decoded, decode
 from lockstep.golden.text import new_text
 from lockstep.paths import Target
-from lockstep.runtime import Model
+from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.tokenizer import Tokenizer
 
 
@@ -101,9 +102,23 @@ class _Check:
         for i, prompt in enumerate(self.prompts):
             alone.append(decode(self.model, [prompt.prompt_ids], self._greedily, self.max_num_tokens))
             entries.append(self._judge(i, free, forced, alone[-1]))
+        self._generate(ids, entries)
         errors = [entry["max_logit_error"] for entry in entries]
         report = {"tolerance": self.tolerance, "max_logit_error": largest(errors), "prompts": entries}
         return report, _speed(forced, alone, min(len(ids), self.model.max_batch_size))
+
+    def _generate(self, ids: Sequence[Sequence[int]], entries: Sequence[dict[str, Any]]) -> None:
+        """Decode once more as `lockstep generate` does; adds to the entries whether it came to the same tokens."""
+        requests = [Request(prompt, self.max_new_tokens, stop_ids=frozenset(self.eos_token_ids)) for prompt in ids]
+        found: list[list[int]] = [[] for _ in ids]
+        try:
+            for made in Decoding(self.model, requests, max_num_tokens=self.max_num_tokens):
+                found[made.request].append(made.token)
+        except CheckError as error:
+            self.failures.append(f"generating: {error}")
+        for prompt, entry, tokens in zip(self.prompts, entries, found):
+            entry["generate_differences"] = self._first_difference(prompt, "as lockstep generate decodes", entry["tokens"], tokens)
+            entry["generate_equal"] = not entry["generate_differences"]
 
     def _greedily(self, number: int, step: int, logits: np.ndarray) -> tuple[int, bool]:
         token = int(logits.argmax())

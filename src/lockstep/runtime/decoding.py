@@ -1,10 +1,10 @@
-"""Requests of token ids in, tokens out: the loop over `Model.step`, with prompts in chunks and waiting requests admitted as slots free up."""
+"""Requests of token ids in, tokens out: the loop over a model's steps, with prompts in chunks and waiting requests admitted as slots free up."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,27 +19,27 @@ DEFAULT_NUM_TOKENS = 512
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt (token ids, at least one) and how to go on: `choose` gives the next token from logits [vocab_size] float32.
+    """A prompt (token ids, at least one) and how to go on: `choose` gives the next token from logits [vocab_size] float32; None takes the most likely one.
 
     Ends after `max_new_tokens`, after a token of `stop_ids` (which is given out), or when the slot is full.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
     max_new_tokens: int
-    choose: Callable[[np.ndarray], int] = greedy
+    choose: Callable[[np.ndarray], int] | None = None
     stop_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Token:
-    """One new token of request number `request`, chosen from `logits` [vocab_size] float32.
+    """One new token of request number `request`, chosen from `logits` [vocab_size] float32; None when the model chose: see `Decoding`.
 
     `finish` says why it is the last: "stop_id", "max_new_tokens" or "max_seq_len"; None when more follow.
     """
 
     request: int
     token: int
-    logits: np.ndarray
+    logits: np.ndarray | None
     finish: str | None
 
 
@@ -79,7 +79,8 @@ class _Running:
 class Decoding:
     """Iterate to run the requests; tokens come in the order in which steps make them. `speed` is filled as it goes.
 
-    Decoding requests go into every step, and what is left of `max_num_tokens` goes to prompts, in order.
+    Decoding requests go into every step, and what is left of `max_num_tokens` goes to prompts, in order. Where all requests of a step take the most likely token,
+    the model chooses (`Model.step_tokens`): on a GPU no logits come back.
     Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow.
     """
 
@@ -135,7 +136,10 @@ class Decoding:
         advances = self._advances()
         prompt_tokens = sum(len(a.tokens) for a in advances if self._slots[a.slot].prompt_left)
         start = time.perf_counter()
-        logits = self._model.step(advances)
+        if any(self._slots[advance.slot].request.choose for advance in advances):
+            rows: Iterable[np.ndarray | int] = self._model.step(advances)
+        else:
+            rows = self._model.step_tokens(advances).tolist()
         seconds = time.perf_counter() - start
         if prompt_tokens:
             self.speed.prefill_tokens += prompt_tokens
@@ -144,7 +148,7 @@ class Decoding:
             self.speed.decode_tokens += len(advances)
             self.speed.decode_seconds += seconds
         made = []
-        for advance, row in zip(advances, logits):
+        for advance, row in zip(advances, rows):
             running = self._slots[advance.slot]
             running.held += len(advance.tokens)
             running.fed = running.fed[len(advance.tokens) :]
@@ -152,9 +156,11 @@ class Decoding:
                 made.append(self._choose(advance.slot, running, row))
         yield from made
 
-    def _choose(self, slot: int, running: _Running, logits: np.ndarray) -> Token:
+    def _choose(self, slot: int, running: _Running, row: np.ndarray | int) -> Token:
+        """`row`: the request's logits, or the token that the model chose."""
         request = running.request
-        token = request.choose(logits)
+        logits = row if isinstance(row, np.ndarray) else None
+        token = (request.choose or greedy)(logits) if logits is not None else row
         running.fed = np.array([token], np.int64)
         running.made += 1
         finish = None

@@ -69,7 +69,7 @@ def generate(
     Raises InputError, before any step, for a prompt that is empty or too long.
     """
     requests = [
-        Request(tokenizer.encode(prompt), max_new_tokens, Sampler(sampling, i), frozenset(model.eos_token_ids))
+        Request(tokenizer.encode(prompt), max_new_tokens, Sampler(sampling, i) if sampling.temperature else None, frozenset(model.eos_token_ids))
         for i, prompt in enumerate(prompts)
     ]
     return Generation(Decoding(model, requests, max_input_len, max_num_tokens), tokenizer, len(prompts), stop)

@@ -70,7 +70,8 @@ class Model:
         return self._take(advances, self._executor.logits)
 
     def step_tokens(self, advances: Sequence[Advance]) -> np.ndarray:
-        """As `step`, but gives only each request's most likely next token, [len(advances)] int64: on a GPU nothing else comes back."""
+        """As `step`, but gives only each request's most likely next token, [len(advances)] int64: on a GPU nothing else comes back. Raises CheckError where that one's
+        logit is NaN or infinite."""
         return self._take(advances, self._executor.tokens)
 
     def _take(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], np.ndarray]) -> np.ndarray:
