@@ -34,7 +34,7 @@ test-all: setup
 
 gpu: setup
 	$(BIN)/snakemake --cores $(CORES) --configfile config/gpu.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
-	$(BIN)/lockstep bench gpu --python $(TENSORRT_PYTHON) --work $(WORK) --write docs
+	$(BIN)/lockstep bench gpu --python $(TENSORRT_PYTHON) --work $(WORK) --write docs --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
 
 setup: $(VENV)/.installed
 

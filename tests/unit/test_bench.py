@@ -158,6 +158,18 @@ def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_p
     assert np.abs(logits - saved["fp32"][0]).max() <= 2 * rounding < 0.01 * saved["fp32"].std(), "the benchmark's own bound"
 
 
+@pytest.mark.parametrize(
+    ("python", "found"), [("/no/such/python", "expected a Python with torch and transformers, found none that starts: No such file or directory"),
+                          (sys.executable, "expected a Python whose torch and transformers run on the GPU, found: .*; install them there")]
+)  # fmt: skip
+def test_transformers_that_cannot_run_beside_it_are_told_before_anything_is_made(tmp_path, monkeypatch, python, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU, on a machine with one too
+    export_config(TINY, "fp16", tmp_path / "graphs")
+    with pytest.raises(InputError, match=found):
+        gpu.run(tmp_path / "graphs" / "assembly.json", tmp_path / "work", tmp_path / "record.json", 1, {}, python, TINY)
+    assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
+
+
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
     command = [sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")]

@@ -26,7 +26,7 @@ from lockstep import formats
 from lockstep.bench.measure import spread
 from lockstep.engine.builder import COSTS, build
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.files import read_json, write_json
 from lockstep.runtime import Advance, Model
 
@@ -39,11 +39,13 @@ CHECK_PROMPT, CHECK_TOKENS, CHECK_LAYERS = 48, 16, (2, "all")
 def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mapping[str, Any], transformers: str, config: Mapping[str, Any]) -> None:
     """Measure everything once but speeds, which are medians of `rounds`; `transformers`: an interpreter that has it, which makes a model of `config`.
 
-    Raises InputError for an assembly in another precision than fp16.
+    Raises InputError for an assembly in another precision than fp16 and for an interpreter without transformers and CUDA, before anything is made; CheckError,
+    when all is measured, for logits too far from transformers'.
     """
     assembly = read_json(assembly_json, formats.ASSEMBLY)
     if assembly["precision"] != "fp16":
         raise InputError(f"{assembly_json}: precision: expected fp16, found {assembly['precision']}; export the shape in fp16")
+    _in_transformers(transformers, {"probe": True, "device": "cuda"})
     work.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"benchmark": "gpu", "layers": assembly["num_layers"], "precision": "fp16", "rounds": rounds}
 
@@ -58,11 +60,15 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     manifest = read_json(engines)
     note(build=made, device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
     note(transformers=beside(transformers, work, weights, config))
-    note(check={str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS})
-    seconds, model = timed(lambda: ready(engines, assembly_json, weights))
-    note(ready_seconds=round(seconds, 2))
+    checks = {str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS}
+    note(check=checks, ready_seconds=ready_seconds(engines, assembly_json, weights))
+    model = ready(engines, assembly_json, weights)
     note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
     note(prefill=prefill(model, rounds, assembly))
+    for layers, found in checks.items():
+        if not found["passes"]:
+            ours, theirs = found["max_logit_error"], found["max_logit_error_of_transformers_fp16"]
+            raise CheckError(f"{out}: check: {layers} layers: expected logits at most twice as far from fp32 as fp16 of transformers ({theirs:.3g}), found {ours:.3g}")
 
 
 def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,6 +102,14 @@ def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all
     model = Model.open(engines, assembly, weights, layers, **LIMITS)
     DeviceWeights.wait()
     return model
+
+
+def ready_seconds(engines: Path, assembly: Path, weights: Path) -> float:
+    """From the start of a new process until it can take a step, with the weights' file in the page cache: interpreter, libraries, engines, kernels, weights."""
+    code = "import sys, time; from pathlib import Path; from lockstep.bench.gpu import ready; model = ready(*map(Path, sys.argv[1:])); print(time.time())"
+    began = time.time()
+    ended = subprocess.run([sys.executable, "-c", code, str(engines), str(assembly), str(weights)], stdout=subprocess.PIPE, text=True, check=True)
+    return round(float(ended.stdout.splitlines()[-1]) - began, 1)
 
 
 def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
@@ -184,12 +198,23 @@ def prefill(model: Model, rounds: int, assembly: Mapping[str, Any]) -> dict[str,
 
 def beside(python: str, work: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """transformers on the same weights, in another Python: its speeds; its logits are left in the work folder."""
-    script = Path(__file__).with_name("gpu_transformers.py")
     request = {
         "weights": str(weights), "work": str(work), "context": CONTEXT, "prefill": PREFILL, "warm": WARM, "steps": STEPS, "batches": BATCHES,
         "prompt": CHECK_PROMPT, "tokens": CHECK_TOKENS, "layers": CHECK_LAYERS, "config": dict(config), "device": "cuda",
     }  # fmt: skip
-    ended = subprocess.run([python, str(script)], input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=True, env=_plain_environment())
+    return _in_transformers(python, request)
+
+
+def _in_transformers(python: str, request: Mapping[str, Any]) -> Any:
+    """What gpu_transformers.py answers. Raises InputError with its last line when it fails."""
+    command = [python, str(Path(__file__).with_name("gpu_transformers.py"))]
+    try:
+        ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=_plain_environment())
+    except OSError as error:
+        raise InputError(f"{python}: expected a Python with torch and transformers, found none that starts: {error.strerror}") from error
+    if ended.returncode:
+        found = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+        raise InputError(f"{python}: expected a Python whose torch and transformers run on the GPU, found: {found}; install them there")
     return json.loads(ended.stdout.splitlines()[-1])
 
 
