@@ -80,8 +80,10 @@ def empty(shape: Sequence[int], dtype: np.dtype) -> Array:
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype) -> Array:
+    """Device memory of zeros, for any stream: the default stream, which clears it, is waited for, because nothing orders it with a `Stream`."""
     array = empty(shape, dtype)
     check(runtime.cudaMemset(array.address, 0, array.nbytes))
+    check(runtime.cudaStreamSynchronize(0))
     return array
 
 

@@ -1,0 +1,118 @@
+"""Running TensorRT's engines, on a device that is stood in for (standin_cuda.py): all above CUDA and TensorRT is real, down to the uploads."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import standin_cuda
+from demo_model import GOLDEN, LIMITS
+
+from lockstep.engine import build
+from lockstep.runtime import Advance, Model
+from lockstep.runtime.tokenizer import Tokenizer
+
+MODEL = "demo-llama"
+FORMS = [("8.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
+# Of logits, largest 20: sums in another order; fp16: roundings between engines.
+TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}
+
+
+@pytest.fixture(scope="session")
+def engines(demo, tmp_path_factory):
+    """{(version, precision, attention): engines.json}"""
+    folder, found = tmp_path_factory.mktemp("tensorrt"), {}
+    for version, precision, attention in FORMS:
+        with standin_cuda.installed(version):
+            options = {"attention": attention, **{name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}}
+            found[version, precision, attention] = build(demo.assembly(MODEL, precision), "tensorrt", folder / precision / attention / "engines.json", options)
+    return found
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: "-".join(form))
+def form(request):
+    return request.param
+
+
+@pytest.fixture
+def gpu(form):
+    with standin_cuda.installed(form[0]) as gpu:
+        from lockstep.engine.tensorrt import program
+
+        program._PIECE = 1 << 16  # several pieces of the demo's small weights
+        yield gpu
+        gc.collect()
+    assert not gpu.faults
+
+
+@pytest.fixture
+def open_model(demo, engines, form, gpu):
+    """A model of the form, of `layers` layers."""
+    paths = engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
+    return lambda layers=2, **limits: Model.open(*paths, layers, **{**LIMITS_OF_MODEL, **limits})
+
+
+LIMITS_OF_MODEL = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+
+
+class Both:
+    """The model beside the same in ONNX Runtime, step by step. Each slot goes on with the token that was found."""
+
+    def __init__(self, demo, open_model, precision, layers=2):
+        paths = demo.engines(MODEL, precision, "onnxruntime"), demo.assembly(MODEL, precision), demo.weights(MODEL, precision)
+        self.reference, self.found, self.tolerance = Model.open(*paths, layers, **LIMITS_OF_MODEL), open_model(layers), TOLERANCE[precision]
+        self.next, self.random = {}, np.random.default_rng(0)
+
+    def step(self, *slots, prompts=(), tokens=True):
+        """One token of each of `slots`, and (slot, count) of `prompts`, which go on where the slot is, or begin; the tokens or the logits of it."""
+        advances = [Advance(slot, np.array([self.next[slot]]), self.found.length(slot)) for slot in slots]
+        advances += [Advance(slot, self.random.integers(0, 768, count), self.found.length(slot)) for slot, count in prompts]
+        expected = self.reference.step(advances)
+        if tokens:
+            found = self.found.step_tokens(advances)
+            # The most likely one, or as likely within the tolerance.
+            assert (expected[np.arange(len(advances)), found] >= expected.max(axis=1) - self.tolerance).all()
+        else:
+            logits = self.found.step(advances)
+            np.testing.assert_allclose(logits, expected, rtol=0, atol=self.tolerance)
+            found = logits.argmax(axis=1)
+        self.next |= {advance.slot: token for advance, token in zip(advances, found.tolist())}
+
+    def release(self, slot):
+        self.reference.release(slot)
+        self.found.release(slot)
+
+
+def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(2, 45), (0, 8)])
+    for number in range(25):  # slot 2 goes over 64 tokens
+        both.step(2, 0, tokens=number % 8 != 3)
+    both.step(2, 0, prompts=[(1, 24), (3, 1)])
+    both.step(0, 1, 2, 3, tokens=False)
+    both.release(2)
+    both.step(3, 0, prompts=[(2, 100)])
+    both.step(1, prompts=[(2, 30), (0, 17)])  # slot 2 goes over 128
+    for _ in range(4):
+        both.step(2, 1)
+    both.release(2)
+    both.release(0)
+    for _ in range(4):
+        both.step(3, 1)
+    both.step(3, prompts=[(0, 3), (2, 70)])
+    for _ in range(4):
+        both.step(0, 1, 2, 3)
+
+
+def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(0, 8), (1, 5)])
+    for _ in range(2):
+        both.step(0, 1)
+    launches, plain = gpu.launches, gpu.plain
+    for _ in range(5):
+        both.step(0, 1)
+    assert (gpu.launches, gpu.plain) == (launches + 5, plain)
+
+
