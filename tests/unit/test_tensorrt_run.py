@@ -116,3 +116,38 @@ def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
     assert (gpu.launches, gpu.plain) == (launches + 5, plain)
 
 
+
+
+@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, form, gpu, monkeypatch):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(0, 8)])
+    for _ in range(3):
+        both.step(0)
+    from lockstep.engine.tensorrt import compat
+
+    needed = compat.device_memory_size
+    monkeypatch.setattr(compat, "device_memory_size", lambda engine: 2 * needed(engine))
+    other = Both(demo, open_model, form[1])
+    for _ in range(3):
+        other.step(prompts=[(0, 8)])
+        both.step(0)
+    for _ in range(3):
+        other.step(0)
+        both.step(0)
+
+
+def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
+    model = open_model()
+    for start, count in ((0, 5), (5, 1), (6, 1), (7, 1)):
+        model.step_tokens([Advance(0, np.arange(count), start)])
+    gc.collect()
+    gc.disable()
+    try:
+        held = gpu.blocks
+        del model
+        left = gpu.blocks
+    finally:
+        gc.enable()
+    # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's, and a one for each row.
+    assert left <= 3 < held

@@ -233,7 +233,9 @@ class GpuExecutor:
         add("exit", [self._block(network.exit, values, dims, own)])
         logits = values["logits"]
         if not chunks:
-            add("next token", [lambda: self._kernels.advance(self._stream, logits, rows, self._token_ids[:total], self._positions[:total])])
+            token_ids, positions = self._token_ids[:total], self._positions[:total]
+            kernels, stream = self._kernels, self._stream  # not `self`, which holds the plan
+            add("next token", [lambda: kernels.advance(stream, logits, rows, token_ids, positions)])
         return _Plan(calls, names, logits)
 
     def _block(self, block: Any, values: dict[str, cuda.Array], dims: Mapping[str, int], own: bool) -> Call:

@@ -28,14 +28,13 @@ _UPLOADERS = 4
 
 
 class Device:
-    """What all programs of a process share: a stream and the memory that contexts work in."""
+    """What all programs of a process share: a stream, and the memory that contexts work in."""
 
     _instance: Device | None = None
 
     def __init__(self) -> None:
         self.stream = cuda.Stream()
-        self.scratch = cuda.empty((1,), "u1")
-        self.contexts: list[Any] = []
+        self._scratch = cuda.empty((1,), "u1")
 
     @classmethod
     def get(cls) -> Device:
@@ -44,19 +43,16 @@ class Device:
         return cls._instance
 
     def reserve(self, nbytes: int) -> None:
-        """Make the shared memory large enough. Before any graph is captured: its address changes."""
-        if nbytes > self.scratch.nbytes:
-            self.stream.synchronize()
-            self.scratch = cuda.empty((nbytes,), "u1")
-            for context in self.contexts:
-                compat.set_device_memory(context, self.scratch.address, self.scratch.nbytes)
+        """Make the shared memory large enough for the contexts to come. Those that are there, and graphs captured with them, keep what they have."""
+        if nbytes > self._scratch.nbytes:
+            self._scratch = cuda.empty((nbytes,), "u1")
 
-    def context(self, engine: Any, profile: int, where: str) -> Any:
+    def context(self, engine: Any, profile: int, where: str) -> tuple[Any, cuda.Array]:
+        """A context, and the memory that must live as long as it runs."""
         context = compat.create_context(engine, where)
-        compat.set_device_memory(context, self.scratch.address, self.scratch.nbytes)
+        compat.set_device_memory(context, self._scratch.address, self._scratch.nbytes)
         compat.set_profile(context, profile, self.stream.handle)
-        self.contexts.append(context)
-        return context
+        return context, self._scratch
 
 
 class TensorRTProgram:
@@ -72,7 +68,7 @@ class TensorRTProgram:
         if missing:
             raise CheckError(f"{engine_path}: expected weight inputs {sorted(self.slots)}, found none for {sorted(missing)}; build the engines again")
         self.device.reserve(compat.device_memory_size(self.engine))
-        self._contexts: dict[tuple, Any] = {}
+        self._contexts: dict[tuple, tuple[Any, cuda.Array]] = {}
 
     def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
         """Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the slot's."""
@@ -91,14 +87,13 @@ class TensorRTProgram:
                 return profile
         raise CheckError(f"{self.path}: expected shapes within a profile of the engine, found {dict(shapes)}; raise the limits of the config and build again")
 
-    def context_for(self, shapes: Mapping[str, tuple[int, ...]], own: bool) -> Any:
-        """A context set to these input shapes. `own`: no other shapes will be set in it."""
+    def context_for(self, shapes: Mapping[str, tuple[int, ...]], own: bool) -> tuple[Any, cuda.Array]:
+        """A context for these input shapes, and its memory. `own`: no other shapes will be set in it."""
         profile = self.profile_for(shapes)
         key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
-        context = self._contexts.get(key)
-        if context is None:
-            context = self._contexts[key] = self.device.context(self.engine, profile, str(self.path))
-        return context
+        if key not in self._contexts:
+            self._contexts[key] = self.device.context(self.engine, profile, str(self.path))
+        return self._contexts[key]
 
 
 class TensorRTExecutable:
@@ -118,7 +113,7 @@ class TensorRTExecutable:
             if array.dtype != tensors[name].dtype:
                 raise CheckError(f"{program.path}: {name!r}: expected {tensors[name].dtype.name}, found {array.dtype.name}")
         shapes = {name: array.shape for name, array in inputs.items()}
-        context = program.context_for(shapes, own)
+        context, scratch = program.context_for(shapes, own)
         addresses = {name: array.address for name, array in {**self._weights, **inputs, **outputs}.items()}
         stream = program.device.stream.handle
 
@@ -129,7 +124,7 @@ class TensorRTExecutable:
                 compat.set_tensor_address(context, name, address)
             compat.enqueue(context, stream)
 
-        run.arrays = (*inputs.values(), *outputs.values())  # keeps the memory alive: a context holds addresses
+        run.arrays = (*inputs.values(), *outputs.values(), *self._weights.values(), scratch)  # keeps the memory alive: a context holds addresses
         return run
 
 
