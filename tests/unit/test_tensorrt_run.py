@@ -151,3 +151,11 @@ def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
         gc.enable()
     # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's, and a one for each row.
     assert left <= 3 < held
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("tokens", [4, 8, 12, 17, 24])
+def test_small_limits_leave_room_for_what_fused_attention_touches(open_model, gpu, tokens):
+    alone, packed = (open_model(max_batch_size=rows, max_num_tokens=tokens) for rows in (1, 2))
+    assert np.isfinite(alone.step([Advance(0, np.arange(tokens), 0)])).all()
+    assert np.isfinite(packed.step([Advance(0, np.arange(tokens - 2), 0), Advance(1, np.arange(2), 0)])).all()

@@ -16,6 +16,7 @@ from lockstep.engine.tensorrt import cuda
 from lockstep.engine.tensorrt.kernels import Kernels
 
 FIRST_CAPACITY = 64
+SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
 Call = Callable[[], None]
 Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.engine.tensorrt import cuda
-from lockstep.engine.tensorrt.attention import make_attention
+from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, make_attention
 from lockstep.engine.tensorrt.kernels import Kernels
 from lockstep.engine.tensorrt.program import Device, DeviceWeights
 
@@ -265,8 +265,10 @@ class GpuExecutor:
         key = (name, tuple(shape[1:]), np.dtype(dtype))
         array = self._buffers.get(key)
         if array is None:
-            # Twice: fused attention reads, and spoils, up to the next power of two behind a chunk's last token.
-            array = self._buffers[key] = cuda.zeros((2 * self._tokens, *shape[1:]), dtype)
+            # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of two long: less than twice as long as it is,
+            # or as long as the smallest.
+            count = self._tokens + max(self._tokens, SMALLEST_CHUNK)
+            array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype)
         return array[: shape[0]]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.engine.tensorrt import cuda
-from lockstep.engine.tensorrt.attention import Call, Chunks
+from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, Call, Chunks
 from lockstep.engine.tensorrt.kernels import Kernels, Rotation
 from lockstep.engine.tensorrt.rotation import read_rotation
 from lockstep.errors import CheckError, InputError
@@ -25,7 +25,6 @@ except ImportError as error:
     raise InputError(f"attention: fused: needs the package nvidia-cudnn-frontend and the library cuDNN 9, found: {' '.join(str(error).split())}; install them, or build with attention: traced") from None
 
 PAGE = 64
-_SMALLEST_CHUNK = 16
 
 
 class FusedAttention:
@@ -105,7 +104,7 @@ class FusedAttention:
             ones = _ones(num_decode)
             calls.append(plan.call(query, keys, cached, self._table, ones, self._lengths, attention))
         for number, (row, _, low, high) in enumerate(chunks):
-            tokens = max(_SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
+            tokens = max(SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
             plan = _plan(form(requests=1, tokens=tokens), stream)
             lengths = self._chunk_lengths[number : number + 1].reshape(2)
             calls.append(plan.call(query[low:high], keys, cached, self._table[row : row + 1], lengths[:1], lengths[1:], attention[low:high]))
