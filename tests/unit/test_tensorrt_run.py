@@ -7,11 +7,11 @@ import gc
 import numpy as np
 import pytest
 import standin_cuda
-from demo_model import GOLDEN, LIMITS
+from demo_model import LIMITS
 
 from lockstep.engine import build
+from lockstep.errors import InputError
 from lockstep.runtime import Advance, Model
-from lockstep.runtime.tokenizer import Tokenizer
 
 MODEL = "demo-llama"
 FORMS = [("8.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
@@ -159,3 +159,11 @@ def test_small_limits_leave_room_for_what_fused_attention_touches(open_model, gp
     alone, packed = (open_model(max_batch_size=rows, max_num_tokens=tokens) for rows in (1, 2))
     assert np.isfinite(alone.step([Advance(0, np.arange(tokens), 0)])).all()
     assert np.isfinite(packed.step([Advance(0, np.arange(tokens - 2), 0), Advance(1, np.arange(2), 0)])).all()
+
+
+def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engines, form, gpu):
+    model = Model.open(engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1]), 2)
+    most = LIMITS["max_num_tokens"] // LIMITS["max_batch_size"]
+    assert model.step([Advance(slot, np.arange(most), 0) for slot in range(LIMITS["max_batch_size"])]).shape == (LIMITS["max_batch_size"], 768)
+    with pytest.raises(InputError, match=rf"expected at most {LIMITS['max_num_tokens']} tokens \(max_num_tokens\)"):
+        model.step([Advance(slot, np.arange(most + (slot == 3)), 0) for slot in range(LIMITS["max_batch_size"])])

@@ -44,13 +44,13 @@ class _Expected:
 class GpuExecutor:
     """Runs steps of a Network (runtime.network) whose engines are TensorRT's. `lengths[slot]`: tokens that a slot holds."""
 
-    def __init__(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None):
+    def __init__(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int):
         self.rows, self.max_seq_len = rows, max_seq_len
         self.lengths = np.zeros(rows, np.int64)
         self._network = network
         self._device = Device.get()
         self._stream = self._device.stream
-        self._tokens = rows + (max_num_tokens or max_seq_len)  # the most that one step brings
+        self._tokens = rows + max_num_tokens  # the most that one step brings
         self._integer = network.embedding.run.program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=self._integer.itemsize == 8)
         self._buffers: dict[tuple, cuda.Array] = {}
