@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import standin_cuda
 from demo_model import LIMITS
 
 from lockstep.engine import build
-from lockstep.errors import InputError
+from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Advance, Model
+from lockstep.weights import Weights
 
 MODEL = "demo-llama"
 FORMS = [("8.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
@@ -40,7 +42,7 @@ def gpu(form):
     with standin_cuda.installed(form[0]) as gpu:
         from lockstep.engine.tensorrt import program
 
-        program._PIECE = 1 << 16  # several pieces of the demo's small weights
+        program._PIECE = 1 << 15  # several pieces of the demo's small weights
         yield gpu
         gc.collect()
     assert not gpu.faults
@@ -167,3 +169,58 @@ def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engi
     assert model.step([Advance(slot, np.arange(most), 0) for slot in range(LIMITS["max_batch_size"])]).shape == (LIMITS["max_batch_size"], 768)
     with pytest.raises(InputError, match=rf"expected at most {LIMITS['max_num_tokens']} tokens \(max_num_tokens\)"):
         model.step([Advance(slot, np.arange(most + (slot == 3)), 0) for slot in range(LIMITS["max_batch_size"])])
+
+
+def down(array) -> np.ndarray:
+    """What a device array holds, once the uploads before are through."""
+    from lockstep.engine.tensorrt import cuda
+
+    host, stream = np.empty(array.shape, array.dtype), cuda.Stream()
+    stream.download(host, array)
+    stream.synchronize()
+    return host
+
+
+def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, gpu):
+    from lockstep.engine.tensorrt import program
+
+    weights, DeviceWeights = Weights.open(demo.weights(MODEL, form[1])), program.DeviceWeights
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    rows, dtype = np.concatenate([weights[name] for name in names]), weights[names[0]].dtype
+    assert rows.nbytes > 2 * program._PIECE
+    store = DeviceWeights.of(weights)
+    array, blocks = store.put(names, rows.shape, dtype, "slot"), gpu.blocks
+    assert DeviceWeights.of(weights) is store and store.put(names, rows.shape, dtype, "slot").address == array.address and gpu.blocks == blocks
+    store.uploads.wait()
+    np.testing.assert_array_equal(down(array), rows)
+    for shape, kind in (((rows.shape[0], rows.shape[1] + 1), dtype), (rows.shape, np.dtype("f8"))):
+        with pytest.raises(CheckError, match=r"where: expected weights .*, found float\d+ \[80, 144\], .*are graphs and weights of one model and precision"):
+            store.put(names[::-1], shape, kind, "where")
+
+
+def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch):
+    from lockstep.engine.tensorrt import program
+
+    weights, go_on = Weights.open(demo.weights(MODEL, form[1])), threading.Event()
+    copy = program._Uploader._piece
+    monkeypatch.setattr(program._Uploader, "_piece", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
+    store, weight = program.DeviceWeights.of(weights), "lm_head.weight"
+    array = store.put([weight], weights[weight].shape, weights[weight].dtype, "slot")
+    del array  # whoever asked for it has gone
+    go_on.set()
+    store.uploads.wait()
+
+
+def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monkeypatch):
+    from lockstep.engine.tensorrt import program
+
+    def fail(*arguments):
+        raise CheckError("CUDA: cudaErrorUnknown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program._Uploader, "_piece", fail)
+        failed = open_model()
+    assert np.isfinite(open_model().step([Advance(0, np.arange(3), 0)])).all()
+    for _ in range(2):
+        with pytest.raises(CheckError, match="cudaErrorUnknown"):
+            failed.step([Advance(0, np.arange(3), 0)])

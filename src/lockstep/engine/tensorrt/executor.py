@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.engine.tensorrt import cuda
 from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, make_attention
 from lockstep.engine.tensorrt.kernels import Kernels
-from lockstep.engine.tensorrt.program import Device, DeviceWeights
+from lockstep.engine.tensorrt.program import Device
 
 Call = Callable[[], None]
 
@@ -48,6 +48,8 @@ class GpuExecutor:
         self.rows, self.max_seq_len = rows, max_seq_len
         self.lengths = np.zeros(rows, np.int64)
         self._network = network
+        blocks = (network.embedding, *(block for block, _ in network.layers), network.exit)
+        self._uploads = list({id(block.run.uploads): block.run.uploads for block in blocks}.values())
         self._device = Device.get()
         self._stream = self._device.stream
         self._tokens = rows + max_num_tokens  # the most that one step brings
@@ -97,9 +99,14 @@ class GpuExecutor:
         self._expected.tokens[order] = found
         return found
 
+    def wait(self) -> None:
+        """Until all weights are on the device. Raises what an upload raised."""
+        for uploads in self._uploads:
+            uploads.wait()
+
     def _run(self, advances: Sequence[Any]) -> tuple[_Plan, list[int]]:
         """Put a step on the stream; gives its plan and, for each advance, its row of the logits."""
-        DeviceWeights.wait()
+        self.wait()
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
         if any([attention.reserve(ends, self.lengths, self._stream) for attention in self._forms]):
             self._plans.clear()

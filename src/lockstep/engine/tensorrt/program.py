@@ -1,6 +1,6 @@
 """A loaded engine, its weights on the device, and calls of it.
 
-Weights are uploaded once each, whoever shares them, from the mapped checkpoint through page-locked memory; the parts of a fused slot lie one after
+Weights are uploaded once each, whichever layers share them, from the mapped checkpoint through page-locked memory; the parts of a fused slot lie one after
 another. An engine runs in contexts: one that takes any shape, and one for each shape that a CUDA graph is captured with, because a captured
 graph holds only while its context keeps its shapes. All contexts of a process work in one piece of device memory: calls follow each other.
 """
@@ -75,9 +75,10 @@ class TensorRTProgram:
         if set(slots) != set(self.slots):
             raise CheckError(f"{self.path}: expected weights for the slots {sorted(self.slots)}, found {sorted(slots)}; export and build again")
         if not slots:
-            return TensorRTExecutable(self, {})
+            return TensorRTExecutable(self, {}, Uploads())
         store = DeviceWeights.of(weights)
-        return TensorRTExecutable(self, {slot: store.put(names, *self.slots[slot], f"{self.path}: slot {slot}") for slot, names in slots.items()})
+        arrays = {slot: store.put(names, *self.slots[slot], f"{self.path}: slot {slot}") for slot, names in slots.items()}
+        return TensorRTExecutable(self, arrays, store.uploads)
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The first profile that takes these input shapes. Raises CheckError where none does."""
@@ -97,10 +98,11 @@ class TensorRTProgram:
 
 
 class TensorRTExecutable:
-    """An engine with the addresses of its weights."""
+    """An engine with the addresses of its weights. Wait for `uploads`, which bring them there, before the first run."""
 
-    def __init__(self, program: TensorRTProgram, weights: Mapping[str, cuda.Array]):
+    def __init__(self, program: TensorRTProgram, weights: Mapping[str, cuda.Array], uploads: Uploads):
         self.program = program
+        self.uploads = uploads
         self._weights = weights
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
@@ -128,13 +130,29 @@ class TensorRTExecutable:
         return run
 
 
+class Uploads:
+    """Copies to the device that go on in the background."""
+
+    def __init__(self) -> None:
+        self._pending: list[Future] = []
+
+    def add(self, copies: Sequence[Future]) -> None:
+        self._pending += copies
+
+    def wait(self) -> None:
+        """Until all are through. Raises what one of them raised, each time: without it there is nothing to go on with."""
+        while self._pending:
+            self._pending[-1].result()
+            self._pending.pop()
+
+
 class DeviceWeights:
-    """Tensors of one weights manifest on the device. Uploads go on in the background; `wait` before the first use."""
+    """Tensors of one weights manifest on the device. Wait for `uploads` before the first use."""
 
     _stores: weakref.WeakKeyDictionary[Weights, DeviceWeights] = weakref.WeakKeyDictionary()
-    _pending: list[Future] = []
 
     def __init__(self, weights: Weights):
+        self.uploads = Uploads()
         self._weights = weakref.ref(weights)
         self._arrays: weakref.WeakValueDictionary[tuple[str, ...], cuda.Array] = weakref.WeakValueDictionary()
         self._uploader = _Uploader()
@@ -145,12 +163,6 @@ class DeviceWeights:
         if store is None:
             store = cls._stores[weights] = cls(weights)
         return store
-
-    @classmethod
-    def wait(cls) -> None:
-        """Until all weights are on the device. Raises what an upload raised."""
-        while cls._pending:
-            cls._pending.pop().result()
 
     def put(self, names: Sequence[str], shape: tuple[int, ...], dtype: np.dtype, where: str) -> cuda.Array:
         """The tensors `names`, one after another, as one array of `shape`; uploaded if they are not there yet."""
@@ -164,10 +176,10 @@ class DeviceWeights:
             found = ", ".join(f"{part.dtype.name} {list(part.shape)}" for part in parts)
             raise CheckError(f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are graphs and weights of one model and precision?")
         array = self._arrays[key] = cuda.empty(shape, dtype)
-        address = array.address
+        flat, start = array.reshape(math.prod(shape)), 0
         for part in parts:
-            DeviceWeights._pending += self._uploader.upload(address, part)
-            address += part.nbytes
+            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part))
+            start += part.size
         return array
 
 
@@ -178,15 +190,16 @@ class _Uploader:
         self._pool = ThreadPoolExecutor(min(_UPLOADERS, os.cpu_count() or 1))
         self._own = threading.local()
 
-    def upload(self, address: int, part: np.ndarray) -> list[Future]:
-        data = part.reshape(-1).view(np.uint8)
-        return [self._pool.submit(self._piece, address + at, data[at : at + _PIECE]) for at in range(0, data.size, _PIECE)]
+    def upload(self, array: cuda.Array, part: np.ndarray) -> list[Future]:
+        """Each piece holds the memory that it is copied to."""
+        values, numbers = part.reshape(-1), _PIECE // part.itemsize
+        return [self._pool.submit(self._piece, array[at : at + numbers], values[at : at + numbers]) for at in range(0, values.size, numbers)]
 
-    def _piece(self, address: int, data: np.ndarray) -> None:
+    def _piece(self, array: cuda.Array, values: np.ndarray) -> None:
         own = self._own
         if not hasattr(own, "stream"):
             own.stream, own.host = cuda.Stream(), cuda.pinned((_PIECE,), np.uint8)
-        host = own.host[: data.size]
-        np.copyto(host, data)
-        own.stream.upload(cuda.Array(address, host.shape, host.dtype, None), host)
+        host = own.host[: values.nbytes].view(values.dtype)
+        np.copyto(host, values)
+        own.stream.upload(array, host)
         own.stream.synchronize()
