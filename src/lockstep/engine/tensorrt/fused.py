@@ -47,20 +47,18 @@ class FusedAttention:
         self._cache = {}
         for index, kind in layers.items():
             heads = kind.cache.num_kv_heads
-            self._cache[index] = tuple(cuda.zeros((pages, heads, PAGE, dim), self._dtype) for dim in (kind.cache.head_dim, kind.cache.value_head_dim))
+            self._cache[index] = tuple(cuda.zeros((pages, heads, PAGE, dim), self._dtype, "the KV cache") for dim in (kind.cache.head_dim, kind.cache.value_head_dim))
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
         """Give pages to rows that grow. Nothing moves: the table's contents change, not its place."""
-        grown = False
-        for row, end in ends.items():
-            pages = self._pages[row]
-            while len(pages) * PAGE < end:
-                pages.append(self._free.pop())
-                grown = True
-            if grown:
-                self._host_table[row, : len(pages)] = pages
+        grown = [row for row, end in ends.items() if len(self._pages[row]) * PAGE < end]
         if grown:
             stream.synchronize()  # the copy before may still read the host's table
+            for row in grown:
+                pages = self._pages[row]
+                while len(pages) * PAGE < ends[row]:
+                    pages.append(self._free.pop())
+                self._host_table[row, : len(pages)] = pages
             stream.upload(self._table, self._host_table)
         return False
 
@@ -209,7 +207,7 @@ class _Plan:
         self._graph, self._inputs, self._out, self._handle = graph, inputs, out, handle
         size = max(1, graph.get_workspace_size())
         if _Plan._workspace is None or _Plan._workspace.nbytes < size:
-            _Plan._workspace = cuda.empty((size,), "u1")  # plans that hold a smaller one keep it
+            _Plan._workspace = cuda.empty((size,), "u1", "attention to work in")  # plans that hold a smaller one keep it
         self._work = _Plan._workspace
 
     def call(
