@@ -224,3 +224,43 @@ def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monke
     for _ in range(2):
         with pytest.raises(CheckError, match="cudaErrorUnknown"):
             failed.step([Advance(0, np.arange(3), 0)])
+
+
+@pytest.mark.parametrize(("share", "what"), [(0.2, "weights"), (0.8, "the values of a step")])
+def test_too_little_memory_is_told_with_what_it_was_for(open_model, gpu, share, what):
+    run = lambda model: model.step([Advance(0, np.arange(3), 0)])
+    run(open_model())
+    before, model = gpu.used, open_model()
+    run(model)
+    gpu.total = before + int(share * (gpu.used - before))
+    del model
+    with pytest.raises(CheckError, match=rf"^expected \d+ MiB of free GPU memory for {what}, found \d+ MiB of \d+ MiB; lower limits.max_batch_size"):
+        run(open_model())
+
+
+@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(0, 62)])
+    both.step(0)
+    both.step(0)
+    total, gpu.total = gpu.total, gpu.used + (200 << 10)  # one layer's keys in a cache of 128, no more
+    with pytest.raises(CheckError, match="MiB of free GPU memory for the KV cache"):
+        both.found.step([Advance(0, np.array([1]), 64)])
+    gpu.total = total
+    for _ in range(3):
+        both.step(0, tokens=False)
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
+    from lockstep.engine.tensorrt import cuda
+
+    executor, lengths, table = open_model()._executor, np.zeros(4, np.int64), cuda.pinned((4, 4), "i4")
+    (attention,) = executor._forms
+    attention.reserve({1: 65}, lengths, executor._stream)
+    executor._stream.download(table, attention._table)
+    attention.reserve({0: 1, 2: 130, 1: 128}, lengths, executor._stream)
+    executor._stream.synchronize()
+    assert table.tolist() == [[0] * 4, [0, 1, 0, 0], [0] * 4, [0] * 4]
+    assert down(attention._table).tolist() == [[2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 5, 0], [0] * 4]

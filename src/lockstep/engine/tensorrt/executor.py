@@ -264,7 +264,7 @@ class GpuExecutor:
         """[num_requests, vocab_size]: a row for each slot is enough."""
         key = ("logits",)
         if key not in self._buffers:
-            self._buffers[key] = cuda.empty((self.rows, *shape[1:]), dtype)
+            self._buffers[key] = cuda.empty((self.rows, *shape[1:]), dtype, "logits")
         return self._buffers[key][: shape[0]]
 
     def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
@@ -275,7 +275,7 @@ class GpuExecutor:
             # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of two long: less than twice as long as it is,
             # or as long as the smallest.
             count = self._tokens + max(self._tokens, SMALLEST_CHUNK)
-            array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype)
+            array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype, "the values of a step")
         return array[: shape[0]]
 
 

@@ -45,7 +45,7 @@ class Device:
     def reserve(self, nbytes: int) -> None:
         """Make the shared memory large enough for the contexts to come. Those that are there, and graphs captured with them, keep what they have."""
         if nbytes > self._scratch.nbytes:
-            self._scratch = cuda.empty((nbytes,), "u1")
+            self._scratch = cuda.empty((nbytes,), "u1", "engines to work in")
 
     def context(self, engine: Any, profile: int, where: str) -> tuple[Any, cuda.Array]:
         """A context, and the memory that must live as long as it runs."""
@@ -175,7 +175,7 @@ class DeviceWeights:
         if sum(part.size for part in parts) != math.prod(shape) or any(part.dtype != dtype for part in parts):
             found = ", ".join(f"{part.dtype.name} {list(part.shape)}" for part in parts)
             raise CheckError(f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are graphs and weights of one model and precision?")
-        array = self._arrays[key] = cuda.empty(shape, dtype)
+        array = self._arrays[key] = cuda.empty(shape, dtype, "weights")
         flat, start = array.reshape(math.prod(shape)), 0
         for part in parts:
             self.uploads.add(self._uploader.upload(flat[start : start + part.size], part))
