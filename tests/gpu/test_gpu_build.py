@@ -42,7 +42,7 @@ def test_an_engine_is_built_and_small(graph):
 def test_products_are_summed_in_fp32(tmp_path, rows):
     """Of 8192 products: rounding the result alone leaves 3e-4 of its size, sums in fp16 leave 5e-3."""
     from lockstep.engine.tensorrt import cuda
-    from lockstep.engine.tensorrt.program import TensorRTExecutable, TensorRTProgram
+    from lockstep.engine.tensorrt.program import TensorRTExecutable, TensorRTProgram, Uploads
 
     onnx.save(onnx.parser.parse_model(BLOCK.replace("64]", "8192]", 2)), tmp_path / "block.onnx")
     build(tmp_path / "block.onnx")
@@ -53,7 +53,7 @@ def test_products_are_summed_in_fp32(tmp_path, rows):
     on_device = {name: cuda.empty(array.shape, array.dtype) for name, array in {"hidden": hidden, "weight": weight, "out": out}.items()}
     stream.upload(on_device["hidden"], hidden)
     stream.upload(on_device["weight"], weight)
-    TensorRTExecutable(program, {"weight": on_device["weight"]}).prepare({"hidden": on_device["hidden"]}, {"out": on_device["out"]})()
+    TensorRTExecutable(program, {"weight": on_device["weight"]}, Uploads()).prepare({"hidden": on_device["hidden"]}, {"out": on_device["out"]})()
     stream.download(out, on_device["out"])
     stream.synchronize()
     product = hidden.astype(np.float64) @ weight.astype(np.float64).T

@@ -178,6 +178,7 @@ def test_a_step_that_cannot_be_taken_is_refused_and_changes_nothing(tiny, advanc
         ({"layers": 0}, "layers: expected 1 to 3 or 'all', found 0"),
         ({"max_seq_len": 1025}, "max_seq_len: expected at most 1024"),
         ({"max_batch_size": 0}, "max_batch_size: expected at least 1, found 0"),
+        ({"max_num_tokens": 0}, "max_num_tokens: expected at least 1, found 0"),
         ({"threads": 0}, "threads: expected at least 1, found 0"),
     ],
 )
@@ -186,15 +187,20 @@ def test_limits_that_the_model_does_not_allow_are_refused(tiny, limits, message)
         open_model(tiny, **limits)
 
 
-def test_more_positions_than_the_engines_were_built_for_are_refused(tiny, tmp_path):
+def test_limits_are_those_that_the_engines_were_built_for(tiny, tmp_path):
     """Profiles end there, and rotary encodings were checked up to there."""
     folder = shutil.copytree(tiny.engines("tiny", "fp32", "onnxruntime").parent, tmp_path / "engines")
-    manifest = read_json(folder / "engines.json")
-    write_json(folder / "engines.json", {**manifest, "options": {**manifest["options"], "max_seq_len": 64}})
+    manifest, built = read_json(folder / "engines.json"), {"max_batch_size": 3, "max_num_tokens": 40, "max_seq_len": 64}
+    write_json(folder / "engines.json", {**manifest, "options": {**manifest["options"], **built}})
     paths = folder / "engines.json", tiny.assembly("tiny", "fp32"), tiny.weights("tiny", "fp32")
-    assert Model.open(*paths, max_seq_len=64).max_seq_len == 64
-    with pytest.raises(InputError, match="max_seq_len: expected at most 64, which .*engines.json was built for, found 65; raise limits.max_seq_len and build again"):
-        Model.open(*paths, max_seq_len=65)
+    model = Model.open(*paths)
+    assert (model.max_batch_size, model.max_num_tokens, model.max_seq_len) == (3, 40, 64)
+    with pytest.raises(InputError, match=r"expected at most 40 tokens \(max_num_tokens\), found 41"):
+        model.step([Advance(0, tokens(41), 0)])
+    for name, limit in built.items():
+        assert getattr(Model.open(*paths, **{name: limit - 1}), name) == limit - 1
+        with pytest.raises(InputError, match=f"{name}: expected at most {limit}, which .*engines.json was built for, found {limit + 1}; raise limits.{name} and build again"):
+            Model.open(*paths, **{name: limit + 1})
 
 
 def test_weights_of_another_precision_or_model_are_refused(tiny, tmp_path):

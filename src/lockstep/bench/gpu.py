@@ -97,10 +97,8 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all") -> Model:
     """A model whose weights are on the device."""
-    from lockstep.engine.tensorrt.program import DeviceWeights
-
     model = Model.open(engines, assembly, weights, layers, **LIMITS)
-    DeviceWeights.wait()
+    model._executor.wait()
     return model
 
 

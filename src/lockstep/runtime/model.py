@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from lockstep.errors import InputError
 from lockstep.runtime.host import HostExecutor
 from lockstep.runtime.network import open_network
 from lockstep.runtime.step import Advance, Executor, check
+
+_DEFAULTS = {"max_batch_size": 4, "max_seq_len": 256, "max_num_tokens": None}
 
 
 class Model:
@@ -35,30 +37,24 @@ class Model:
         assembly_json: str | os.PathLike,
         weights_json: str | os.PathLike,
         layers: int | str = "all",
-        max_batch_size: int = 4,
-        max_seq_len: int = 256,
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
         max_num_tokens: int | None = None,
         threads: int | None = None,
         low_memory: bool = False,
     ) -> Model:
         """Open engines, weights and cache for the first `layers` layers.
 
+        Limits that are not given are those that the engines were built for; engines that are built for any take 4 requests, 256 tokens
+        of each, and any number of tokens in a step.
         `low_memory` reads the weights from the mapped files at each step instead of a repacked copy: slower, no copy.
         Raises InputError for limits or a layer count that the model does not allow, CheckError for engines that do not fit here.
         """
         engines = EngineSet.open(engines_json, assembly_json)
-        allowed = engines.assembly["max_position_embeddings"]
-        if allowed is not None and max_seq_len > allowed:
-            raise InputError(f"max_seq_len: expected at most {allowed} (max_position_embeddings of {Path(assembly_json)}), found {max_seq_len}")
-        built = engines.manifest["options"].get("max_seq_len")
-        if built is not None and max_seq_len > built:
-            raise InputError(f"max_seq_len: expected at most {built}, which {engines_json} was built for, found {max_seq_len}; raise limits.max_seq_len and build again")
-        for name, value in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
-            if value < 1:
-                raise InputError(f"{name}: expected at least 1, found {value}")
+        rows, length, tokens = _limits(engines, assembly_json, {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens})
         network = open_network(engines, weights_json, layers, threads, low_memory)
-        executor = engines.backend.executor(network, max_batch_size, max_seq_len, max_num_tokens) or HostExecutor(network, max_batch_size, max_seq_len)
-        return cls(executor, max_num_tokens, engines, len(network.layers))
+        executor = engines.backend.executor(network, rows, length, tokens) or HostExecutor(network, rows, length)
+        return cls(executor, tokens, engines, len(network.layers))
 
     def step(self, advances: Sequence[Advance]) -> np.ndarray:
         """Advance any mix of requests by one or several tokens each.
@@ -91,3 +87,18 @@ class Model:
     def release(self, slot: int) -> None:
         """Forget what the slot holds, so that its memory may shrink. A new request at start 0 does the same."""
         self._executor.reset(slot)
+
+
+def _limits(engines: EngineSet, assembly_json: str | os.PathLike, given: Mapping[str, int | None]) -> list[Any]:
+    """The limits to open engines with, in the order of `given`. Raises InputError for those that engines or model do not allow."""
+    built = {name: engines.manifest["options"].get(name) for name in given}
+    limits = {name: next((limit for limit in (value, built[name], _DEFAULTS[name]) if limit is not None), None) for name, value in given.items()}
+    allowed = engines.assembly["max_position_embeddings"]
+    if allowed is not None and limits["max_seq_len"] > allowed:
+        raise InputError(f"max_seq_len: expected at most {allowed} (max_position_embeddings of {assembly_json}), found {limits['max_seq_len']}")
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise InputError(f"{name}: expected at least 1, found {value}")
+        if built[name] is not None and value > built[name]:
+            raise InputError(f"{name}: expected at most {built[name]}, which {engines.path} was built for, found {value}; raise limits.{name} and build again")
+    return list(limits.values())

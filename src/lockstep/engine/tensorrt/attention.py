@@ -16,6 +16,7 @@ from lockstep.engine.tensorrt import cuda
 from lockstep.engine.tensorrt.kernels import Kernels
 
 FIRST_CAPACITY = 64
+SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
 Call = Callable[[], None]
 Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
 
@@ -78,20 +79,15 @@ class TracedAttention:
         bucket = min(bucket, self._max)
         if self._cache and bucket <= self.capacity < 3 * bucket:
             return False
-        used, old, old_capacity = int(lengths.max()), self._cache, self.capacity
-        self._cache = {}
-        for index, kind in self._layers.items():
-            pair = []
-            for which, dim in enumerate((kind.cache.head_dim, kind.cache.value_head_dim)):
-                array = cuda.zeros((self._rows, kind.cache.num_kv_heads, bucket, dim), self._dtype)
-                if used:
-                    width = dim * array.dtype.itemsize
-                    source = old[index][which]
-                    stream.copy_rows(array.address, bucket * width, source.address, old_capacity * width, used * width, self._rows * kind.cache.num_kv_heads)
-                pair.append(array)
-            self._cache[index] = (pair[0], pair[1])
+        make = lambda kind, dim: cuda.zeros((self._rows, kind.cache.num_kv_heads, bucket, dim), self._dtype, "the KV cache")
+        grown = {index: (make(kind, kind.cache.head_dim), make(kind, kind.cache.value_head_dim)) for index, kind in self._layers.items()}
+        used = int(lengths.max())
+        for index, pair in self._cache.items() if used else ():
+            for old, new in zip(pair, grown[index]):
+                width, heads = new.shape[3] * new.dtype.itemsize, new.shape[1]
+                stream.copy_rows(new.address, bucket * width, old.address, self.capacity * width, used * width, self._rows * heads)
         stream.synchronize()  # the old arrays are freed now
-        self.capacity = bucket
+        self._cache, self.capacity = grown, bucket
         return True
 
     def reset(self, row: int, stream: cuda.Stream) -> None:

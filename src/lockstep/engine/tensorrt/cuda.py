@@ -62,26 +62,38 @@ class Array:
 
 
 class _Memory:
-    """An allocation, on the device or page-locked on the host, freed when nothing refers to it any more."""
+    """An allocation, on the device or page-locked on the host, freed when nothing refers to it any more. what: it is for, in words."""
 
-    def __init__(self, nbytes: int, allocate: Callable = runtime.cudaMalloc, free: Callable = runtime.cudaFree):
-        self.address, self._free = int(check(allocate(max(1, nbytes)))), free
+    def __init__(self, nbytes: int, what: str, allocate: Callable = runtime.cudaMalloc, free: Callable = runtime.cudaFree):
+        result = allocate(max(1, nbytes))
+        if result[0] == runtime.cudaError_t.cudaErrorMemoryAllocation:
+            raise CheckError(_out_of_memory(nbytes, what, "page-locked" if allocate is runtime.cudaMallocHost else "GPU"))
+        self.address, self._free = int(check(result)), free
 
     def __del__(self) -> None:
         if hasattr(self, "_free"):
             self._free(self.address)
 
 
-def empty(shape: Sequence[int], dtype: np.dtype) -> Array:
-    """Device memory, not initialised."""
+def _out_of_memory(nbytes: int, what: str, kind: str) -> str:
+    free, total = check(runtime.cudaMemGetInfo())
+    found = f"{free >> 20} MiB of {total >> 20} MiB" if kind == "GPU" else "less"
+    asked = max(1, nbytes >> 20)
+    return f"expected {asked} MiB of free {kind} memory for {what}, found {found}; lower limits.max_batch_size, max_seq_len or max_num_tokens, or end what else uses it"
+
+
+def empty(shape: Sequence[int], dtype: np.dtype, what: str = "an array") -> Array:
+    """Device memory, not initialised. Raises CheckError, saying `what` it is for, where there is not enough."""
     dtype = np.dtype(dtype)
-    memory = _Memory(math.prod(shape) * dtype.itemsize)
+    memory = _Memory(math.prod(shape) * dtype.itemsize, what)
     return Array(memory.address, shape, dtype, memory)
 
 
-def zeros(shape: Sequence[int], dtype: np.dtype) -> Array:
-    array = empty(shape, dtype)
+def zeros(shape: Sequence[int], dtype: np.dtype, what: str = "an array") -> Array:
+    """As `empty`, of zeros, for any stream: the default stream, which clears it, is waited for, because nothing orders it with a `Stream`."""
+    array = empty(shape, dtype, what)
     check(runtime.cudaMemset(array.address, 0, array.nbytes))
+    check(runtime.cudaStreamSynchronize(0))
     return array
 
 
@@ -89,7 +101,7 @@ def pinned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """A host array that the device copies from and to without waiting."""
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    memory = _Memory(nbytes, runtime.cudaMallocHost, runtime.cudaFreeHost)
+    memory = _Memory(nbytes, "copies to and from the GPU", runtime.cudaMallocHost, runtime.cudaFreeHost)
     buffer = (ctypes.c_char * max(1, nbytes)).from_address(memory.address)
     buffer._memory = memory  # NumPy keeps the buffer, and this keeps the memory
     return np.frombuffer(buffer, np.uint8, nbytes).view(dtype).reshape(shape)

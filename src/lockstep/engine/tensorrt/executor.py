@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.engine.tensorrt import cuda
-from lockstep.engine.tensorrt.attention import make_attention
+from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, make_attention
 from lockstep.engine.tensorrt.kernels import Kernels
-from lockstep.engine.tensorrt.program import Device, DeviceWeights
+from lockstep.engine.tensorrt.program import Device
 
 Call = Callable[[], None]
 
@@ -44,13 +44,15 @@ class _Expected:
 class GpuExecutor:
     """Runs steps of a Network (runtime.network) whose engines are TensorRT's. `lengths[slot]`: tokens that a slot holds."""
 
-    def __init__(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None):
+    def __init__(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int):
         self.rows, self.max_seq_len = rows, max_seq_len
         self.lengths = np.zeros(rows, np.int64)
         self._network = network
+        blocks = (network.embedding, *(block for block, _ in network.layers), network.exit)
+        self._uploads = list({id(block.run.uploads): block.run.uploads for block in blocks}.values())
         self._device = Device.get()
         self._stream = self._device.stream
-        self._tokens = rows + (max_num_tokens or max_seq_len)  # the most that one step brings
+        self._tokens = rows + max_num_tokens  # the most that one step brings
         self._integer = network.embedding.run.program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=self._integer.itemsize == 8)
         self._buffers: dict[tuple, cuda.Array] = {}
@@ -97,9 +99,14 @@ class GpuExecutor:
         self._expected.tokens[order] = found
         return found
 
+    def wait(self) -> None:
+        """Until all weights are on the device. Raises what an upload raised."""
+        for uploads in self._uploads:
+            uploads.wait()
+
     def _run(self, advances: Sequence[Any]) -> tuple[_Plan, list[int]]:
         """Put a step on the stream; gives its plan and, for each advance, its row of the logits."""
-        DeviceWeights.wait()
+        self.wait()
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
         if any([attention.reserve(ends, self.lengths, self._stream) for attention in self._forms]):
             self._plans.clear()
@@ -233,7 +240,9 @@ class GpuExecutor:
         add("exit", [self._block(network.exit, values, dims, own)])
         logits = values["logits"]
         if not chunks:
-            add("next token", [lambda: self._kernels.advance(self._stream, logits, rows, self._token_ids[:total], self._positions[:total])])
+            token_ids, positions = self._token_ids[:total], self._positions[:total]
+            kernels, stream = self._kernels, self._stream  # not `self`, which holds the plan
+            add("next token", [lambda: kernels.advance(stream, logits, rows, token_ids, positions)])
         return _Plan(calls, names, logits)
 
     def _block(self, block: Any, values: dict[str, cuda.Array], dims: Mapping[str, int], own: bool) -> Call:
@@ -255,7 +264,7 @@ class GpuExecutor:
         """[num_requests, vocab_size]: a row for each slot is enough."""
         key = ("logits",)
         if key not in self._buffers:
-            self._buffers[key] = cuda.empty((self.rows, *shape[1:]), dtype)
+            self._buffers[key] = cuda.empty((self.rows, *shape[1:]), dtype, "logits")
         return self._buffers[key][: shape[0]]
 
     def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
@@ -263,8 +272,10 @@ class GpuExecutor:
         key = (name, tuple(shape[1:]), np.dtype(dtype))
         array = self._buffers.get(key)
         if array is None:
-            # Twice: fused attention reads, and spoils, up to the next power of two behind a chunk's last token.
-            array = self._buffers[key] = cuda.zeros((2 * self._tokens, *shape[1:]), dtype)
+            # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of two long: less than twice as long as it is,
+            # or as long as the smallest.
+            count = self._tokens + max(self._tokens, SMALLEST_CHUNK)
+            array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype, "the values of a step")
         return array[: shape[0]]
 
 

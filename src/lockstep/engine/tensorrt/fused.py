@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.engine.tensorrt import cuda
-from lockstep.engine.tensorrt.attention import Call, Chunks
+from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, Call, Chunks
 from lockstep.engine.tensorrt.kernels import Kernels, Rotation
 from lockstep.engine.tensorrt.rotation import read_rotation
 from lockstep.errors import CheckError, InputError
@@ -25,7 +25,6 @@ except ImportError as error:
     raise InputError(f"attention: fused: needs the package nvidia-cudnn-frontend and the library cuDNN 9, found: {' '.join(str(error).split())}; install them, or build with attention: traced") from None
 
 PAGE = 64
-_SMALLEST_CHUNK = 16
 
 
 class FusedAttention:
@@ -48,20 +47,18 @@ class FusedAttention:
         self._cache = {}
         for index, kind in layers.items():
             heads = kind.cache.num_kv_heads
-            self._cache[index] = tuple(cuda.zeros((pages, heads, PAGE, dim), self._dtype) for dim in (kind.cache.head_dim, kind.cache.value_head_dim))
+            self._cache[index] = tuple(cuda.zeros((pages, heads, PAGE, dim), self._dtype, "the KV cache") for dim in (kind.cache.head_dim, kind.cache.value_head_dim))
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
         """Give pages to rows that grow. Nothing moves: the table's contents change, not its place."""
-        grown = False
-        for row, end in ends.items():
-            pages = self._pages[row]
-            while len(pages) * PAGE < end:
-                pages.append(self._free.pop())
-                grown = True
-            if grown:
-                self._host_table[row, : len(pages)] = pages
+        grown = [row for row, end in ends.items() if len(self._pages[row]) * PAGE < end]
         if grown:
             stream.synchronize()  # the copy before may still read the host's table
+            for row in grown:
+                pages = self._pages[row]
+                while len(pages) * PAGE < ends[row]:
+                    pages.append(self._free.pop())
+                self._host_table[row, : len(pages)] = pages
             stream.upload(self._table, self._host_table)
         return False
 
@@ -105,7 +102,7 @@ class FusedAttention:
             ones = _ones(num_decode)
             calls.append(plan.call(query, keys, cached, self._table, ones, self._lengths, attention))
         for number, (row, _, low, high) in enumerate(chunks):
-            tokens = max(_SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
+            tokens = max(SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
             plan = _plan(form(requests=1, tokens=tokens), stream)
             lengths = self._chunk_lengths[number : number + 1].reshape(2)
             calls.append(plan.call(query[low:high], keys, cached, self._table[row : row + 1], lengths[:1], lengths[1:], attention[low:high]))
@@ -210,7 +207,7 @@ class _Plan:
         self._graph, self._inputs, self._out, self._handle = graph, inputs, out, handle
         size = max(1, graph.get_workspace_size())
         if _Plan._workspace is None or _Plan._workspace.nbytes < size:
-            _Plan._workspace = cuda.empty((size,), "u1")  # plans that hold a smaller one keep it
+            _Plan._workspace = cuda.empty((size,), "u1", "attention to work in")  # plans that hold a smaller one keep it
         self._work = _Plan._workspace
 
     def call(

@@ -1,6 +1,6 @@
 """A loaded engine, its weights on the device, and calls of it.
 
-Weights are uploaded once each, whoever shares them, from the mapped checkpoint through page-locked memory; the parts of a fused slot lie one after
+Weights are uploaded once each, whichever layers share them, from the mapped checkpoint through page-locked memory; the parts of a fused slot lie one after
 another. An engine runs in contexts: one that takes any shape, and one for each shape that a CUDA graph is captured with, because a captured
 graph holds only while its context keeps its shapes. All contexts of a process work in one piece of device memory: calls follow each other.
 """
@@ -28,14 +28,13 @@ _UPLOADERS = 4
 
 
 class Device:
-    """What all programs of a process share: a stream and the memory that contexts work in."""
+    """What all programs of a process share: a stream, and the memory that contexts work in."""
 
     _instance: Device | None = None
 
     def __init__(self) -> None:
         self.stream = cuda.Stream()
-        self.scratch = cuda.empty((1,), "u1")
-        self.contexts: list[Any] = []
+        self._scratch = cuda.empty((1,), "u1")
 
     @classmethod
     def get(cls) -> Device:
@@ -44,19 +43,16 @@ class Device:
         return cls._instance
 
     def reserve(self, nbytes: int) -> None:
-        """Make the shared memory large enough. Before any graph is captured: its address changes."""
-        if nbytes > self.scratch.nbytes:
-            self.stream.synchronize()
-            self.scratch = cuda.empty((nbytes,), "u1")
-            for context in self.contexts:
-                compat.set_device_memory(context, self.scratch.address, self.scratch.nbytes)
+        """Make the shared memory large enough for the contexts to come. Those that are there, and graphs captured with them, keep what they have."""
+        if nbytes > self._scratch.nbytes:
+            self._scratch = cuda.empty((nbytes,), "u1", "engines to work in")
 
-    def context(self, engine: Any, profile: int, where: str) -> Any:
+    def context(self, engine: Any, profile: int, where: str) -> tuple[Any, cuda.Array]:
+        """A context, and the memory that must live as long as it runs."""
         context = compat.create_context(engine, where)
-        compat.set_device_memory(context, self.scratch.address, self.scratch.nbytes)
+        compat.set_device_memory(context, self._scratch.address, self._scratch.nbytes)
         compat.set_profile(context, profile, self.stream.handle)
-        self.contexts.append(context)
-        return context
+        return context, self._scratch
 
 
 class TensorRTProgram:
@@ -72,16 +68,17 @@ class TensorRTProgram:
         if missing:
             raise CheckError(f"{engine_path}: expected weight inputs {sorted(self.slots)}, found none for {sorted(missing)}; build the engines again")
         self.device.reserve(compat.device_memory_size(self.engine))
-        self._contexts: dict[tuple, Any] = {}
+        self._contexts: dict[tuple, tuple[Any, cuda.Array]] = {}
 
     def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
         """Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the slot's."""
         if set(slots) != set(self.slots):
             raise CheckError(f"{self.path}: expected weights for the slots {sorted(self.slots)}, found {sorted(slots)}; export and build again")
         if not slots:
-            return TensorRTExecutable(self, {})
+            return TensorRTExecutable(self, {}, Uploads())
         store = DeviceWeights.of(weights)
-        return TensorRTExecutable(self, {slot: store.put(names, *self.slots[slot], f"{self.path}: slot {slot}") for slot, names in slots.items()})
+        arrays = {slot: store.put(names, *self.slots[slot], f"{self.path}: slot {slot}") for slot, names in slots.items()}
+        return TensorRTExecutable(self, arrays, store.uploads)
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The first profile that takes these input shapes. Raises CheckError where none does."""
@@ -91,21 +88,21 @@ class TensorRTProgram:
                 return profile
         raise CheckError(f"{self.path}: expected shapes within a profile of the engine, found {dict(shapes)}; raise the limits of the config and build again")
 
-    def context_for(self, shapes: Mapping[str, tuple[int, ...]], own: bool) -> Any:
-        """A context set to these input shapes. `own`: no other shapes will be set in it."""
+    def context_for(self, shapes: Mapping[str, tuple[int, ...]], own: bool) -> tuple[Any, cuda.Array]:
+        """A context for these input shapes, and its memory. `own`: no other shapes will be set in it."""
         profile = self.profile_for(shapes)
         key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
-        context = self._contexts.get(key)
-        if context is None:
-            context = self._contexts[key] = self.device.context(self.engine, profile, str(self.path))
-        return context
+        if key not in self._contexts:
+            self._contexts[key] = self.device.context(self.engine, profile, str(self.path))
+        return self._contexts[key]
 
 
 class TensorRTExecutable:
-    """An engine with the addresses of its weights."""
+    """An engine with the addresses of its weights. Wait for `uploads`, which bring them there, before the first run."""
 
-    def __init__(self, program: TensorRTProgram, weights: Mapping[str, cuda.Array]):
+    def __init__(self, program: TensorRTProgram, weights: Mapping[str, cuda.Array], uploads: Uploads):
         self.program = program
+        self.uploads = uploads
         self._weights = weights
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
@@ -118,7 +115,7 @@ class TensorRTExecutable:
             if array.dtype != tensors[name].dtype:
                 raise CheckError(f"{program.path}: {name!r}: expected {tensors[name].dtype.name}, found {array.dtype.name}")
         shapes = {name: array.shape for name, array in inputs.items()}
-        context = program.context_for(shapes, own)
+        context, scratch = program.context_for(shapes, own)
         addresses = {name: array.address for name, array in {**self._weights, **inputs, **outputs}.items()}
         stream = program.device.stream.handle
 
@@ -129,17 +126,33 @@ class TensorRTExecutable:
                 compat.set_tensor_address(context, name, address)
             compat.enqueue(context, stream)
 
-        run.arrays = (*inputs.values(), *outputs.values())  # keeps the memory alive: a context holds addresses
+        run.arrays = (*inputs.values(), *outputs.values(), *self._weights.values(), scratch)  # keeps the memory alive: a context holds addresses
         return run
 
 
+class Uploads:
+    """Copies to the device that go on in the background."""
+
+    def __init__(self) -> None:
+        self._pending: list[Future] = []
+
+    def add(self, copies: Sequence[Future]) -> None:
+        self._pending += copies
+
+    def wait(self) -> None:
+        """Until all are through. Raises what one of them raised, each time: without it there is nothing to go on with."""
+        while self._pending:
+            self._pending[-1].result()
+            self._pending.pop()
+
+
 class DeviceWeights:
-    """Tensors of one weights manifest on the device. Uploads go on in the background; `wait` before the first use."""
+    """Tensors of one weights manifest on the device. Wait for `uploads` before the first use."""
 
     _stores: weakref.WeakKeyDictionary[Weights, DeviceWeights] = weakref.WeakKeyDictionary()
-    _pending: list[Future] = []
 
     def __init__(self, weights: Weights):
+        self.uploads = Uploads()
         self._weights = weakref.ref(weights)
         self._arrays: weakref.WeakValueDictionary[tuple[str, ...], cuda.Array] = weakref.WeakValueDictionary()
         self._uploader = _Uploader()
@@ -150,12 +163,6 @@ class DeviceWeights:
         if store is None:
             store = cls._stores[weights] = cls(weights)
         return store
-
-    @classmethod
-    def wait(cls) -> None:
-        """Until all weights are on the device. Raises what an upload raised."""
-        while cls._pending:
-            cls._pending.pop().result()
 
     def put(self, names: Sequence[str], shape: tuple[int, ...], dtype: np.dtype, where: str) -> cuda.Array:
         """The tensors `names`, one after another, as one array of `shape`; uploaded if they are not there yet."""
@@ -168,11 +175,11 @@ class DeviceWeights:
         if sum(part.size for part in parts) != math.prod(shape) or any(part.dtype != dtype for part in parts):
             found = ", ".join(f"{part.dtype.name} {list(part.shape)}" for part in parts)
             raise CheckError(f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are graphs and weights of one model and precision?")
-        array = self._arrays[key] = cuda.empty(shape, dtype)
-        address = array.address
+        array = self._arrays[key] = cuda.empty(shape, dtype, "weights")
+        flat, start = array.reshape(math.prod(shape)), 0
         for part in parts:
-            DeviceWeights._pending += self._uploader.upload(address, part)
-            address += part.nbytes
+            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part))
+            start += part.size
         return array
 
 
@@ -183,15 +190,16 @@ class _Uploader:
         self._pool = ThreadPoolExecutor(min(_UPLOADERS, os.cpu_count() or 1))
         self._own = threading.local()
 
-    def upload(self, address: int, part: np.ndarray) -> list[Future]:
-        data = part.reshape(-1).view(np.uint8)
-        return [self._pool.submit(self._piece, address + at, data[at : at + _PIECE]) for at in range(0, data.size, _PIECE)]
+    def upload(self, array: cuda.Array, part: np.ndarray) -> list[Future]:
+        """Each piece holds the memory that it is copied to."""
+        values, numbers = part.reshape(-1), _PIECE // part.itemsize
+        return [self._pool.submit(self._piece, array[at : at + numbers], values[at : at + numbers]) for at in range(0, values.size, numbers)]
 
-    def _piece(self, address: int, data: np.ndarray) -> None:
+    def _piece(self, array: cuda.Array, values: np.ndarray) -> None:
         own = self._own
         if not hasattr(own, "stream"):
             own.stream, own.host = cuda.Stream(), cuda.pinned((_PIECE,), np.uint8)
-        host = own.host[: data.size]
-        np.copyto(host, data)
-        own.stream.upload(cuda.Array(address, host.shape, host.dtype, None), host)
+        host = own.host[: values.nbytes].view(values.dtype)
+        np.copyto(host, values)
+        own.stream.upload(array, host)
         own.stream.synchronize()

@@ -1,0 +1,266 @@
+"""Running TensorRT's engines, on a device that is stood in for (standin_cuda.py): all above CUDA and TensorRT is real, down to the uploads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import standin_cuda
+from demo_model import LIMITS
+
+from lockstep.engine import build
+from lockstep.errors import CheckError, InputError
+from lockstep.runtime import Advance, Model
+from lockstep.weights import Weights
+
+MODEL = "demo-llama"
+FORMS = [("8.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
+# Of logits, largest 20: sums in another order; fp16: roundings between engines.
+TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}
+
+
+@pytest.fixture(scope="session")
+def engines(demo, tmp_path_factory):
+    """{(version, precision, attention): engines.json}"""
+    folder, found = tmp_path_factory.mktemp("tensorrt"), {}
+    for version, precision, attention in FORMS:
+        with standin_cuda.installed(version):
+            options = {"attention": attention, **{name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}}
+            found[version, precision, attention] = build(demo.assembly(MODEL, precision), "tensorrt", folder / precision / attention / "engines.json", options)
+    return found
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: "-".join(form))
+def form(request):
+    return request.param
+
+
+@pytest.fixture
+def gpu(form):
+    with standin_cuda.installed(form[0]) as gpu:
+        from lockstep.engine.tensorrt import program
+
+        program._PIECE = 1 << 15  # several pieces of the demo's small weights
+        yield gpu
+        gc.collect()
+    assert not gpu.faults
+
+
+@pytest.fixture
+def open_model(demo, engines, form, gpu):
+    """A model of the form, of `layers` layers."""
+    paths = engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
+    return lambda layers=2, **limits: Model.open(*paths, layers, **{**LIMITS_OF_MODEL, **limits})
+
+
+LIMITS_OF_MODEL = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+
+
+class Both:
+    """The model beside the same in ONNX Runtime, step by step. Each slot goes on with the token that was found."""
+
+    def __init__(self, demo, open_model, precision, layers=2):
+        paths = demo.engines(MODEL, precision, "onnxruntime"), demo.assembly(MODEL, precision), demo.weights(MODEL, precision)
+        self.reference, self.found, self.tolerance = Model.open(*paths, layers, **LIMITS_OF_MODEL), open_model(layers), TOLERANCE[precision]
+        self.next, self.random = {}, np.random.default_rng(0)
+
+    def step(self, *slots, prompts=(), tokens=True):
+        """One token of each of `slots`, and (slot, count) of `prompts`, which go on where the slot is, or begin; the tokens or the logits of it."""
+        advances = [Advance(slot, np.array([self.next[slot]]), self.found.length(slot)) for slot in slots]
+        advances += [Advance(slot, self.random.integers(0, 768, count), self.found.length(slot)) for slot, count in prompts]
+        expected = self.reference.step(advances)
+        if tokens:
+            found = self.found.step_tokens(advances)
+            # The most likely one, or as likely within the tolerance.
+            assert (expected[np.arange(len(advances)), found] >= expected.max(axis=1) - self.tolerance).all()
+        else:
+            logits = self.found.step(advances)
+            np.testing.assert_allclose(logits, expected, rtol=0, atol=self.tolerance)
+            found = logits.argmax(axis=1)
+        self.next |= {advance.slot: token for advance, token in zip(advances, found.tolist())}
+
+    def release(self, slot):
+        self.reference.release(slot)
+        self.found.release(slot)
+
+
+def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(2, 45), (0, 8)])
+    for number in range(25):  # slot 2 goes over 64 tokens
+        both.step(2, 0, tokens=number % 8 != 3)
+    both.step(2, 0, prompts=[(1, 24), (3, 1)])
+    both.step(0, 1, 2, 3, tokens=False)
+    both.release(2)
+    both.step(3, 0, prompts=[(2, 100)])
+    both.step(1, prompts=[(2, 30), (0, 17)])  # slot 2 goes over 128
+    for _ in range(4):
+        both.step(2, 1)
+    both.release(2)
+    both.release(0)
+    for _ in range(4):
+        both.step(3, 1)
+    both.step(3, prompts=[(0, 3), (2, 70)])
+    for _ in range(4):
+        both.step(0, 1, 2, 3)
+
+
+def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(0, 8), (1, 5)])
+    for _ in range(2):
+        both.step(0, 1)
+    launches, plain = gpu.launches, gpu.plain
+    for _ in range(5):
+        both.step(0, 1)
+    assert (gpu.launches, gpu.plain) == (launches + 5, plain)
+
+
+
+
+@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, form, gpu, monkeypatch):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(0, 8)])
+    for _ in range(3):
+        both.step(0)
+    from lockstep.engine.tensorrt import compat
+
+    needed = compat.device_memory_size
+    monkeypatch.setattr(compat, "device_memory_size", lambda engine: 2 * needed(engine))
+    other = Both(demo, open_model, form[1])
+    for _ in range(3):
+        other.step(prompts=[(0, 8)])
+        both.step(0)
+    for _ in range(3):
+        other.step(0)
+        both.step(0)
+
+
+def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
+    model = open_model()
+    for start, count in ((0, 5), (5, 1), (6, 1), (7, 1)):
+        model.step_tokens([Advance(0, np.arange(count), start)])
+    gc.collect()
+    gc.disable()
+    try:
+        held = gpu.blocks
+        del model
+        left = gpu.blocks
+    finally:
+        gc.enable()
+    # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's, and a one for each row.
+    assert left <= 3 < held
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("tokens", [4, 8, 12, 17, 24])
+def test_small_limits_leave_room_for_what_fused_attention_touches(open_model, gpu, tokens):
+    alone, packed = (open_model(max_batch_size=rows, max_num_tokens=tokens) for rows in (1, 2))
+    assert np.isfinite(alone.step([Advance(0, np.arange(tokens), 0)])).all()
+    assert np.isfinite(packed.step([Advance(0, np.arange(tokens - 2), 0), Advance(1, np.arange(2), 0)])).all()
+
+
+def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engines, form, gpu):
+    model = Model.open(engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1]), 2)
+    most = LIMITS["max_num_tokens"] // LIMITS["max_batch_size"]
+    assert model.step([Advance(slot, np.arange(most), 0) for slot in range(LIMITS["max_batch_size"])]).shape == (LIMITS["max_batch_size"], 768)
+    with pytest.raises(InputError, match=rf"expected at most {LIMITS['max_num_tokens']} tokens \(max_num_tokens\)"):
+        model.step([Advance(slot, np.arange(most + (slot == 3)), 0) for slot in range(LIMITS["max_batch_size"])])
+
+
+def down(array) -> np.ndarray:
+    """What a device array holds, once the uploads before are through."""
+    from lockstep.engine.tensorrt import cuda
+
+    host, stream = np.empty(array.shape, array.dtype), cuda.Stream()
+    stream.download(host, array)
+    stream.synchronize()
+    return host
+
+
+def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, gpu):
+    from lockstep.engine.tensorrt import program
+
+    weights, DeviceWeights = Weights.open(demo.weights(MODEL, form[1])), program.DeviceWeights
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    rows, dtype = np.concatenate([weights[name] for name in names]), weights[names[0]].dtype
+    assert rows.nbytes > 2 * program._PIECE
+    store = DeviceWeights.of(weights)
+    array, blocks = store.put(names, rows.shape, dtype, "slot"), gpu.blocks
+    assert DeviceWeights.of(weights) is store and store.put(names, rows.shape, dtype, "slot").address == array.address and gpu.blocks == blocks
+    store.uploads.wait()
+    np.testing.assert_array_equal(down(array), rows)
+    for shape, kind in (((rows.shape[0], rows.shape[1] + 1), dtype), (rows.shape, np.dtype("f8"))):
+        with pytest.raises(CheckError, match=r"where: expected weights .*, found float\d+ \[80, 144\], .*are graphs and weights of one model and precision"):
+            store.put(names[::-1], shape, kind, "where")
+
+
+def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch):
+    from lockstep.engine.tensorrt import program
+
+    weights, go_on = Weights.open(demo.weights(MODEL, form[1])), threading.Event()
+    copy = program._Uploader._piece
+    monkeypatch.setattr(program._Uploader, "_piece", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
+    store, weight = program.DeviceWeights.of(weights), "lm_head.weight"
+    array = store.put([weight], weights[weight].shape, weights[weight].dtype, "slot")
+    del array  # whoever asked for it has gone
+    go_on.set()
+    store.uploads.wait()
+
+
+def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monkeypatch):
+    from lockstep.engine.tensorrt import program
+
+    def fail(*arguments):
+        raise CheckError("CUDA: cudaErrorUnknown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program._Uploader, "_piece", fail)
+        failed = open_model()
+    assert np.isfinite(open_model().step([Advance(0, np.arange(3), 0)])).all()
+    for _ in range(2):
+        with pytest.raises(CheckError, match="cudaErrorUnknown"):
+            failed.step([Advance(0, np.arange(3), 0)])
+
+
+@pytest.mark.parametrize(("share", "what"), [(0.2, "weights"), (0.8, "the values of a step")])
+def test_too_little_memory_is_told_with_what_it_was_for(open_model, gpu, share, what):
+    run = lambda model: model.step([Advance(0, np.arange(3), 0)])
+    run(open_model())
+    before, model = gpu.used, open_model()
+    run(model)
+    gpu.total = before + int(share * (gpu.used - before))
+    del model
+    with pytest.raises(CheckError, match=rf"^expected \d+ MiB of free GPU memory for {what}, found \d+ MiB of \d+ MiB; lower limits.max_batch_size"):
+        run(open_model())
+
+
+@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(0, 62)])
+    both.step(0)
+    both.step(0)
+    total, gpu.total = gpu.total, gpu.used + (200 << 10)  # one layer's keys in a cache of 128, no more
+    with pytest.raises(CheckError, match="MiB of free GPU memory for the KV cache"):
+        both.found.step([Advance(0, np.array([1]), 64)])
+    gpu.total = total
+    for _ in range(3):
+        both.step(0, tokens=False)
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
+    from lockstep.engine.tensorrt import cuda
+
+    executor, lengths, table = open_model()._executor, np.zeros(4, np.int64), cuda.pinned((4, 4), "i4")
+    (attention,) = executor._forms
+    attention.reserve({1: 65}, lengths, executor._stream)
+    executor._stream.download(table, attention._table)
+    attention.reserve({0: 1, 2: 130, 1: 128}, lengths, executor._stream)
+    executor._stream.synchronize()
+    assert table.tolist() == [[0] * 4, [0, 1, 0, 0], [0] * 4, [0] * 4]
+    assert down(attention._table).tolist() == [[2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 5, 0], [0] * 4]
