@@ -254,6 +254,18 @@ def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_atten
     assert traced.returncode == 0 and not (tmp_path / "attention.rotary.onnx").exists() and (tmp_path / "attention.decode.engine").exists()
 
 
+def test_a_build_for_fused_attention_asks_for_cudnn_first_and_no_other_build_does(demo, tmp_path) -> None:
+    ended = with_standin(demo, tmp_path / "fused", "fp16", "cudnn", attention="fused")
+    assert ended.returncode == 2 and not (tmp_path / "fused").exists()
+    assert ended.stderr == (
+        "lockstep: error: attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, "
+        "found: import of cudnn halted; None in sys.modules; install what is missing, or build with attention: traced\n"
+    )
+    for precision, attention in (("fp32", "fused"), ("fp16", "traced")):
+        ended = with_standin(demo, tmp_path / precision, precision, "cudnn", attention=attention)
+        assert ended.returncode == 0 and "build: engine 1 of 6" in ended.stderr, ended.stderr
+
+
 def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, engines, tmp_path) -> None:
     """As of sets whose rotary encoding was built by TensorRT."""
     manifest = read_json(engines)
