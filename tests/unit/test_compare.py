@@ -266,6 +266,21 @@ def test_a_build_for_fused_attention_asks_for_cudnn_first_and_no_other_build_doe
         assert ended.returncode == 0 and "build: engine 1 of 6" in ended.stderr, ended.stderr
 
 
+def test_engines_with_other_flags_of_the_compiler_are_other_engines(demo, tmp_path, monkeypatch) -> None:
+    """`__LUNOWUD` decides what a fused region computes: nothing built with one value is kept, or replayed, for another."""
+    first = with_standin(demo, tmp_path, "fp16", tactics="record")
+    assert first.returncode == 0 and "compiler_flags" not in read_json(tmp_path / "engines.json")["options"], first.stderr
+    monkeypatch.setenv("__LUNOWUD", "-cask:fp16_acc=on")
+    verified = with_standin(demo, tmp_path, "fp16", tactics="verified")
+    assert verified.returncode == 1 and verified.stderr.endswith(
+        "tactics.json: options: expected compiler_flags -cask:fp16_acc=on, found no compiler_flags; build with tactics: record\n"
+    )
+    again = with_standin(demo, tmp_path, "fp16", tactics="record")
+    assert again.returncode == 0 and again.stderr.count("build: engine ") == 5, again.stderr
+    assert read_json(tmp_path / "engines.json")["options"]["compiler_flags"] == "-cask:fp16_acc=on"
+    assert "build: engine " not in with_standin(demo, tmp_path, "fp16", tactics="record").stderr
+
+
 def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, engines, tmp_path) -> None:
     """As of sets whose rotary encoding was built by TensorRT."""
     manifest = read_json(engines)

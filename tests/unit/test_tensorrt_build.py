@@ -249,14 +249,24 @@ def test_fingerprints_leave_out_pointers_and_keep_tactics():
 
 
 @pytest.mark.parametrize(
-    ("set_by_user", "found"),
-    [(None, "-cask:fp16_acc=off"), ("-peep:transpose_elim=off", "-peep:transpose_elim=off -cask:fp16_acc=off"), ("-cask:fp16_acc=on", "-cask:fp16_acc=on")],
+    ("version", "set_by_user", "told", "recorded"),
+    [
+        ("8.6.0", "", "-cask:fp16_acc=off", None),
+        ("8.6.0", " -cask:fp16_acc=off ", "-cask:fp16_acc=off", None),
+        ("8.6.0", "-peep:transpose_elim=off", "-peep:transpose_elim=off -cask:fp16_acc=off", "-peep:transpose_elim=off -cask:fp16_acc=off"),
+        ("8.6.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
+        ("10.8.0", "", "", None),
+        ("10.8.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
+    ],
 )
-def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_them(monkeypatch, set_by_user, found):
-    monkeypatch.setenv("__LUNOWUD", set_by_user or "")
-    compat._sum_in_fp32()
-    compat._sum_in_fp32()
-    assert os.environ["__LUNOWUD"] == found
+def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_them(monkeypatch, version, set_by_user, told, recorded):
+    """TensorRT reads the variable; what the user set there decides numbers, and is an option that engines are made with."""
+    monkeypatch.setenv("__LUNOWUD", set_by_user)
+    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__=version, Builder=lambda logger: os.environ["__LUNOWUD"]))
+    monkeypatch.setattr(compat, "logger", lambda: None)
+    before = TensorRTBackend().default_options()
+    assert compat.create_builder() == compat.create_builder() == told
+    assert TensorRTBackend().default_options() == before and before.get("compiler_flags") == recorded and ("compiler_flags" in before) == (recorded is not None)
 
 
 @pytest.mark.parametrize(

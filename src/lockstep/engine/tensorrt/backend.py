@@ -64,7 +64,9 @@ class TensorRTBackend:
         return gpu_key(device)
 
     def default_options(self) -> dict[str, Any]:
-        """opset: None takes the graph as it is. tactic_sources: None takes the library's. Limits: what the profiles are made for."""
+        """opset: None takes the graph as it is. tactic_sources: None takes the library's. Limits: what the profiles are made for. compiler_flags: there only
+        where the user has set some (compat.compiler_flags)."""
+        flags = compat.users_flags()
         return {
             "opset": None if compat.has("opset_18") else 17,
             "fuse_projections": True,
@@ -76,6 +78,7 @@ class TensorRTBackend:
             "max_batch_size": 4,
             "max_num_tokens": 512,
             "max_seq_len": 256,
+            **({"compiler_flags": flags} if flags is not None else {}),
         }
 
     def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
