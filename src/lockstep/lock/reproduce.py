@@ -18,7 +18,7 @@ from typing import Any
 from lockstep import formats
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.engine import EngineSet
-from lockstep.errors import CheckError
+from lockstep.errors import PREFIX, CheckError
 from lockstep.files import read_json, write_json
 from lockstep.lock.sameness import LEVELS, Facts, compare, facts, reached
 from lockstep.paths import Results, Target
@@ -77,7 +77,7 @@ def _round(config: Mapping[str, Any], results: Results, target: Target, folder: 
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_TAKEN_ON}
         process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if process.returncode:
-            line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix("lockstep: error: ")
+            line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix(PREFIX)
             if stage == "golden" and process.returncode == CheckError.exit_code:
                 return line
             raise CheckError(f"{target}: expected {stage} to succeed again in a clean folder, found: {line}")
