@@ -47,9 +47,8 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
         ended = subprocess.run([python, "-m", "lockstep.worker"], input=request, text=True, env=environment, stdout=pipe, stderr=pipe)
     except OSError as error:
         raise InputError(f"backends.tensorrt.python: expected a Python interpreter, found {python!r}: {error.strerror}") from None
-    if ended.returncode < 0:
-        name = signal.Signals(-ended.returncode).name
-        print(file=sys.stderr)  # ends the line that it left unfinished
+    if name := _signal(ended.returncode):
+        print(ended.stderr or "", file=sys.stderr)  # ends the line that it left unfinished
         raise CheckError(f"{stage}: {python} was ended by {name} (memory or time ran out?); what it was at stands in the line before")
     if pipe is None:
         if ended.returncode:
@@ -63,6 +62,13 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
     if ended.returncode:
         raise SystemExit(ended.returncode)
     return json.loads(ended.stdout)
+
+
+def _signal(code: int) -> str | None:
+    """The signal that ended a process, or one behind a shell, which then ends with 128 and its number; None where none did. An interrupt is none here: a stage
+    says that itself, and ends with 130."""
+    number = -code if code < 0 else code - 128
+    return signal.Signals(number).name if number in set(signal.Signals) and code != 130 else None
 
 
 def identity(name: str) -> dict[str, Any]:

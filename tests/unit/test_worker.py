@@ -105,6 +105,15 @@ def test_what_is_said_beside_an_answer_is_shown(python, capfd) -> None:
     assert capfd.readouterr().err == "a warning\n"
 
 
-def test_an_interpreter_that_is_killed_is_told_with_the_signal(python) -> None:
+@pytest.mark.parametrize("stage", ["call", "ask"])
+@pytest.mark.parametrize("lines", [("kill -9 $$",), ("sh -c 'kill -9 $$'; exit $?",), ("exit 137",)], ids=["itself", "behind a shell", "its code"])
+def test_an_interpreter_that_is_killed_is_told_with_the_signal(python, stage, lines) -> None:
     with pytest.raises(CheckError, match="build: .*python was ended by SIGKILL"):
-        worker.call(python("kill -9 $$"), "build")
+        getattr(worker, stage)(python(*lines), "build")
+
+
+@pytest.mark.parametrize("code", [130, 255])
+def test_a_code_that_is_no_signal_or_of_an_interrupt_stays_it(python, code) -> None:
+    with pytest.raises(SystemExit) as ended:
+        worker.call(python(f"exit {code}"), "build")
+    assert ended.value.code == code
