@@ -6,10 +6,12 @@ Listings are written by hand in the inspector's format, but for those in tests/d
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -17,12 +19,14 @@ import numpy as np
 import onnx.parser
 import pytest
 
+import lockstep.engine.tensorrt
 from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.backend import TensorRTBackend
 from lockstep.engine.tensorrt.compat import Tensor
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import driver_version, gpu_key
 from lockstep.engine.tensorrt.layers import check_precision, compare, datatype, fingerprint, fp16_sums, read_layers
+from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.needs import require_cudnn
 from lockstep.engine.tensorrt.profiles import profiles
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD, Tactics
@@ -445,6 +449,31 @@ def test_without_nvrtc_no_engines_are_opened(monkeypatch):
         "backend tensorrt: expected the library NVRTC of the CUDA toolkit (nvidia-cuda-nvrtc), which compiles the kernels of attention and of the KV cache, "
         'found: Failure finding "libnvrtc.so.13 or libnvrtc.so.12"; install it for this Python, or name its folder in LD_LIBRARY_PATH'
     )
+
+
+# --- memory of a build
+
+
+@pytest.mark.parametrize(("used", "found"), [([100, 150, 400, 120], 300), ([100, 400, CheckError("CUDA: cudaErrorIllegalAddress"), 900], None)])
+def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatch, capfd, used, found):
+    """After a failure nothing is known of what was used, and the build says what failed."""
+    looked, answers = threading.Event(), itertools.chain(used, itertools.repeat(used[-1]))
+
+    def memory_used():
+        answer = next(answers)
+        if answer == used[-1] or isinstance(answer, CheckError):
+            looked.set()
+        if isinstance(answer, CheckError):
+            raise answer
+        return answer
+
+    module = ModuleType("lockstep.engine.tensorrt.cuda")
+    module.memory_used = memory_used
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(lockstep.engine.tensorrt, "cuda", module, raising=False)
+    with PeakMemory() as peak:
+        assert looked.wait(10)
+    assert peak.nbytes == found and not capfd.readouterr().err
 
 
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
