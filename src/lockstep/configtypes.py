@@ -175,7 +175,8 @@ class TensorRTConfig(Section):
     python: Annotated[str, StringConstraints(min_length=1)] | None = Field(
         default=None,
         description="The Python interpreter that builds and runs the engines, where it is not this one: a path, or a command. TensorRT 8.6 needs "
-        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime, polygraphy and tokenizers.",
+        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime, polygraphy and tokenizers, and the "
+        "library NVRTC; with `attention: fused` also nvidia-cudnn-frontend and the library cuDNN 9.",
     )
     workspace_mb: Count = Field(default=4096, description="Device memory that a tactic may use while it runs, in MiB.")
     optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
@@ -194,7 +195,9 @@ class TensorRTConfig(Section):
         "such a record and fails where anything else is chosen.",
     )
     attention: Literal["fused", "traced"] = Field(
-        default="fused", description="`fused`: cuDNN's attention on a paged KV cache, for the kinds that it can run; `traced`: the model's own graph, in TensorRT.",
+        default="fused",
+        description="`fused`: cuDNN's attention on a paged KV cache, for the kinds that it can run (needs nvidia-cudnn-frontend and cuDNN 9); "
+        "`traced`: the model's own graph, in TensorRT.",
     )
 
 

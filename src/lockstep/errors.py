@@ -7,6 +7,7 @@ import errno
 import sys
 from collections.abc import Iterator
 
+PREFIX = "lockstep: error: "
 _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
@@ -43,5 +44,5 @@ def guard() -> Iterator[None]:
 
 
 def _leave(line: str, exit_code: int) -> None:
-    print(f"lockstep: error: {line}", file=sys.stderr)
+    print(f"{PREFIX}{line}", file=sys.stderr)
     raise SystemExit(exit_code)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import CheckError, InputError, guard
+from lockstep.errors import PREFIX, CheckError, InputError, guard
 
 _SOURCES = Path(__file__).resolve().parents[1]
 _OLDEST = (3, 10)
@@ -33,27 +33,42 @@ def call(python: str | None, stage: str, **arguments: Any) -> None:
 
 
 def ask(python: str | None, stage: str, **arguments: Any) -> Any:
-    """As `call`, for a stage that answers (`identity`): gives its answer."""
+    """As `call`, for a stage that answers (`identity`): gives its answer. An error there is the same error here: InputError or CheckError."""
     return _run(python, stage, arguments, subprocess.PIPE)
 
 
-def _run(python: str | None, stage: str, arguments: Mapping[str, Any], stdout: int | None) -> Any:
+def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int | None) -> Any:
     if python is None:
         return _STAGES[stage](**arguments)
     request = json.dumps({"stage": stage, "arguments": arguments})
     # Another Python has other packages: of this one's it gets this package alone.
     environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
     try:
-        ended = subprocess.run([python, "-m", "lockstep.worker"], input=request, text=True, env=environment, stdout=stdout)
+        ended = subprocess.run([python, "-m", "lockstep.worker"], input=request, text=True, env=environment, stdout=pipe, stderr=pipe)
     except OSError as error:
         raise InputError(f"backends.tensorrt.python: expected a Python interpreter, found {python!r}: {error.strerror}") from None
-    if ended.returncode < 0:
-        name = signal.Signals(-ended.returncode).name
-        print(file=sys.stderr)  # ends the line that it left unfinished
+    if name := _signal(ended.returncode):
+        print(ended.stderr or "", file=sys.stderr)  # ends the line that it left unfinished
         raise CheckError(f"{stage}: {python} was ended by {name} (memory or time ran out?); what it was at stands in the line before")
+    if pipe is None:
+        if ended.returncode:
+            raise SystemExit(ended.returncode)
+        return None
+    line = (ended.stderr.splitlines() or [""])[-1]
+    errors = {error.exit_code: error for error in (InputError, CheckError)}
+    if line.startswith(PREFIX) and ended.returncode in errors:
+        raise errors[ended.returncode](line.removeprefix(PREFIX))
+    print(ended.stderr, end="", file=sys.stderr)
     if ended.returncode:
         raise SystemExit(ended.returncode)
-    return None if stdout is None else json.loads(ended.stdout)
+    return json.loads(ended.stdout)
+
+
+def _signal(code: int) -> str | None:
+    """The signal that ended a process, or one behind a shell, which then ends with 128 and its number; None where none did. An interrupt is none here: a stage
+    says that itself, and ends with 130."""
+    number = -code if code < 0 else code - 128
+    return signal.Signals(number).name if number in set(signal.Signals) and code != 130 else None
 
 
 def identity(name: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def build(graph, tactics="free", **changes):
     """Build it as an engine set of one; gives what the manifest and the entry say."""
     backend = get_backend("tensorrt")
     options = {**backend.default_options(), "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"], "tactics": tactics, **changes}
-    backend.start(graph.parent, {"options": options, "backend_version": backend.version(), "device": backend.describe_device()})
+    backend.start(graph.parent, {"options": options, "backend_version": backend.version(), "device": backend.describe_device()}, ["block"])
     built = backend.build(graph, graph.parent / "block.engine", options)
     return {**backend.finish(["block"]), **built.about}
 

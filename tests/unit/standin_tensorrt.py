@@ -140,6 +140,10 @@ def main() -> None:
     request = json.load(sys.stdin)
     runtime, bindings = cuda_runtime(), ModuleType("cuda.bindings")
     bindings.runtime, bindings.driver, bindings.nvrtc = runtime, ModuleType("driver"), ModuleType("nvrtc")
+    cudnn = ModuleType("cudnn")
+    cudnn.backend_version, cudnn.create_handle, cudnn.destroy_handle = lambda: 91900, object, lambda handle: None
+    bindings.nvrtc.nvrtcVersion = lambda: (0, 12, 9)
+    sys.modules |= {"cudnn": None if request["fault"] == "cudnn" else cudnn}
     sys.modules |= {"tensorrt": tensorrt(), "cuda": ModuleType("cuda"), "cuda.bindings": bindings, "cuda.bindings.runtime": runtime}
 
     from lockstep import engine

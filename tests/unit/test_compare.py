@@ -12,17 +12,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from demo_model import CONFIG, TOLERANCES
+from demo_model import CONFIG, DEMO, TOLERANCES
 from onnx import helper, numpy_helper
 
 from lockstep import config, worker
+from lockstep.checkpoint import resolve
 from lockstep.checks import failed_path
 from lockstep.compare import inputs, run
 from lockstep.engine import build, rotary
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
+from lockstep.lock import reproduce
 from lockstep.lock.steps import steps
-from lockstep.paths import Results
+from lockstep.paths import Results, Target
 
 STANDIN = Path(__file__).parent / "standin_tensorrt.py"
 MODEL = "demo-llama"
@@ -252,6 +254,51 @@ def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_atten
     assert verified.returncode == 0, verified.stderr
     traced = with_standin(demo, tmp_path, "fp16", attention="traced")
     assert traced.returncode == 0 and not (tmp_path / "attention.rotary.onnx").exists() and (tmp_path / "attention.decode.engine").exists()
+
+
+def test_a_build_for_fused_attention_asks_for_cudnn_first_and_no_other_build_does(demo, tmp_path) -> None:
+    ended = with_standin(demo, tmp_path / "fused", "fp16", "cudnn", attention="fused")
+    assert ended.returncode == 2 and not (tmp_path / "fused").exists()
+    assert ended.stderr == (
+        "lockstep: error: attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, "
+        "found: import of cudnn halted; None in sys.modules; install what is missing, or build with attention: traced\n"
+    )
+    for precision, attention in (("fp32", "fused"), ("fp16", "traced")):
+        ended = with_standin(demo, tmp_path / precision, precision, "cudnn", attention=attention)
+        assert ended.returncode == 0 and "build: engine 1 of 6" in ended.stderr, ended.stderr
+
+
+def test_engines_with_other_flags_of_the_compiler_are_other_engines(demo, tmp_path, monkeypatch) -> None:
+    """`__LUNOWUD` decides what a fused region computes: nothing built with one value is kept, or replayed, for another."""
+    first = with_standin(demo, tmp_path, "fp16", tactics="record")
+    assert first.returncode == 0 and "compiler_flags" not in read_json(tmp_path / "engines.json")["options"], first.stderr
+    monkeypatch.setenv("__LUNOWUD", "-cask:fp16_acc=on")
+    verified = with_standin(demo, tmp_path, "fp16", tactics="verified")
+    assert verified.returncode == 1 and verified.stderr.endswith(
+        "tactics.json: options: expected compiler_flags -cask:fp16_acc=on, found no compiler_flags; build with tactics: record\n"
+    )
+    again = with_standin(demo, tmp_path, "fp16", tactics="record")
+    assert again.returncode == 0 and again.stderr.count("build: engine ") == 5, again.stderr
+    assert read_json(tmp_path / "engines.json")["options"]["compiler_flags"] == "-cask:fp16_acc=on"
+    assert "build: engine " not in with_standin(demo, tmp_path, "fp16", tactics="record").stderr
+
+
+@pytest.mark.parametrize("mode", ["record", "verified"])
+def test_engines_are_reproduced_with_the_tactics_of_their_record(demo, tmp_path, monkeypatch, mode) -> None:
+    """A round starts in an empty folder, where `verified` would find no record, and `record` no cache to replay."""
+    results, target, names = Results(tmp_path / "results"), Target(MODEL, "fp16", "all", "tensorrt"), (MODEL, "fp16", "tensorrt")
+    resolve("resources/demo-llama", DEMO, results.checkpoint(MODEL))
+    folder = results.engines(*names).parent
+    for each in dict.fromkeys(("record", mode)):
+        assert with_standin(demo, folder, "fp16", tactics=each).returncode == 0
+    monkeypatch.setattr(reproduce, "STAGES", ())
+    reproduce._round(CONFIG.dump(), results, target, tmp_path / "round", print)
+    again = Results(tmp_path / "round" / "results").engines(*names).parent
+    assert {path.name: path.read_bytes() for path in again.iterdir()} == {name: (folder / name).read_bytes() for name in ("timing.cache", "tactics.json")}
+    assert with_standin(demo, again, "fp16", tactics="verified").returncode == 0
+    (folder / "timing.cache").unlink()
+    with pytest.raises(CheckError, match="timing.cache: expected the tactics that the engines were built with, found no file; build with tactics: record"):
+        reproduce._round(CONFIG.dump(), results, target, tmp_path / "another", print)
 
 
 def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, engines, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from lockstep import buildkey, engine, weights
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, write_json
-from lockstep.lock import diff, stage
+from lockstep.lock import diff, explain, stage
 from lockstep.lock.record import build_key, content, read_record, record_path
 from lockstep.lock.steps import step, steps
 from lockstep.lock.verify import verify
@@ -86,6 +87,15 @@ def test_a_key_does_not_hang_on_places(built: Results, copy: Results, tmp_path: 
         keys = [build_key(step(name, CONFIG, results, NAMES))["inputs"].get("checkpoint") for results in (built, copy)]
         assert keys[0] == keys[1]
     assert content(other.weights("demo-llama", "fp16")) == content(built.weights("demo-llama", "fp16"))
+
+
+def test_explain_says_what_it_can_where_the_interpreter_of_the_backend_answers_no_question(built: Results, tmp_path: Path) -> None:
+    """As on a machine without a GPU."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho lockstep: error: backend tensorrt: expected an NVIDIA GPU with its driver, found none >&2\nexit 2\n")
+    python.chmod(0o755)
+    made = step("build", CONFIG, built, NAMES)
+    assert explain._explain(dataclasses.replace(made, python=str(python)), {}, None) == dataclasses.replace(explain._explain(made, {}, None), step=dataclasses.replace(made, python=str(python)))
 
 
 def test_an_untouched_tree_is_the_same(copy: Results) -> None:

@@ -110,6 +110,22 @@ def test_the_tables_turn_as_transformers_does(cut, tmp_path) -> None:
         assert np.abs(found - expected[0].numpy().swapaxes(0, 1)).max() < 2 * 2**-11 * 4.5  # of random numbers up to 4.5
 
 
+@pytest.mark.parametrize(
+    ("sizes", "factor", "positions"),
+    [
+        # At position 30744 an angle of Llama-2-7B is next to pi/2: its cosine is -2.9e-6, below fp16's smallest normal number.
+        pytest.param({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}, 1.0, 30745, marks=pytest.mark.long),
+        ({"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}, 1e-5, POSITIONS),  # all numbers of the encoding are below it
+    ],
+)
+def test_numbers_below_the_smallest_normal_one_are_no_other_numbers(tmp_path, sizes, factor, positions) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "original_max_position_embeddings": 65536, "attention_factor": factor}
+    config = {**FAMILIES["llama"].config, **sizes, "dtype": "float16", "num_hidden_layers": 1, "max_position_embeddings": 65536, "rope_parameters": rope}
+    files, assembly = assemble(meta_model(config, "fp16"), config, "fp16")
+    (kind,) = assembly["kinds"].values()
+    check_rotation(executable(rotary(onnx.load_from_string(files[kind["decode"]["graph"]]), kind), tmp_path), positions, "here")
+
+
 def test_what_fused_attention_can_run_is_known_by_types_too(cut) -> None:
     for kind in cut.kinds.values():
         types = {entry["name"]: entry["dtype"] for entry in kind["decode"]["inputs"]}

@@ -6,21 +6,28 @@ Listings are written by hand in the inspector's format, but for those in tests/d
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import onnx.parser
 import pytest
 
+import lockstep.engine.tensorrt
 from lockstep.engine.tensorrt import compat
+from lockstep.engine.tensorrt.backend import TensorRTBackend
 from lockstep.engine.tensorrt.compat import Tensor
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import driver_version, gpu_key
 from lockstep.engine.tensorrt.layers import check_precision, compare, datatype, fingerprint, fp16_sums, read_layers
+from lockstep.engine.tensorrt.memory import PeakMemory
+from lockstep.engine.tensorrt.needs import require_cudnn
 from lockstep.engine.tensorrt.profiles import profiles
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD, Tactics
 from lockstep.errors import CheckError, InputError
@@ -246,14 +253,24 @@ def test_fingerprints_leave_out_pointers_and_keep_tactics():
 
 
 @pytest.mark.parametrize(
-    ("set_by_user", "found"),
-    [(None, "-cask:fp16_acc=off"), ("-peep:transpose_elim=off", "-peep:transpose_elim=off -cask:fp16_acc=off"), ("-cask:fp16_acc=on", "-cask:fp16_acc=on")],
+    ("version", "set_by_user", "told", "recorded"),
+    [
+        ("8.6.0", "", "-cask:fp16_acc=off", None),
+        ("8.6.0", " -cask:fp16_acc=off ", "-cask:fp16_acc=off", None),
+        ("8.6.0", "-peep:transpose_elim=off", "-peep:transpose_elim=off -cask:fp16_acc=off", "-peep:transpose_elim=off -cask:fp16_acc=off"),
+        ("8.6.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
+        ("10.8.0", "", "", None),
+        ("10.8.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
+    ],
 )
-def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_them(monkeypatch, set_by_user, found):
-    monkeypatch.setenv("__LUNOWUD", set_by_user or "")
-    compat._sum_in_fp32()
-    compat._sum_in_fp32()
-    assert os.environ["__LUNOWUD"] == found
+def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_them(monkeypatch, version, set_by_user, told, recorded):
+    """TensorRT reads the variable; what the user set there decides numbers, and is an option that engines are made with."""
+    monkeypatch.setenv("__LUNOWUD", set_by_user)
+    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__=version, Builder=lambda logger: os.environ["__LUNOWUD"]))
+    monkeypatch.setattr(compat, "logger", lambda: None)
+    before = TensorRTBackend().default_options()
+    assert compat.create_builder() == compat.create_builder() == told
+    assert TensorRTBackend().default_options() == before and before.get("compiler_flags") == recorded and ("compiler_flags" in before) == (recorded is not None)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +394,89 @@ def test_an_engine_depends_on_name_capability_and_driver_alone():
     assert gpu_key({"type": "cpu"}) == {"name": None, "compute_capability": None, "driver": None}
 
 
+# --- what fused attention needs. What packages and libraries that are not there say is of nvidia-cudnn-frontend 1.32.0 and cuda-bindings 12.9.4.
+
+
+def cudnn(version=91900, **methods):
+    module = ModuleType("cudnn")
+    module.backend_version, module.create_handle, module.destroy_handle = (lambda: version), object, lambda handle: None
+    vars(module).update(methods)
+    return module
+
+
+def raises(error):
+    def method():
+        raise error
+
+    return method
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        (None, ", found: import of cudnn halted; None in sys.modules; install what is missing, or build with attention: traced"),
+        (
+            cudnn(backend_version=raises(RuntimeError("Unable to find symbol cudnnGetVersion"))),
+            ", found: Unable to find symbol cudnnGetVersion; install what is missing, or build with attention: traced",
+        ),
+        (cudnn(8907), ", found cuDNN 8.9; name the folder of libcudnn.so.9 in LD_LIBRARY_PATH, or build with attention: traced"),
+        (
+            cudnn(create_handle=raises(RuntimeError("CUDNN_STATUS_NOT_INITIALIZED"))),
+            ", found one that does not start: CUDNN_STATUS_NOT_INITIALIZED; install one for this driver, or build with attention: traced",
+        ),
+    ],
+)
+def test_what_fused_attention_lacks_is_one_line_of_package_and_library(monkeypatch, module, found):
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    with pytest.raises(InputError) as error:
+        require_cudnn()
+    assert str(error.value) == f"attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9{found}"
+
+
+def test_cudnn_9_is_taken(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn())
+    assert require_cudnn() is sys.modules["cudnn"]
+
+
+def test_without_nvrtc_no_engines_are_opened(monkeypatch):
+    bindings = ModuleType("cuda.bindings")
+    bindings.nvrtc = SimpleNamespace(nvrtcVersion=raises(RuntimeError('Failure finding "libnvrtc.so.13 or libnvrtc.so.12"')))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    with pytest.raises(InputError) as error:
+        TensorRTBackend.executor(None, None, 1, 1, 1)  # before anything of the backend is looked at
+    assert str(error.value) == (
+        "backend tensorrt: expected the library NVRTC of the CUDA toolkit (nvidia-cuda-nvrtc), which compiles the kernels of attention and of the KV cache, "
+        'found: Failure finding "libnvrtc.so.13 or libnvrtc.so.12"; install it for this Python, or name its folder in LD_LIBRARY_PATH'
+    )
+
+
+# --- memory of a build
+
+
+@pytest.mark.parametrize(("used", "found"), [([100, 150, 400, 120], 300), ([100, 400, CheckError("CUDA: cudaErrorIllegalAddress"), 900], None)])
+def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatch, capfd, used, found):
+    """After a failure nothing is known of what was used, and the build says what failed."""
+    looked, answers = threading.Event(), itertools.chain(used, itertools.repeat(used[-1]))
+
+    def memory_used():
+        answer = next(answers)
+        if answer == used[-1] or isinstance(answer, CheckError):
+            looked.set()
+        if isinstance(answer, CheckError):
+            raise answer
+        return answer
+
+    module = ModuleType("lockstep.engine.tensorrt.cuda")
+    module.memory_used = memory_used
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(lockstep.engine.tensorrt, "cuda", module, raising=False)
+    with PeakMemory() as peak:
+        assert looked.wait(10)
+    assert peak.nbytes == found and not capfd.readouterr().err
+
+
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
-    modules = "backend", "compat", "contract", "device", "layers", "memory", "profiles", "tactics"
+    modules = "backend", "compat", "contract", "device", "layers", "memory", "needs", "profiles", "tactics"
     code = "import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n" + "".join(f"import lockstep.engine.tensorrt.{name}\n" for name in modules)
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -78,6 +78,42 @@ def test_a_package_that_the_interpreter_lacks_is_named(demo, tmp_path, python, c
     assert line.count("\n") == 1 and "has no Python package '" in line and line.startswith("lockstep: error: backends.tensorrt.python: ")
 
 
-def test_an_interpreter_that_is_killed_is_told_with_the_signal(python) -> None:
+def test_a_question_that_cannot_be_answered_is_an_error_to_be_caught(python, capfd) -> None:
+    """As where the other interpreter's library finds no GPU: its line is the error's, and is said once."""
+    with pytest.raises(InputError) as error:
+        worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), "identity", name="nothing")
+    assert str(error.value) == "backend: expected one of onnxruntime, tensorrt, found 'nothing'" and not capfd.readouterr().err
+    with pytest.raises(CheckError, match="^other bytes$"):
+        worker.ask(python("echo lockstep: error: other bytes >&2", "exit 1"), "identity", name="onnxruntime")
+
+
+def test_an_interrupted_question_ends_as_one(python, capfd) -> None:
+    with pytest.raises(SystemExit) as ended:
+        worker.ask(python("echo lockstep: error: interrupted >&2", "exit 130"), "identity", name="onnxruntime")
+    assert ended.value.code == 130 and capfd.readouterr().err == "lockstep: error: interrupted\n"
+
+
+def test_a_defect_in_the_other_interpreter_keeps_its_traceback(python, capfd) -> None:
+    with pytest.raises(SystemExit) as ended:
+        worker.ask(sys.executable, "identity", nme="onnxruntime")
+    said = capfd.readouterr().err
+    assert ended.value.code == 1 and said.startswith("Traceback") and "unexpected keyword argument 'nme'" in said.splitlines()[-1]
+
+
+def test_what_is_said_beside_an_answer_is_shown(python, capfd) -> None:
+    assert worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), "identity", name="onnxruntime")["name"] == "onnxruntime"
+    assert capfd.readouterr().err == "a warning\n"
+
+
+@pytest.mark.parametrize("stage", ["call", "ask"])
+@pytest.mark.parametrize("lines", [("kill -9 $$",), ("sh -c 'kill -9 $$'; exit $?",), ("exit 137",)], ids=["itself", "behind a shell", "its code"])
+def test_an_interpreter_that_is_killed_is_told_with_the_signal(python, stage, lines) -> None:
     with pytest.raises(CheckError, match="build: .*python was ended by SIGKILL"):
-        worker.call(python("kill -9 $$"), "build")
+        getattr(worker, stage)(python(*lines), "build")
+
+
+@pytest.mark.parametrize("code", [130, 255])
+def test_a_code_that_is_no_signal_or_of_an_interrupt_stays_it(python, code) -> None:
+    with pytest.raises(SystemExit) as ended:
+        worker.call(python(f"exit {code}"), "build")
+    assert ended.value.code == code

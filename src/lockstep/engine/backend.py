@@ -109,8 +109,9 @@ class Backend(Protocol):
         """The name of the file of an engine."""
         ...
 
-    def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        """Before the engines of a set are built in `folder`; manifest: engines.json without engines."""
+    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Before the engines of a set, which have these names, are built in `folder`; manifest: engines.json without engines. Raises InputError where
+        what runs them is not installed here."""
         ...
 
     def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:

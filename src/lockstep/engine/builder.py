@@ -49,9 +49,9 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
         "options": {**library.default_options(), **(options or {})},
         "engines": {},
     }
-    library.start(out.parent, manifest)
-    recorded = _reusable(out, manifest, library)
     graphs, costs = list(library.graphs(assembly, manifest["options"])), {}
+    library.start(out.parent, manifest, [name for name, _ in graphs])
+    recorded = _reusable(out, manifest, library)
     for number, (name, graph) in enumerate(graphs, start=1):
         graph_path = graph_file(assembly_path.parent, graph)
         entry = recorded.get(name)

@@ -66,7 +66,7 @@ class OnnxRuntimeBackend:
     def file(self, name: str) -> str:
         return f"{name}.onnx"
 
-    def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
         pass
 
     def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:

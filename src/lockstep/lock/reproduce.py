@@ -1,12 +1,13 @@
 """Reproduce: a finished target in; it is built again in clean folders, by fresh processes, and the levels of sameness that were reached come out.
 
 Each round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's files where they lie. The reference, which comes from
-transformers and not from us, is taken as it is. Nothing is taken from a cache.
+transformers and not from us, is taken as it is, and so is the record of tactics that engines were built with. Nothing is taken from a cache of artefacts.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 from lockstep import formats
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.engine import EngineSet
-from lockstep.errors import CheckError
+from lockstep.errors import PREFIX, CheckError
 from lockstep.files import read_json, write_json
 from lockstep.lock.sameness import LEVELS, Facts, compare, facts, reached
 from lockstep.paths import Results, Target
@@ -71,13 +72,14 @@ def _round(config: Mapping[str, Any], results: Results, target: Target, folder: 
     tree, config_file = Results(folder / "results"), folder / "config.json"
     write_json(config_file, _config(config, results, target))
     _take_reference(results, tree, target)
+    _take_tactics(results, tree, target)
     for stage in STAGES:
         tell(stage)
         command = [sys.executable, "-m", "lockstep", stage, str(target), "--config", str(config_file), "--results", str(tree.root)]
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_TAKEN_ON}
         process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if process.returncode:
-            line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix("lockstep: error: ")
+            line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix(PREFIX)
             if stage == "golden" and process.returncode == CheckError.exit_code:
                 return line
             raise CheckError(f"{target}: expected {stage} to succeed again in a clean folder, found: {line}")
@@ -103,6 +105,17 @@ def _take_reference(results: Results, tree: Results, target: Target) -> None:
     link.parent.mkdir(parents=True)
     for suffix in (".json", ".safetensors"):
         link.with_suffix(suffix).symlink_to(os.path.abspath(reference.with_suffix(suffix)))
+
+
+def _take_tactics(results: Results, tree: Results, target: Target) -> None:
+    """The files of a record of tactics (`tactics: record` or `verified`), as copies: a build may write to them."""
+    made, again = (each.engines(target.model, target.precision, target.backend) for each in (results, tree))
+    for file in read_json(made, formats.ENGINES).get("tactics", {}).get("files", ()):
+        path = made.with_name(file["file"])
+        if not path.is_file():
+            raise CheckError(f"{path}: expected the tactics that the engines were built with, found no file; build with tactics: record")
+        again.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, again.with_name(path.name))
 
 
 def print_table(record: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
 from lockstep.engine.tensorrt.layers import check_precision, fingerprint, fp16_sums, read_layers
 from lockstep.engine.tensorrt.memory import PeakMemory
+from lockstep.engine.tensorrt.needs import require_cudnn, require_nvrtc
 from lockstep.engine.tensorrt.profiles import Profile, profiles
 from lockstep.engine.tensorrt.rotation import check_rotation
 from lockstep.engine.tensorrt.tactics import CACHE, Tactics
@@ -63,7 +64,9 @@ class TensorRTBackend:
         return gpu_key(device)
 
     def default_options(self) -> dict[str, Any]:
-        """opset: None takes the graph as it is. tactic_sources: None takes the library's. Limits: what the profiles are made for."""
+        """opset: None takes the graph as it is. tactic_sources: None takes the library's. Limits: what the profiles are made for. compiler_flags: there only
+        where the user has set some (compat.compiler_flags)."""
+        flags = compat.users_flags()
         return {
             "opset": None if compat.has("opset_18") else 17,
             "fuse_projections": True,
@@ -75,6 +78,7 @@ class TensorRTBackend:
             "max_batch_size": 4,
             "max_num_tokens": 512,
             "max_seq_len": 256,
+            **({"compiler_flags": flags} if flags is not None else {}),
         }
 
     def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -93,7 +97,10 @@ class TensorRTBackend:
         """A plan for TensorRT, or the graph of a rotary encoding."""
         return name + (_GRAPH if name.endswith(".rotary") else _PLAN)
 
-    def start(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+        if any(name.endswith(".rotary") for name in names):
+            require_cudnn()
+            require_nvrtc()
         options = {key: value for key, value in manifest["options"].items() if key != "tactics"}
         made_by = {"version": manifest["backend_version"], "device": self.device_key(manifest["device"]), "options": options, "revision": self.revision}
         self._tactics = Tactics(manifest["options"]["tactics"], folder, made_by)
@@ -178,6 +185,7 @@ class TensorRTBackend:
         return cuda.empty(shape, dtype)
 
     def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Any:
+        require_nvrtc()
         from lockstep.engine.tensorrt.executor import GpuExecutor
 
         return GpuExecutor(network, rows, max_seq_len, max_num_tokens)

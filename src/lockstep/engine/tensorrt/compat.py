@@ -161,19 +161,27 @@ def _dtypes() -> dict[Any, str]:
 def create_builder() -> trt.Builder:
     """Raises InputError where TensorRT cannot start, which is without a GPU."""
     LOG.clear()
-    if has("fp16_sums"):
-        _sum_in_fp32()
+    if flags := compiler_flags():
+        os.environ[_FLAGS] = flags
     try:
         return trt.Builder(logger())
     except TypeError:
         raise InputError(f"backend tensorrt: TensorRT {trt.__version__} cannot start here: {LOG.first_error()}; it needs an NVIDIA GPU and its driver") from None
 
 
-def _sum_in_fp32() -> None:
-    """Tell the compiler of fused regions, by the variable that it reads its flags from, to add up fp16 products in fp32. What the user set there stays."""
+def compiler_flags() -> str:
+    """What the compiler of fused regions is told, by the variable that it reads its flags from: what the user set there, and where the version needs it
+    to add up fp16 products in fp32, unless the user said something else of that."""
     flags = os.environ.get(_FLAGS, "").split()
-    if not any(flag.startswith(f"{_FP16_SUMS}=") for flag in flags):
-        os.environ[_FLAGS] = " ".join([*flags, f"{_FP16_SUMS}=off"])
+    if has("fp16_sums") and not any(flag.startswith(f"{_FP16_SUMS}=") for flag in flags):
+        flags = [*flags, f"{_FP16_SUMS}=off"]
+    return " ".join(flags)
+
+
+def users_flags() -> str | None:
+    """Those flags where they are not what they are when the user sets none: they decide what an engine computes. None where they are."""
+    flags = compiler_flags()
+    return None if flags == (f"{_FP16_SUMS}=off" if has("fp16_sums") else "") else flags
 
 
 def create_network(builder: trt.Builder) -> trt.INetworkDefinition:

@@ -16,13 +16,11 @@ import numpy as np
 from lockstep.engine.tensorrt import cuda
 from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, Call, Chunks
 from lockstep.engine.tensorrt.kernels import Kernels, Rotation
+from lockstep.engine.tensorrt.needs import require_cudnn
 from lockstep.engine.tensorrt.rotation import read_rotation
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError
 
-try:
-    import cudnn
-except ImportError as error:
-    raise InputError(f"attention: fused: needs the package nvidia-cudnn-frontend and the library cuDNN 9, found: {' '.join(str(error).split())}; install them, or build with attention: traced") from None
+cudnn = require_cudnn()
 
 PAGE = 64
 

@@ -56,7 +56,7 @@ def check_rotation(executable: Any, positions: int, where: str) -> None:
     """
     graph, tables = _Graph(executable, where), read_rotation(executable, positions, where)
     random, kind = np.random.default_rng(0), np.finfo(graph.dtype)
-    last, tiny = 1.5 * kind.eps + 4 * np.finfo(np.float32).eps, kind.smallest_subnormal / 2
+    last, tiny = 1.5 * kind.eps + 4 * np.finfo(np.float32).eps, float(kind.smallest_subnormal) / 2  # in fp16 it would be 0
     given = [random.standard_normal((min(positions, graph.most) + 1, heads, graph.dim), np.float32).astype(graph.dtype) for heads in graph.heads]
     for piece in _pieces(positions, graph.most):
         at = np.append(piece, positions - 1)  # beside the last one, which must not matter

@@ -96,7 +96,8 @@ class Tactics:
 
 
 def _text(value: Any, other: Any) -> str:
-    """A mapping by those of its values that differ from the other's."""
+    """A mapping by those of its values that differ from the other's, and those that it lacks."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return ", ".join(f"{key} {item}" for key, item in value.items() if other.get(key) != item) or "the same"
+        differing = [f"{key} {item}" for key, item in value.items() if key not in other or other[key] != item]
+        return ", ".join(differing + [f"no {key}" for key in other if key not in value])
     return str(value)

@@ -1,0 +1,43 @@
+"""What fused attention, and what our own kernels need besides TensorRT: asked for when a build starts and when engines are opened, not in the middle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.errors import InputError
+
+_CUDNN = "attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9"
+
+
+def require_cudnn() -> Any:
+    """The module `cudnn`. Raises InputError where it, or the library cuDNN 9, is not found or does not start."""
+    try:
+        import cudnn
+
+        version = cudnn.backend_version()
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # found without the library, it can be imported; with two of them it asserts
+        raise InputError(f"{_CUDNN}, found: {_line(error)}; install what is missing, or build with attention: traced") from None
+    if not 90000 <= version < 100000:
+        found = f"{version // 1000}.{version % 1000 // 100}" if version < 90000 else f"{version // 10000}.{version % 10000 // 100}"
+        advice = "name the folder of libcudnn.so.9 in LD_LIBRARY_PATH, or build with attention: traced"
+        raise InputError(f"{_CUDNN}, found cuDNN {found}; {advice}")
+    try:
+        cudnn.destroy_handle(cudnn.create_handle())
+    except RuntimeError as error:
+        raise InputError(f"{_CUDNN}, found one that does not start: {_line(error)}; install one for this driver, or build with attention: traced") from None
+    return cudnn
+
+
+def require_nvrtc() -> None:
+    """Raises InputError where the library NVRTC, which compiles our own kernels, is not found."""
+    from cuda.bindings import nvrtc
+
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        expected = "expected the library NVRTC of the CUDA toolkit (nvidia-cuda-nvrtc), which compiles the kernels of attention and of the KV cache"
+        raise InputError(f"backend tensorrt: {expected}, found: {_line(error)}; install it for this Python, or name its folder in LD_LIBRARY_PATH") from None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
