@@ -26,7 +26,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import onnx
 
-OURS = tuple(f"lockstep.engine.tensorrt.{name}" for name in ("cuda", "kernels", "program", "attention", "fused", "executor"))
+OURS = tuple(f"lockstep.engine.tensorrt.{name}" for name in ("cuda", "kernels", "decode_kernel", "program", "attention", "fused", "executor"))
 KINDS = enum.Enum("DataType", "FLOAT HALF INT32 INT8 UINT8 BOOL BF16 INT64")
 MODES = enum.Enum("TensorIOMode", "INPUT OUTPUT")
 ERRORS = enum.IntEnum("cudaError_t", {"cudaSuccess": 0, "cudaErrorMemoryAllocation": 2})
@@ -222,7 +222,7 @@ class Gpu:
 
 def runtime(gpu: Gpu) -> ModuleType:
     module, done = ModuleType("cuda.bindings.runtime"), (ERRORS.cudaSuccess,)
-    attributes = enum.IntEnum("cudaDeviceAttr", "cudaDevAttrComputeCapabilityMajor cudaDevAttrComputeCapabilityMinor")
+    attributes = enum.IntEnum("cudaDeviceAttr", "cudaDevAttrComputeCapabilityMajor cudaDevAttrComputeCapabilityMinor cudaDevAttrMultiProcessorCount")
     vars(module).update(
         cudaError_t=ERRORS, cudaMemcpyKind=COPIES, cudaStreamNonBlocking=1, cudaDeviceAttr=attributes,
         cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2), cudaDeviceGetAttribute=lambda which, device: (ERRORS.cudaSuccess, 10 - which),
@@ -239,20 +239,26 @@ def runtime(gpu: Gpu) -> ModuleType:
 
 
 def nvrtc() -> ModuleType:
-    """What it compiles a source to is each kernel's parameters: {name: [(name, is a pointer)]}."""
+    """What it compiles a source to is, by kernel, its parameters [(name, is a pointer)] and the numbers that the source is compiled for."""
     module, done = ModuleType("cuda.bindings.nvrtc"), (0,)
     sources: list[bytes] = []
+    defined: dict[int, dict[str, int]] = {}
 
     def create(source: bytes, *rest):
         sources.append(source)
         return 0, len(sources) - 1
 
+    def compile_program(program: int, count: int, flags: list[bytes]):
+        pairs = (flag.decode()[2:].split("=") for flag in flags if flag.startswith(b"-D"))
+        defined[program] = {name: int(value) for name, value in pairs}
+        return done
+
     def code(program: int) -> bytes:
         source = sources[program].decode().replace("\\\n", " ")
-        kernels = {name: text for name, text in re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', source)}
+        kernels = {name: text for name, text in re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\(([^)]*)\)', source)}
         if template := kernels.pop("NAME", None):
             kernels |= {name: template for name in re.findall(r"^WRITE\((\w+)", source, re.MULTILINE)}
-        parameters = {name: [(part.split()[-1], "*" in part) for part in text.split(",")] for name, text in kernels.items()}
+        parameters = {name: ([(part.split()[-1].strip("*"), "*" in part) for part in text.split(",")], defined[program]) for name, text in kernels.items()}
         return json.dumps(parameters).encode()
 
     def fill(program: int, out: bytes):
@@ -260,7 +266,7 @@ def nvrtc() -> ModuleType:
         return done
 
     vars(module).update(
-        nvrtcCreateProgram=create, nvrtcCompileProgram=lambda program, count, flags: done, nvrtcGetCUBINSize=lambda program: (0, len(code(program))), nvrtcGetCUBIN=fill
+        nvrtcCreateProgram=create, nvrtcCompileProgram=compile_program, nvrtcGetCUBINSize=lambda program: (0, len(code(program))), nvrtcGetCUBIN=fill
     )
     return module
 
@@ -270,11 +276,11 @@ def driver(gpu: Gpu) -> ModuleType:
     attributes = enum.IntEnum("CUdevice_attribute", "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR")
 
     def launch(function, x, y, z, threads, *rest):
-        name, parameters = function
+        name, parameters, defined = function
         *_, stream, (values, types), extra = rest
         if len(values) != len(parameters) or any((kind is ctypes.c_void_p) != pointer for kind, (_, pointer) in zip(types, parameters, strict=True)):
             raise Fault(f"kernel {name}: expected {parameters}, found {types}")
-        named = SimpleNamespace(**{parameter: value for (parameter, _), value in zip(parameters, values)})
+        named = SimpleNamespace(grid=(x, y, z), **defined, **{parameter: value for (parameter, _), value in zip(parameters, values)})
         gpu.plain += not gpu.capturing(stream)
         gpu.put(stream, lambda: KERNELS[name](gpu, x, named))
         return (result.CUDA_SUCCESS,)
@@ -284,7 +290,7 @@ def driver(gpu: Gpu) -> ModuleType:
         cuDeviceGetName=lambda size, device: (result.CUDA_SUCCESS, b"stand-in\0"), cuDeviceGetAttribute=lambda which, device: (result.CUDA_SUCCESS, 10 - which),
         cuDeviceTotalMem=lambda device: (result.CUDA_SUCCESS, gpu.total), cuDriverGetVersion=lambda: (result.CUDA_SUCCESS, 12040),
         cuModuleLoadData=lambda code: (result.CUDA_SUCCESS, json.loads(code)), cuLaunchKernel=launch,
-        cuModuleGetFunction=lambda module, name: (result.CUDA_SUCCESS, (name.decode(), module[name.decode()])),
+        cuModuleGetFunction=lambda module, name: (result.CUDA_SUCCESS, (name.decode(), *module[name.decode()])),
     )  # fmt: skip
     return module
 
@@ -332,9 +338,40 @@ def rotate(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
                 gpu.array(cache + place * dim * kind.itemsize, (dim,), kind)[:] = new[head]
 
 
-def lengths(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
-    rows = gpu.array(k.rows, (k.count,), "i4")
-    gpu.array(k.out, (k.count,), "i4")[:] = np.where(rows < 0, 1, _integers(gpu, k.positions, k.wide, k.count) + 1)
+def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
+    """What DecodeAttention.launch says. Its scratch is spoiled, as far as it may be touched; its counters must be 0."""
+    _, blocks, requests = k.grid
+    rows, positions = gpu.array(k.rows, (requests,), "i4"), _integers(gpu, k.positions, k.WIDE, requests)
+    table = gpu.array(k.pages, (requests, k.pages_per_row), "i4")
+    given, kind, partner = NUMBERS[k.GIVEN], NUMBERS[k.KIND], gpu.array(k.partner, (k.DIM,), "i4")
+    heads, group = k.KV_HEADS * k.GROUP, min(k.GROUP, 4 if k.DIM > 128 else 8)
+    if blocks != k.KV_HEADS * -(-k.GROUP // group) or splits not in (2, 4, 8, 16):
+        raise Fault(f"decode_attention: a grid of {k.grid}")
+    if any(address % 16 for address in (k.value, k.out, k.keys, k.values, k.partials)):
+        raise Fault("decode_attention: an array that is not aligned to 16 bytes")
+    parts = requests * blocks * splits * group
+    gpu.array(k.partials, (parts * k.VALUE_DIM,), "f4")[:] = gpu.array(k.stats, (parts * 2,), "f4")[:] = np.nan
+    if gpu.array(k.counters, (requests * blocks,), "i4").any():
+        raise Fault("decode_attention: counters that are not 0")
+    query, key = (gpu.array(address, (requests, count, k.DIM), given).astype(np.float32) for address, count in ((k.query, heads), (k.key, k.KV_HEADS)))
+    value, out = gpu.array(k.value, (requests, k.KV_HEADS, k.VALUE_DIM), kind), gpu.array(k.out, (requests, heads, k.VALUE_DIM), kind)
+    out[:] = 0
+    for request, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
+        if row < 0:
+            continue
+        if row != request or not 0 <= position < k.pages_per_row * k.PAGE:
+            raise Fault(f"decode_attention: request {request} of row {row}, position {position} in a row of {k.pages_per_row} pages")
+        own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
+        turned = [(x[request] * own + x[request][:, partner] * other).astype(kind) for x in (query, key)]
+        held = []
+        for new, cache, dim in ((turned[1], k.keys, k.DIM), (value[request], k.values, k.VALUE_DIM)):
+            size = k.KV_HEADS * k.PAGE * dim
+            pages = [gpu.array(cache + page * size * kind.itemsize, (k.KV_HEADS, k.PAGE, dim), kind) for page in table[request, : position // k.PAGE + 1].tolist()]
+            pages[-1][:, position % k.PAGE] = new
+            held.append(np.concatenate(pages, axis=1)[:, : position + 1][:, -k.WINDOW :].astype(np.float32))  # with a window of 0: all
+        scores = np.einsum("kgd,ktd->kgt", turned[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0]) * k.scale
+        shares = np.exp2(scores - scores.max(axis=2, keepdims=True))
+        out[request] = np.einsum("kgt,ktd->kgd", shares / shares.sum(axis=2, keepdims=True), held[1]).reshape(heads, k.VALUE_DIM)
 
 
 def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
@@ -344,7 +381,7 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     positions[going] += 1
 
 
-KERNELS: dict[str, Callable] = {"rotate": rotate, "lengths": lengths, "advance": advance}
+KERNELS: dict[str, Callable] = {"rotate": rotate, "decode_attention": decode_attention, "advance": advance}
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
 

@@ -2,7 +2,7 @@
 
 TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any kind, any version, three to ten times slower
 than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads, capacity, head_dim], whose capacity doubles.
-FusedAttention (fused.py) runs the rotary encoding as a kernel and cuDNN's attention over a paged cache.
+FusedAttention (fused.py) has a paged cache: rows that decode are one kernel of our own a layer; a prompt's tokens are turned by a kernel, and then cuDNN's.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class Attention(Protocol):
         """Forget a row."""
         ...
 
-    def begin(self, rows: cuda.Array, positions: cuda.Array, num_decode: int, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
-        """The calls of a step before its first layer."""
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
+        """The calls of a step before its first layer: the lengths of its chunks."""
         ...
 
     def calls(
         self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
         buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
-    ) -> list[Call]:  # fmt: skip
-        """The calls of one layer: attention of the packed tokens (`num_decode` rows of one, then chunks), keys and values into the cache."""
+    ) -> list[tuple[str, Call]]:  # fmt: skip
+        """The calls of one layer, each with what its time goes to ("attention" ...): attention of the packed tokens (`num_decode` rows of one, request i in
+        row i, then chunks), keys and values into the cache."""
         ...
 
 
@@ -96,25 +97,25 @@ class TracedAttention:
             row_array = array[row : row + 1]
             stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
 
-    def begin(self, rows: cuda.Array, positions: cuda.Array, num_decode: int, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
         return []
 
     def calls(
         self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
         buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
-    ) -> list[Call]:  # fmt: skip
+    ) -> list[tuple[str, Call]]:  # fmt: skip
         shape, total = kind.cache, values["attention"].shape[0]
         keys, cached = self._cache[index]
         new_key = buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
         new_value = buffer("value_out", (total, shape.num_kv_heads, shape.value_head_dim), self._dtype)
-        calls = []
+        calls: list[tuple[str, Call]] = []
 
         def add(phase: str, tokens: slice, past: tuple[cuda.Array, cuda.Array], lengths: cuda.Array) -> None:
             inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
             inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": lengths}
             inputs = {name: inputs[name] for name in kind.inputs[phase]}
             outputs = {"attention": values["attention"][tokens], "key_out": new_key[tokens], "value_out": new_value[tokens]}
-            calls.append(kind.engines[phase].prepare(inputs, outputs, own))
+            calls.append(("attention", kind.engines[phase].prepare(inputs, outputs, own)))
 
         if num_decode:
             decoding = slice(0, num_decode)
@@ -123,5 +124,5 @@ class TracedAttention:
             past = (keys[row : row + 1], cached[row : row + 1])
             add("prefill", slice(low, high), past, values["position_ids"][low : low + 1])  # likewise: that of a chunk's first token
         positions = values["position_ids"]
-        calls.append(lambda: self._kernels.write_cache(stream, new_key, new_value, keys, cached, rows, positions))
+        calls.append(("cache", lambda: self._kernels.write_cache(stream, new_key, new_value, keys, cached, rows, positions)))
         return calls

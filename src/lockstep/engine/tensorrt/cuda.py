@@ -36,6 +36,11 @@ def compute_capability() -> tuple[int, int]:
     return tuple(check(runtime.cudaDeviceGetAttribute(getattr(which, f"cudaDevAttrComputeCapability{part}"), 0)) for part in ("Major", "Minor"))
 
 
+def multiprocessors() -> int:
+    """Of the first device, how many."""
+    return int(check(runtime.cudaDeviceGetAttribute(runtime.cudaDeviceAttr.cudaDevAttrMultiProcessorCount, 0)))
+
+
 class Array:
     """Contiguous device memory: an address with shape and NumPy dtype. Views keep the memory alive."""
 

@@ -26,7 +26,7 @@ class _Plan:
     """The calls of one layout, on buffers that all plans share."""
 
     calls: list[Call]
-    names: list[str]  # of the calls: embedding, block, rotation, attention ...
+    names: list[str]  # what the time of each call goes to: embedding, block, attention ...
     logits: cuda.Array
     graph: cuda.Graph | None = None
     warm: bool = False
@@ -223,26 +223,25 @@ class GpuExecutor:
         names: list[str] = []
         network = self._network
 
-        def add(name: str, more: Sequence[Call]) -> None:
-            calls.extend(more)
-            names.extend([name] * len(more))
+        def add(name: str, call: Call) -> None:
+            calls.append(call)
+            names.append(name)
 
         for attention in self._forms:
-            add("lengths", attention.begin(rows, values["position_ids"], num_decode, chunks, self._stream))
-        add("embedding", [self._block(network.embedding, values, dims, own)])
+            for call in attention.begin(chunks, self._stream):
+                add("lengths", call)
+        add("embedding", self._block(network.embedding, values, dims, own))
         for index, (block, kind) in enumerate(network.layers):
-            add("block", [self._block(block, values, dims, own)])
+            add("block", self._block(block, values, dims, own))
             values["attention"] = self._buffer("attention", (total, *kind.attention.shape[1:]), kind.attention.dtype)
-            first, *rest = self._attention[index].calls(index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own)
-            fused = "rotary" in kind.engines
-            add("rotary and cache" if fused else "attention", [first])
-            add("attention", rest)
-        add("exit", [self._block(network.exit, values, dims, own)])
+            for name, call in self._attention[index].calls(index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own):
+                add(name, call)
+        add("exit", self._block(network.exit, values, dims, own))
         logits = values["logits"]
         if not chunks:
             token_ids, positions = self._token_ids[:total], self._positions[:total]
             kernels, stream = self._kernels, self._stream  # not `self`, which holds the plan
-            add("next token", [lambda: kernels.advance(stream, logits, rows, token_ids, positions)])
+            add("next token", lambda: kernels.advance(stream, logits, rows, token_ids, positions))
         return _Plan(calls, names, logits)
 
     def _block(self, block: Any, values: dict[str, cuda.Array], dims: Mapping[str, int], own: bool) -> Call:

@@ -1,4 +1,5 @@
-"""Fused attention: cuDNN's kernels over a paged KV cache, with the kind's rotary encoding (rotation.py) in front, as a kernel.
+"""Fused attention over a paged KV cache. A row that decodes is a kernel of our own (decode_kernel.py), with the kind's rotary encoding (rotation.py) in it;
+a prompt's tokens are turned by a kernel and go through cuDNN's.
 
 A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]; one table for all layers says which pages a row has. Pages are given
 out as rows grow and taken back when they are forgotten. Needs the package nvidia-cudnn-frontend and the library cuDNN 9; no torch.
@@ -15,6 +16,7 @@ import numpy as np
 
 from lockstep.engine.tensorrt import cuda
 from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, Call, Chunks
+from lockstep.engine.tensorrt.decode_kernel import PAGE, DecodeAttention, Form, Scratch
 from lockstep.engine.tensorrt.kernels import Kernels, Rotation
 from lockstep.engine.tensorrt.needs import require_cudnn
 from lockstep.engine.tensorrt.rotation import read_rotation
@@ -22,11 +24,9 @@ from lockstep.errors import CheckError
 
 cudnn = require_cudnn()
 
-PAGE = 64
-
 
 class FusedAttention:
-    """cuDNN over a paged cache, for the layers of `layers` (number: kind). Same signature as attention.Attention."""
+    """For the layers of `layers` (number: kind). Same signature as attention.Attention."""
 
     def __init__(self, layers: Mapping[int, Any], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
         self._dtype, self._kernels = np.dtype(dtype), kernels
@@ -38,10 +38,13 @@ class FusedAttention:
         self._host_table = cuda.pinned((rows, self._pages_per_row), "i4")
         self._host_table[:] = 0
         self._table = cuda.zeros(self._host_table.shape, "i4")
-        self._lengths = cuda.zeros((rows,), "i4")
         self._chunk_lengths = cuda.zeros((rows, 2), "i4")
         self._host_chunks = cuda.pinned((rows, 2), "i4")
-        self._rotations = {id(kind): _rotation(kind, max_seq_len) for kind in {id(k): k for k in layers.values()}.values()}
+        kinds = {id(kind): kind for kind in layers.values()}
+        self._rotations = {key: _rotation(kind, max_seq_len) for key, kind in kinds.items()}
+        forms = {key: _form(kind, self._dtype, bool(kernels.wide)) for key, kind in kinds.items()}
+        self._decode = {key: DecodeAttention(form) for key, form in forms.items()}
+        self._scratch = Scratch(forms.values(), rows)
         self._cache = {}
         for index, kind in layers.items():
             heads = kind.cache.num_kv_heads
@@ -65,45 +68,45 @@ class FusedAttention:
         self._free += reversed(self._pages[row])
         self._pages[row] = []
 
-    def begin(self, rows: cuda.Array, positions: cuda.Array, num_decode: int, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
-        """Lengths of the rows that decode, and of each chunk: its tokens, and all that its row holds with them."""
-        calls: list[Call] = []
-        if num_decode:
-            decoding = slice(0, num_decode)
-            calls.append(lambda: self._kernels.lengths(stream, rows[decoding], positions[decoding], self._lengths[decoding]))
-        if chunks:
-            for number, (_, start, low, high) in enumerate(chunks):
-                self._host_chunks[number] = high - low, start + high - low
-            calls.append(lambda: stream.upload(self._chunk_lengths[: len(chunks)], self._host_chunks[: len(chunks)]))
-        return calls
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
+        """Of each chunk: its tokens, and all that its row holds with them."""
+        if not chunks:
+            return []
+        for number, (_, start, low, high) in enumerate(chunks):
+            self._host_chunks[number] = high - low, start + high - low
+        return [lambda: stream.upload(self._chunk_lengths[: len(chunks)], self._host_chunks[: len(chunks)])]
 
     def calls(
         self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
         buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
-    ) -> list[Call]:  # fmt: skip
+    ) -> list[tuple[str, Call]]:  # fmt: skip
         spec, shape, total = kind.spec, kind.cache, values["attention"].shape[0]
         keys, cached = self._cache[index]
-        query = buffer("query_out", (total, spec["num_heads"], shape.head_dim), self._dtype)
+        query = values["query"].reshape(total, spec["num_heads"], shape.head_dim)
         key = values["key"].reshape(total, shape.num_kv_heads, shape.head_dim)
         value = values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim)
-        positions, rotation = values["position_ids"], self._rotations[id(kind)]
-        unrotated = values["query"].reshape(*query.shape)
-        calls = [lambda: self._kernels.rotate(stream, unrotated, key, value, query, keys, cached, rotation, rows, positions, self._table)]
-        pages = keys.shape[0]
-        form = functools.partial(
-            _Form, heads=spec["num_heads"], kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, value_dim=shape.value_head_dim,
-            scale=spec["scale"], window=spec["window"], pages=pages, pages_per_row=self._pages_per_row, dtype=self._dtype.name,
-        )  # fmt: skip
-        attention = values["attention"]
+        positions, rotation, attention = values["position_ids"], self._rotations[id(kind)], values["attention"]
+        calls: list[tuple[str, Call]] = []
         if num_decode:
-            plan = _plan(form(requests=num_decode, tokens=1), stream)
-            ones = _ones(num_decode)
-            calls.append(plan.call(query, keys, cached, self._table, ones, self._lengths, attention))
+            decode, scratch = self._decode[id(kind)], self._scratch
+            arrays = [array[:num_decode] for array in (query, key, value, attention.reshape(total, spec["num_heads"], shape.value_head_dim))]
+            places = rows[:num_decode], positions[:num_decode], self._table
+            calls.append(("attention", lambda: decode.launch(stream, *arrays, keys, cached, rotation, *places, spec["scale"], scratch)))  # row i is request i
+        if chunks:
+            new = slice(num_decode, total)
+            turned = buffer("query_out", query.shape, self._dtype)
+            arrays_of_chunks = [array[new] for array in (query, key, value, turned)]
+            places_of_chunks = rows[new], positions[new], self._table
+            calls.append(("rotary and cache", lambda: self._kernels.rotate(stream, *arrays_of_chunks, keys, cached, rotation, *places_of_chunks)))
         for number, (row, _, low, high) in enumerate(chunks):
             tokens = max(SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
-            plan = _plan(form(requests=1, tokens=tokens), stream)
+            form = _Form(
+                tokens=tokens, heads=spec["num_heads"], kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, value_dim=shape.value_head_dim,
+                scale=spec["scale"], window=spec["window"], pages=keys.shape[0], pages_per_row=self._pages_per_row, dtype=self._dtype.name,
+            )  # fmt: skip
             lengths = self._chunk_lengths[number : number + 1].reshape(2)
-            calls.append(plan.call(query[low:high], keys, cached, self._table[row : row + 1], lengths[:1], lengths[1:], attention[low:high]))
+            call = _plan(form, stream).call(turned[low:high], keys, cached, self._table[row : row + 1], lengths[:1], lengths[1:], attention[low:high])
+            calls.append(("attention", call))
         return calls
 
 
@@ -113,10 +116,14 @@ def _rotation(kind: Any, positions: int) -> Rotation:
     return Rotation(_up(tables.own), _up(tables.other), _up(tables.partner))
 
 
-@functools.lru_cache(maxsize=None)
-def _ones(count: int) -> cuda.Array:
-    """[count] int32 of 1: the new tokens of rows that decode."""
-    return _up(np.ones(count, np.int32))
+def _form(kind: Any, dtype: np.dtype, wide: bool) -> Form:
+    """What the kernel of a kind is compiled for."""
+    spec, shape = kind.spec, kind.cache
+    (given,) = (io["dtype"] for io in spec["decode"]["inputs"] if io["name"] == "query")
+    return Form(
+        dtype=dtype.name, given=given, wide=wide, heads=spec["num_heads"], kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+        value_dim=shape.value_head_dim, window=spec["window"],
+    )  # fmt: skip
 
 
 def _up(host: np.ndarray) -> cuda.Array:
@@ -128,9 +135,8 @@ def _up(host: np.ndarray) -> cuda.Array:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a plan of cuDNN is made for."""
+    """What a plan of cuDNN is made for: a chunk of up to `tokens` tokens."""
 
-    requests: int
     tokens: int
     heads: int
     kv_heads: int
@@ -156,7 +162,7 @@ def _plan(form: _Form, stream: cuda.Stream) -> _Plan:
 
 
 class _Plan:
-    """cuDNN's plan of one form, with the memory that it works in. Several tokens of a request see what is before them (bottom right)."""
+    """cuDNN's plan of one form, with the memory that it works in. Each token sees itself and what is before it (bottom right)."""
 
     _workspace: cuda.Array | None = None
 
@@ -167,33 +173,30 @@ class _Plan:
 
         def packed(name: str, dim: int) -> Any:
             width = form.heads * dim
-            return graph.tensor(name=name, dim=[form.requests, form.heads, form.tokens, dim], stride=[form.tokens * width, dim, width, 1], data_type=kind)
+            return graph.tensor(name=name, dim=[1, form.heads, form.tokens, dim], stride=[form.tokens * width, dim, width, 1], data_type=kind)
 
         def paged(name: str, dim: int) -> Any:
             page = PAGE * dim
             return graph.tensor(name=name, dim=[form.pages, form.kv_heads, PAGE, dim], stride=[form.kv_heads * page, page, dim, 1], data_type=kind)
 
         def integers(name: str, count: int) -> Any:
-            return graph.tensor(name=name, dim=[form.requests, 1, count, 1], stride=[count, count, 1, 1], data_type=cudnn.data_type.INT32)
+            return graph.tensor(name=name, dim=[1, 1, count, 1], stride=[count, count, 1, 1], data_type=cudnn.data_type.INT32)
 
         inputs = {
             "query": packed("query", form.head_dim), "keys": paged("keys", form.head_dim), "values": paged("values", form.value_dim),
             "key_table": integers("key_table", form.pages_per_row), "value_table": integers("value_table", form.pages_per_row),
             "new": integers("new", 1), "held": integers("held", 1),
         }  # fmt: skip
-        masks: dict[str, Any] = {}
-        if form.tokens > 1 or form.window:
-            masks = {"diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT, "diagonal_band_right_bound": 0}
-        if form.window:
-            masks["diagonal_band_left_bound"] = form.window
+        window = {"diagonal_band_left_bound": form.window} if form.window else {}
         try:
             out, _ = graph.sdpa(
                 name="attention", q=inputs["query"], k=inputs["keys"], v=inputs["values"], generate_stats=False, attn_scale=form.scale,
                 use_padding_mask=True, seq_len_q=inputs["new"], seq_len_kv=inputs["held"], paged_attention_k_table=inputs["key_table"],
-                paged_attention_v_table=inputs["value_table"], paged_attention_max_seq_len_kv=form.pages_per_row * PAGE, **masks,
+                paged_attention_v_table=inputs["value_table"], paged_attention_max_seq_len_kv=form.pages_per_row * PAGE,
+                diagonal_alignment=cudnn.diagonal_alignment.BOTTOM_RIGHT, diagonal_band_right_bound=0, **window,
             )  # fmt: skip
             width = form.heads * form.value_dim
-            out.set_output(True).set_dim([form.requests, form.heads, form.tokens, form.value_dim])
+            out.set_output(True).set_dim([1, form.heads, form.tokens, form.value_dim])
             out.set_stride([form.tokens * width, form.value_dim, width, 1]).set_data_type(kind)
             graph.validate()
             graph.build_operation_graph()

@@ -1,6 +1,6 @@
-"""The few kernels of our own: keys and values into the cache, and the next token out of the logits.
+"""The few small kernels of our own: keys and values into the cache, and the next token out of the logits. (That of rows that decode: decode_kernel.py.)
 
-Token ids, positions and lengths are int32 or int64, as the engine wants them: `wide` says which.
+Token ids and positions are int32 or int64, as the engine wants them: `wide` says which.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from lockstep.engine.tensorrt.cuda import Array, Kernel, Stream, compile_kernels
 
+ROTATED = r"""
+// Of a rotary encoding: in words that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
+__device__ __forceinline__ float rotated(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
+"""
 _SOURCE = r"""
 __device__ long long integer(const void* values, int wide, long long i) {
     return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
@@ -69,21 +73,15 @@ extern "C" __global__ void rotate(const void* query, const void* key, const void
             int at = i < queries ? i : i - queries, head = at / dim, j = at % dim;
             const void* from = i < queries ? query : key;
             long long base = (long long)token * (i < queries ? queries : kv_heads * dim) + head * dim;
-            float rotated = number(from, given, base + j) * own[j] + number(from, given, base + partner[j]) * other[j];
-            if (i < queries) store(query_out, kind, base + j, rotated);
-            else if (row >= 0) store(keys, kind, ((page * kv_heads + head) * page_size + position % page_size) * dim + j, rotated);
+            float turned = rotated(number(from, given, base + j), own[j], number(from, given, base + partner[j]), other[j]);
+            if (i < queries) store(query_out, kind, base + j, turned);
+            else if (row >= 0) store(keys, kind, ((page * kv_heads + head) * page_size + position % page_size) * dim + j, turned);
         } else if (row >= 0) {
             int at = i - all, head = at / value_dim, j = at % value_dim;
             float copied = number(value, kind, (long long)token * kv_heads * value_dim + at);
             store(values, kind, ((page * kv_heads + head) * page_size + position % page_size) * value_dim + j, copied);
         }
     }
-}
-
-// How many tokens a row holds with its new one; 1 for a row that does not decode.
-extern "C" __global__ void lengths(const int* rows, const void* positions, int wide, int* out, int count) {
-    int row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row < count) out[row] = rows[row] < 0 ? 1 : (int)integer(positions, wide, row) + 1;
 }
 
 // One block a row: the first of the largest logits becomes the row's next token, one position further. Rows of -1 stay as they are.
@@ -113,7 +111,7 @@ extern "C" __global__ void advance(const void* logits, int kind, int size, const
     else { ((int*)tokens)[row] = at; ++((int*)positions)[row]; }
 }
 """
-_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
+NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
 _SLICES = 12  # blocks a token: enough to fill the device at one token, few enough not to drown it at 2048
@@ -135,12 +133,11 @@ class Kernels:
     """The kernels, compiled for this GPU. `wide`: token ids and positions are int64."""
 
     def __init__(self, wide: bool):
-        module = compile_kernels(_SOURCE)
-        self._wide = int(wide)
+        module = compile_kernels(ROTATED + _SOURCE)
+        self.wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
         self._advance = module["advance"]
         self._rotate = module["rotate"]
-        self._lengths = module["lengths"]
 
     def write_cache(self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array) -> None:
         """key [num_tokens, num_kv_heads, head_dim] and value into keys, values [rows, num_kv_heads, capacity, head_dim], each token into row `rows[token]`
@@ -150,7 +147,7 @@ class Kernels:
         unit = 16 if all(size % 16 == 0 for size in sizes) else 2
         key_size, value_size = (size // unit for size in sizes)
         self._write[unit].launch(
-            stream, (tokens, heads, 1), min(128, max(32, key_size, value_size)), key, value, keys, values, rows, positions, self._wide,
+            stream, (tokens, heads, 1), min(128, max(32, key_size, value_size)), key, value, keys, values, rows, positions, self.wide,
             keys.shape[2], heads, key_size, value_size,
         )  # fmt: skip
 
@@ -164,16 +161,11 @@ class Kernels:
         tokens, heads, dim = query.shape
         kv_heads, value_dim = value.shape[1:]
         self._rotate.launch(
-            stream, (tokens, _SLICES, 1), 256, query, key, value, query_out, keys, values, _NUMBERS[query.dtype.name], _NUMBERS[query_out.dtype.name],
-            rotation.own, rotation.other, rotation.partner, rows, positions, self._wide, pages, pages.shape[1], keys.shape[2], heads, kv_heads, dim, value_dim,
+            stream, (tokens, _SLICES, 1), 256, query, key, value, query_out, keys, values, NUMBERS[query.dtype.name], NUMBERS[query_out.dtype.name],
+            rotation.own, rotation.other, rotation.partner, rows, positions, self.wide, pages, pages.shape[1], keys.shape[2], heads, kv_heads, dim, value_dim,
         )  # fmt: skip
-
-    def lengths(self, stream: Stream, rows: Array, positions: Array, out: Array) -> None:
-        """out [num_requests] int32: positions + 1, and 1 where rows is -1."""
-        count = out.shape[0]
-        self._lengths.launch(stream, (count + 127) // 128, 128, rows, positions, self._wide, out, count)
 
     def advance(self, stream: Stream, logits: Array, rows: Array, tokens: Array, positions: Array) -> None:
         """logits [num_requests, vocab_size] -> tokens [num_requests], the most likely; positions go one further. Where rows is -1: nothing."""
         count, size = logits.shape
-        self._advance.launch(stream, count, 1024, logits, _NUMBERS[logits.dtype.name], size, rows, tokens, positions, self._wide)
+        self._advance.launch(stream, count, 1024, logits, NUMBERS[logits.dtype.name], size, rows, tokens, positions, self.wide)
