@@ -264,3 +264,19 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
     executor._stream.synchronize()
     assert table.tolist() == [[0] * 4, [0, 1, 0, 0], [0] * 4, [0] * 4]
     assert down(attention._table).tolist() == [[2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 5, 0], [0] * 4]
+
+
+def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(0, 40), (1, 50), (2, 30)])  # what is repeated goes over 64
+    for _ in range(3):
+        both.step(0, 1, 2)
+    found = both.found._executor.breakdown(2)
+    assert {"embedding", "block", "attention", "exit", "next token", "gaps", "step"} <= set(found)
+    assert set(both.found._executor.breakdown_prefill()) == {"block"}
+    for _ in range(3):
+        both.step(0, 1, 2, tokens=False)
+    both.step(prompts=[(3, 215)])
+    with pytest.raises(InputError, match=r"breakdown: expected room for 44 more tokens in each row, at most 256 \(max_seq_len\), found a row of 215"):
+        both.found._executor.breakdown(4)
+    both.step(0, 1, 2, 3, tokens=False)
