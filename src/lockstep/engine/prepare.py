@@ -42,9 +42,9 @@ class Prepared:
 def prepare(model: onnx.ModelProto, slots: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Prepared | None:
     """The form that `options` ask for; None when that is the graph as it is.
 
-    Raises InputError for an operator that the asked opset lacks, CheckError when the rewritten graph computes something else.
+    Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the rewritten graph computes something else.
     """
-    lowered = lower(model, options["opset"]) if options.get("opset") else model
+    lowered = model if options.get("opset") is None else lower(model, options["opset"])
     fused, parts = fuse(lowered, {slot["name"] for slot in slots}) if options.get("fuse_projections") else (lowered, {s["name"]: [s["name"]] for s in slots})
     if fused is model:
         return None
