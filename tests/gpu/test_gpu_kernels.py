@@ -81,3 +81,40 @@ def test_keys_and_values_are_cached_in_rows(dtype, dim):
     Kernels(False).write_cache(device.stream, device.up(key), device.up(value), keys, values, device.up(ROWS), device.up(AT.astype(np.int32)))
     for expected, array in ((key, device.down(keys)), (value, device.down(values))):
         assert np.array_equal(cached(array, False), expected[ROWS >= 0]) and not array.any()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_rows_that_decode_are_one_longer_and_others_count_as_one(wide):
+    from lockstep.engine.tensorrt.kernels import Kernels
+
+    device, random = OnDevice(), np.random.default_rng(0)
+    rows, positions = np.where(random.random(300) < 0.3, -1, np.arange(300)).astype(np.int32), random.integers(0, 5000, 300)
+    out = device.up(np.full(310, 77, np.int32))  # more than two blocks of threads, and what lies behind
+    Kernels(wide).lengths(device.stream, device.up(rows), device.up(positions.astype(np.int64 if wide else np.int32)), out[:300])
+    found = device.down(out)
+    assert np.array_equal(found[:300], np.where(rows < 0, 1, positions + 1)) and (found[300:] == 77).all()
+
+
+@pytest.mark.parametrize("size", [7, 1024, 32003])  # fewer than a block's threads, as many, more
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
+    import ml_dtypes
+
+    from lockstep.engine.tensorrt.kernels import Kernels
+
+    device, random = OnDevice(), np.random.default_rng(0)
+    logits = random.uniform(-5, 5, (7, size)).astype(np.float32)
+    logits[0, [size // 2, size - 1]] = 9  # as large: the first
+    logits[2] = -3  # all
+    logits[3] = -np.inf
+    logits[4, size - 1] = 9
+    logits[5, 0] = 9
+    rows, tokens, positions = np.array([0, -1, 2, 3, 4, 5, -1], np.int32), np.arange(100, 107), np.arange(7) * 1000
+    logits = logits.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    integer = np.int64 if wide else np.int32
+    on_device = [device.up(array.astype(integer)) for array in (tokens, positions)]
+    Kernels(wide).advance(device.stream, device.up(logits), device.up(rows), *on_device)
+    going = rows >= 0
+    assert device.down(on_device[0]).tolist() == np.where(going, logits.astype(np.float32).argmax(axis=1), tokens).tolist()
+    assert device.down(on_device[1]).tolist() == (positions + going).tolist()

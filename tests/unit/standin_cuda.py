@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import onnx
 
@@ -31,7 +32,7 @@ KINDS = enum.Enum("DataType", "FLOAT HALF INT32 INT8 UINT8 BOOL BF16 INT64")
 MODES = enum.Enum("TensorIOMode", "INPUT OUTPUT")
 ERRORS = enum.IntEnum("cudaError_t", {"cudaSuccess": 0, "cudaErrorMemoryAllocation": 2})
 COPIES = enum.IntEnum("cudaMemcpyKind", {"cudaMemcpyHostToDevice": 1, "cudaMemcpyDeviceToHost": 2, "cudaMemcpyDeviceToDevice": 3})
-NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2")}
+NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
 POISON = 0xFF  # NaN in all floating types, -1 in integers
 
 

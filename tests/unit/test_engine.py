@@ -110,6 +110,13 @@ def test_the_options_are_part_of_the_engine(made, tmp_path):
         build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"level": "all"})
 
 
+@pytest.mark.parametrize("opset", [18, 0, "17"])
+def test_an_opset_that_nothing_is_lowered_to_is_a_mistake_of_the_user(demo, tmp_path, opset):
+    with pytest.raises(InputError, match=f"opset: expected 17, or none for the graph as it is, found {opset!r}$"):
+        build(demo.assembly("demo-llama", "fp32"), "onnxruntime", tmp_path / "engines.json", {"opset": opset})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import standin_cuda
-from demo_model import LIMITS
+from demo_model import GOLDEN, LIMITS, TOLERANCES
 
+from lockstep import golden
 from lockstep.engine import build
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Advance, Model
+from lockstep.files import read_json
+from lockstep.paths import Target
+from lockstep.runtime import Advance, Model, Tokenizer, generate
 from lockstep.weights import Weights
 
 MODEL = "demo-llama"
@@ -105,6 +109,27 @@ def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu):
     both.step(3, prompts=[(0, 3), (2, 70)])
     for _ in range(4):
         both.step(0, 1, 2, 3)
+
+
+def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
+    precision, expected = form[1], [prompt.expected["all"] for prompt in GOLDEN.prompts]
+    golden.check(
+        references.assembly(MODEL, precision), references.weights(MODEL, precision), engines[form], references.reference(MODEL, "all"),
+        Target(MODEL, precision, "all", "tensorrt"), TOLERANCES[precision], LIMITS, tmp_path / "golden.json", tmp_path / "speed.json", expected,
+    )  # fmt: skip
+    assert read_json(tmp_path / "golden.json")["result"] == "pass"
+
+
+def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, form, gpu):
+    """With requests that come and go, so that slots are taken again, and prompts between decode steps."""
+    tokenizer, prompts = Tokenizer.open(demo.assembly(MODEL, form[1])), 2 * [prompt.text for prompt in GOLDEN.prompts]
+    paths = demo.engines(MODEL, form[1], "onnxruntime"), demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
+    found = []
+    for model in (Model.open(*paths, "all", **LIMITS_OF_MODEL), open_model("all")):
+        generation = generate(model, tokenizer, prompts, max_new_tokens=24)
+        list(generation)
+        found.append(generation.tokens)
+    assert found[0] == found[1] and len(found[0]) == 8
 
 
 def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
@@ -264,3 +289,36 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
     executor._stream.synchronize()
     assert table.tolist() == [[0] * 4, [0, 1, 0, 0], [0] * 4, [0] * 4]
     assert down(attention._table).tolist() == [[2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 5, 0], [0] * 4]
+
+
+def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1])
+    both.step(prompts=[(0, 40), (1, 50), (2, 30)])  # what is repeated goes over 64
+    for _ in range(3):
+        both.step(0, 1, 2)
+    found = both.found._executor.breakdown(2)
+    assert {"embedding", "block", "attention", "exit", "next token", "gaps", "step"} <= set(found)
+    assert set(both.found._executor.breakdown_prefill()) == {"block"}
+    for _ in range(3):
+        both.step(0, 1, 2, tokens=False)
+    both.step(prompts=[(3, 215)])
+    with pytest.raises(InputError, match=r"breakdown: expected room for 44 more tokens in each row, at most 256 \(max_seq_len\), found a row of 215"):
+        both.found._executor.breakdown(4)
+    both.step(0, 1, 2, 3, tokens=False)
+
+
+@pytest.mark.parametrize("form", FORMS[:1], indirect=True)
+@pytest.mark.parametrize(("call", "arguments"), [("set_profile", (1, 0)), ("set_input_shape", ("x", (1,))), ("set_tensor_address", ("x", 1)), ("enqueue", (0,))])
+def test_what_tensorrt_said_before_is_not_told_as_the_error(gpu, call, arguments):
+    from lockstep.engine.tensorrt import compat
+
+    def refuse(*arguments):
+        compat.LOG.errors.append("what is wrong now")
+        return False
+
+    methods = ("set_optimization_profile_async", "set_input_shape", "set_tensor_address", "execute_async_v3")
+    context = SimpleNamespace(active_optimization_profile=0, **dict.fromkeys(methods, refuse))
+    compat.LOG.clear()
+    compat.LOG.errors.append("what was wrong once")
+    with pytest.raises(CheckError, match="TensorRT 8.6.0 .*: what is wrong now$"):
+        getattr(compat, call)(context, *arguments)

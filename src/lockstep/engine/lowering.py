@@ -21,9 +21,9 @@ _REDUCTIONS = ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "Reduc
 
 
 def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
-    """A copy of `model` in `opset` (17). Raises InputError naming an operator that opset 17 does not have."""
+    """A copy of `model` in `opset` (17). Raises InputError for another opset, and naming an operator that opset 17 does not have."""
     if opset != OPSET:
-        raise ValueError(f"expected opset {OPSET}, the only one that there are rules for, found {opset}")
+        raise InputError(f"opset: expected {OPSET}, or none for the graph as it is, found {opset!r}")
     lowered = onnx.inliner.inline_local_functions(model) if model.functions else _copy(model)
     graph = lowered.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}

@@ -263,6 +263,7 @@ def constrain_precision(config: trt.IBuilderConfig, network: trt.INetworkDefinit
 
 def add_profile(builder: trt.Builder, config: trt.IBuilderConfig, shapes: Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> None:
     """Add an optimization profile: {input: (min, opt, max)}."""
+    LOG.clear()
     profile: trt.IOptimizationProfile = builder.create_optimization_profile()
     for name, (low, best, high) in shapes.items():
         profile.set_shape(name, tuple(low), tuple(best), tuple(high))
@@ -394,6 +395,7 @@ def set_device_memory(context: trt.IExecutionContext, address: int, size: int) -
 
 
 def set_profile(context: trt.IExecutionContext, number: int, stream: int) -> None:
+    LOG.clear()
     if context.active_optimization_profile != number and not context.set_optimization_profile_async(number, stream):
         raise CheckError(f"TensorRT {trt.__version__} refuses optimization profile {number}: {LOG.first_error()}")
 
@@ -405,12 +407,14 @@ def set_input_shape(context: trt.IExecutionContext, name: str, shape: Sequence[i
 
 
 def set_tensor_address(context: trt.IExecutionContext, name: str, address: int) -> None:
+    LOG.clear()
     if not context.set_tensor_address(name, address):
         raise CheckError(f"tensor {name}: TensorRT {trt.__version__} refuses the address: {LOG.first_error()}")
 
 
 def enqueue(context: trt.IExecutionContext, stream: int) -> None:
     """Put one execution on a CUDA stream; all addresses and shapes must be set."""
+    LOG.clear()
     if not context.execute_async_v3(stream):
         raise CheckError(f"TensorRT {trt.__version__} cannot run: {LOG.first_error()}")
 

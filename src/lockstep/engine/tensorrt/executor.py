@@ -17,8 +17,10 @@ from lockstep.engine.tensorrt import cuda
 from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, make_attention
 from lockstep.engine.tensorrt.kernels import Kernels
 from lockstep.engine.tensorrt.program import Device
+from lockstep.errors import InputError
 
 Call = Callable[[], None]
+_ROUNDS = 20  # of what is timed
 
 
 @dataclass
@@ -63,6 +65,7 @@ class GpuExecutor:
         self._forms = list(dict.fromkeys(self._attention))
         self._plans: dict[tuple, _Plan] = {}
         self._expected = _Expected()
+        self._prompt_blocks: list[Call] = []
         self._host = {name: cuda.pinned((self._tokens,), dtype) for name, dtype in (("tokens", self._integer), ("positions", self._integer), ("rows", np.dtype("i4")))}
         self._host_rows = cuda.pinned((rows,), self._integer)
         self._host_tokens = cuda.pinned((rows,), self._integer)
@@ -108,8 +111,7 @@ class GpuExecutor:
         """Put a step on the stream; gives its plan and, for each advance, its row of the logits."""
         self.wait()
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
-        if any([attention.reserve(ends, self.lengths, self._stream) for attention in self._forms]):
-            self._plans.clear()
+        self._reserve(ends)
         decoding = [advance for advance in advances if len(advance.tokens) == 1]
         chunks = [advance for advance in advances if len(advance.tokens) > 1]
         num_decode = _bucket(max(advance.slot for advance in decoding) + 1, self.rows) if decoding else 0
@@ -117,11 +119,15 @@ class GpuExecutor:
             plan, order = self._mixed(advances, decoding, chunks, num_decode)
             for call in plan.calls:
                 call()
-            self._last = plan
+            self._prompt_blocks = [call for call, name in zip(plan.calls, plan.names) if name == "block"]
         else:
             plan, order = self._decode(decoding, num_decode), [advance.slot for advance in advances]
             self._launch(plan)
         return plan, order
+
+    def _reserve(self, ends: Mapping[int, int]) -> None:
+        if any([attention.reserve(ends, self.lengths, self._stream) for attention in self._forms]):
+            self._plans.clear()
 
     def _launch(self, plan: _Plan) -> None:
         """The first time as it is, which TensorRT asks for before a capture; the second time captured; then the graph."""
@@ -146,6 +152,9 @@ class GpuExecutor:
         if not (np.array_equal(old.rows, rows) and np.array_equal(old.tokens, tokens) and np.array_equal(old.positions, positions)):
             self._upload(tokens, positions, rows, np.arange(count))
         self._expected = _Expected(rows, np.empty(0, np.int64), positions + (rows >= 0))
+        return self._decode_plan(count)
+
+    def _decode_plan(self, count: int) -> _Plan:
         key = (count, *(attention.capacity for attention in self._forms))
         plan = self._plans.get(key)
         if plan is None:
@@ -180,38 +189,49 @@ class GpuExecutor:
         self._stream.upload(self._logit_rows[: len(logit_rows)], self._host_rows[: len(logit_rows)])
 
     def breakdown(self, batch: int) -> dict[str, float]:
-        """Microseconds of a decode step of `batch` rows by what they go to, each kind of call repeated alone in a graph; "gaps": the rest of the step."""
-        count = _bucket(batch, self.rows)
-        plan = self._plans[(count, *(attention.capacity for attention in self._forms))]
-        found = self._microseconds(plan)
-        whole = self._time(plan.graph, 20)
+        """Microseconds of a decode step of rows 0 to `batch`-1, of what they hold, by what they go to: each kind of call repeated alone in a graph;
+        "gaps": the rest of the step. The rows hold afterwards what they held.
+
+        Raises InputError where a row has no room: what is repeated goes on, token after token, in the cache behind what the row holds.
+        """
+        held, count = self.lengths[:batch], _bucket(batch, self.rows)
+        end = int(held.max()) + 2 + 2 * (_ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
+        if end > self.max_seq_len:
+            raise InputError(f"breakdown: expected room for {end - held.max()} more tokens in each row, at most {self.max_seq_len} (max_seq_len), found a row of {held.max()}")
+        self._reserve({row: end for row in range(batch)})
+        rows, positions = np.full(count, -1, np.int32), np.zeros(count, np.int64)
+        rows[:batch], positions[:batch] = np.arange(batch), held
+        self._upload(np.zeros(count, np.int64), positions, rows, np.arange(count))
+        self._expected = _Expected()  # tokens and positions go on by themselves from here
+        plan = self._decode_plan(count)
+        while plan.graph is None:
+            self._launch(plan)
+        found = {name: self._alone([call for call, of in zip(plan.calls, plan.names) if of == name]) for name in dict.fromkeys(plan.names)}
+        whole = self._time(plan.graph)
         found["gaps"] = round(whole - sum(found.values()), 1)
         found["step"] = round(whole, 1)
         return found
 
     def breakdown_prefill(self) -> dict[str, float]:
         """Microseconds of the blocks of the prompt that was taken last."""
-        return {name: time for name, time in self._microseconds(self._last).items() if name == "block"}
+        return {"block": self._alone(self._prompt_blocks)}
 
-    def _microseconds(self, plan: _Plan) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for name in dict.fromkeys(plan.names):
-            with self._stream.capture() as graph:
-                for call, of in zip(plan.calls, plan.names):
-                    if of == name:
-                        call()
-            found[name] = round(self._time(graph, 20), 1)
-        return found
+    def _alone(self, calls: Sequence[Call]) -> float:
+        """Microseconds of calls in a graph of their own."""
+        with self._stream.capture() as graph:
+            for call in calls:
+                call()
+        return round(self._time(graph), 1)
 
-    def _time(self, graph: cuda.Graph, rounds: int) -> float:
+    def _time(self, graph: cuda.Graph) -> float:
         graph.launch(self._stream)
         first, last = cuda.Event(), cuda.Event()
         first.record(self._stream)
-        for _ in range(rounds):
+        for _ in range(_ROUNDS):
             graph.launch(self._stream)
         last.record(self._stream)
         last.wait()
-        return last.milliseconds_since(first) * 1e3 / rounds
+        return last.milliseconds_since(first) * 1e3 / _ROUNDS
 
     def _plan(self, num_decode: int, num_logits: int, chunks: Sequence[tuple[int, int, int, int]], own: bool) -> _Plan:
         """num_decode rows of one token, then chunks (slot, start, first token, token behind the last)."""

@@ -1,0 +1,45 @@
+"""Running for real: what the demo's engines decode on a GPU is what ONNX Runtime decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep import checkpoint, engine, split, weights
+from lockstep.runtime import Advance, Model, Tokenizer
+
+pytestmark = pytest.mark.gpu
+
+DEMO = Path(__file__).parents[2] / "resources" / "demo-llama"
+PROMPTS = ("San Francisco is a", "Light", "Lake Zürich is long and narrow, and on clear days the snow")
+FIRST, LATER = 10, 6  # tokens after the prompts, and after slot 1 has begun again
+
+
+def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:
+    """The tokens of each step: three prompts, then one token of each, then the second prompt again beside the others, then one token of each."""
+    steps = [model.step_tokens([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)])]
+    for number in range(FIRST + LATER):
+        advances = [Advance(slot, steps[-1][slot : slot + 1], model.length(slot)) for slot in range(len(prompts))]
+        if number == FIRST:
+            model.release(1)
+            advances[1] = Advance(1, prompts[1], 0)
+        steps.append(model.step_tokens(advances))
+    return steps
+
+
+@pytest.mark.parametrize("precision, attention", [("fp32", "traced"), ("fp16", "traced"), ("fp16", "fused")])
+def test_tokens_are_those_of_onnx_runtime(tmp_path, precision, attention):
+    made = checkpoint.resolve(str(DEMO), DEMO, tmp_path / "checkpoint.json")
+    assembly = split.export(made, precision, tmp_path / "graphs" / "assembly.json")
+    tensors = weights.convert(made, precision, tmp_path / "weights.json")
+    options = {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
+    built = {
+        "onnxruntime": engine.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"),
+        "tensorrt": engine.build(assembly, "tensorrt", tmp_path / "tensorrt" / "engines.json", options),
+    }
+    tokenizer = Tokenizer.open(assembly)
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    expected, found = (decode(Model.open(engines, assembly, tensors), prompts) for engines in built.values())
+    assert np.array_equal(found, expected) and np.array_equal(found[0][1], found[FIRST + 1][1])
