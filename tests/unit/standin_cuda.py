@@ -267,7 +267,8 @@ def nvrtc() -> ModuleType:
         return done
 
     vars(module).update(
-        nvrtcCreateProgram=create, nvrtcCompileProgram=compile_program, nvrtcGetCUBINSize=lambda program: (0, len(code(program))), nvrtcGetCUBIN=fill
+        nvrtcCreateProgram=create, nvrtcCompileProgram=compile_program, nvrtcGetCUBINSize=lambda program: (0, len(code(program))), nvrtcGetCUBIN=fill,
+        nvrtcVersion=lambda: (0, 12, 9),
     )
     return module
 
@@ -549,7 +550,7 @@ def cudnn(gpu: Gpu) -> ModuleType:
         create_execution_plans = lambda self, modes: None
 
     vars(module).update(
-        create_handle=dict, set_stream=lambda handle, stream: handle.update(stream=stream), pygraph=Graph, backend_version=lambda: 91900,
+        create_handle=dict, destroy_handle=lambda handle: None, set_stream=lambda handle, stream: handle.update(stream=stream), pygraph=Graph, backend_version=lambda: 91900,
         cudnnGraphNotSupportedError=type("cudnnGraphNotSupportedError", (Exception,), {}), heur_mode=SimpleNamespace(A=0),
         diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT=1), data_type=SimpleNamespace(HALF="f2", BFLOAT16="bf16", FLOAT="f4", INT32="i4"),
     )  # fmt: skip
