@@ -83,16 +83,117 @@ def test_keys_and_values_are_cached_in_rows(dtype, dim):
         assert np.array_equal(cached(array, False), expected[ROWS >= 0]) and not array.any()
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_rows_that_decode_are_one_longer_and_others_count_as_one(wide):
-    from lockstep.engine.tensorrt.kernels import Kernels
+def numbers(name: str) -> np.dtype:
+    import ml_dtypes
 
-    device, random = OnDevice(), np.random.default_rng(0)
-    rows, positions = np.where(random.random(300) < 0.3, -1, np.arange(300)).astype(np.int32), random.integers(0, 5000, 300)
-    out = device.up(np.full(310, 77, np.int32))  # more than two blocks of threads, and what lies behind
-    Kernels(wide).lengths(device.stream, device.up(rows), device.up(positions.astype(np.int64 if wide else np.int32)), out[:300])
-    found = device.down(out)
-    assert np.array_equal(found[:300], np.where(rows < 0, 1, positions + 1)) and (found[300:] == 77).all()
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+class Rows:
+    """Rows of a form (decode_kernel.Form), each with a cache of the same numbers and NaN behind them; one token of each is new."""
+
+    SCALE = 0.11
+
+    def __init__(self, form, rows: int, pages_per_row: int):
+        self.form, random, self.pages_per_row = form, np.random.default_rng(0), pages_per_row
+        normal = lambda *shape, of=form.dtype: random.standard_normal(shape, np.float32).astype(numbers(of))
+        self.query, self.key = (normal(rows, heads, form.head_dim, of=form.given) for heads in (form.heads, form.kv_heads))
+        self.value = normal(rows, form.kv_heads, form.value_dim)
+        self.table = random.permutation(rows * pages_per_row + 3)[: rows * pages_per_row].reshape(rows, pages_per_row).astype(np.int32)
+        self.full = [normal(rows * pages_per_row + 3, form.kv_heads, PAGE, dim) for dim in (form.head_dim, form.value_dim)]
+        order = random.permutation(form.head_dim)
+        half = form.head_dim // 2 - 2  # pairs; the rest stays alone
+        self.partner = np.arange(form.head_dim, dtype=np.int32)
+        self.partner[order[:half]], self.partner[order[half : 2 * half]] = order[half : 2 * half], order[:half]
+        self.own, self.other = (random.standard_normal((pages_per_row * PAGE, form.head_dim), np.float32) for _ in range(2))
+
+    def caches(self, lengths: list[int]) -> list[np.ndarray]:
+        """Keys and values before the new tokens."""
+        held = np.zeros((len(self.full[0]), PAGE), bool)
+        for pages, length in zip(self.table, lengths):
+            held[pages] |= (np.arange(self.pages_per_row * PAGE) < length - 1).reshape(-1, PAGE)
+        return [np.where(held[:, None, :, None], cache, np.array(np.nan, cache.dtype)) for cache in self.full]
+
+    def expected(self, lengths: list[int], query: np.ndarray, caches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """From rotated queries and caches with the new token: attention in float64 [rows, heads, value_dim], 0 for rows of no length; and how much it may be
+        off. The weights are rounded to the cache's type, and so is what comes out. 1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
+        form, unit = self.form, {"float16": 2**-11, "bfloat16": 2**-8}[self.form.dtype]
+        out, allowed = (np.zeros((len(lengths), form.kv_heads, form.heads // form.kv_heads, form.value_dim)) for _ in range(2))
+        for row, length in enumerate(lengths):
+            tokens = np.arange(max(0, length - form.window) if form.window else 0, length)
+            if length:
+                keys, values = (cache[self.table[row, tokens // PAGE], :, tokens % PAGE].astype(np.float64) for cache in caches)
+                scores = np.einsum("kgd,tkd->kgt", query[row].astype(np.float64).reshape(form.kv_heads, -1, form.head_dim), keys) * self.SCALE
+                shares = np.exp(scores - scores.max(axis=2, keepdims=True))
+                shares /= shares.sum(axis=2, keepdims=True)
+                out[row], size = (np.einsum("kgt,tkd->kgd", shares, numbers) for numbers in (values, np.abs(values)))
+                allowed[row] = unit * (size + np.abs(out[row])) + 1e-4
+        return (array.reshape(len(lengths), form.heads, form.value_dim) for array in (out, allowed))
+
+
+def decoding(dtype="float16", given=None, wide=False, group=1, kv_heads=2, dim=128, value_dim=None, window=0):
+    return {
+        "dtype": dtype, "given": given or dtype, "wide": wide, "heads": group * kv_heads, "kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim or dim,
+        "window": window,
+    }  # fmt: skip
+
+
+LENGTHS = [1, 63, 0, 64, 65, 500], [500, 2, 129, 0, 16, 17]  # 0: the row does not decode
+LONG = [4400, 1, 4097], [70, 4352, 0]  # more pages than a warp knows at a time
+TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
+
+
+@pytest.mark.parametrize(
+    ("form", "lengths", "multiprocessors"),
+    [
+        (decoding(), LENGTHS, TWO_SPLITS),
+        (decoding(), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(), LENGTHS, 24),  # four
+        (decoding(given="float32", wide=True, group=4), LENGTHS, SIXTEEN_SPLITS),
+        (decoding("bfloat16", group=12, value_dim=64, window=64), LENGTHS, TWO_SPLITS),
+        (decoding("bfloat16", given="float32", group=4, kv_heads=1, dim=256, window=100), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(group=5, kv_heads=1, dim=256), LENGTHS, TWO_SPLITS),
+        (decoding("bfloat16", wide=True, dim=96, window=20), LENGTHS, TWO_SPLITS),
+        (decoding(group=5, dim=80, value_dim=256, window=1), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(group=8, dim=64, value_dim=40), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(kv_heads=1, dim=64), LONG, TWO_SPLITS),
+        (decoding(kv_heads=1, dim=64, window=4200), LONG, TWO_SPLITS),
+    ],
+)
+def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, form, lengths, multiprocessors):
+    """Captured once, and launched for other lengths too."""
+    from lockstep.engine.tensorrt import cuda
+    from lockstep.engine.tensorrt.decode_kernel import DecodeAttention, Form, Scratch
+    from lockstep.engine.tensorrt.kernels import Kernels, Rotation
+
+    monkeypatch.setattr(cuda, "multiprocessors", lambda: multiprocessors)
+    device, form, count = OnDevice(), Form(**form), len(lengths[0])
+    made, kernel, scratch = Rows(form, count, -(-max(lengths[0]) // PAGE)), DecodeAttention(form), Scratch([form], count)
+    rotation = Rotation(*(device.up(array) for array in (made.own, made.other, made.partner)))
+    given = [device.up(array) for array in (made.query, made.key, made.value)]
+    caches, rotated_caches = ([device.up(cache) for cache in made.full] for _ in range(2))
+    rows, positions, table = device.up(np.zeros(count, np.int32)), device.up(np.zeros(count, np.int64 if form.wide else np.int32)), device.up(made.table)
+    rotated = device.up(np.zeros((count, form.heads, form.head_dim), numbers(form.dtype)))
+    outs = [device.up(np.zeros((count, form.heads, form.value_dim), numbers(form.dtype))) for _ in range(2)]
+    with device.stream.capture() as graph:
+        for out in outs:
+            kernel.launch(device.stream, *given, out, *caches, rotation, rows, positions, table, made.SCALE, scratch)
+    for held in lengths:
+        before = made.caches(held)
+        host = np.where(np.array(held) > 0, np.arange(count), -1).astype(np.int32), np.maximum(0, np.array(held) - 1).astype(positions.dtype)
+        for array, values in ((rows, host[0]), (positions, host[1]), *zip(caches, before), *zip(rotated_caches, before)):
+            device.stream.upload(array, values)
+        device.stream.synchronize()
+        Kernels(form.wide).rotate(device.stream, *given, rotated, *rotated_caches, rotation, rows, positions, table)
+        after = [device.down(cache) for cache in rotated_caches]
+        graph.launch(device.stream)
+        for cache, exact in zip(caches, after):
+            assert np.array_equal(device.down(cache).view(np.uint16), exact.view(np.uint16))
+        expected, allowed = made.expected(held, device.down(rotated), after)
+        for out in outs:  # the second launch in a row finds the scratch that the first has left
+            error = np.abs(device.down(out).astype(np.float64) - expected)
+            assert (error <= allowed).all(), f"{np.nanmax(error - allowed)} more than allowed"
+        assert not device.down(scratch.counters).any()
 
 
 @pytest.mark.parametrize("size", [7, 1024, 32003])  # fewer than a block's threads, as many, more
