@@ -156,7 +156,7 @@ def main() -> None:
     from lockstep.errors import guard
     from lockstep.files import sha256_file
 
-    device = {"type": "gpu", "name": "none", "compute_capability": "0.0", "driver": "0"}
+    device = {"type": "gpu", "name": "none", "compute_capability": "8.0", "driver": "0"}
     backend.describe_gpu = lambda: device
     made = {**backend.TensorRTBackend().default_options(), **request["options"]}
 

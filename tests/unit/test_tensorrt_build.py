@@ -27,7 +27,7 @@ from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import driver_version, gpu_key
 from lockstep.engine.tensorrt.layers import check_precision, compare, datatype, fingerprint, fp16_sums, read_layers
 from lockstep.engine.tensorrt.memory import PeakMemory
-from lockstep.engine.tensorrt.needs import require_cudnn
+from lockstep.engine.tensorrt.needs import require_capability, require_cudnn
 from lockstep.engine.tensorrt.profiles import profiles
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD, Tactics
 from lockstep.errors import CheckError, InputError
@@ -431,6 +431,16 @@ def test_what_fused_attention_lacks_is_one_line_of_package_and_library(monkeypat
     with pytest.raises(InputError) as error:
         require_cudnn()
     assert str(error.value) == f"attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9{found}"
+
+
+def test_a_gpu_that_is_too_old_for_fused_attention_is_one_line():
+    require_capability({"name": "NVIDIA A100", "compute_capability": "8.0"})
+    require_capability({"name": "NVIDIA B200", "compute_capability": "10.0"})
+    with pytest.raises(InputError) as error:
+        require_capability({"name": "Tesla T4", "compute_capability": "7.5"})
+    assert str(error.value) == (
+        "attention: fused: expected a GPU of compute capability 8.0 or higher, found Tesla T4 of 7.5; build with attention: traced"
+    )
 
 
 def test_cudnn_9_is_taken(monkeypatch):

@@ -23,7 +23,7 @@ from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
 from lockstep.engine.tensorrt.layers import check_precision, fingerprint, fp16_sums, read_layers
 from lockstep.engine.tensorrt.memory import PeakMemory
-from lockstep.engine.tensorrt.needs import require_cudnn, require_nvrtc
+from lockstep.engine.tensorrt.needs import require_capability, require_cudnn, require_nvrtc
 from lockstep.engine.tensorrt.profiles import Profile, profiles
 from lockstep.engine.tensorrt.rotation import check_rotation
 from lockstep.engine.tensorrt.tactics import CACHE, Tactics
@@ -99,6 +99,7 @@ class TensorRTBackend:
 
     def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
         if any(name.endswith(".rotary") for name in names):
+            require_capability(manifest["device"])
             require_cudnn()
             require_nvrtc()
         options = {key: value for key, value in manifest["options"].items() if key != "tactics"}

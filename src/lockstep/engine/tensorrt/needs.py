@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import InputError
@@ -26,6 +27,13 @@ def require_cudnn() -> Any:
     except RuntimeError as error:
         raise InputError(f"{_CUDNN}, found one that does not start: {_line(error)}; install one for this driver, or build with attention: traced") from None
     return cudnn
+
+
+def require_capability(device: Mapping[str, Any]) -> None:
+    """Raises InputError for a GPU (device.describe_gpu) that is too old for the kernels of fused attention, cuDNN's and ours."""
+    found = device["compute_capability"]
+    if tuple(map(int, found.split("."))) < (8, 0):
+        raise InputError(f"attention: fused: expected a GPU of compute capability 8.0 or higher, found {device['name']} of {found}; build with attention: traced")
 
 
 def require_nvrtc() -> None:
