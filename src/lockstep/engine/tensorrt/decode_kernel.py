@@ -123,7 +123,7 @@ __device__ __forceinline__ int page_of(const int* table, int unit, int pages_per
 
 // What a lane needs of the tokens base to base + 15, of those from low on and before the new one, which comes from shared memory.
 __device__ __forceinline__ void load_keys(Piece (&out)[2][KEY_PIECES], const Bits* keys, int page, int kv, int base, int low, int position, int g, int t) {
-    const Bits* at = keys + ((long long)page * KV_HEADS + kv) * (PAGE * DIM) + (base % PAGE + g) * DIM + 8 * t;
+    const Bits* at = keys + ((long long)page * KV_HEADS + kv) * (PAGE * DIM) + ((base & (PAGE - 1)) + g) * DIM + 8 * t;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int token = base + 8 * i + g;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void load_keys(Piece (&out)[2][KEY_PIECES], const Bit
 }
 
 __device__ __forceinline__ void load_values(Piece (&out)[VALUE_PIECES][4], const Bits* values, int page, int kv, int base, int low, int position, int g, int t) {
-    const Bits* at = values + ((long long)page * KV_HEADS + kv) * (PAGE * VALUE_DIM) + (base % PAGE + 2 * t) * VALUE_DIM + 8 * g;
+    const Bits* at = values + ((long long)page * KV_HEADS + kv) * (PAGE * VALUE_DIM) + ((base & (PAGE - 1)) + 2 * t) * VALUE_DIM + 8 * g;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int more = i / 2 * 8 + i % 2, token = base + 2 * t + more;
@@ -187,6 +187,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         return head == HEADS ? key + ((long long)request * KV_HEADS + kv) * DIM
                              : query + ((long long)request * KV_HEADS * GROUP + first_head + min(head, heads - 1)) * DIM;
     };
+    const Given* sources[ROUNDS];
     int partners[ROUNDS];
     Given xs[ROUNDS], ys[ROUNDS];
     float owns[ROUNDS], others[ROUNDS];
@@ -194,7 +195,8 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     for (int r = 0; r < ROUNDS; ++r) {
         const unsigned i = index_of(r);
         partners[r] = load_relaxed(partner + i % DIM);
-        xs[r] = load_relaxed(source_of(i) + i % DIM);
+        sources[r] = source_of(i);
+        xs[r] = load_relaxed(sources[r] + i % DIM);
     }
     const Piece new_value = load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
     Bits* out_heads = out + ((long long)request * KV_HEADS * GROUP + first_head) * VALUE_DIM;
@@ -217,7 +219,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         const unsigned i = index_of(r);
         owns[r] = load_constant(own_at + i % DIM);
         others[r] = load_constant(other_at + i % DIM);
-        ys[r] = load_constant(source_of(i) + partners[r]);
+        ys[r] = load_constant(sources[r] + partners[r]);
     }
     Piece k[2][KEY_PIECES], v[VALUE_PIECES][4];
     if (slot < units) {
@@ -248,8 +250,8 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     for (int at = slot; at < units; at += stride, ++ahead) {
         const int base = (first + at) * UNIT, next = base + stride * UNIT;
         const bool more = at + stride < units;
-        if (ahead % 32 == 0) entries = page_of(table, next / UNIT + lane * stride, pages_per_row);
-        const int next_page = __shfl_sync(~0u, entries, ahead % 32);
+        if ((ahead & 31) == 0) entries = page_of(table, next / UNIT + lane * stride, pages_per_row);
+        const int next_page = __shfl_sync(~0u, entries, ahead & 31);
         if (base + UNIT > position) {  // the new token: into its place in the cache too, once a KV head
             const long long place = ((long long)new_page * KV_HEADS + kv) * PAGE + position % PAGE;
 #pragma unroll
