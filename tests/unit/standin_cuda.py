@@ -346,12 +346,12 @@ def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
     rows, positions = gpu.array(k.rows, (requests,), "i4"), _integers(gpu, k.positions, k.WIDE, requests)
     table = gpu.array(k.pages, (requests, k.pages_per_row), "i4")
     given, kind, partner = NUMBERS[k.GIVEN], NUMBERS[k.KIND], gpu.array(k.partner, (k.DIM,), "i4")
-    heads, group = k.KV_HEADS * k.GROUP, min(k.GROUP, 4 if k.DIM > 128 else 8)
-    if blocks != k.KV_HEADS * -(-k.GROUP // group) or splits not in (2, 4, 8, 16):
+    heads = k.KV_HEADS * k.GROUP
+    if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or splits not in (2, 4, 8, 16):
         raise Fault(f"decode_attention: a grid of {k.grid}")
     if any(address % 16 for address in (k.value, k.out, k.keys, k.values, k.partials)):
         raise Fault("decode_attention: an array that is not aligned to 16 bytes")
-    parts = requests * blocks * splits * group
+    parts = requests * blocks * splits * k.HEADS
     gpu.array(k.partials, (parts * k.VALUE_DIM,), "f4")[:] = gpu.array(k.stats, (parts * 2,), "f4")[:] = np.nan
     if gpu.array(k.counters, (requests * blocks,), "i4").any():
         raise Fault("decode_attention: counters that are not 0")
@@ -367,8 +367,8 @@ def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
         turned = [(x[request] * own + x[request][:, partner] * other).astype(kind) for x in (query, key)]
         held = []
         for new, cache, dim in ((turned[1], k.keys, k.DIM), (value[request], k.values, k.VALUE_DIM)):
-            size = k.KV_HEADS * k.PAGE * dim
-            pages = [gpu.array(cache + page * size * kind.itemsize, (k.KV_HEADS, k.PAGE, dim), kind) for page in table[request, : position // k.PAGE + 1].tolist()]
+            size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
+            pages = [gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind) for page in table[request, : position // k.PAGE + 1].tolist()]
             pages[-1][:, position % k.PAGE] = new
             held.append(np.concatenate(pages, axis=1)[:, : position + 1][:, -k.WINDOW :].astype(np.float32))  # with a window of 0: all
         scores = np.einsum("kgd,ktd->kgt", turned[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0]) * k.scale

@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1
 }
 """
 _KERNEL = r"""
-// A block: a request, a KV head with up to 8 of its query heads (`chunk`), a split of the row. A unit is 16 tokens, what a warp takes at a time: unit n of the
+// A block: a request, a KV head with up to HEADS of its query heads (`chunk`), a split of the row. A unit is 16 tokens, what a warp takes at a time: unit n of the
 // row, counted from the first that the window leaves, goes to warp n % (splits * WARPS) of all splits.
 //
 // In a warp, lane 4g + t. Scores are queries (8 rows, the other 8 are nothing) times keys: lanes read 16 bytes of the key of token g and of token g + 8, dims
@@ -107,33 +107,34 @@ _KERNEL = r"""
 // are values (rows: dims) times weights (columns: heads): weights are in the registers where the scores' product left them, and lanes read 16 bytes of the
 // values of tokens 2t, 2t + 1, 2t + 8, 2t + 9, of dims 8g to 8g + 7 of each 64. Nothing of the cache goes through shared memory.
 constexpr int WARPS = THREADS / 32, UNIT = 16;
-constexpr int MOST = DIM > 128 ? 4 : 8;                                   // heads, for the registers' sake
-constexpr int HEADS = GROUP < MOST ? GROUP : MOST;                        // of a block
-constexpr int CHUNKS = (GROUP + HEADS - 1) / HEADS;                       // blocks that share a KV head
-constexpr int KEY_PIECES = (DIM + 31) / 32, VALUE_PIECES = (VALUE_DIM + 63) / 64;  // of a lane, for each token
-constexpr int LINE = DIM + 8;                                             // of a head in shared memory, so that no two lanes meet in a bank
-constexpr int TURNED = (HEADS + 1) * DIM;                                 // numbers that a block turns
+constexpr int CHUNKS = (GROUP + HEADS - 1) / HEADS;       // blocks that share a KV head; HEADS: query heads of a block
+constexpr int KEY_PIECES = (DIM + 31) / 32;               // of a lane, for each of its two tokens
+constexpr int VALUE_PIECES = (VALUE_DIM + 63) / 64;       // likewise, of four tokens
+constexpr int LINE = DIM + 8;                             // of a head in shared memory, so that lanes do not meet in a bank
+constexpr int TURNED = (HEADS + 1) * DIM;                 // numbers that a block turns
 constexpr int ROUNDS = (TURNED + THREADS - 1) / THREADS;
-constexpr int ITEMS = HEADS * VALUE_DIM / 4;                              // four numbers each, of what a block gives
-constexpr float LOWEST = -1e30f;                                          // finite, so that a difference of two is a number
+constexpr int ITEMS = HEADS * VALUE_DIM / 4;              // four numbers each, of what a block gives
+constexpr float LOWEST = -1e30f;                          // finite, so that a difference of two is a number
 
 __device__ __forceinline__ int page_of(const int* table, int unit, int pages_per_row) {
     return load_relaxed(table + min(unit / (PAGE / UNIT), pages_per_row - 1));
 }
 
 // What a lane needs of the tokens base to base + 15, of those from low on and before the new one, which comes from shared memory.
-__device__ __forceinline__ void load_keys(Piece (&out)[2][KEY_PIECES], const Bits* keys, int page, int kv, int base, int low, int position, int g, int t) {
+__device__ __forceinline__ void load_keys(Piece (&out)[2][KEY_PIECES], const Bits* keys, int page, int kv, int base, int low, int position,
+                                          int g, int t) {
     const Bits* at = keys + ((long long)page * KV_HEADS + kv) * (PAGE * DIM) + ((base & (PAGE - 1)) + g) * DIM + 8 * t;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int token = base + 8 * i + g;
         const bool in = token >= low && token < position;
 #pragma unroll
-        for (int k = 0; k < KEY_PIECES; ++k) out[i][k] = load_piece(at + 8 * i * DIM + 32 * k, in && 32 * k + 8 * t < DIM);
+        for (int n = 0; n < KEY_PIECES; ++n) out[i][n] = load_piece(at + 8 * i * DIM + 32 * n, in && 32 * n + 8 * t < DIM);
     }
 }
 
-__device__ __forceinline__ void load_values(Piece (&out)[VALUE_PIECES][4], const Bits* values, int page, int kv, int base, int low, int position, int g, int t) {
+__device__ __forceinline__ void load_values(Piece (&out)[VALUE_PIECES][4], const Bits* values, int page, int kv, int base, int low, int position,
+                                            int g, int t) {
     const Bits* at = values + ((long long)page * KV_HEADS + kv) * (PAGE * VALUE_DIM) + ((base & (PAGE - 1)) + 2 * t) * VALUE_DIM + 8 * g;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -308,7 +309,8 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
             for (int j = 0; j < 4; ++j) {  // row g: the even dim of two, row g + 8: the odd one; pairs of tokens
                 const unsigned v0 = v[c][0].w[j], v1 = v[c][1].w[j], v2 = v[c][2].w[j], v3 = v[c][3].w[j];
                 sums[c][j][0] *= less0; sums[c][j][1] *= less1; sums[c][j][2] *= less0; sums[c][j][3] *= less1;
-                multiply(sums[c][j], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632), p0, p1);
+                multiply(sums[c][j], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632),
+                         p0, p1);
             }
         if (more) load_values(v, values, next_page, kv, next, low, position, g, t);
     }
@@ -394,13 +396,13 @@ class Form:
     def options(self) -> tuple[str, ...]:
         values = {
             "KIND": NUMBERS[self.dtype], "GIVEN": NUMBERS[self.given], "WIDE": int(self.wide), "KV_HEADS": self.kv_heads, "GROUP": self.heads // self.kv_heads,
-            "DIM": self.head_dim, "VALUE_DIM": self.value_dim, "WINDOW": self.window, "PAGE": PAGE, "THREADS": _THREADS,
+            "HEADS": self.block_heads, "DIM": self.head_dim, "VALUE_DIM": self.value_dim, "WINDOW": self.window, "PAGE": PAGE, "THREADS": _THREADS,
         }  # fmt: skip
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
     @property
     def block_heads(self) -> int:
-        """Query heads of a block: HEADS of the source."""
+        """Query heads of a block: a product's eight columns, or as many as its registers hold."""
         return min(self.heads // self.kv_heads, 4 if self.head_dim > 128 else 8)
 
     @property
@@ -440,9 +442,9 @@ class DecodeAttention:
         rotation: Rotation, rows: cuda.Array, positions: cuda.Array, pages: cuda.Array, scale: float, scratch: Scratch,
     ) -> None:  # fmt: skip
         """query [num_requests, num_heads, head_dim], key, value [num_requests, num_kv_heads, dim] -> out [num_requests, num_heads, value_dim]: the attention of
-        each request's new token, at `positions[i]`, to all that it sees of its row with the new one. Queries and keys are rotated first, and rounded; the new
-        key and value go into keys, values [pages, num_kv_heads, 64, dim] as `Kernels.rotate` writes them, to the bit. Request i is row i: rows[i] (int32) is i, or
-        -1 for a request that does not decode, which writes nowhere and whose `out` is 0. pages [rows, pages_per_row] int32: the page of each piece of a row.
+        each request's new token, at `positions[i]`, to all that it sees of its row with the new one. Queries and keys are rotated first, and rounded; the
+        new key and value go into keys, values [pages, num_kv_heads, 64, dim] as `Kernels.rotate` writes them, to the bit. Request i is row i: rows[i] (int32)
+        is i, or -1 for a request that does not decode, which writes nowhere and whose `out` is 0. pages [rows, pages_per_row] int32: the page of each piece of a row.
 
         Products are of numbers of the cache's type with fp32 sums; scores, largest scores and sums of weights fp32; weights rounded to the cache's type.
         """

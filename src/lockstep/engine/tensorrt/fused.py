@@ -64,7 +64,7 @@ class FusedAttention:
         return False
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
-        """Its pages go to whoever needs them. What they hold is never read: cuDNN looks at a row's length before it looks at the page."""
+        """Its pages go to whoever needs them. What they hold is never read: a row's length is looked at before its pages."""
         self._free += reversed(self._pages[row])
         self._pages[row] = []
 
@@ -91,13 +91,14 @@ class FusedAttention:
             decode, scratch = self._decode[id(kind)], self._scratch
             arrays = [array[:num_decode] for array in (query, key, value, attention.reshape(total, spec["num_heads"], shape.value_head_dim))]
             places = rows[:num_decode], positions[:num_decode], self._table
-            calls.append(("attention", lambda: decode.launch(stream, *arrays, keys, cached, rotation, *places, spec["scale"], scratch)))  # row i is request i
+            # The executor puts row i into request i, or nothing.
+            calls.append(("attention", lambda: decode.launch(stream, *arrays, keys, cached, rotation, *places, spec["scale"], scratch)))
         if chunks:
             new = slice(num_decode, total)
             turned = buffer("query_out", query.shape, self._dtype)
-            arrays_of_chunks = [array[new] for array in (query, key, value, turned)]
-            places_of_chunks = rows[new], positions[new], self._table
-            calls.append(("rotary and cache", lambda: self._kernels.rotate(stream, *arrays_of_chunks, keys, cached, rotation, *places_of_chunks)))
+            new_arrays = [array[new] for array in (query, key, value, turned)]
+            new_places = rows[new], positions[new], self._table
+            calls.append(("rotary and cache", lambda: self._kernels.rotate(stream, *new_arrays, keys, cached, rotation, *new_places)))
         for number, (row, _, low, high) in enumerate(chunks):
             tokens = max(SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
             form = _Form(
