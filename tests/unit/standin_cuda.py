@@ -261,7 +261,7 @@ def nvrtc() -> ModuleType:
         return done
 
     vars(module).update(
-        nvrtcCreateProgram=create, nvrtcCompileProgram=lambda program, count, flags: done, nvrtcGetCUBINSize=lambda program: (0, len(code(program))), nvrtcGetCUBIN=fill
+        nvrtcVersion=lambda: (0, 12, 9), nvrtcCreateProgram=create, nvrtcCompileProgram=lambda program, count, flags: done, nvrtcGetCUBINSize=lambda program: (0, len(code(program))), nvrtcGetCUBIN=fill
     )
     return module
 
@@ -341,7 +341,8 @@ def lengths(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     going = gpu.array(k.rows, (count,), "i4") >= 0
     tokens, positions = _integers(gpu, k.tokens, k.wide, count), _integers(gpu, k.positions, k.wide, count)
-    tokens[going] = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])[going].argmax(axis=1)
+    logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])[going]
+    tokens[going] = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
     positions[going] += 1
 
 
@@ -512,7 +513,7 @@ def cudnn(gpu: Gpu) -> ModuleType:
         create_execution_plans = lambda self, modes: None
 
     vars(module).update(
-        create_handle=dict, set_stream=lambda handle, stream: handle.update(stream=stream), pygraph=Graph, backend_version=lambda: 91900,
+        create_handle=dict, destroy_handle=lambda handle: None, set_stream=lambda handle, stream: handle.update(stream=stream), pygraph=Graph, backend_version=lambda: 91900,
         cudnnGraphNotSupportedError=type("cudnnGraphNotSupportedError", (Exception,), {}), heur_mode=SimpleNamespace(A=0),
         diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT=1), data_type=SimpleNamespace(HALF="f2", BFLOAT16="bf16", FLOAT="f4", INT32="i4"),
     )  # fmt: skip
