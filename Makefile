@@ -4,13 +4,15 @@
 #   make test                     runs the tests; ARGS="-k name" is passed on to pytest
 #   make test-all                 runs the long ones too: every model family through every stage
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
-#                                 TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room
+#                                 TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
+#                                 GPU_JOBS how many of the checks and builds use the GPU at a time
 #   make demo PYTHON=python3.12   with another Python (3.11 or newer)
 
 PYTHON ?= python3
 CORES ?= all
 ARGS ?=
 TENSORRT_PYTHON ?= $(BIN)/python
+GPU_JOBS ?= 1
 WORK ?= .bench
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +35,7 @@ test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 gpu: setup
-	$(BIN)/snakemake --cores $(CORES) --configfile config/gpu.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
+	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
 	$(BIN)/lockstep bench gpu --python $(TENSORRT_PYTHON) --work $(WORK) --write docs --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
 
 setup: $(VENV)/.installed

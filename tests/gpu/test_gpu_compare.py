@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from lockstep import checkpoint, compare, engine, split, weights
+from lockstep import compare, engine
 from lockstep.files import read_json
 
 pytestmark = pytest.mark.gpu
 
-DEMO = Path(__file__).parents[2] / "resources" / "demo-llama"
-
 
 @pytest.mark.parametrize("precision, attention, tolerance", [("fp32", "traced", 1e-4), ("fp16", "fused", 1e-2)])
-def test_engines_compute_what_their_graphs_do(tmp_path, precision, attention, tolerance):
-    made = checkpoint.resolve(str(DEMO), DEMO, tmp_path / "checkpoint.json")
-    assembly = split.export(made, precision, tmp_path / "graphs" / "assembly.json")
-    tensors = weights.convert(made, precision, tmp_path / "weights.json")
+def test_engines_compute_what_their_graphs_do(demo, tmp_path, precision, attention, tolerance):
+    assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
     options = {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
     engines = engine.build(assembly, "tensorrt", tmp_path / "engines" / "engines.json", options)
     report = read_json(compare.run(assembly, tensors, engines, tolerance, tmp_path / "compare.json"))

@@ -205,17 +205,19 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     from lockstep.engine.tensorrt.kernels import Kernels
 
     device, random = OnDevice(), np.random.default_rng(0)
-    logits = random.uniform(-5, 5, (7, size)).astype(np.float32)
+    logits = random.uniform(-5, 5, (10, size)).astype(np.float32)
     logits[0, [size // 2, size - 1]] = 9  # as large: the first
     logits[2] = -3  # all
     logits[3] = -np.inf
     logits[4, size - 1] = 9
     logits[5, 0] = 9
-    rows, tokens, positions = np.array([0, -1, 2, 3, 4, 5, -1], np.int32), np.arange(100, 107), np.arange(7) * 1000
+    logits[7, size // 2], logits[8, 1], logits[9, -1] = np.nan, np.inf, np.nan
+    rows, tokens, positions = np.array([0, -1, 2, 3, 4, 5, -1, 7, 8, 9], np.int32), np.arange(100, 110), np.arange(10) * 1000
     logits = logits.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     integer = np.int64 if wide else np.int32
     on_device = [device.up(array.astype(integer)) for array in (tokens, positions)]
     Kernels(wide).advance(device.stream, device.up(logits), device.up(rows), *on_device)
     going = rows >= 0
-    assert device.down(on_device[0]).tolist() == np.where(going, logits.astype(np.float32).argmax(axis=1), tokens).tolist()
+    expected = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
+    assert device.down(on_device[0]).tolist() == np.where(going, expected, tokens).tolist()
     assert device.down(on_device[1]).tolist() == (positions + going).tolist()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from lockstep import checkpoint, engine, split, weights
+from lockstep import engine
 from lockstep.runtime import Advance, Model, Tokenizer
 
 pytestmark = pytest.mark.gpu
 
-DEMO = Path(__file__).parents[2] / "resources" / "demo-llama"
 PROMPTS = ("San Francisco is a", "Light", "Lake Zürich is long and narrow, and on clear days the snow")
 FIRST, LATER = 10, 6  # tokens after the prompts, and after slot 1 has begun again
 
@@ -30,10 +27,8 @@ def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("precision, attention", [("fp32", "traced"), ("fp16", "traced"), ("fp16", "fused")])
-def test_tokens_are_those_of_onnx_runtime(tmp_path, precision, attention):
-    made = checkpoint.resolve(str(DEMO), DEMO, tmp_path / "checkpoint.json")
-    assembly = split.export(made, precision, tmp_path / "graphs" / "assembly.json")
-    tensors = weights.convert(made, precision, tmp_path / "weights.json")
+def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, precision, attention):
+    assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
     options = {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
     built = {
         "onnxruntime": engine.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"),

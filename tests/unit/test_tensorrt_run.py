@@ -132,6 +132,18 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, form, gpu)
     assert found[0] == found[1] and len(found[0]) == 8
 
 
+def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu):
+    """The device chooses: nothing on the host has seen the logits."""
+    model = open_model(2)
+    (token,) = model.step_tokens([Advance(0, np.arange(5), 0)])
+    gains = next(array for name, array in model._executor._network.exit.run._weights.items() if "norm" in name)
+    gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
+    with pytest.raises(CheckError, match="logits: expected finite numbers, found NaN or infinity as the largest"):
+        model.step_tokens([Advance(0, np.array([token]), 5)])
+    with pytest.raises(CheckError, match="logits: expected finite numbers"):
+        model.step_tokens([Advance(1, np.arange(5), 0)])  # a prompt
+
+
 def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
     both = Both(demo, open_model, form[1])
     both.step(prompts=[(0, 8), (1, 5)])

@@ -9,7 +9,6 @@ import numpy as np
 from lockstep.runtime.kv_cache import KVCache
 from lockstep.runtime.network import Network
 from lockstep.runtime.plan import Layout, Plan
-from lockstep.runtime.sampling import greedy
 from lockstep.runtime.step import Advance, lay_out
 
 _KEPT_PLANS = 8
@@ -43,8 +42,9 @@ class HostExecutor:
         return plan.logits.astype(np.float32)
 
     def tokens(self, advances: Sequence[Advance]) -> np.ndarray:
-        """As `logits`: the most likely tokens, [len(advances)] int64. Raises CheckError where that is NaN or infinite."""
-        return np.array([greedy(row) for row in self.logits(advances)])
+        """As `logits`: the most likely tokens, [len(advances)] int64; -1 where its logit is NaN or infinite."""
+        logits = self.logits(advances)
+        return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
 
     def _plan(self, layout: Layout) -> Plan:
         """Decode steps come again and again with one layout: their plans are kept. A prompt's is used once."""

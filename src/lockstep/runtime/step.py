@@ -47,7 +47,7 @@ class Executor(Protocol):
         ...
 
     def tokens(self, advances: Sequence[Advance]) -> np.ndarray:
-        """Take a step; each request's most likely next token, [len(advances)] int64."""
+        """Take a step; each request's most likely next token, [len(advances)] int64; -1 where its logit is NaN or infinite."""
         ...
 
 

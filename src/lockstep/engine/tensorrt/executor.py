@@ -90,9 +90,10 @@ class GpuExecutor:
         return host[order].astype(np.float32)
 
     def tokens(self, advances: Sequence[Any]) -> np.ndarray:
-        """As `logits`; of a step that only decodes, just the most likely tokens come back, [len(advances)] int64."""
+        """As `logits`; of a step that only decodes, just the most likely tokens come back, [len(advances)] int64; -1 where its logit is NaN or infinite."""
         if any(len(advance.tokens) > 1 for advance in advances):
-            return np.argmax(self.logits(advances), axis=1)
+            logits = self.logits(advances)
+            return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
         plan, order = self._run(advances)
         host = self._host_tokens[: plan.logits.shape[0]]
         self._stream.download(host, self._token_ids[: len(host)])

@@ -84,7 +84,8 @@ extern "C" __global__ void rotate(const void* query, const void* key, const void
     }
 }
 
-// One block a row: the first of the largest logits becomes the row's next token, one position further. Rows of -1 stay as they are.
+// One block a row: the first of the largest logits becomes the row's next token, one position further; -1 where that is NaN, which counts as the largest, or
+// infinite. Rows of -1 stay as they are.
 extern "C" __global__ void advance(const void* logits, int kind, int size, const int* rows, void* tokens, void* positions, int wide) {
     int row = blockIdx.x;
     if (rows[row] < 0) return;
@@ -92,6 +93,7 @@ extern "C" __global__ void advance(const void* logits, int kind, int size, const
     int at = size;
     for (int i = threadIdx.x; i < size; i += blockDim.x) {
         float found = number(logits, kind, (long long)row * size + i);
+        if (isnan(found)) found = __int_as_float(0x7f800000);  // infinity
         if (found > best || at == size) { best = found; at = i; }
     }
     for (int offset = 16; offset; offset >>= 1) {
@@ -107,6 +109,7 @@ extern "C" __global__ void advance(const void* logits, int kind, int size, const
     if (threadIdx.x) return;
     for (int i = 1; i < blockDim.x / 32; ++i)
         if (bests[i] > best || (bests[i] == best && places[i] < at)) { best = bests[i]; at = places[i]; }
+    if (isinf(best)) at = -1;
     if (wide) { ((long long*)tokens)[row] = at; ++((long long*)positions)[row]; }
     else { ((int*)tokens)[row] = at; ++((int*)positions)[row]; }
 }
@@ -166,6 +169,6 @@ class Kernels:
         )  # fmt: skip
 
     def advance(self, stream: Stream, logits: Array, rows: Array, tokens: Array, positions: Array) -> None:
-        """logits [num_requests, vocab_size] -> tokens [num_requests], the most likely; positions go one further. Where rows is -1: nothing."""
+        """logits [num_requests, vocab_size] -> tokens [num_requests], the most likely, -1 for one that is NaN or infinite; positions go one further. Where rows is -1: nothing."""
         count, size = logits.shape
         self._advance.launch(stream, count, 1024, logits, NUMBERS[logits.dtype.name], size, rows, tokens, positions, self.wide)
