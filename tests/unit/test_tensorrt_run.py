@@ -12,6 +12,7 @@ import standin_cuda
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 from lockstep import golden
+from lockstep.bench import gpu as bench
 from lockstep.engine import build
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json
@@ -155,6 +156,17 @@ def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
     assert (gpu.launches, gpu.plain) == (launches + 5, plain)
 
 
+
+
+def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, form, gpu, monkeypatch):
+    """What it measures with, not what it measures: every part is there, and the model is as it was."""
+    for name, size in (("CONTEXT", 20), ("PREFILL", 40), ("WARM", 2), ("STEPS", 4)):
+        monkeypatch.setattr(bench, name, size)
+    model, assembly = open_model("all"), read_json(demo.assembly(MODEL, form[1]))
+    found = bench.decode(model, 2, 1)
+    assert found["last"] == 26 and {"block", "attention", "exit", "next token", "embedding", "gaps", "step"} <= set(found["microseconds"])
+    assert bench.prefill(model, 1, assembly)["tokens"] == 40
+    assert [model.length(slot) for slot in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize("form", [FORMS[0]], indirect=True)

@@ -59,12 +59,14 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     made = builds(assembly_json, engines, {**LIMITS, **options})
     manifest = read_json(engines)
     note(build=made, device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
-    note(transformers=beside(transformers, work, weights, config))
-    checks = {str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS}
-    note(check=checks, ready_seconds=ready_seconds(engines, assembly_json, weights))
+    note(ready_seconds=ready_seconds(engines, assembly_json, weights))
     model = ready(engines, assembly_json, weights)
     note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
     note(prefill=prefill(model, rounds, assembly))
+    del model
+    note(transformers=beside(transformers, work, weights, config))
+    checks = {str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS}
+    note(check=checks)
     for layers, found in checks.items():
         if not found["passes"]:
             ours, theirs = found["max_logit_error"], found["max_logit_error_of_transformers_fp16"]
