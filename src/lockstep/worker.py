@@ -33,7 +33,7 @@ def call(python: str | None, stage: str, **arguments: Any) -> None:
 
 
 def ask(python: str | None, stage: str, **arguments: Any) -> Any:
-    """As `call`, for a stage that answers (`identity`): gives its answer. An error there is the same error here: InputError or CheckError."""
+    """As `call`, for a stage that answers (`identity`, `inspect`): gives its answer. An error there is the same error here: InputError or CheckError."""
     return _run(python, stage, arguments, subprocess.PIPE)
 
 
@@ -79,6 +79,15 @@ def identity(name: str) -> dict[str, Any]:
     device = library.describe_device()
     found = {"name": name, "version": library.version(), "revision": library.revision, "device": library.device_key(device), "options": library.default_options()}
     return {**found, "driver": device["driver"]} if "driver" in device else found
+
+
+def inspect(engines: str, assembly: str) -> dict[str, Any]:
+    """What of an engine set that opens here can be compared with another (`engine.inspected`), and its digest."""
+    from lockstep.engine import EngineSet
+    from lockstep.engine.inspected import inspected
+
+    digest = EngineSet.open(engines, assembly).digest()  # what does not open here is refused first
+    return {"digest": digest, **inspected(Path(engines))}
 
 
 def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
@@ -132,7 +141,7 @@ def bench_gpu(assembly: str, work: str, out: str, rounds: int, options: Mapping[
     gpu.run(Path(assembly), Path(work), Path(out), rounds, options, transformers, config)
 
 
-_STAGES = {"identity": identity, "build": build, "compare": compare, "golden": golden, "generate": generate, "bench_gpu": bench_gpu}
+_STAGES = {"identity": identity, "inspect": inspect, "build": build, "compare": compare, "golden": golden, "generate": generate, "bench_gpu": bench_gpu}
 
 
 def main() -> None:

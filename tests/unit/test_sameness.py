@@ -12,7 +12,8 @@ from demo_model import LIMITS, TOLERANCES
 from recorded import recorded
 
 from lockstep import golden
-from lockstep.engine import CanonicalBytes, backend, get_backend
+from lockstep.engine import CanonicalBytes, backend
+from lockstep.engine.inspected import inspected
 from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_file, write_json
@@ -40,9 +41,12 @@ def first(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Resu
     return make(references, tmp_path_factory.mktemp("first") / "results")
 
 
+def look(results: Results, failure: str | None = None) -> Facts:
+    return facts(results, TARGET, inspected(results.engines("demo-llama", "fp16", "onnxruntime")), failure)
+
+
 def same(first: Results, second: Results) -> tuple[dict[str, bool], dict[str, list[str]]]:
-    library = get_backend("onnxruntime")
-    found = compare(facts(first, TARGET, library), facts(second, TARGET, library))
+    found = compare(look(first), look(second))
     return {level: not lines for level, lines in found.items()}, found
 
 
@@ -115,8 +119,7 @@ def test_another_graph_is_another_input_and_is_named(references: Results, first:
     # The golden check fails, as it must; its line stands in the place of the tokens.
     with pytest.raises(Exception, match="expected token") as caught:
         make(references, tmp_path / "results", change_graphs=negate_the_last_logits)
-    library = get_backend("onnxruntime")
-    found = compare(facts(first, TARGET, library), facts(Results(tmp_path / "results"), TARGET, library, str(caught.value)))
+    found = compare(look(first), look(Results(tmp_path / "results"), str(caught.value)))
     assert all(found.values())
     assert any(line.startswith("build / inputs / assembly: ") for line in found["R0"])
     assert "exit / operators / Neg: new, 1" in found["R1"]
@@ -163,14 +166,14 @@ def test_a_random_byte_is_seen_where_the_backend_does_not_name_it(references: Re
     use(monkeypatch, Honest)
     levels, found = same(first, second)
     assert levels == dict.fromkeys(LEVELS, True), "compared without these bytes"
-    assert facts(second, TARGET, get_backend("onnxruntime")).removed["middle"] == ("producer_name: 16 random digits",)
+    assert look(second).removed["middle"] == ("producer_name: 16 random digits",)
 
 
 def test_a_tree_that_does_not_say_how_it_was_made_is_refused(first: Results, tmp_path: Path) -> None:
     second = Results(shutil.copytree(first.root, tmp_path / "results"))
     record_path(second.engines("demo-llama", "fp16", "onnxruntime")).unlink()
     with pytest.raises(InputError, match="engines.json: expected the record of how it was made, found none of this file; run snakemake first"):
-        facts(second, TARGET, get_backend("onnxruntime"))
+        look(second)
 
 
 def test_lists_differ_at_a_place_and_removed_bytes_stand_below_the_table(capsys: pytest.CaptureFixture) -> None:

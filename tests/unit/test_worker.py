@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from demo_model import GOLDEN, LIMITS
 
 from lockstep import worker
 from lockstep.errors import CheckError, InputError
+from lockstep.files import read_json
 from lockstep.paths import Results
 
 
@@ -39,6 +42,18 @@ def test_another_interpreter_builds_the_same(demo: Results, tmp_path: Path) -> N
 
 def test_another_interpreter_answers_the_same() -> None:
     assert worker.ask(sys.executable, "identity", name="onnxruntime") == worker.ask(None, "identity", name="onnxruntime")
+
+
+def test_engines_are_looked_at_in_the_interpreter_that_runs_them(demo: Results, tmp_path: Path) -> None:
+    """What `lockstep reproduce` compares: another Python than this one's may have the library."""
+    engines, assembly = demo.engines("demo-llama", "fp16", "onnxruntime"), demo.assembly("demo-llama", "fp16")
+    here, there = (worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly)) for python in (None, sys.executable))
+    assert json.loads(json.dumps(here)) == there and set(there["engines"]) == set(read_json(engines)["engines"])
+    copy = Path(shutil.copytree(engines.parent, tmp_path / "engines")) / engines.name
+    (copy.parent / "middle.onnx").write_bytes(b"no engine")
+    for python in (None, sys.executable):
+        with pytest.raises(CheckError, match="middle.onnx: sha256: made for .*, found .*; the file is damaged"):
+            worker.ask(python, "inspect", engines=str(copy), assembly=str(assembly))
 
 
 @pytest.mark.parametrize("interpreter", [None, sys.executable])

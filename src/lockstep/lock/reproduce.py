@@ -16,9 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep import formats
+from lockstep import formats, worker
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
-from lockstep.engine import EngineSet
 from lockstep.errors import PREFIX, CheckError
 from lockstep.files import read_json, write_json
 from lockstep.lock.sameness import LEVELS, Facts, compare, facts, reached
@@ -35,19 +34,27 @@ def reproduce(config: Mapping[str, Any], results: Results, target: Target, round
     Raises InputError where the target is not finished, CheckError where it cannot be built again at all.
     """
     names = (target.model, target.precision, target.layers, target.backend)
-    present = EngineSet.open(results.engines(target.model, target.precision, target.backend), results.assembly(target.model, target.precision))
-    before = facts(results, target, present.backend)
+    python = config["backends"].get(target.backend, {}).get("python")
+
+    def look(tree: Results) -> dict[str, Any]:
+        engines, assembly = tree.engines(target.model, target.precision, target.backend), tree.assembly(target.model, target.precision)
+        return worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly))
+
+    present = look(results)
+    before = facts(results, target, present)
     found = []
     for number in range(1, rounds + 1):
         with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
             again = _round(config, results, target, Path(folder), lambda what: tell(f"round {number} of {rounds}: {what}"))
-            found.append(compare(before, facts(Results(Path(folder) / "results"), target, present.backend, again)))
-    record = _record(present, target, before, found)
+            made = Results(Path(folder) / "results")
+            found.append(compare(before, facts(made, target, look(made), again)))
+    manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
+    record = _record({**manifest, "digest": present["digest"]}, target, before, found)
     write_json(results.reproduction(*names), record)
     return record
 
 
-def _record(present: EngineSet, target: Target, before: Facts, found: list[dict[str, list[str]]]) -> dict[str, Any]:
+def _record(engines: Mapping[str, Any], target: Target, before: Facts, found: list[dict[str, list[str]]]) -> dict[str, Any]:
     levels = {}
     for level, what in LEVELS.items():
         lines = [f"round {number}: {line}" for number, differing in enumerate(found, start=1) for line in differing[level]]
@@ -57,9 +64,9 @@ def _record(present: EngineSet, target: Target, before: Facts, found: list[dict[
     return {
         "format": formats.REPRODUCTION,
         "target": asdict(target),
-        "engine_digest": present.digest(),
-        "backend_version": present.manifest["backend_version"],
-        "device": present.manifest["device"],
+        "engine_digest": engines["digest"],
+        "backend_version": engines["backend_version"],
+        "device": engines["device"],
         "rounds": len(found),
         "level": reached({level: entry["same_rounds"] == len(found) for level, entry in levels.items()}),
         "levels": levels,

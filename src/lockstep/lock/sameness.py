@@ -6,13 +6,11 @@ backend says of each engine. R3 golden tokens. R4 bytes of each engine, without 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep import formats
-from lockstep.engine import Backend
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_json
 from lockstep.lock.diff import changes
@@ -37,24 +35,23 @@ class Facts:
         return {level: sha256_json(value) for level, value in self.levels.items()}
 
 
-def facts(results: Results, target: Target, backend: Backend, failure: str | None = None) -> Facts:
-    """Of the engine set of `target` in a results tree. `failure`: the line of a golden check that did not pass, which then has no tokens.
+def facts(results: Results, target: Target, found: Mapping[str, Any], failure: str | None = None) -> Facts:
+    """Of the engine set of `target` in a results tree, in which `engine.inspected` has `found` what the backend says. `failure`: the line of a golden check that
+    did not pass, which then has no tokens.
 
     Raises InputError where something was not made, or has no record of how it was made.
     """
-    engines_json = results.engines(target.model, target.precision, target.backend)
-    manifest = read_json(engines_json, formats.ENGINES)
-    files = {name: engines_json.with_name(entry["file"]) for name, entry in sorted(manifest["engines"].items())}
-    canonical = {name: backend.canonical_bytes(path) for name, path in files.items()}
-    settings = {**{name: manifest[name] for name in _SETTINGS}, "device": backend.device_key(manifest["device"])}
+    manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
+    settings = {**{name: manifest[name] for name in _SETTINGS}, "device": found["device"]}
+    engines = found["engines"]
     levels = {
         "R0": {**_made_by(results, target), "engines": settings},
-        "R1": {name: backend.choices(path) for name, path in files.items()},
-        "R2": {name: backend.layer_information(path) for name, path in files.items()},
+        "R1": {name: engine["choices"] for name, engine in engines.items()},
+        "R2": {name: engine["layers"] for name, engine in engines.items()},
         "R3": {"golden check": failure} if failure else _tokens(results, target),
-        "R4": {name: hashlib.sha256(found.data).hexdigest() for name, found in canonical.items()},
+        "R4": {name: engine["sha256"] for name, engine in engines.items()},
     }
-    return Facts(levels, {name: found.removed for name, found in canonical.items() if found.removed})
+    return Facts(levels, {name: tuple(engine["left_out"]) for name, engine in engines.items() if engine["left_out"]})
 
 
 def compare(one: Facts, other: Facts) -> dict[str, list[str]]:
