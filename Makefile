@@ -5,7 +5,7 @@
 #   make test-all                 runs the long ones too: every model family through every stage
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
 #                                 TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
-#                                 GPU_JOBS how many of the checks and builds use the GPU at a time
+#                                 GPU_JOBS how many builds and checks share the GPU: above 1 sooner done, but speeds and tactics are timed under load
 #   make demo PYTHON=python3.12   with another Python (3.11 or newer)
 
 PYTHON ?= python3

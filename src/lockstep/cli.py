@@ -193,7 +193,7 @@ def validate(project: Project, model: str, precision: str, layers: int | str) ->
     results = project.results
     return stage.run(
         results.assembly(model, precision), results.weights(model, precision), results.checkpoint(model),
-        layers, project.config.tolerances[precision].model_dump(), results.validation(model, precision, layers), model,
+        layers, project.config.tolerance(model, precision).model_dump(), results.validation(model, precision, layers), model,
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def compare(project: Project, model: str, precision: str, backend: str) -> Path:
     worker.call(
         config.interpreter(backend), "compare",
         assembly=str(results.assembly(model, precision)), weights=str(results.weights(model, precision)),
-        engines=str(results.engines(model, precision, backend)), tolerance=config.tolerances[precision].block, out=str(out),
+        engines=str(results.engines(model, precision, backend)), tolerance=config.tolerance(model, precision).block, out=str(out),
     )  # fmt: skip
     return out
 
@@ -244,7 +244,7 @@ def golden(project: Project, model: str, precision: str, layers: int | str, back
         config.interpreter(backend), "golden",
         assembly=str(results.assembly(model, precision)), weights=str(results.weights(model, precision)), engines=str(results.engines(model, precision, backend)),
         reference=str(results.reference(model, layers)), target=asdict(Target(*names)),
-        tolerance=config.tolerances[precision].model_dump(), limits=config.limits.model_dump(),
+        tolerance=config.tolerance(model, precision).model_dump(), limits=config.limits.model_dump(),
         out=str(results.golden(*names)), speed=str(results.speed(*names)),
         expected=[prompt.expected.get(layers) for prompt in config.models[model].golden.prompts],
     )  # fmt: skip

@@ -119,6 +119,11 @@ class Config(Section):
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
 
+    def tolerance(self, model: str, precision: str) -> Tolerance:
+        """What passes for targets of a model in a precision: its own where it has one, else that of all models."""
+        own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
+        return self.tolerances[precision].model_copy(update=own)
+
     def build_options(self, backend: str) -> dict[str, Any]:
         """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on them. Plain JSON."""
         if backend != "tensorrt":

@@ -99,6 +99,21 @@ class Golden(Section):
     )
 
 
+class OwnTolerance(Section):
+    """Errors that pass for one model; what is left out is as for all models."""
+
+    block: Error | None = Field(default=None, description="Instead of that of all models, for this one.")
+    logits: Error | None = Field(default=None, description="Instead of that of all models, for this one.")
+
+
+class OwnTolerances(Section):
+    """Errors that pass for one model, by precision."""
+
+    fp32: OwnTolerance = Field(default=OwnTolerance(), description="For targets in fp32.")
+    fp16: OwnTolerance = Field(default=OwnTolerance(), description="For targets in fp16.")
+    bf16: OwnTolerance = Field(default=OwnTolerance(), description="For targets in bf16.")
+
+
 class ModelConfig(Section):
     """A checkpoint and the targets made of it: every combination of layer count, precision and backend."""
 
@@ -120,6 +135,7 @@ class ModelConfig(Section):
         description="What builds and runs the engines. The first is meant where a target names none.",
     )
     golden: Golden = Field(description="Prompts, and what is expected of them.")
+    tolerances: OwnTolerances = Field(default=OwnTolerances(), description="Where this model needs others than `tolerances` of all models.")
 
 
 class Limits(Section):

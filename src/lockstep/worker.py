@@ -54,9 +54,9 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
         if ended.returncode:
             raise SystemExit(ended.returncode)
         return None
-    line = (ended.stderr.splitlines() or [""])[-1]
+    line = next((line for line in reversed(ended.stderr.splitlines()) if line.startswith(PREFIX)), "")  # a library may say more when it ends
     errors = {error.exit_code: error for error in (InputError, CheckError)}
-    if line.startswith(PREFIX) and ended.returncode in errors:
+    if line and ended.returncode in errors:
         raise errors[ended.returncode](line.removeprefix(PREFIX))
     print(ended.stderr, end="", file=sys.stderr)
     if ended.returncode:
@@ -68,7 +68,7 @@ def _signal(code: int) -> str | None:
     """The signal that ended a process, or one behind a shell, which then ends with 128 and its number; None where none did. An interrupt is none here: a stage
     says that itself, and ends with 130."""
     number = -code if code < 0 else code - 128
-    return signal.Signals(number).name if number in set(signal.Signals) and code != 130 else None
+    return signal.Signals(number).name if number in set(signal.Signals) and number != signal.SIGINT else None
 
 
 def identity(name: str) -> dict[str, Any]:

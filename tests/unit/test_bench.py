@@ -143,9 +143,10 @@ def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(
         Model.open(tmp_path / "engines" / "engines.json", assembly, weights, "all", 2, 16)
 
 
-def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_path, tied):
     """On a CPU: what its engines are checked against is the model of the config, here with another rotary base, epsilon and head size than Llama-2's."""
-    config = {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.05, "head_dim": 16}
+    config = {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.05, "head_dim": 16, "tie_word_embeddings": tied}
     assembly = tmp_path / "graphs" / "assembly.json"
     export_config(config, "fp16", assembly.parent)
     weights = gpu.random_weights(read_json(assembly), tmp_path / "weights")

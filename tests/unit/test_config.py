@@ -108,9 +108,9 @@ MISTAKES = [
     ("[2, all]", "[all]",
      "models.demo-llama.golden.prompts[0].expected.2: expected one of the model's layers (all) as the key; found 2"),
     ("layers:", "layer:",
-     "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, backends, golden"),
+     "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, backends, golden, tolerances"),
     ("golden:", "goldn:",
-     "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, backends, golden (and 1 more)"),
+     "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, backends, golden, tolerances (and 1 more)"),
     ("source: checkpoint", "source: ''", "models.demo-llama.source: expected text that is not empty; found ''"),
     ("source: checkpoint", "source: 7", "models.demo-llama.source: expected text; found 7 (put it in quotes)"),
     ("source: checkpoint", "source: [a]", "models.demo-llama.source: expected text; found a list"),
@@ -190,7 +190,7 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
     ("just text\n", "expected a mapping of models, limits, tolerances, cache, backends; found 'just text'"),
     ("models:\n", "models: expected a mapping; found nothing"),
     ("models: {}\n", "models: expected at least one item; found an empty mapping"),
-    ("models:\n  m:\n", "models.m: expected a mapping of source, layers, precisions, backends, golden; found nothing"),
+    ("models:\n  m:\n", "models.m: expected a mapping of source, layers, precisions, backends, golden, tolerances; found nothing"),
     ("limits: {}\n", "models: expected this key; found nothing"),
 ])
 def test_a_file_without_models_says_what_is_expected(tmp_path, text, expected):
@@ -324,3 +324,14 @@ def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_
 def test_tensorrt_computes_in_every_precision():
     model = {**SMALLEST["models"]["m"], "precisions": ["fp32", "fp16", "bf16"], "backends": ["tensorrt"]}
     assert [target.precision for target in load({"models": {"m": model}}).targets()] == ["fp32", "fp16", "bf16"]
+
+
+def test_a_model_may_have_tolerances_of_its_own():
+    own = {**SMALLEST["models"]["m"], "tolerances": {"fp16": {"logits": 0.15}}}
+    config = load({"models": {"own": own, "m": SMALLEST["models"]["m"]}, "tolerances": {"fp16": {"block": 0.02}}})
+    assert config.tolerance("own", "fp16").model_dump() == {"block": 0.02, "logits": 0.15}
+    assert config.tolerance("m", "fp16").model_dump() == {"block": 0.02, "logits": 0.05}
+    assert config.tolerance("own", "fp32") == config.tolerance("m", "fp32") == config.tolerances["fp32"]
+    assert load(config.dump()) == config
+    with pytest.raises(InputError, match=r"models.own.tolerances.fp16.logits: expected .* found 0"):
+        load({"models": {"own": {**own, "tolerances": {"fp16": {"logits": 0}}}}})

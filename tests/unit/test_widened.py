@@ -91,6 +91,16 @@ def test_the_rotary_encoding_of_a_bf16_graph_is_read_in_fp32(bf16, tmp_path):
     np.testing.assert_allclose(own, np.cos(np.concatenate([angles, angles], axis=1)), atol=1e-5)  # fp32 angles up to 64: 4e-6
 
 
+def test_a_scale_is_the_kinds_to_its_own_rounding(demo):
+    """An fp16 graph's scale is known to 2^-11: one that is off by 0.3 %, less than bf16 rounds by, is another one."""
+    path = demo.assembly("demo-llama", "fp16")
+    (kind,) = read_json(path)["kinds"].values()
+    model = onnx.load(path.parent / kind["decode"]["graph"])
+    rotary(model, kind)
+    with pytest.raises(CheckError, match="expected one product of the query with the scale"):
+        rotary(model, {**kind, "scale": kind["scale"] * 1.003})
+
+
 def test_all_that_is_bf16_in_a_graph_becomes_fp32():
     """Constants as initializers and in nodes, casts, branches, functions; what is not bf16 stays."""
     narrow = numpy_helper.from_array(np.array([1.5], ml_dtypes.bfloat16), "c")

@@ -158,11 +158,11 @@ def expected_texts(wildcards):
 
 
 def tolerance(wildcards):
-    return CONFIG.tolerances[wildcards.precision].model_dump()
+    return CONFIG.tolerance(wildcards.model, wildcards.precision).model_dump()
 
 
 def block_tolerance(wildcards):
-    return CONFIG.tolerances[wildcards.precision].block
+    return CONFIG.tolerance(wildcards.model, wildcards.precision).block
 
 
 def build_options(wildcards):
@@ -176,7 +176,7 @@ def interpreter(wildcards):
 
 
 def gpus(wildcards):
-    """GPUs that a job keeps busy; `--resources gpu=N` says how many there are, one unless it is given."""
+    """Whether a job uses the GPU; `--resources gpu=N` says how many such jobs may share it, one unless it is given."""
     return 1 if wildcards.backend == "tensorrt" else 0
 
 

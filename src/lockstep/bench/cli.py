@@ -144,8 +144,9 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
 
     path = SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape)
     config = read_json(path)
-    if config.get("model_type") != "llama":
-        raise InputError(f"{path}: model_type: expected llama, which is what runs beside it in transformers, found {config.get('model_type')!r}; name another shape")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != "llama":
+        raise InputError(f"{path}: model_type: expected llama, which is what runs beside it in transformers, found {kind!r}; name another shape")
     worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{path.stem}.json"
     export_config(config, "fp16", graphs)

@@ -1,7 +1,7 @@
 """The TensorRT backend on one GPU: building, loading, decoding and prefill of a model's shape, with random weights.
 
-In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, written after each part, so that a run that is cut short says what it
-came to. Runs in the Python that TensorRT runs in (`lockstep.worker`); a Python that has torch and transformers runs the same weights beside it
+In: the assembly of a shape, a scratch folder with room for its weights. Out: a record. In the scratch folder it is written after each part, so that a run that is
+cut short says what it came to. Runs in the Python that TensorRT runs in (`lockstep.worker`); a Python that has torch and transformers runs the same weights beside it
 (gpu_transformers.py): speeds, and logits to be held against.
 """
 
@@ -30,6 +30,7 @@ from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.files import read_json, write_json
 from lockstep.runtime import Advance, Model
 
+PARTS = "parts.json"  # of the record, while it is made
 CONTEXT, PREFILL, WARM, STEPS = 512, 2048, 8, 64
 LIMITS = {"max_batch_size": 16, "max_num_tokens": PREFILL, "max_seq_len": PREFILL}
 BATCHES = (1, 16)
@@ -51,7 +52,7 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
 
     def note(**parts: Any) -> None:
         record.update(parts)
-        write_json(out, record)
+        write_json(work / PARTS, record)
         print(f"bench: {', '.join(parts)}", file=sys.stderr, flush=True)
 
     weights = random_weights(assembly, work / "weights")
@@ -67,6 +68,7 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     note(transformers=beside(transformers, work, weights, config))
     checks = {str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS}
     note(check=checks)
+    write_json(out, record)
     for layers, found in checks.items():
         if not found["passes"]:
             ours, theirs = found["max_logit_error"], found["max_logit_error_of_transformers_fp16"]
@@ -108,7 +110,9 @@ def ready_seconds(engines: Path, assembly: Path, weights: Path) -> float:
     """From the start of a new process until it can take a step, with the weights' file in the page cache: interpreter, libraries, engines, kernels, weights."""
     code = "import sys, time; from pathlib import Path; from lockstep.bench.gpu import ready; model = ready(*map(Path, sys.argv[1:])); print(time.time())"
     began = time.time()
-    ended = subprocess.run([sys.executable, "-c", code, str(engines), str(assembly), str(weights)], stdout=subprocess.PIPE, text=True, check=True)
+    ended = subprocess.run([sys.executable, "-c", code, str(engines), str(assembly), str(weights)], capture_output=True, text=True)
+    if ended.returncode:
+        raise CheckError(f"{engines}: expected a new process to open the engines, found: {_last_line(ended)}")
     return round(float(ended.stdout.splitlines()[-1]) - began, 1)
 
 
@@ -213,9 +217,13 @@ def _in_transformers(python: str, request: Mapping[str, Any]) -> Any:
     except OSError as error:
         raise InputError(f"{python}: expected a Python with torch and transformers, found none that starts: {error.strerror}") from error
     if ended.returncode:
-        found = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-        raise InputError(f"{python}: expected a Python whose torch and transformers run on the GPU, found: {found}; install them there")
+        advice = "; install them there" if "probe" in request else ""
+        raise InputError(f"{python}: expected a Python whose torch and transformers run on the GPU, found: {_last_line(ended)}{advice}")
     return json.loads(ended.stdout.splitlines()[-1])
+
+
+def _last_line(ended: subprocess.CompletedProcess[str]) -> str:
+    return (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
 
 
 def _plain_environment() -> dict[str, str]:

@@ -24,9 +24,8 @@ def model_of(request, layers, dtype):
     config = LlamaConfig(**{**request["config"], "num_hidden_layers": layers})
     with torch.device(request["device"]):
         model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
-    state = model.state_dict()
     with torch.no_grad():
-        for name, parameter in state.items():
+        for name, parameter in model.named_parameters():  # a tied weight once
             entry = tensors[name]
             raw = np.array(data[entry["offset"] : entry["offset"] + entry["length"]]).view(np.float16).reshape(entry["shape"])
             parameter.copy_(torch.from_numpy(raw))

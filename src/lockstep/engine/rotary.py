@@ -21,14 +21,14 @@ from lockstep.widened import widened
 _REQUESTS, _CAPACITY = 3, 7
 # Relative to the largest value: the products of attention in another order; fp16 rounds the weights before the last product.
 _TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
-_ROUNDED = 2**-8  # relative: half a unit in the last place of bf16
+_BF16 = 2**-7  # its eps
 
 
 def rotary(decode: onnx.ModelProto, kind: Mapping[str, Any]) -> onnx.ModelProto:
     """Cut the rotary encoding out of a decode graph. Raises CheckError where the graph is not rotary encoding and then attention."""
-    decode = widened(decode)
+    given, decode = decode, widened(decode)
     graph = decode.graph
-    query, scale = _rotated_query(graph, kind)
+    query, scale = _rotated_query(graph, kind, None if decode is given else _BF16)
     cut = onnx.ModelProto()
     cut.CopyFrom(decode)
     needed, nodes = {query, "key_out"}, []
@@ -55,9 +55,9 @@ def rotary(decode: onnx.ModelProto, kind: Mapping[str, Any]) -> onnx.ModelProto:
     return cut
 
 
-def _rotated_query(graph: onnx.GraphProto, kind: Mapping[str, Any]) -> tuple[str, float]:
+def _rotated_query(graph: onnx.GraphProto, kind: Mapping[str, Any], eps: float | None) -> tuple[str, float]:
     """The value that attention scales: what a product with the kind's scale reads, whose result is brought into groups of heads; and the scale as the graph
-    has it, rounded to its type."""
+    has it, rounded to its type, whose `eps` is that of the constant unless given."""
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -70,8 +70,8 @@ def _rotated_query(graph: onnx.GraphProto, kind: Mapping[str, Any]) -> tuple[str
         reads = readers.get(node.output[0], [])
         if node.op_type == "Mul" and len(scalars) == 1 and len(reads) == 1 and reads[0].op_type == "Reshape":
             shape = constants.get(reads[0].input[1])
-            scale = float(constants[scalars[0]])
-            if shape is not None and shape.tolist() == groups and math.isclose(scale, kind["scale"], rel_tol=_ROUNDED):
+            scale, rounding = float(constants[scalars[0]]), (eps or np.finfo(constants[scalars[0]].dtype).eps) / 2
+            if shape is not None and shape.tolist() == groups and math.isclose(scale, kind["scale"], rel_tol=rounding):
                 found.append((next(name for name in node.input if name not in scalars), scale))
     if len(found) != 1:
         raise CheckError(f"graph {graph.name}: expected one product of the query with the scale {kind['scale']}, found {len(found)}; build with attention: traced")

@@ -40,11 +40,11 @@ def _source(config: Config, model: str) -> dict[str, Any]:
 
 
 def _tolerance(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
-    return {"tolerance": config.tolerances[precision].model_dump()}
+    return {"tolerance": config.tolerance(model, precision).model_dump()}
 
 
 def _block_tolerance(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
-    return {"tolerance": config.tolerances[precision].block}
+    return {"tolerance": config.tolerance(model, precision).block}
 
 
 def _prompts(config: Config, model: str, layers: int | str) -> dict[str, Any]:

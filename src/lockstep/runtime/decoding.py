@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.errors import InputError
+from lockstep.errors import CheckError, InputError
 from lockstep.runtime.model import Model
 from lockstep.runtime.sampling import greedy
 from lockstep.runtime.step import Advance
@@ -81,7 +81,8 @@ class Decoding:
 
     Decoding requests go into every step, and what is left of `max_num_tokens` goes to prompts, in order. Where all requests of a step take the most likely token,
     the model chooses (`Model.step_tokens`): on a GPU no logits come back.
-    Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow.
+    Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow; CheckError for a most likely token
+    whose logit is NaN or infinite.
     """
 
     def __init__(self, model: Model, requests: Sequence[Request], max_input_len: int | None = None, max_num_tokens: int | None = None):
@@ -161,6 +162,8 @@ class Decoding:
         request = running.request
         logits = row if isinstance(row, np.ndarray) else None
         token = (request.choose or greedy)(logits) if logits is not None else row
+        if token < 0:
+            raise CheckError(f"prompt {running.index + 1}: logits: expected finite numbers, found NaN or infinity as the largest; the weights or the precision do not fit the model")
         running.fed = np.array([token], np.int64)
         running.made += 1
         finish = None

@@ -101,7 +101,7 @@ class TensorRTBackend:
         if any(name.endswith(".rotary") for name in names):
             require_capability(manifest["device"])
             require_cudnn()
-            require_nvrtc()
+        require_nvrtc()
         options = {key: value for key, value in manifest["options"].items() if key != "tactics"}
         made_by = {"version": manifest["backend_version"], "device": self.device_key(manifest["device"]), "options": options, "revision": self.revision}
         self._tactics = Tactics(manifest["options"]["tactics"], folder, made_by)

@@ -119,10 +119,15 @@ def memory_used() -> int:
 
 
 class Stream:
-    """Work in order."""
+    """Work in order. What is still under way when nothing refers to it any more is done all the same."""
 
     def __init__(self) -> None:
         self.handle = int(check(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
+        self._destroy = runtime.cudaStreamDestroy
+
+    def __del__(self) -> None:
+        if hasattr(self, "_destroy"):
+            self._destroy(self.handle)
 
     def synchronize(self) -> None:
         check(runtime.cudaStreamSynchronize(self.handle))

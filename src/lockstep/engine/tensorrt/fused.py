@@ -101,7 +101,7 @@ class FusedAttention:
             calls.append(("rotary and cache", lambda: self._kernels.rotate(stream, *new_arrays, keys, cached, rotation, *new_places)))
         for number, (row, _, low, high) in enumerate(chunks):
             tokens = max(SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
-            form = _Form(
+            form = _Chunk(
                 tokens=tokens, heads=spec["num_heads"], kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, value_dim=shape.value_head_dim,
                 scale=spec["scale"], window=spec["window"], pages=keys.shape[0], pages_per_row=self._pages_per_row, dtype=self._dtype.name,
             )  # fmt: skip
@@ -135,7 +135,7 @@ def _up(host: np.ndarray) -> cuda.Array:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Chunk:
     """What a plan of cuDNN is made for: a chunk of up to `tokens` tokens."""
 
     tokens: int
@@ -158,7 +158,7 @@ def _handle(stream: cuda.Stream) -> Any:
 
 
 @functools.lru_cache(maxsize=None)
-def _plan(form: _Form, stream: cuda.Stream) -> _Plan:
+def _plan(form: _Chunk, stream: cuda.Stream) -> _Plan:
     return _Plan(form, stream)
 
 
@@ -167,7 +167,7 @@ class _Plan:
 
     _workspace: cuda.Array | None = None
 
-    def __init__(self, form: _Form, stream: cuda.Stream):
+    def __init__(self, form: _Chunk, stream: cuda.Stream):
         kind = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[form.dtype]
         handle = _handle(stream)
         graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT, handle=handle)
