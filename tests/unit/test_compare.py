@@ -319,7 +319,7 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(demo, tmp_path) -> No
     model = onnx.load(graphs / decode["graph"])
     dim = assembly["kinds"]["attention"]["head_dim"]
     model.graph.initializer.append(numpy_helper.from_array(np.roll(np.arange(dim), 1), "order"))
-    rotated = [rotary._rotated_query(model.graph, assembly["kinds"]["attention"])[0], "key_out"]
+    rotated = [rotary._rotated_query(model.graph, assembly["kinds"]["attention"], None)[0], "key_out"]
     for value in rotated:
         at, maker = next((at, node) for at, node in enumerate(model.graph.node) if value in node.output)
         maker.output[:] = [f"{value}/first"]
