@@ -212,7 +212,8 @@ class TensorRTConfig(Section):
     )
     attention: Literal["fused", "traced"] = Field(
         default="fused",
-        description="`fused`: cuDNN's attention on a paged KV cache, for the kinds that it can run (needs nvidia-cudnn-frontend and cuDNN 9); "
+        description="`fused`: on a paged KV cache, cuDNN's attention for prompts and a kernel of our own for rows that decode, for the kinds that these can run (needs "
+        "nvidia-cudnn-frontend and cuDNN 9); "
         "`traced`: the model's own graph, in TensorRT.",
     )
 

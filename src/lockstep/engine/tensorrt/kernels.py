@@ -169,6 +169,7 @@ class Kernels:
         )  # fmt: skip
 
     def advance(self, stream: Stream, logits: Array, rows: Array, tokens: Array, positions: Array) -> None:
-        """logits [num_requests, vocab_size] -> tokens [num_requests], the most likely, -1 for one that is NaN or infinite; positions go one further. Where rows is -1: nothing."""
+        """logits [num_requests, vocab_size] -> tokens [num_requests], the most likely, -1 for one that is NaN or infinite; positions go one further.
+        Where rows is -1: nothing."""
         count, size = logits.shape
         self._advance.launch(stream, count, 1024, logits, NUMBERS[logits.dtype.name], size, rows, tokens, positions, self.wide)
