@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def call(python: str | None, stage: str, **arguments: Any) -> None:
 
 
 def ask(python: str | None, stage: str, **arguments: Any) -> Any:
-    """As `call`, for a stage that answers (`identity`, `inspect`): gives its answer. An error there is the same error here: InputError or CheckError."""
+    """As `call`, for a stage that answers (`identity`, `inspect`, `bench_ready`): gives its answer. An error there is the same error here: InputError or CheckError."""
     return _run(python, stage, arguments, subprocess.PIPE)
 
 
@@ -82,12 +83,11 @@ def identity(name: str) -> dict[str, Any]:
 
 
 def inspect(engines: str, assembly: str) -> dict[str, Any]:
-    """What of an engine set that opens here can be compared with another (`engine.inspected`), and its digest."""
+    """What of an engine set that opens here can be compared with another: `engine.inspected`."""
     from lockstep.engine import EngineSet
     from lockstep.engine.inspected import inspected
 
-    digest = EngineSet.open(engines, assembly).digest()  # what does not open here is refused first
-    return {"digest": digest, **inspected(Path(engines))}
+    return inspected(EngineSet.open(engines, assembly))
 
 
 def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
@@ -141,7 +141,15 @@ def bench_gpu(assembly: str, work: str, out: str, rounds: int, options: Mapping[
     gpu.run(Path(assembly), Path(work), Path(out), rounds, options, transformers, config)
 
 
-_STAGES = {"identity": identity, "inspect": inspect, "build": build, "compare": compare, "golden": golden, "generate": generate, "bench_gpu": bench_gpu}
+def bench_ready(engines: str, assembly: str, weights: str) -> float:
+    """When all of it is on the device: seconds since 1970."""
+    from lockstep.bench import gpu
+
+    model = gpu.ready(Path(engines), Path(assembly), Path(weights))  # noqa: F841  it holds what is there
+    return time.time()
+
+
+_STAGES = {"identity": identity, "inspect": inspect, "build": build, "compare": compare, "golden": golden, "generate": generate, "bench_gpu": bench_gpu, "bench_ready": bench_ready}
 
 
 def main() -> None:

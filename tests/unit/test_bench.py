@@ -171,6 +171,11 @@ def test_transformers_that_cannot_run_beside_it_are_told_before_anything_is_made
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
 
 
+def test_engines_that_do_not_open_end_the_benchmark_in_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"^\S*assembly.json: expected a file"):
+        gpu.ready_seconds(tmp_path / "engines.json", tmp_path / "assembly.json", tmp_path / "weights.json")
+
+
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
     command = [sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")]

@@ -12,7 +12,7 @@ from demo_model import LIMITS, TOLERANCES
 from recorded import recorded
 
 from lockstep import golden
-from lockstep.engine import CanonicalBytes, backend
+from lockstep.engine import CanonicalBytes, EngineSet, backend
 from lockstep.engine.inspected import inspected
 from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
 from lockstep.errors import InputError
@@ -42,7 +42,7 @@ def first(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Resu
 
 
 def look(results: Results, failure: str | None = None) -> Facts:
-    return facts(results, TARGET, inspected(results.engines("demo-llama", "fp16", "onnxruntime")), failure)
+    return facts(results, TARGET, inspected(EngineSet.open(results.engines("demo-llama", "fp16", "onnxruntime"), results.assembly("demo-llama", "fp16"))), failure)
 
 
 def same(first: Results, second: Results) -> tuple[dict[str, bool], dict[str, list[str]]]:

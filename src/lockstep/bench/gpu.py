@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import formats
+from lockstep import formats, worker
 from lockstep.bench.measure import spread
 from lockstep.engine.builder import COSTS, build
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD
@@ -108,12 +108,8 @@ def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all
 
 def ready_seconds(engines: Path, assembly: Path, weights: Path) -> float:
     """From the start of a new process until it can take a step, with the weights' file in the page cache: interpreter, libraries, engines, kernels, weights."""
-    code = "import sys, time; from pathlib import Path; from lockstep.bench.gpu import ready; model = ready(*map(Path, sys.argv[1:])); print(time.time())"
     began = time.time()
-    ended = subprocess.run([sys.executable, "-c", code, str(engines), str(assembly), str(weights)], capture_output=True, text=True)
-    if ended.returncode:
-        raise CheckError(f"{engines}: expected a new process to open the engines, found: {_last_line(ended)}")
-    return round(float(ended.stdout.splitlines()[-1]) - began, 1)
+    return round(worker.ask(sys.executable, "bench_ready", engines=str(engines), assembly=str(assembly), weights=str(weights)) - began, 1)
 
 
 def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
@@ -217,13 +213,10 @@ def _in_transformers(python: str, request: Mapping[str, Any]) -> Any:
     except OSError as error:
         raise InputError(f"{python}: expected a Python with torch and transformers, found none that starts: {error.strerror}") from error
     if ended.returncode:
+        found = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
         advice = "; install them there" if "probe" in request else ""
-        raise InputError(f"{python}: expected a Python whose torch and transformers run on the GPU, found: {_last_line(ended)}{advice}")
+        raise InputError(f"{python}: expected a Python whose torch and transformers run on the GPU, found: {found}{advice}")
     return json.loads(ended.stdout.splitlines()[-1])
-
-
-def _last_line(ended: subprocess.CompletedProcess[str]) -> str:
-    return (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
 
 
 def _plain_environment() -> dict[str, str]:

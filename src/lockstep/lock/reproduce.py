@@ -49,12 +49,12 @@ def reproduce(config: Mapping[str, Any], results: Results, target: Target, round
             made = Results(Path(folder) / "results")
             found.append(compare(before, facts(made, target, look(made), again)))
     manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
-    record = _record({**manifest, "digest": present["digest"]}, target, before, found)
+    record = _record(manifest, present["digest"], target, before, found)
     write_json(results.reproduction(*names), record)
     return record
 
 
-def _record(engines: Mapping[str, Any], target: Target, before: Facts, found: list[dict[str, list[str]]]) -> dict[str, Any]:
+def _record(engines: Mapping[str, Any], digest: str, target: Target, before: Facts, found: list[dict[str, list[str]]]) -> dict[str, Any]:
     levels = {}
     for level, what in LEVELS.items():
         lines = [f"round {number}: {line}" for number, differing in enumerate(found, start=1) for line in differing[level]]
@@ -64,7 +64,7 @@ def _record(engines: Mapping[str, Any], target: Target, before: Facts, found: li
     return {
         "format": formats.REPRODUCTION,
         "target": asdict(target),
-        "engine_digest": engines["digest"],
+        "engine_digest": digest,
         "backend_version": engines["backend_version"],
         "device": engines["device"],
         "rounds": len(found),
