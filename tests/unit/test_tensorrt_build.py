@@ -58,9 +58,15 @@ def test_a_block_has_profiles_for_one_request_for_several_and_for_prompts():
     assert len(profiles(BLOCK, LIMITS | {"max_batch_size": 1})) == 2
 
 
-def test_exits_and_kinds_have_the_dimensions_that_they_name():
-    exits = [profile["x1"] for profile in profiles(graph("num_tokens, 4", "num_requests"), LIMITS)]
-    assert exits == [((1,), (1,), (1,)), ((1,), (8,), (8,)), ((1,), (8,), (8,))]
+def test_an_exit_has_profiles_for_one_row_and_for_several_and_an_embedding_one():
+    one, several = profiles(graph("num_tokens, 4", "num_requests"), LIMITS)
+    assert one == {"x0": ((1, 4),) * 3, "x1": ((1,),) * 3}
+    assert several == {"x0": ((1, 4), (64, 4), (72, 4)), "x1": ((1,), (8,), (8,))}  # a step that brings prompts may ask for one row
+    embedding = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 17]> g (int64[num_tokens] token_ids, float[9, 4] table) => (float[num_tokens, 4] y) { y = Gather(table, token_ids) }')
+    assert profiles(embedding, LIMITS) == [{"token_ids": ((1,), (64,), (72,))}]
+
+
+def test_kinds_have_the_dimensions_that_they_name():
     (decode,) = profiles(graph("num_requests, 4", "num_requests, 2, past_capacity, 4", "1"), LIMITS)
     assert decode == {"x0": ((1, 4), (8, 4), (8, 4)), "x1": ((1, 2, 1, 4), (8, 2, 32, 4), (8, 2, 32, 4))}
     (prefill,) = profiles(graph("num_tokens, 4", "1, 2, past_capacity, 4"), LIMITS)

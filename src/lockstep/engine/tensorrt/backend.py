@@ -40,7 +40,7 @@ class TensorRTBackend:
 
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 3
+    revision = 4
     takes_long = True
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ LIMITS = ("max_batch_size", "max_num_tokens", "max_seq_len")
 
 
 def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]:
-    """The profiles of a graph: for one token, for one token of each of several requests, for many. One without inputs where nothing is dynamic.
+    """The profiles of a graph: of a block for one token, for a token of each of several requests, for many. One without inputs where nothing is dynamic.
 
     Raises InputError for a limit below 1 or a dimension that has no limit.
     """
@@ -34,7 +34,8 @@ def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int])
     """The smallest, best and largest size by dimension, for each profile.
 
     A block that decodes one request is tuned for just that: measured, a 7B block takes 112 us so, and 134 us when tuned for 16. A step that takes
-    `max_num_tokens` of prompts may carry one more token for each row that decodes.
+    `max_num_tokens` of prompts may carry one more token for each row that decodes. An exit takes its rows first: however many tokens come, it computes
+    one row for each request. An embedding looks up, at any size alike.
     """
     names = {dim for shape in shapes.values() for dim in shape if isinstance(dim, str)}
     requests, tokens, capacity = (limits[limit] for limit in LIMITS)
@@ -44,12 +45,14 @@ def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int])
     unknown = sorted(names - set(least))
     if unknown:
         raise InputError(f"dimension: expected one of {', '.join(least)}, found {', '.join(unknown)}")
-    if "num_tokens" not in names or "past_capacity" in names:
-        return [(least, best, largest)]
-    one = dict.fromkeys(least, 1)
+    many = (least, best, largest)
+    if "num_tokens" not in names or "past_capacity" in names or "token_ids" in shapes:
+        return [many]
+    one = (least, least, least)
+    if "num_requests" in names or requests == 1:
+        return [one, many]
     several = {**best, "num_tokens": requests}
-    decode = [(one, one, one)] + ([({**one, "num_tokens": 2}, several, several)] if requests > 1 else [])
-    return [*decode, (least, best, largest)]
+    return [one, ({**least, "num_tokens": 2}, several, several), many]
 
 
 def _profile(shapes: Mapping[str, Sequence[int | str]], *sizes: Mapping[str, int]) -> Profile:
