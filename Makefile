@@ -4,7 +4,7 @@
 #   make test                     runs the tests; ARGS="-k name" is passed on to pytest
 #   make test-all                 runs the long ones too: every model family through every stage
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
-#                                 TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
+#                                 both records go to docs/gpu; TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
 #                                 GPU_JOBS how many builds and checks share the GPU: above 1 sooner done, but speeds and tactics are timed under load
 #   make demo PYTHON=python3.12   with another Python (3.11 or newer)
 
@@ -36,6 +36,7 @@ test-all: setup
 
 gpu: setup
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
+	$(BIN)/lockstep summary && cp results/summary.json docs/gpu/config-gpu.json
 	$(BIN)/lockstep bench gpu --python $(TENSORRT_PYTHON) --work $(WORK) --write docs --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
 
 setup: $(VENV)/.installed

@@ -72,6 +72,7 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
         "precision": target.precision,
         "backend": target.backend,
         "backend_version": engines["backend_version"],
+        "device": engines["device"].get("name") or engines["device"]["architecture"],
         "engine_digest": golden["engine_digest"],
         "engine_error": _engine_error(results.comparison(target.model, target.precision, target.backend), golden["engine_digest"]),
         "reproduced": _reproduced(results.reproduction(*names), golden["engine_digest"]),

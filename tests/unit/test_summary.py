@@ -20,7 +20,7 @@ TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "on
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     results = Results(tmp_path)
-    write_json(results.engines("m", "fp16", "onnxruntime"), {"format": "lockstep.engines/1", "backend_version": "1.0"})
+    write_json(results.engines("m", "fp16", "onnxruntime"), {"format": "lockstep.engines/1", "backend_version": "1.0", "device": {"type": "cpu", "architecture": "x86_64"}})
     for target, error in zip(TARGETS, (0.25, 0.0)):
         names = (target.model, target.precision, target.layers, target.backend)
         about = {"target": {"model": "m", "precision": "fp16", "layers": target.layers}, "result": "pass"}
@@ -40,6 +40,7 @@ def test_each_target_is_a_row_in_json_csv_and_html(results: Results) -> None:
         lines = list(csv.DictReader(file))
     assert [row["layers"] for row in rows] == [2, "all"] and [line["layers"] for line in lines] == ["2", "all"]
     assert rows[0]["tokens_differing"] == 1 and rows[0]["engine_digest"] == "ab" * 32
+    assert rows[0]["device"] == lines[0]["device"] == "x86_64"
     assert results.report("targets.html").read_text().count("abababababab<") == 2
 
 
