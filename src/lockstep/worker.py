@@ -135,10 +135,12 @@ def generate(
         print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
 
 
-def bench_gpu(assembly: str, work: str, out: str, rounds: int, options: Mapping[str, Any], transformers: str, config: Mapping[str, Any]) -> None:
+def bench_gpu(
+    assembly: str, work: str, out: str, rounds: int, options: Mapping[str, Any], python: str | None, transformers: str, config: Mapping[str, Any]
+) -> None:  # fmt: skip
     from lockstep.bench import gpu
 
-    gpu.run(Path(assembly), Path(work), Path(out), rounds, options, transformers, config)
+    gpu.run(Path(assembly), Path(work), Path(out), rounds, options, python, transformers, config)
 
 
 def bench_ready(engines: str, assembly: str, weights: str) -> float:

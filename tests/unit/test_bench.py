@@ -167,13 +167,13 @@ def test_transformers_that_cannot_run_beside_it_are_told_before_anything_is_made
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU, on a machine with one too
     export_config(TINY, "fp16", tmp_path / "graphs")
     with pytest.raises(InputError, match=found):
-        gpu.run(tmp_path / "graphs" / "assembly.json", tmp_path / "work", tmp_path / "record.json", 1, {}, python, TINY)
+        gpu.run(tmp_path / "graphs" / "assembly.json", tmp_path / "work", tmp_path / "record.json", 1, {}, None, python, TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
 
 
 def test_engines_that_do_not_open_end_the_benchmark_in_one_line(tmp_path):
     with pytest.raises(InputError, match=r"^\S*assembly.json: expected a file"):
-        gpu.ready_seconds(tmp_path / "engines.json", tmp_path / "assembly.json", tmp_path / "weights.json")
+        gpu.ready_seconds(None, tmp_path / "engines.json", tmp_path / "assembly.json", tmp_path / "weights.json")
 
 
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +22,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json
 from lockstep.paths import Target
 from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer, generate
+from lockstep.split.export import export_config
 from lockstep.weights import Weights
 
 MODEL = "demo-llama"
@@ -167,6 +171,50 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     assert found["last"] == 26 and {"block", "attention", "exit", "next token", "embedding", "gaps", "step"} <= set(found["microseconds"])
     assert bench.prefill(model, 1, assembly)["tokens"] == 40
     assert [model.length(slot) for slot in range(2)] == [0, 0]
+
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 2048,
+}  # fmt: skip
+STANDIN = """#!/bin/sh
+exec {python} -c '
+import sys
+sys.path[:0] = {paths}
+import standin_cuda
+from lockstep import worker
+with standin_cuda.installed("8.6.0"):
+    worker.main()'
+"""
+TRANSFORMERS = """#!{python}
+import json, sys
+sys.path[:0] = {paths}
+from lockstep.bench import gpu_transformers
+request = json.load(sys.stdin)
+for layers in request.get("layers", ()):
+    gpu_transformers.reference({{**request, "device": "cpu"}}, layers)
+print(json.dumps({{"torch": gpu_transformers.torch.__version__}}))
+"""
+
+
+def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
+    """Through interpreters that only their own scripts make what they are, as an environment for TensorRT 8.6 may be. References are real, of transformers on a CPU;
+    its speeds need a GPU and are left out."""
+    paths = [str(Path(file).parent) for file in (standin_cuda.__file__, Path(bench.__file__).parents[1])]
+    python, transformers = tmp_path / "python", tmp_path / "transformers"
+    for script, text in ((python, STANDIN), (transformers, TRANSFORMERS)):
+        script.write_text(text.format(python=sys.executable, paths=json.dumps(paths)))
+        script.chmod(0o755)
+    for name, size in (("CONTEXT", 20), ("PREFILL", 40), ("WARM", 2), ("STEPS", 4)):
+        monkeypatch.setattr(bench, name, size)
+    assembly, out = tmp_path / "graphs" / "assembly.json", tmp_path / "record.json"
+    export_config(SHAPE, "fp16", assembly.parent)
+    with standin_cuda.installed("8.6.0") as gpu:
+        bench.run(assembly, tmp_path / "work", out, 1, {}, str(python), str(transformers), SHAPE)
+    record = read_json(out)
+    assert list(record["check"]) == ["2", "all"] and all(found["passes"] and found["same_tokens"] == 16 for found in record["check"].values())
+    assert record["build"]["verified"] == "the same tactics" and record["build"]["engine_bytes"] and 0 < record["ready_seconds"] < 60
+    assert set(record["decode"]) == {"1", "16"} and record["prefill"]["tokens"] == 40 and record["transformers"]["torch"] and not gpu.faults
 
 
 @pytest.mark.parametrize("form", [FORMS[0]], indirect=True)

@@ -150,6 +150,6 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
     worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{path.stem}.json"
     export_config(config, "fp16", graphs)
-    names = {"assembly": str(graphs / "assembly.json"), "work": str(work.absolute()), "out": str(out), "transformers": sys.executable}
+    names = {"assembly": str(graphs / "assembly.json"), "work": str(work.absolute()), "out": str(out), "python": python, "transformers": sys.executable}
     worker.call(python, "bench_gpu", **names, rounds=rounds, options=options, config=config)
     click.echo(out)

@@ -37,8 +37,9 @@ BATCHES = (1, 16)
 CHECK_PROMPT, CHECK_TOKENS, CHECK_LAYERS = 48, 16, (2, "all")
 
 
-def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mapping[str, Any], transformers: str, config: Mapping[str, Any]) -> None:
-    """Measure everything once but speeds, which are medians of `rounds`; `transformers`: an interpreter that has it, which makes a model of `config`.
+def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mapping[str, Any], python: str | None, transformers: str, config: Mapping[str, Any]) -> None:
+    """Measure everything once but speeds, which are medians of `rounds`. python: what this runs in, as it was asked for. transformers: an interpreter that has
+    it, which makes a model of `config`.
 
     Raises InputError for an assembly in another precision than fp16 and for an interpreter without transformers and CUDA, before anything is made; CheckError,
     when all is measured, for logits too far from transformers'.
@@ -60,7 +61,7 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     made = builds(assembly_json, engines, {**LIMITS, **options})
     manifest = read_json(engines)
     note(build=made, device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
-    note(ready_seconds=ready_seconds(engines, assembly_json, weights))
+    note(ready_seconds=ready_seconds(python, engines, assembly_json, weights))
     model = ready(engines, assembly_json, weights)
     note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
     note(prefill=prefill(model, rounds, assembly))
@@ -106,10 +107,10 @@ def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all
     return model
 
 
-def ready_seconds(engines: Path, assembly: Path, weights: Path) -> float:
+def ready_seconds(python: str | None, engines: Path, assembly: Path, weights: Path) -> float:
     """From the start of a new process until it can take a step, with the weights' file in the page cache: interpreter, libraries, engines, kernels, weights."""
     began = time.time()
-    return round(worker.ask(sys.executable, "bench_ready", engines=str(engines), assembly=str(assembly), weights=str(weights)) - began, 1)
+    return round(worker.ask(python or sys.executable, "bench_ready", engines=str(engines), assembly=str(assembly), weights=str(weights)) - began, 1)
 
 
 def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
