@@ -49,7 +49,8 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
 @pytest.mark.parametrize("given", ["float16", "float32"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
-    from lockstep.engine.tensorrt.kernels import Kernels, Rotation
+    from lockstep.engine.tensorrt.fused_form import Form, Rotation
+    from lockstep.engine.tensorrt.rotate_kernel import Rotate
 
     device, random = OnDevice(), np.random.default_rng(0)
     own, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
@@ -58,7 +59,7 @@ def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
     value = random.standard_normal((len(AT), KV_HEADS, DIM), np.float32).astype(np.float16)
     out, keys, values = (device.up(np.zeros(shape, np.float16)) for shape in (query.shape, *[(PAGES.size, KV_HEADS, PAGE, DIM)] * 2))
     positions = device.up(AT.astype(np.int64 if wide else np.int32))
-    Kernels(wide).rotate(
+    Rotate(Form("float16", given, wide, HEADS, KV_HEADS, DIM, DIM, 0)).launch(
         device.stream, device.up(query), device.up(key), device.up(value), out, keys, values, Rotation(device.up(own), device.up(other), device.up(partner)),
         device.up(ROWS), positions, device.up(PAGES),
     )  # fmt: skip
@@ -90,7 +91,7 @@ def numbers(name: str) -> np.dtype:
 
 
 class Rows:
-    """Rows of a form (decode_kernel.Form), each with a cache of the same numbers and NaN behind them; one token of each is new."""
+    """Rows of a form (fused_form.Form), each with a cache of the same numbers and NaN behind them; one token of each is new."""
 
     SCALE = 0.11
 
@@ -163,12 +164,13 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
 def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, form, lengths, multiprocessors):
     """Captured once, and launched for other lengths too."""
     from lockstep.engine.tensorrt import cuda
-    from lockstep.engine.tensorrt.decode_kernel import DecodeAttention, Form, Scratch
-    from lockstep.engine.tensorrt.kernels import Kernels, Rotation
+    from lockstep.engine.tensorrt.decode_kernel import DecodeAttention, Scratch
+    from lockstep.engine.tensorrt.fused_form import Form, Rotation
+    from lockstep.engine.tensorrt.rotate_kernel import Rotate
 
     monkeypatch.setattr(cuda, "multiprocessors", lambda: multiprocessors)
     device, form, count = OnDevice(), Form(**form), len(lengths[0])
-    made, kernel, scratch = Rows(form, count, -(-max(lengths[0]) // PAGE)), DecodeAttention(form), Scratch([form], count)
+    made, kernel, rotate, scratch = Rows(form, count, -(-max(lengths[0]) // PAGE)), DecodeAttention(form), Rotate(form), Scratch([form], count)
     rotation = Rotation(*(device.up(array) for array in (made.own, made.other, made.partner)))
     given = [device.up(array) for array in (made.query, made.key, made.value)]
     caches, rotated_caches = ([device.up(cache) for cache in made.full] for _ in range(2))
@@ -184,7 +186,7 @@ def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, form, l
         for array, values in ((rows, host[0]), (positions, host[1]), *zip(caches, before), *zip(rotated_caches, before)):
             device.stream.upload(array, values)
         device.stream.synchronize()
-        Kernels(form.wide).rotate(device.stream, *given, rotated, *rotated_caches, rotation, rows, positions, table)
+        rotate.launch(device.stream, *given, rotated, *rotated_caches, rotation, rows, positions, table)
         after = [device.down(cache) for cache in rotated_caches]
         graph.launch(device.stream)
         for cache, exact in zip(caches, after):

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-OURS = tuple(f"lockstep.engine.tensorrt.{name}" for name in ("cuda", "kernels", "decode_kernel", "program", "attention", "fused", "executor"))
+OURS = tuple(f"lockstep.engine.tensorrt.{name}" for name in ("cuda", "kernels", "fused_form", "decode_kernel", "rotate_kernel", "program", "attention", "fused", "executor"))
 KINDS = enum.Enum("DataType", "FLOAT HALF INT32 INT8 UINT8 BOOL BF16 INT64")
 MODES = enum.Enum("TensorIOMode", "INPUT OUTPUT")
 ERRORS = enum.IntEnum("cudaError_t", {"cudaSuccess": 0, "cudaErrorMemoryAllocation": 2})
@@ -318,26 +318,24 @@ def write_cache(gpu: Gpu, tokens: int, k: SimpleNamespace, unit: int) -> None:
 
 
 def rotate(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
-    rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.wide, tokens)
-    given, kind, partner = NUMBERS[k.given], NUMBERS[k.kind], gpu.array(k.partner, (k.dim,), "i4")
+    """What Rotate.launch says."""
+    rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.WIDE, tokens)
+    given, kind, partner, heads = NUMBERS[k.GIVEN], NUMBERS[k.KIND], gpu.array(k.partner, (k.DIM,), "i4"), k.KV_HEADS * k.GROUP
+    if any(address % 16 for address in (k.query, k.key, k.value, k.query_out, k.keys, k.values, k.own, k.other)) or k.DIM % 8 or k.VALUE_DIM % 8:
+        raise Fault("rotate: arrays or heads that are not made of 16 bytes")
+    query, key = (gpu.array(address, (tokens, count, k.DIM), given).astype(np.float32) for address, count in ((k.query, heads), (k.key, k.KV_HEADS)))
+    value, out = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind), gpu.array(k.query_out, (tokens, heads, k.DIM), kind)
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
-        own, other = (gpu.array(table + position * k.dim * 4, (k.dim,), "f4") for table in (k.own, k.other))
-
-        def turned(address: int, heads: int) -> np.ndarray:
-            x = gpu.array(address + token * heads * k.dim * given.itemsize, (heads, k.dim), given).astype(np.float32)
-            return (x * own + x[:, partner] * other).astype(kind)
-
-        gpu.array(k.query_out + token * k.heads * k.dim * kind.itemsize, (k.heads, k.dim), kind)[:] = turned(k.query, k.heads)
+        own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
+        out[token], turned = ((x[token] * own + x[token][:, partner] * other).astype(kind) for x in (query, key))
         if row < 0:
             continue
-        if position // k.page_size >= k.pages_per_row:
+        if position // k.PAGE >= k.pages_per_row:
             raise Fault(f"rotate: position {position} in a row of {k.pages_per_row} pages")
-        page = int(gpu.array(k.pages + (row * k.pages_per_row + position // k.page_size) * 4, (1,), "i4")[0])
-        value = gpu.array(k.value + token * k.kv_heads * k.value_dim * kind.itemsize, (k.kv_heads, k.value_dim), kind)
-        for new, cache, dim in ((turned(k.key, k.kv_heads), k.keys, k.dim), (value, k.values, k.value_dim)):
-            for head in range(k.kv_heads):
-                place = (page * k.kv_heads + head) * k.page_size + position % k.page_size
-                gpu.array(cache + place * dim * kind.itemsize, (dim,), kind)[:] = new[head]
+        page = int(gpu.array(k.pages + (row * k.pages_per_row + position // k.PAGE) * 4, (1,), "i4")[0])
+        for new, cache, dim in ((turned, k.keys, k.DIM), (value[token], k.values, k.VALUE_DIM)):
+            size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
+            gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind)[:, position % k.PAGE] = new
 
 
 def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:

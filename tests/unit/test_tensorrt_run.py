@@ -169,7 +169,8 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     model, assembly = open_model("all"), read_json(demo.assembly(MODEL, form[1]))
     found = bench.decode(model, 2, 1)
     assert found["last"] == 26 and {"block", "attention", "exit", "next token", "embedding", "gaps", "step"} <= set(found["microseconds"])
-    assert bench.prefill(model, 1, assembly)["tokens"] == 40
+    found = bench.prefill(model, 1, assembly)
+    assert found["tokens"] == 40 and {"block", "attention", "exit", "embedding", "gaps"} <= set(found["microseconds"])
     assert [model.length(slot) for slot in range(2)] == [0, 0]
 
 
@@ -214,7 +215,15 @@ def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     record = read_json(out)
     assert list(record["check"]) == ["2", "all"] and all(found["passes"] and found["same_tokens"] == 16 for found in record["check"].values())
     assert record["build"]["verified"] == "the same tactics" and record["build"]["engine_bytes"] and 0 < record["ready_seconds"] < 60
-    assert set(record["decode"]) == {"1", "16"} and record["prefill"]["tokens"] == 40 and record["transformers"]["torch"] and not gpu.faults
+    assert set(record["decode"]) == {"1", "16"} and record["transformers"]["torch"] and not gpu.faults
+
+
+def test_the_benchmark_counts_what_is_computed(tmp_path):
+    """All 10 tokens go through two layers and to the third one's queries, keys and values; one row through the rest and lm_head."""
+    export_config(SHAPE, "fp16", tmp_path)
+    qkv, rest, head = 64 * (64 + 2 * 32), 64 * 64 + 3 * 64 * 96, 64 * 256
+    seen = 4 * (16 + 16) * 3 * sum(range(1, 11))  # heads, the two products of a layer, layers, tokens
+    assert bench.operations(read_json(tmp_path / "assembly.json"), 10) == (2 * 10 * (3 * qkv + 2 * rest), 2 * seen + 2 * (rest + head))
 
 
 @pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
@@ -381,10 +390,17 @@ def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
         both.step(0, 1, 2)
     found = both.found._executor.breakdown(2)
     assert {"embedding", "block", "attention", "exit", "next token", "gaps", "step"} <= set(found)
-    assert set(both.found._executor.breakdown_prefill()) == {"block"}
+    with pytest.raises(InputError, match="breakdown: expected a step with prompts just before, found none"):
+        both.found._executor.breakdown_prefill()
+    both.step(0, prompts=[(3, 20)])
+    assert {"embedding", "block", "attention", "exit"} < set(both.found._executor.breakdown_prefill())
+    assert [both.found.length(slot) for slot in range(4)] == [0, 53, 33, 0]
+    for slot in (0, 3):
+        both.reference.release(slot)
+    both.step(1, prompts=[(0, 43), (3, 5)], tokens=False)
     for _ in range(3):
         both.step(0, 1, 2, tokens=False)
-    both.step(prompts=[(3, 215)])
+    both.step(prompts=[(3, 210)])
     with pytest.raises(InputError, match=r"breakdown: expected room for 44 more tokens in each row, at most 256 \(max_seq_len\), found a row of 215"):
         both.found._executor.breakdown(4)
     both.step(0, 1, 2, 3, tokens=False)

@@ -8,23 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from lockstep.engine.tensorrt import cuda
-from lockstep.engine.tensorrt.kernels import NUMBERS, ROTATED, Rotation
+from lockstep.engine.tensorrt.fused_form import THREADS, WORDS, Form, Rotation
 
 # What CUDA C++ has no words for.
 _INSTRUCTIONS = r"""
-typedef unsigned short Bits;  // a number of KIND
 #define INFINITE __int_as_float(0x7f800000)
-struct __align__(16) Piece { unsigned w[4]; };  // 8 numbers of KIND
-struct __align__(16) Four { float w[4]; };
-
-#if GIVEN == 0
-typedef float Given;
-#else
-typedef unsigned short Given;
-#endif
 
 // Loads that stay where they are written: those that go out together cost one latency. The compiler moves other loads to where their number is needed, and
 // constant ones (.nc) still behind a branch that may end the block; relaxed ones stay before it.
@@ -64,25 +54,6 @@ __device__ __forceinline__ int arrive(int* counter) {
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
     return before;
-}
-
-__device__ __forceinline__ float number(float given) { return given; }
-__device__ __forceinline__ float number(unsigned short given) {
-    float result;
-    if (GIVEN == 1) asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(given));
-    else result = __uint_as_float((unsigned)given << 16);
-    return result;
-}
-
-#if KIND == 1
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
-__device__ __forceinline__ unsigned pack(float low, float high) {
-    unsigned result;
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    return result;
 }
 
 __device__ __forceinline__ float power(float x) {  // of 2
@@ -373,49 +344,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     }
 }
 """
-SOURCE = _INSTRUCTIONS + ROTATED + _KERNEL
-_THREADS = 128
-PAGE = 64  # tokens
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a kernel is compiled for. dtype: of the cache, and of all but queries and keys, which are `given`; both by NumPy's names. wide: positions are
-    int64. window: the tokens that a token sees, itself among them; 0: all before it."""
-
-    dtype: str
-    given: str
-    wide: bool
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    window: int
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        values = {
-            "KIND": NUMBERS[self.dtype], "GIVEN": NUMBERS[self.given], "WIDE": int(self.wide), "KV_HEADS": self.kv_heads, "GROUP": self.heads // self.kv_heads,
-            "HEADS": self.block_heads, "DIM": self.head_dim, "VALUE_DIM": self.value_dim, "WINDOW": self.window, "PAGE": PAGE, "THREADS": _THREADS,
-        }  # fmt: skip
-        return tuple(f"-D{name}={value}" for name, value in values.items())
-
-    @property
-    def block_heads(self) -> int:
-        """Query heads of a block: a product's eight columns, or as many as its registers hold."""
-        return min(self.heads // self.kv_heads, 4 if self.head_dim > 128 else 8)
-
-    @property
-    def blocks(self) -> int:
-        """Of a request, and split: KV heads times the chunks of their query heads."""
-        return self.kv_heads * -(-self.heads // self.kv_heads // self.block_heads)
-
-    def splits(self, requests: int, multiprocessors: int) -> int:
-        """Of a row: a power of two from 2 to 16, the largest with at most two blocks for each of the GPU's multiprocessors."""
-        splits = 2
-        while splits < 16 and 2 * splits * requests * self.blocks <= 2 * multiprocessors:
-            splits *= 2
-        return splits
+_SOURCE = WORDS + _INSTRUCTIONS + _KERNEL
 
 
 class Scratch:
@@ -435,7 +364,7 @@ class DecodeAttention:
 
     def __init__(self, form: Form):
         self._form, self._multiprocessors = form, cuda.multiprocessors()
-        self._kernel = cuda.compile_kernels(SOURCE, form.options)["decode_attention"]
+        self._kernel = cuda.compile_kernels(_SOURCE, form.options)["decode_attention"]
 
     def launch(
         self, stream: cuda.Stream, query: cuda.Array, key: cuda.Array, value: cuda.Array, out: cuda.Array, keys: cuda.Array, values: cuda.Array,
@@ -443,14 +372,14 @@ class DecodeAttention:
     ) -> None:  # fmt: skip
         """query [num_requests, num_heads, head_dim], key, value [num_requests, num_kv_heads, dim] -> out [num_requests, num_heads, value_dim]: the attention of
         each request's new token, at `positions[i]`, to all that it sees of its row with the new one. Queries and keys are rotated first, and rounded; the
-        new key and value go into keys, values [pages, num_kv_heads, 64, dim] as `Kernels.rotate` writes them, to the bit. Request i is row i: rows[i] (int32)
+        new key and value go into keys, values [pages, num_kv_heads, 64, dim] as `Rotate` writes them, to the bit. Request i is row i: rows[i] (int32)
         is i, or -1 for a request that does not decode, which writes nowhere and whose `out` is 0. pages [rows, pages_per_row] int32: the page of each piece of a row.
 
         Products are of numbers of the cache's type with fp32 sums; scores, largest scores and sums of weights fp32; weights rounded to the cache's type.
         """
         form, requests = self._form, out.shape[0]
         self._kernel.launch(
-            stream, (form.splits(requests, self._multiprocessors), form.blocks, requests), _THREADS, query, key, value, out, keys, values,
+            stream, (form.splits(requests, self._multiprocessors), form.blocks, requests), THREADS, query, key, value, out, keys, values,
             rotation.own, rotation.other, rotation.partner, rows, positions, pages, pages.shape[1], scale * math.log2(math.e),
             scratch.partials, scratch.stats, scratch.counters,
         )  # fmt: skip

@@ -2,7 +2,8 @@
 
 A step that only decodes is one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention, cache, logits, next
 tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not carries token 0 and is written nowhere. When a step goes on
-with the tokens that the step before it found, nothing is uploaded. A step that brings prompts is put on the stream call by call.
+with the tokens that the step before it found, nothing is uploaded. A step that brings prompts is put on the stream call by call, as the calls are made: the
+device works on the first layers while the host prepares the next ones.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class GpuExecutor:
         self._forms = list(dict.fromkeys(self._attention))
         self._plans: dict[tuple, _Plan] = {}
         self._expected = _Expected()
-        self._prompt_blocks: list[Call] = []
+        self._prompts: tuple[_Plan, list[int]] | None = None  # the step with prompts that was put on the stream last, and its rows
         self._host = {name: cuda.pinned((self._tokens,), dtype) for name, dtype in (("tokens", self._integer), ("positions", self._integer), ("rows", np.dtype("i4")))}
         self._host_rows = cuda.pinned((rows,), self._integer)
         self._host_tokens = cuda.pinned((rows,), self._integer)
@@ -118,9 +119,7 @@ class GpuExecutor:
         num_decode = _bucket(max(advance.slot for advance in decoding) + 1, self.rows) if decoding else 0
         if chunks:
             plan, order = self._mixed(advances, decoding, chunks, num_decode)
-            for call in plan.calls:
-                call()
-            self._prompt_blocks = [call for call, name in zip(plan.calls, plan.names) if name == "block"]
+            self._prompts = plan, [advance.slot for advance in advances]
         else:
             plan, order = self._decode(decoding, num_decode), [advance.slot for advance in advances]
             self._launch(plan)
@@ -159,10 +158,11 @@ class GpuExecutor:
         key = (count, *(attention.capacity for attention in self._forms))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(count, count, [], own=True)
+            plan = self._plans[key] = self._plan(count, count, [])
         return plan
 
     def _mixed(self, advances: Sequence[Any], decoding: Sequence[Any], chunks: Sequence[Any], num_decode: int) -> tuple[_Plan, list[int]]:
+        """A step with prompts, put on the stream."""
         total = num_decode + sum(len(advance.tokens) for advance in chunks)
         rows, tokens, positions = np.full(total, -1, np.int32), np.zeros(total, np.int64), np.zeros(total, np.int64)
         last: dict[int, int] = {}
@@ -178,9 +178,10 @@ class GpuExecutor:
             at = end
         self._upload(tokens, positions, rows, np.array([last[advance.slot] for advance in advances]))
         self._expected = _Expected()
-        return self._plan(num_decode, len(advances), places, own=False), list(range(len(advances)))
+        return self._plan(num_decode, len(advances), places), list(range(len(advances)))
 
     def _upload(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, logit_rows: np.ndarray) -> None:
+        self._prompts = None
         self._stream.synchronize()  # what was sent last may still be read
         count = len(tokens)
         for name, values, array in (("tokens", tokens, self._token_ids), ("positions", positions, self._positions), ("rows", rows, self._rows)):
@@ -207,15 +208,27 @@ class GpuExecutor:
         plan = self._decode_plan(count)
         while plan.graph is None:
             self._launch(plan)
-        found = {name: self._alone([call for call, of in zip(plan.calls, plan.names) if of == name]) for name in dict.fromkeys(plan.names)}
+        found = self._parts(plan)
         whole = self._time(plan.graph)
         found["gaps"] = round(whole - sum(found.values()), 1)
         found["step"] = round(whole, 1)
         return found
 
     def breakdown_prefill(self) -> dict[str, float]:
-        """Microseconds of the blocks of the prompt that was taken last."""
-        return {"block": self._alone(self._prompt_blocks)}
+        """Microseconds of the step that was taken last, by what they go to. Its rows are forgotten: what is repeated spoils their cache.
+
+        Raises InputError where that step brought no prompts.
+        """
+        if self._prompts is None:
+            raise InputError("breakdown: expected a step with prompts just before, found none")
+        plan, rows = self._prompts
+        found, self._prompts = self._parts(plan), None
+        for row in rows:
+            self.reset(row)
+        return found
+
+    def _parts(self, plan: _Plan) -> dict[str, float]:
+        return {name: self._alone([call for call, of in zip(plan.calls, plan.names) if of == name]) for name in dict.fromkeys(plan.names)}
 
     def _alone(self, calls: Sequence[Call]) -> float:
         """Microseconds of calls in a graph of their own."""
@@ -234,19 +247,22 @@ class GpuExecutor:
         last.wait()
         return last.milliseconds_since(first) * 1e3 / _ROUNDS
 
-    def _plan(self, num_decode: int, num_logits: int, chunks: Sequence[tuple[int, int, int, int]], own: bool) -> _Plan:
-        """num_decode rows of one token, then chunks (slot, start, first token, token behind the last)."""
+    def _plan(self, num_decode: int, num_logits: int, chunks: Sequence[tuple[int, int, int, int]]) -> _Plan:
+        """num_decode rows of one token, then chunks (slot, start, first token, token behind the last). With chunks each call is put on the stream once it
+        is made; without, none is."""
         total = chunks[-1][3] if chunks else num_decode
         dims = {"num_tokens": total, "num_requests": num_logits}
         values = {"token_ids": self._token_ids[:total], "position_ids": self._positions[:total], "logit_rows": self._logit_rows[:num_logits]}
         rows = self._rows[:total]
         calls: list[Call] = []
         names: list[str] = []
-        network = self._network
+        network, own = self._network, not chunks
 
         def add(name: str, call: Call) -> None:
             calls.append(call)
             names.append(name)
+            if chunks:
+                call()
 
         for attention in self._forms:
             for call in attention.begin(chunks, self._stream):

@@ -1,5 +1,5 @@
 """Fused attention over a paged KV cache. A row that decodes is a kernel of our own (decode_kernel.py), with the kind's rotary encoding (rotation.py) in it;
-a prompt's tokens are turned by a kernel and go through cuDNN's.
+a prompt's tokens are turned by another (rotate_kernel.py) and go through cuDNN's.
 
 A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]; one table for all layers says which pages a row has. Pages are given
 out as rows grow and taken back when they are forgotten. Needs the package nvidia-cudnn-frontend and the library cuDNN 9; no torch.
@@ -16,9 +16,11 @@ import numpy as np
 
 from lockstep.engine.tensorrt import cuda
 from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, Call, Chunks
-from lockstep.engine.tensorrt.decode_kernel import PAGE, DecodeAttention, Form, Scratch
-from lockstep.engine.tensorrt.kernels import Kernels, Rotation
+from lockstep.engine.tensorrt.decode_kernel import DecodeAttention, Scratch
+from lockstep.engine.tensorrt.fused_form import PAGE, Form, Rotation
+from lockstep.engine.tensorrt.kernels import Kernels
 from lockstep.engine.tensorrt.needs import require_cudnn
+from lockstep.engine.tensorrt.rotate_kernel import Rotate
 from lockstep.engine.tensorrt.rotation import read_rotation
 from lockstep.errors import CheckError
 
@@ -29,7 +31,7 @@ class FusedAttention:
     """For the layers of `layers` (number: kind). Same signature as attention.Attention."""
 
     def __init__(self, layers: Mapping[int, Any], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
-        self._dtype, self._kernels = np.dtype(dtype), kernels
+        self._dtype = np.dtype(dtype)
         self._pages_per_row = -(-max_seq_len // PAGE)
         self.capacity = self._pages_per_row * PAGE
         pages = rows * self._pages_per_row
@@ -44,6 +46,7 @@ class FusedAttention:
         self._rotations = {key: _rotation(kind, max_seq_len) for key, kind in kinds.items()}
         forms = {key: _form(kind, self._dtype, bool(kernels.wide)) for key, kind in kinds.items()}
         self._decode = {key: DecodeAttention(form) for key, form in forms.items()}
+        self._rotate = {key: Rotate(form) for key, form in forms.items()}
         self._scratch = Scratch(forms.values(), rows)
         self._cache = {}
         for index, kind in layers.items():
@@ -98,7 +101,8 @@ class FusedAttention:
             turned = buffer("query_out", query.shape, self._dtype)
             new_arrays = [array[new] for array in (query, key, value, turned)]
             new_places = rows[new], positions[new], self._table
-            calls.append(("rotary and cache", lambda: self._kernels.rotate(stream, *new_arrays, keys, cached, rotation, *new_places)))
+            rotate = self._rotate[id(kind)]
+            calls.append(("rotary and cache", lambda: rotate.launch(stream, *new_arrays, keys, cached, rotation, *new_places)))
         for number, (row, _, low, high) in enumerate(chunks):
             tokens = max(SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
             form = _Chunk(

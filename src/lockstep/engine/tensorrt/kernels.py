@@ -1,18 +1,12 @@
-"""The few small kernels of our own: keys and values into the cache, and the next token out of the logits. (That of rows that decode: decode_kernel.py.)
+"""The few small kernels of our own: keys and values into the cache, and the next token out of the logits. (Of fused attention: decode_kernel.py, rotate_kernel.py.)
 
 Token ids and positions are int32 or int64, as the engine wants them: `wide` says which.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from lockstep.engine.tensorrt.cuda import Array, Kernel, Stream, compile_kernels
 
-ROTATED = r"""
-// Of a rotary encoding: in words that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
-__device__ __forceinline__ float rotated(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
-"""
 _SOURCE = r"""
 __device__ long long integer(const void* values, int wide, long long i) {
     return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
@@ -45,44 +39,6 @@ extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values
     write_cache<T>(key, value, keys, values, rows, positions, wide, capacity, heads, key_size, value_size); }
 WRITE(write_cache_2, unsigned short)
 WRITE(write_cache_16, uint4)
-
-__device__ void store(void* values, int kind, long long i, float number) {
-    if (kind == 0) { ((float*)values)[i] = number; return; }
-    unsigned short bits;
-    if (kind == 1) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(number));
-    else {  // bfloat16: the nearest, ties to even
-        unsigned word = __float_as_uint(number);
-        bits = (unsigned short)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
-    }
-    ((unsigned short*)values)[i] = bits;
-}
-
-// Blocks (token, slice). Rotated queries packed; rotated keys, and values as they are, into the pages of the cache. Queries and keys come in the numbers of
-// `given`, all else has those of `kind`.
-extern "C" __global__ void rotate(const void* query, const void* key, const void* value, void* query_out, void* keys, void* values, int given, int kind,
-                                  const float* own, const float* other, const int* partner, const int* rows, const void* positions, int wide,
-                                  const int* pages, int pages_per_row, int page_size, int heads, int kv_heads, int dim, int value_dim) {
-    int token = blockIdx.x, row = rows[token];
-    long long position = integer(positions, wide, token);
-    long long page = row < 0 ? 0 : pages[row * pages_per_row + position / page_size];
-    own += position * dim;
-    other += position * dim;
-    int queries = heads * dim, all = queries + kv_heads * dim, last = all + kv_heads * value_dim;
-    for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < last; i += gridDim.y * blockDim.x) {
-        if (i < all) {
-            int at = i < queries ? i : i - queries, head = at / dim, j = at % dim;
-            const void* from = i < queries ? query : key;
-            long long base = (long long)token * (i < queries ? queries : kv_heads * dim) + head * dim;
-            float turned = rotated(number(from, given, base + j), own[j], number(from, given, base + partner[j]), other[j]);
-            if (i < queries) store(query_out, kind, base + j, turned);
-            else if (row >= 0) store(keys, kind, ((page * kv_heads + head) * page_size + position % page_size) * dim + j, turned);
-        } else if (row >= 0) {
-            int at = i - all, head = at / value_dim, j = at % value_dim;
-            float copied = number(value, kind, (long long)token * kv_heads * value_dim + at);
-            store(values, kind, ((page * kv_heads + head) * page_size + position % page_size) * value_dim + j, copied);
-        }
-    }
-}
 
 // One block a row: the first of the largest logits becomes the row's next token, one position further; -1 where that is NaN, which counts as the largest, or
 // infinite. Rows of -1 stay as they are.
@@ -117,30 +73,14 @@ extern "C" __global__ void advance(const void* logits, int kind, int size, const
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
-_SLICES = 12  # blocks a token: enough to fill the device at one token, few enough not to drown it at 2048
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """A rotary encoding as numbers: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads.
-
-    own, other [positions, head_dim] float32; partner [head_dim] int32.
-    """
-
-    own: Array
-    other: Array
-    partner: Array
-
-
 class Kernels:
     """The kernels, compiled for this GPU. `wide`: token ids and positions are int64."""
 
     def __init__(self, wide: bool):
-        module = compile_kernels(ROTATED + _SOURCE)
+        module = compile_kernels(_SOURCE)
         self.wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
         self._advance = module["advance"]
-        self._rotate = module["rotate"]
 
     def write_cache(self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array) -> None:
         """key [num_tokens, num_kv_heads, head_dim] and value into keys, values [rows, num_kv_heads, capacity, head_dim], each token into row `rows[token]`
@@ -152,20 +92,6 @@ class Kernels:
         self._write[unit].launch(
             stream, (tokens, heads, 1), min(128, max(32, key_size, value_size)), key, value, keys, values, rows, positions, self.wide,
             keys.shape[2], heads, key_size, value_size,
-        )  # fmt: skip
-
-    def rotate(
-        self, stream: Stream, query: Array, key: Array, value: Array, query_out: Array, keys: Array, values: Array, rotation: Rotation,
-        rows: Array, positions: Array, pages: Array,
-    ) -> None:  # fmt: skip
-        """query [num_tokens, num_heads, head_dim] -> query_out, rotated; key, rotated, and value [num_tokens, num_kv_heads, dim] into keys, values [pages,
-        num_kv_heads, page_size, dim], each token into row `rows[token]` (int32; -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the
-        page of each piece of a row. Queries and keys may be float32 where all else is not: some models normalise them in it."""
-        tokens, heads, dim = query.shape
-        kv_heads, value_dim = value.shape[1:]
-        self._rotate.launch(
-            stream, (tokens, _SLICES, 1), 256, query, key, value, query_out, keys, values, NUMBERS[query.dtype.name], NUMBERS[query_out.dtype.name],
-            rotation.own, rotation.other, rotation.partner, rows, positions, self.wide, pages, pages.shape[1], keys.shape[2], heads, kv_heads, dim, value_dim,
         )  # fmt: skip
 
     def advance(self, stream: Stream, logits: Array, rows: Array, tokens: Array, positions: Array) -> None:

@@ -1,4 +1,4 @@
-"""Read a rotary encoding out of its graph, as numbers that kernels apply (`Kernels.rotate`, decode_kernel.py).
+"""Read a rotary encoding out of its graph, as numbers that kernels apply (decode_kernel.py, rotate_kernel.py).
 
 In: the rotary graph of a kind (engine/rotary.py) in ONNX Runtime, on the host. Out: for each position and element of a head the weight of the element
 itself and of one partner, which is what rotary encodings come to, partial, interleaved, scaled or none at all. They are read with unit vectors. Before, when
