@@ -24,7 +24,7 @@ _SOURCES = Path(__file__).resolve().parents[1]
 _OLDEST = (3, 10)
 
 
-def call(python: str | None, stage: str, **arguments: Any) -> None:
+def call(python: str | None, stage: str, /, **arguments: Any) -> None:
     """Run `build`, `compare`, `golden` or `generate` of this module with these arguments (JSON), here or in the interpreter `python` (a path or a command).
 
     Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails there, it has said why on stderr,
@@ -33,7 +33,7 @@ def call(python: str | None, stage: str, **arguments: Any) -> None:
     _run(python, stage, arguments, None)
 
 
-def ask(python: str | None, stage: str, **arguments: Any) -> Any:
+def ask(python: str | None, stage: str, /, **arguments: Any) -> Any:
     """As `call`, for a stage that answers (`identity`, `inspect`, `bench_ready`): gives its answer. An error there is the same error here: InputError or CheckError."""
     return _run(python, stage, arguments, subprocess.PIPE)
 

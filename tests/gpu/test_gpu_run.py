@@ -36,5 +36,11 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, precision, attention):
     }
     tokenizer = Tokenizer.open(assembly)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    expected, found = (decode(Model.open(engines, assembly, tensors), prompts) for engines in built.values())
+    reference, model = (Model.open(engines, assembly, tensors) for engines in built.values())
+    expected, found = (decode(opened, prompts) for opened in (reference, model))
     assert np.array_equal(found, expected) and np.array_equal(found[0][1], found[FIRST + 1][1])
+    # What a step takes, part by part, can be captured; decoding leaves the rows as they are, a prompt's row is forgotten.
+    assert {"block", "attention", "exit", "gaps"} < set(model._executor.breakdown(len(prompts)))
+    model.step_tokens([Advance(1, prompts[1], 0)])
+    assert {"block", "attention", "exit"} < set(model._executor.breakdown_prefill())
+    assert np.array_equal(decode(model, prompts), expected)

@@ -66,6 +66,7 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     model = ready(engines, assembly_json, weights)
     note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
     note(prefill=prefill(model, rounds, assembly))
+    note(prefill={**record["prefill"], **prefill_parts(model, record["prefill"], assembly)})
     del model
     note(transformers=beside(transformers, work, weights, config))
     checks = {str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS}
@@ -177,26 +178,25 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
 
 
 def prefill(model: Model, rounds: int, assembly: Mapping[str, Any]) -> dict[str, Any]:
-    """One prompt of PREFILL tokens. TFLOP/s: of all; of the blocks, in the time of the blocks. Microseconds: each kind of call repeated alone in a graph; "gaps": the rest of the whole."""
+    """One prompt of PREFILL tokens, several times."""
     prompt, times = np.arange(PREFILL) % model.vocab_size, []
     for number in range(rounds + 1):
         seconds, _ = timed(lambda: model.step_tokens([Advance(0, prompt, 0)]))
         if number:
             times.append(seconds)
-    breakdown = model._executor.breakdown_prefill()
-    model.release(0)
-    blocks, others = operations(assembly, PREFILL)
-    found = statistics.median(times)
-    breakdown["gaps"] = round(found * 1e6 - sum(breakdown.values()), 1)
-    return {
-        "tokens": PREFILL, "milliseconds": spread([seconds * 1e3 for seconds in times], 2),
-        "tflops": round((blocks + others) / found / 1e12, 1),
-        "tflops_blocks": round(blocks / breakdown["block"] * 1e6 / 1e12, 1), "microseconds": breakdown,
-    }  # fmt: skip
+    rate = sum(operations(assembly, PREFILL)) / statistics.median(times)
+    return {"tokens": PREFILL, "milliseconds": spread([seconds * 1e3 for seconds in times], 2), "tflops": round(rate / 1e12, 1)}
+
+
+def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the time of the prompt that `prefill` has just taken goes: each kind of call repeated alone in a graph; "gaps": the rest of the whole."""
+    parts = model._executor.breakdown_prefill()
+    parts["gaps"] = round(found["milliseconds"]["median"] * 1e3 - sum(parts.values()), 1)
+    return {"microseconds": parts, "tflops_blocks": round(operations(assembly, PREFILL)[0] / parts["block"] * 1e6 / 1e12, 1)}
 
 
 def operations(assembly: Mapping[str, Any], tokens: int) -> tuple[int, int]:
-    """What one prompt takes: of the blocks, two for each weight and token; of attention's products, to what each token sees, and of the exit, for its one row."""
+    """What one prompt takes: of the blocks, two for each weight and token; of attention's products, without windows, and of the exit, for its one row."""
     weights = lambda part: sum(math.prod(spec["shape"]) for spec in assembly["classes"][part["class"]]["slots"] if len(spec["shape"]) > 1)
     blocks = 2 * tokens * sum(weights(layer["block"]) for layer in assembly["layers"])
     kinds = [assembly["kinds"][layer["kind"]] for layer in assembly["layers"]]

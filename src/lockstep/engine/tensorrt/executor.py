@@ -50,6 +50,7 @@ class GpuExecutor:
     def __init__(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int):
         self.rows, self.max_seq_len = rows, max_seq_len
         self.lengths = np.zeros(rows, np.int64)
+        self._written: set[int] = set()  # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
         self._network = network
         blocks = (network.embedding, *(block for block, _ in network.layers), network.exit)
         self._uploads = list({id(block.run.uploads): block.run.uploads for block in blocks}.values())
@@ -66,7 +67,7 @@ class GpuExecutor:
         self._forms = list(dict.fromkeys(self._attention))
         self._plans: dict[tuple, _Plan] = {}
         self._expected = _Expected()
-        self._prompts: tuple[_Plan, list[int]] | None = None  # the step with prompts that was put on the stream last, and its rows
+        self._prompt: tuple[_Plan, list[int]] | None = None  # the step with one prompt that was taken last, and its rows
         self._host = {name: cuda.pinned((self._tokens,), dtype) for name, dtype in (("tokens", self._integer), ("positions", self._integer), ("rows", np.dtype("i4")))}
         self._host_rows = cuda.pinned((rows,), self._integer)
         self._host_tokens = cuda.pinned((rows,), self._integer)
@@ -74,9 +75,10 @@ class GpuExecutor:
 
     def reset(self, slot: int) -> None:
         """Forget what a slot holds."""
-        if self.lengths[slot]:
+        if slot in self._written:
             for attention in self._forms:
                 attention.reset(slot, self._stream)
+        self._written.discard(slot)
         self.lengths[slot] = 0
 
     def logits(self, advances: Sequence[Any]) -> np.ndarray:
@@ -113,13 +115,15 @@ class GpuExecutor:
         """Put a step on the stream; gives its plan and, for each advance, its row of the logits."""
         self.wait()
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
+        self._written |= ends.keys()
         self._reserve(ends)
         decoding = [advance for advance in advances if len(advance.tokens) == 1]
         chunks = [advance for advance in advances if len(advance.tokens) > 1]
         num_decode = _bucket(max(advance.slot for advance in decoding) + 1, self.rows) if decoding else 0
         if chunks:
             plan, order = self._mixed(advances, decoding, chunks, num_decode)
-            self._prompts = plan, [advance.slot for advance in advances]
+            if len(chunks) == 1:
+                self._prompt = plan, [advance.slot for advance in advances]
         else:
             plan, order = self._decode(decoding, num_decode), [advance.slot for advance in advances]
             self._launch(plan)
@@ -181,7 +185,7 @@ class GpuExecutor:
         return self._plan(num_decode, len(advances), places), list(range(len(advances)))
 
     def _upload(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, logit_rows: np.ndarray) -> None:
-        self._prompts = None
+        self._prompt = None
         self._stream.synchronize()  # what was sent last may still be read
         count = len(tokens)
         for name, values, array in (("tokens", tokens, self._token_ids), ("positions", positions, self._positions), ("rows", rows, self._rows)):
@@ -217,15 +221,16 @@ class GpuExecutor:
     def breakdown_prefill(self) -> dict[str, float]:
         """Microseconds of the step that was taken last, by what they go to. Its rows are forgotten: what is repeated spoils their cache.
 
-        Raises InputError where that step brought no prompts.
+        Raises InputError where that step did not bring one prompt.
         """
-        if self._prompts is None:
-            raise InputError("breakdown: expected a step with prompts just before, found none")
-        plan, rows = self._prompts
-        found, self._prompts = self._parts(plan), None
-        for row in rows:
-            self.reset(row)
-        return found
+        if self._prompt is None:
+            raise InputError("breakdown: expected a step with one prompt just before, found none")
+        (plan, rows), self._prompt = self._prompt, None
+        try:
+            return self._parts(plan)
+        finally:
+            for row in rows:
+                self.reset(row)
 
     def _parts(self, plan: _Plan) -> dict[str, float]:
         return {name: self._alone([call for call, of in zip(plan.calls, plan.names) if of == name]) for name in dict.fromkeys(plan.names)}

@@ -122,7 +122,7 @@ def _rotation(kind: Any, positions: int) -> Rotation:
 
 
 def _form(kind: Any, dtype: np.dtype, wide: bool) -> Form:
-    """What the kernel of a kind is compiled for."""
+    """What the kernels of a kind are compiled for."""
     spec, shape = kind.spec, kind.cache
     (given,) = (io["dtype"] for io in spec["decode"]["inputs"] if io["name"] == "query")
     return Form(
