@@ -41,6 +41,6 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, precision, attention):
     assert np.array_equal(found, expected) and np.array_equal(found[0][1], found[FIRST + 1][1])
     # What a step takes, part by part, can be captured; decoding leaves the rows as they are, a prompt's row is forgotten.
     assert {"block", "attention", "exit", "gaps"} < set(model._executor.breakdown(len(prompts)))
-    model.step_tokens([Advance(1, prompts[1], 0)])
+    model.step_tokens([Advance(0, prompts[0], 0)])
     assert {"block", "attention", "exit"} < set(model._executor.breakdown_prefill())
     assert np.array_equal(decode(model, prompts), expected)
