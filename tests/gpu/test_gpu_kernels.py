@@ -20,10 +20,12 @@ class OnDevice:
         from lockstep.engine.tensorrt import cuda
 
         self.cuda, self.stream = cuda, cuda.Stream()
+        self._held = []  # a kernel that was launched may still read them
 
     def up(self, host: np.ndarray):
         host = np.ascontiguousarray(host)
         array = self.cuda.empty(host.shape, host.dtype)
+        self._held.append(array)
         self.stream.upload(array, host)
         self.stream.synchronize()
         return array

@@ -378,7 +378,8 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     going = gpu.array(k.rows, (count,), "i4") >= 0
     tokens, positions = _integers(gpu, k.tokens, k.wide, count), _integers(gpu, k.positions, k.wide, count)
     logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])[going]
-    tokens[going] = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
+    with np.errstate(invalid="ignore"):
+        tokens[going] = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
     positions[going] += 1
 
 
