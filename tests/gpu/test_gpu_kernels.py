@@ -219,9 +219,10 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     rows, tokens, positions = np.array([0, -1, 2, 3, 4, 5, -1, 7, 8, 9], np.int32), np.arange(100, 110), np.arange(10) * 1000
     logits = logits.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     integer = np.int64 if wide else np.int32
-    on_device = [device.up(array.astype(integer)) for array in (tokens, positions)]
+    on_device = [device.up(array) for array in (tokens.astype(np.int32), tokens.astype(integer), positions.astype(integer))]
     Kernels(wide).advance(device.stream, device.up(logits), device.up(rows), *on_device)
     going = rows >= 0
     expected = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
     assert device.down(on_device[0]).tolist() == np.where(going, expected, tokens).tolist()
-    assert device.down(on_device[1]).tolist() == (positions + going).tolist()
+    assert device.down(on_device[1]).tolist() == np.where(going, np.maximum(expected, 0), tokens).tolist()
+    assert device.down(on_device[2]).tolist() == (positions + going).tolist()

@@ -137,9 +137,12 @@ class Gpu:
     def synchronize(self, stream: int):
         if stream in self._captures:
             raise Fault("a stream that captures cannot be waited for")
+        return self._work(stream, lambda: False)
+
+    def _work(self, stream: int, done: Callable[[], bool]):
         with self.lock:
             queue = self._queues[stream]
-            while queue:
+            while queue and not done():
                 queue.pop(0)()
         return (ERRORS.cudaSuccess,)
 
@@ -209,13 +212,18 @@ class Gpu:
         return ERRORS.cudaSuccess, event
 
     def record(self, event: list, stream: int):
-        event[:] = [stream, None]
+        event[:] = mark = [stream, None, object()]
 
         def run() -> None:
-            event[1] = time.perf_counter()
+            if event[2] is mark[2]:  # else it was recorded again meanwhile
+                event[1] = time.perf_counter()
 
         self.put(stream, run)
         return (ERRORS.cudaSuccess,)
+
+    def wait(self, event: list):
+        """What is behind it in its stream stays to be done."""
+        return self._work(event[0], lambda: event[1] is not None)
 
 
 # --- cuda-python
@@ -233,7 +241,7 @@ def runtime(gpu: Gpu) -> ModuleType:
         cudaStreamDestroy=lambda stream: done, cudaStreamBeginCapture=gpu.begin_capture, cudaStreamEndCapture=gpu.end_capture,
         cudaGraphInstantiate=lambda graph, flags: (ERRORS.cudaSuccess, list(graph)), cudaGraphDestroy=lambda graph: done,
         cudaGraphExecDestroy=lambda graph: done, cudaGraphLaunch=gpu.launch_graph, cudaEventCreate=gpu.create_event, cudaEventRecord=gpu.record,
-        cudaEventDestroy=lambda event: done, cudaEventSynchronize=lambda event: gpu.synchronize(event[0]),
+        cudaEventDestroy=lambda event: done, cudaEventSynchronize=gpu.wait,
         cudaEventElapsedTime=lambda first, last: (ERRORS.cudaSuccess, (last[1] - first[1]) * 1e3),
     )  # fmt: skip
     return module
@@ -379,7 +387,8 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     tokens, positions = _integers(gpu, k.tokens, k.wide, count), _integers(gpu, k.positions, k.wide, count)
     logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])[going]
     with np.errstate(invalid="ignore"):
-        tokens[going] = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
+        found = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
+    gpu.array(k.found_tokens, (count,), "i4")[going], tokens[going] = found, np.maximum(found, 0)
     positions[going] += 1
 
 

@@ -55,7 +55,7 @@ def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, pre
 def test_a_device_that_chooses_other_tokens_than_its_logits_say_fails(references, tmp_path, monkeypatch):
     """`lockstep generate` leaves the choice to the device: the check decodes so too."""
     tokens = HostExecutor.tokens
-    monkeypatch.setattr(HostExecutor, "tokens", lambda self, advances: tokens(self, advances) + (max(advance.start for advance in advances) > 5))
+    monkeypatch.setattr(HostExecutor, "tokens", lambda self, advances, more: tokens(self, advances, more) + (max(advance.start for advance in advances) > 5))
     with pytest.raises(CheckError, match="as lockstep generate decodes: expected token"):
         check(references, tmp_path)
     entries = read_json(failed_path(tmp_path / "check.json"))["prompts"]

@@ -70,12 +70,12 @@ LIMITS_OF_MODEL = {name: LIMITS[name] for name in ("max_batch_size", "max_num_to
 
 
 class Both:
-    """The model beside the same in ONNX Runtime, step by step. Each slot goes on with the token that was found."""
+    """The model beside the same in ONNX Runtime, step by step. Each slot goes on with the token that was found. more: what each step is told of the next one."""
 
-    def __init__(self, demo, open_model, precision, layers=2):
+    def __init__(self, demo, open_model, precision, layers=2, more=False):
         paths = demo.engines(MODEL, precision, "onnxruntime"), demo.assembly(MODEL, precision), demo.weights(MODEL, precision)
         self.reference, self.found, self.tolerance = Model.open(*paths, layers, **LIMITS_OF_MODEL), open_model(layers), TOLERANCE[precision]
-        self.next, self.random = {}, np.random.default_rng(0)
+        self.next, self.random, self.more = {}, np.random.default_rng(0), more
 
     def step(self, *slots, prompts=(), tokens=True):
         """One token of each of `slots`, and (slot, count) of `prompts`, which go on where the slot is, or begin; the tokens or the logits of it."""
@@ -83,7 +83,7 @@ class Both:
         advances += [Advance(slot, self.random.integers(0, 768, count), self.found.length(slot)) for slot, count in prompts]
         expected = self.reference.step(advances)
         if tokens:
-            found = self.found.step_tokens(advances)
+            found = self.found.step_tokens(advances, self.more)
             # The most likely one, or as likely within the tolerance.
             assert (expected[np.arange(len(advances)), found] >= expected.max(axis=1) - self.tolerance).all()
         else:
@@ -97,8 +97,9 @@ class Both:
         self.found.release(slot)
 
 
-def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu):
-    both = Both(demo, open_model, form[1])
+@pytest.mark.parametrize("more", [False, True])
+def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, more):
+    both = Both(demo, open_model, form[1], more=more)
     both.step(prompts=[(2, 45), (0, 8)])
     for number in range(25):  # slot 2 goes over 64 tokens
         both.step(2, 0, tokens=number % 8 != 3)
@@ -145,9 +146,50 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     (token,) = model.step_tokens([Advance(0, np.arange(5), 0)])
     gains = next(array for name, array in model._executor._network.exit.run._weights.items() if "norm" in name)
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
-    assert model.step_tokens([Advance(0, np.array([token]), 5)]).tolist() == model.step_tokens([Advance(1, np.arange(5), 0)]).tolist() == [-1]
+    assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.ahead  # -1 is no token that a step could go on with
+    assert model.step_tokens([Advance(1, np.arange(5), 0)]).tolist() == [-1]
     with pytest.raises(CheckError, match="prompt 1: logits: expected finite numbers, found NaN or infinity as the largest"):
         list(Decoding(model, [Request([1, 2], 3)]))
+
+
+def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu):
+    """And whatever is asked for in its place gets what it should."""
+    both = Both(demo, open_model, form[1], more=True)
+    both.step(prompts=[(0, 8), (1, 5), (2, 50)])
+    for _ in range(3):
+        both.step(0, 1, 2)
+    for _ in range(14):  # slot 2 goes over 64 tokens
+        launches, plain = gpu.launches, gpu.plain
+        both.step(1, 2, 0)
+        assert both.found.ahead and gpu.launches + gpu.plain > launches + plain
+    assert (gpu.launches, gpu.plain) == (launches + 1, plain)
+    both.step(2, 0)  # some of its rows
+    assert not both.found.ahead and gpu.launches == launches + 1
+    for _ in range(2):
+        both.step(2, 0)
+    both.step(2, 1)  # a row that it has not
+    both.step(2, 1)
+    both.next[1] = 5  # another token
+    both.step(1, 2)
+    both.step(1, 2, tokens=False)  # logits
+    both.step(1, 2)
+    both.release(1)
+    both.step(1, 2)  # a request that begins with the token that another one would have gone on with
+    both.step(1, 2)
+    both.step(1, prompts=[(3, 7), (0, 4)])  # prompts
+    both.step(0, 1)
+    both.release(0)
+    both.release(1)
+    both.step(3, prompts=[(1, 120)])  # pages of rows that the step is still at work in
+    for _ in range(2):
+        both.step(1, 2, 3)
+    assert "step" in both.found._executor.breakdown(4) and not both.found.ahead
+    for _ in range(3):
+        both.step(1, 2, 3)
+    both.step(2, prompts=[(1, 254 - both.found.length(1))])
+    for _ in range(2):
+        both.step(1, 2)
+    assert both.found.length(1) == 256 and not both.found.ahead  # no room for one more
 
 
 def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
@@ -277,7 +319,8 @@ def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, f
 def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
     model = open_model()
     for start, count in ((0, 5), (5, 1), (6, 1), (7, 1)):
-        model.step_tokens([Advance(0, np.arange(count), start)])
+        model.step_tokens([Advance(0, np.arange(count), start)], more=True)
+    assert model.ahead
     gc.collect()
     gc.disable()
     try:
@@ -288,6 +331,9 @@ def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
         gc.enable()
     # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's.
     assert left <= 2 < held
+    from lockstep.engine.tensorrt.program import Device
+
+    Device.get().stream.synchronize()  # nothing is at work any more in what was freed
 
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)

@@ -163,7 +163,8 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
         for number in range(WARM + STEPS):
             if number == WARM:
                 began = time.perf_counter()
-            tokens = model.step_tokens([Advance(slot, tokens[slot : slot + 1], position) for slot in range(batch)])
+            more = number < WARM + STEPS - 1
+            tokens = model.step_tokens([Advance(slot, tokens[slot : slot + 1], position) for slot in range(batch)], more)
             position += 1
         rates.append((time.perf_counter() - began) / STEPS)
         last = position

@@ -45,7 +45,8 @@ class Token:
 
 @dataclass
 class Speed:
-    """Tokens and seconds spent in steps. A step that brings any part of a prompt counts as prefill, with its prompt tokens only."""
+    """Tokens and seconds spent in steps; in a step that was under way before it was asked for, from the end of the one before. A step that brings any part of a
+    prompt counts as prefill, with its prompt tokens only."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -99,6 +100,7 @@ class Decoding:
                 raise InputError(f"prompt {i + 1}: max_new_tokens: expected at least 1, found {request.max_new_tokens}")
         self._waiting = deque(_Running(i, request, np.asarray(request.prompt_ids, np.int64)) for i, request in enumerate(requests))
         self._slots: dict[int, _Running] = {}
+        self._began: float | None = None  # when the step before ended, if the next one was under way then
 
     def __iter__(self) -> Iterator[Token]:
         try:
@@ -136,12 +138,14 @@ class Decoding:
     def _step(self) -> Iterator[Token]:
         advances = self._advances()
         prompt_tokens = sum(len(a.tokens) for a in advances if self._slots[a.slot].prompt_left)
-        start = time.perf_counter()
+        start = self._began or time.perf_counter()
         if any(self._slots[advance.slot].request.choose for advance in advances):
             rows: Iterable[np.ndarray | int] = self._model.step(advances)
         else:
-            rows = self._model.step_tokens(advances).tolist()
-        seconds = time.perf_counter() - start
+            more = not prompt_tokens and not self._waiting and any(map(self._goes_on, self._slots.values()))
+            rows = self._model.step_tokens(advances, more).tolist()
+        ended = time.perf_counter()
+        seconds, self._began = ended - start, ended if self._model.ahead else None
         if prompt_tokens:
             self.speed.prefill_tokens += prompt_tokens
             self.speed.prefill_seconds += seconds
@@ -156,6 +160,10 @@ class Decoding:
             if not len(running.fed):
                 made.append(self._choose(advance.slot, running, row))
         yield from made
+
+    def _goes_on(self, running: _Running) -> bool:
+        """Behind its next token, if that is not one of `stop_ids`."""
+        return running.made + 1 < running.request.max_new_tokens and running.held + 1 < self._model.max_seq_len
 
     def _choose(self, slot: int, running: _Running, row: np.ndarray | int) -> Token:
         """`row`: the request's logits, or the token that the model chose."""

@@ -17,6 +17,8 @@ _KEPT_PLANS = 8
 class HostExecutor:
     """Runs steps that are checked already. `lengths[slot]`: tokens that a slot holds."""
 
+    ahead = False
+
     def __init__(self, network: Network, rows: int, max_seq_len: int):
         self.rows, self.max_seq_len = rows, max_seq_len
         self._network = network
@@ -41,7 +43,7 @@ class HostExecutor:
         plan.write_decoded(rows)
         return plan.logits.astype(np.float32)
 
-    def tokens(self, advances: Sequence[Advance]) -> np.ndarray:
+    def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
         """As `logits`: the most likely tokens, [len(advances)] int64; -1 where its logit is NaN or infinite."""
         logits = self.logits(advances)
         return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)

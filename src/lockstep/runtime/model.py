@@ -65,10 +65,19 @@ class Model:
         """
         return self._take(advances, self._executor.logits)
 
-    def step_tokens(self, advances: Sequence[Advance]) -> np.ndarray:
+    def step_tokens(self, advances: Sequence[Advance], more: bool = False) -> np.ndarray:
         """As `step`, but gives only each request's most likely next token, [len(advances)] int64: on a GPU nothing else comes back. -1 where that
-        one's logit is NaN or infinite."""
-        return self._take(advances, self._executor.tokens)
+        one's logit is NaN or infinite.
+
+        more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU begins it at once, before the tokens are back; any other
+        step may follow all the same, a step later.
+        """
+        return self._take(advances, lambda advances: self._executor.tokens(advances, more))
+
+    @property
+    def ahead(self) -> bool:
+        """A step was begun before it was asked for: see `step_tokens`."""
+        return self._executor.ahead
 
     def _take(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], np.ndarray]) -> np.ndarray:
         check(advances, self._executor, self.vocab_size, self.max_num_tokens)

@@ -39,6 +39,7 @@ class Executor(Protocol):
     rows: int
     max_seq_len: int
     lengths: np.ndarray
+    ahead: bool  # a step was begun that nobody has asked for yet
 
     def reset(self, slot: int) -> None: ...
 
@@ -46,8 +47,8 @@ class Executor(Protocol):
         """Take a step; the logits behind each request's last token, [len(advances), vocab_size] float32, in the order of the list."""
         ...
 
-    def tokens(self, advances: Sequence[Advance]) -> np.ndarray:
-        """Take a step; each request's most likely next token, [len(advances)] int64; -1 where its logit is NaN or infinite."""
+    def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
+        """Take a step; each request's most likely next token, [len(advances)] int64; -1 where its logit is NaN or infinite. more: `Model.step_tokens`."""
         ...
 
 

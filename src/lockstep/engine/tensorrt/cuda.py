@@ -182,6 +182,7 @@ class Event:
 
     def __init__(self) -> None:
         self.handle = check(runtime.cudaEventCreate())
+        self._destroy = runtime.cudaEventDestroy
 
     def record(self, stream: Stream) -> None:
         check(runtime.cudaEventRecord(self.handle, stream.handle))
@@ -191,6 +192,10 @@ class Event:
 
     def milliseconds_since(self, earlier: Event) -> float:
         return float(check(runtime.cudaEventElapsedTime(earlier.handle, self.handle)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_destroy"):
+            self._destroy(self.handle)
 
 
 class Kernel:

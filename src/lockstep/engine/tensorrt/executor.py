@@ -2,7 +2,8 @@
 
 A step that only decodes is one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention, cache, logits, next
 tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not carries token 0 and is written nowhere. When a step goes on
-with the tokens that the step before it found, nothing is uploaded. A step that brings prompts is put on the stream call by call, as the calls are made: the
+with the tokens that the step before it found, nothing is uploaded; where the caller says that it will, it is launched before these tokens are back, so that
+the device does not wait for the host. A step that brings prompts is put on the stream call by call, as the calls are made: the
 device works on the first layers while the host prepares the next ones.
 """
 
@@ -44,6 +45,15 @@ class _Expected:
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
+@dataclass
+class _Flight:
+    """A decode step that the device is at, or through with."""
+
+    order: list[int]  # of its rows those that decode
+    tokens: np.ndarray  # page-locked: what it finds, of all its rows, once `done`
+    done: cuda.Event
+
+
 class GpuExecutor:
     """Runs steps of a Network (runtime.network) whose engines are TensorRT's. `lengths[slot]`: tokens that a slot holds."""
 
@@ -62,16 +72,27 @@ class GpuExecutor:
         self._buffers: dict[tuple, cuda.Array] = {}
         self._token_ids, self._positions = (cuda.zeros((self._tokens,), self._integer) for _ in range(2))
         self._rows = cuda.zeros((self._tokens,), "i4")
+        self._found = cuda.zeros((rows,), "i4")
         self._logit_rows = cuda.zeros((rows,), self._integer)
         self._attention = make_attention(network, rows, max_seq_len, self._kernels)
         self._forms = list(dict.fromkeys(self._attention))
         self._plans: dict[tuple, _Plan] = {}
         self._expected = _Expected()
+        self._ahead: _Flight | None = None  # a step that nobody has asked for yet: rows, tokens and positions are those of `_expected`
         self._prompt: tuple[_Plan, list[int]] | None = None  # the step with one prompt that was taken last, and its rows
         self._host = {name: cuda.pinned((self._tokens,), dtype) for name, dtype in (("tokens", self._integer), ("positions", self._integer), ("rows", np.dtype("i4")))}
         self._host_rows = cuda.pinned((rows,), self._integer)
-        self._host_tokens = cuda.pinned((rows,), self._integer)
+        self._fetched = [(cuda.pinned((rows,), "i4"), cuda.Event()) for _ in range(2)]  # of a step, and of the one ahead of it
         self._host_logits: np.ndarray | None = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_ahead", None) is not None:  # it is at work in what is freed now
+            self._stream.synchronize()
+
+    @property
+    def ahead(self) -> bool:
+        """A step was begun that nobody has asked for yet."""
+        return self._ahead is not None
 
     def reset(self, slot: int) -> None:
         """Forget what a slot holds."""
@@ -92,19 +113,53 @@ class GpuExecutor:
         self._stream.synchronize()
         return host[order].astype(np.float32)
 
-    def tokens(self, advances: Sequence[Any]) -> np.ndarray:
-        """As `logits`; of a step that only decodes, just the most likely tokens come back, [len(advances)] int64; -1 where its logit is NaN or infinite."""
+    def tokens(self, advances: Sequence[Any], more: bool) -> np.ndarray:
+        """As `logits`; of a step that only decodes, just the most likely tokens come back, [len(advances)] int64; -1 where its logit is NaN or infinite.
+
+        more: the next step goes on with these tokens, in these rows or some of them, as far as the caller knows.
+        """
         if any(len(advance.tokens) > 1 for advance in advances):
             logits = self.logits(advances)
             return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
-        plan, order = self._run(advances)
-        host = self._host_tokens[: plan.logits.shape[0]]
-        self._stream.download(host, self._token_ids[: len(host)])
-        self._stream.synchronize()
-        found = host[order].astype(np.int64)
-        self._expected.tokens = np.zeros(len(host), np.int64)
-        self._expected.tokens[order] = found
+        flight = self._asked_for(advances)
+        if flight is None:
+            plan, order = self._run(advances)
+            flight = self._fetch(plan, order)
+        if more and len(advances) == len(flight.order):  # else the device has rows that nobody asks for any more
+            self._go_ahead(flight)
+        flight.done.wait()
+        found = flight.tokens[[advance.slot for advance in advances]].astype(np.int64)
+        self._expected.tokens = np.where(self._expected.rows >= 0, flight.tokens[: len(self._expected.rows)], 0).astype(np.int64)
         return found
+
+    def _asked_for(self, advances: Sequence[Any]) -> _Flight | None:
+        """The step ahead, if these are rows of it."""
+        flight, old = self._ahead, self._expected
+        if flight is None or any(
+            advance.slot not in flight.order or advance.tokens[0] != old.tokens[advance.slot] or advance.start != old.positions[advance.slot] for advance in advances
+        ):
+            return None
+        self._ahead = None
+        self._expected = _Expected(old.rows, np.empty(0, np.int64), old.positions + (old.rows >= 0))
+        return flight
+
+    def _fetch(self, plan: _Plan, order: list[int]) -> _Flight:
+        """Bring the tokens of the step that was put on the stream last."""
+        self._fetched.reverse()
+        flight, count = _Flight(order, *self._fetched[0]), plan.logits.shape[0]
+        self._stream.download(flight.tokens[:count], self._found[:count])
+        flight.done.record(self._stream)
+        return flight
+
+    def _go_ahead(self, flight: _Flight) -> None:
+        """Put the step behind `flight` on the stream too, if its rows have room."""
+        lengths = self.lengths.copy()
+        lengths[flight.order] = self._expected.positions[flight.order]
+        if lengths.max() < self.max_seq_len:
+            self._reserve({slot: int(lengths[slot]) + 1 for slot in flight.order}, lengths)
+            plan = self._decode_plan(len(self._expected.rows))
+            self._launch(plan)
+            self._ahead = self._fetch(plan, flight.order)
 
     def wait(self) -> None:
         """Until all weights are on the device. Raises what an upload raised."""
@@ -114,9 +169,11 @@ class GpuExecutor:
     def _run(self, advances: Sequence[Any]) -> tuple[_Plan, list[int]]:
         """Put a step on the stream; gives its plan and, for each advance, its row of the logits."""
         self.wait()
+        if self._ahead is not None:  # nobody asked for it: tokens and positions on the device are those behind it
+            self._ahead, self._expected = None, _Expected()
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
         self._written |= ends.keys()
-        self._reserve(ends)
+        self._reserve(ends, self.lengths)
         decoding = [advance for advance in advances if len(advance.tokens) == 1]
         chunks = [advance for advance in advances if len(advance.tokens) > 1]
         num_decode = _bucket(max(advance.slot for advance in decoding) + 1, self.rows) if decoding else 0
@@ -129,8 +186,8 @@ class GpuExecutor:
             self._launch(plan)
         return plan, order
 
-    def _reserve(self, ends: Mapping[int, int]) -> None:
-        if any([attention.reserve(ends, self.lengths, self._stream) for attention in self._forms]):
+    def _reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
+        if any([attention.reserve(ends, lengths, self._stream) for attention in self._forms]):
             self._plans.clear()
 
     def _launch(self, plan: _Plan) -> None:
@@ -185,7 +242,7 @@ class GpuExecutor:
         return self._plan(num_decode, len(advances), places), list(range(len(advances)))
 
     def _upload(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, logit_rows: np.ndarray) -> None:
-        self._prompt = None
+        self._prompt = self._ahead = None
         self._stream.synchronize()  # what was sent last may still be read
         count = len(tokens)
         for name, values, array in (("tokens", tokens, self._token_ids), ("positions", positions, self._positions), ("rows", rows, self._rows)):
@@ -204,7 +261,7 @@ class GpuExecutor:
         end = int(held.max()) + 2 + 2 * (_ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
         if end > self.max_seq_len:
             raise InputError(f"breakdown: expected room for {end - held.max()} more tokens in each row, at most {self.max_seq_len} (max_seq_len), found a row of {held.max()}")
-        self._reserve({row: end for row in range(batch)})
+        self._reserve({row: end for row in range(batch)}, self.lengths)
         rows, positions = np.full(count, -1, np.int32), np.zeros(count, np.int64)
         rows[:batch], positions[:batch] = np.arange(batch), held
         self._upload(np.zeros(count, np.int64), positions, rows, np.arange(count))
@@ -282,8 +339,8 @@ class GpuExecutor:
         logits = values["logits"]
         if not chunks:
             token_ids, positions = self._token_ids[:total], self._positions[:total]
-            kernels, stream = self._kernels, self._stream  # not `self`, which holds the plan
-            add("next token", lambda: kernels.advance(stream, logits, rows, token_ids, positions))
+            kernels, stream, found = self._kernels, self._stream, self._found  # not `self`, which holds the plan
+            add("next token", lambda: kernels.advance(stream, logits, rows, found, token_ids, positions))
         return _Plan(calls, names, logits)
 
     def _block(self, block: Any, values: dict[str, cuda.Array], dims: Mapping[str, int], own: bool) -> Call:

@@ -40,9 +40,9 @@ extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values
 WRITE(write_cache_2, unsigned short)
 WRITE(write_cache_16, uint4)
 
-// One block a row: the first of the largest logits becomes the row's next token, one position further; -1 where that is NaN, which counts as the largest, or
-// infinite. Rows of -1 stay as they are.
-extern "C" __global__ void advance(const void* logits, int kind, int size, const int* rows, void* tokens, void* positions, int wide) {
+// One block a row: the first of the largest logits is what was found, -1 where that is NaN, which counts as the largest, or infinite. It becomes the row's next
+// token, or 0, so that a step may follow whatever was found; one position further. Rows of -1 stay as they are.
+extern "C" __global__ void advance(const void* logits, int kind, int size, const int* rows, int* found_tokens, void* tokens, void* positions, int wide) {
     int row = blockIdx.x;
     if (rows[row] < 0) return;
     float best = __int_as_float(0xff800000);  // minus infinity
@@ -65,7 +65,8 @@ extern "C" __global__ void advance(const void* logits, int kind, int size, const
     if (threadIdx.x) return;
     for (int i = 1; i < blockDim.x / 32; ++i)
         if (bests[i] > best || (bests[i] == best && places[i] < at)) { best = bests[i]; at = places[i]; }
-    if (isinf(best)) at = -1;
+    found_tokens[row] = isinf(best) ? -1 : at;
+    if (isinf(best)) at = 0;
     if (wide) { ((long long*)tokens)[row] = at; ++((long long*)positions)[row]; }
     else { ((int*)tokens)[row] = at; ++((int*)positions)[row]; }
 }
@@ -94,8 +95,8 @@ class Kernels:
             keys.shape[2], heads, key_size, value_size,
         )  # fmt: skip
 
-    def advance(self, stream: Stream, logits: Array, rows: Array, tokens: Array, positions: Array) -> None:
-        """logits [num_requests, vocab_size] -> tokens [num_requests], the most likely, -1 for one that is NaN or infinite; positions go one further.
-        Where rows is -1: nothing."""
+    def advance(self, stream: Stream, logits: Array, rows: Array, found: Array, tokens: Array, positions: Array) -> None:
+        """logits [num_requests, vocab_size] -> found [num_requests] int32, the most likely, -1 for one that is NaN or infinite, and tokens, the same, but 0 for
+        -1; positions go one further. Where rows is -1: nothing."""
         count, size = logits.shape
-        self._advance.launch(stream, count, 1024, logits, NUMBERS[logits.dtype.name], size, rows, tokens, positions, self.wide)
+        self._advance.launch(stream, count, 1024, logits, NUMBERS[logits.dtype.name], size, rows, found, tokens, positions, self.wide)
