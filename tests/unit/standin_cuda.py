@@ -207,7 +207,7 @@ class Gpu:
         return (ERRORS.cudaSuccess,)
 
     def create_event(self):
-        event: list = []
+        event: list = [0, 0.0, None]  # not recorded yet: nothing to wait for
         self._events[id(event)] = event
         return ERRORS.cudaSuccess, event
 

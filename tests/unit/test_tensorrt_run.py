@@ -152,17 +152,22 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
         list(Decoding(model, [Request([1, 2], 3)]))
 
 
-def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu):
+def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu, monkeypatch):
     """And whatever is asked for in its place gets what it should."""
+    from lockstep.engine.tensorrt import cuda
+
     both = Both(demo, open_model, form[1], more=True)
     both.step(prompts=[(0, 8), (1, 5), (2, 50)])
     for _ in range(3):
         both.step(0, 1, 2)
-    for _ in range(14):  # slot 2 goes over 64 tokens
-        launches, plain = gpu.launches, gpu.plain
-        both.step(1, 2, 0)
-        assert both.found.ahead and gpu.launches + gpu.plain > launches + plain
-    assert (gpu.launches, gpu.plain) == (launches + 1, plain)
+    wait, launched = cuda.Event.wait, []
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda.Event, "wait", lambda event: (launched.append(gpu.launches), wait(event)))
+        for _ in range(14):  # slot 2 goes over 64 tokens
+            launches, plain = gpu.launches, gpu.plain
+            both.step(1, 2, 0)
+            assert both.found.ahead
+    assert (gpu.launches, gpu.plain) == (launches + 1, plain) and launched[-1] == launches + 1, "a launch a step, before its tokens are waited for"
     both.step(2, 0)  # some of its rows
     assert not both.found.ahead and gpu.launches == launches + 1
     for _ in range(2):
@@ -190,6 +195,50 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu)
     for _ in range(2):
         both.step(1, 2)
     assert both.found.length(1) == 256 and not both.found.ahead  # no room for one more
+    for _ in range(3):
+        both.step(2, 3)
+    assert both.found.ahead  # for others there is
+
+
+def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form, gpu, monkeypatch):
+    """No memory for the step ahead; an interrupt while its predecessor is waited for."""
+    from lockstep.engine.tensorrt import cuda
+
+    both = Both(demo, open_model, form[1], more=True)
+    both.step(prompts=[(0, 61), (1, 5)])
+    both.step(0, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(both.found._executor._forms[0]), "reserve", lambda self, ends, *rest: refuse() if max(ends.values()) > 64 else False)
+
+        def refuse():
+            raise CheckError("expected 1 MiB of free GPU memory")
+
+        for _ in range(2):
+            both.step(0, 1)
+        assert not both.found.ahead
+        with pytest.raises(CheckError, match="free GPU memory"):
+            both.found.step_tokens([Advance(0, np.array([1]), 64)])
+    for _ in range(2):
+        both.step(0, 1)
+    with monkeypatch.context() as patched:
+
+        def interrupted(event):
+            raise KeyboardInterrupt
+
+        patched.setattr(cuda.Event, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            both.found.step_tokens([Advance(slot, np.array([both.next[slot]]), both.found.length(slot)) for slot in (0, 1)], more=True)
+    for _ in range(3):
+        both.step(0, 1)
+
+
+def test_decoding_goes_ahead_while_no_request_waits_and_ends_with_nothing_under_way(open_model, form, gpu):
+    model = open_model()
+    requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
+    seen = [(made.request, model.ahead) for made in Decoding(model, requests)]
+    assert [ahead for request, ahead in seen if request in (0, 1, 2)] == [False] * 12, "the last request waits for a slot"
+    # Its prompt; beside another, which ends; the first step alone; on; the end.
+    assert [ahead for request, ahead in seen if request == 4] == [False, *[True] * 4, False, *[True] * 5, False]
 
 
 def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
@@ -210,7 +259,10 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     for name, size in (("CONTEXT", 20), ("PREFILL", 40), ("WARM", 2), ("STEPS", 4)):
         monkeypatch.setattr(bench, name, size)
     model, assembly = open_model("all"), read_json(demo.assembly(MODEL, form[1]))
+    tokens, told = model._executor.tokens, []
+    monkeypatch.setattr(model._executor, "tokens", lambda advances, more: (told.append(more), tokens(advances, more))[1])
     found = bench.decode(model, 2, 1)
+    assert told == [False, False, *[True] * 5, False]  # two prompts; the last step has none behind it
     assert found["last"] == 26 and {"block", "attention", "exit", "next token", "embedding", "gaps", "step"} <= set(found["microseconds"])
     found = bench.prefill(model, 1, assembly)
     assert found["tokens"] == 40 and {"block", "attention", "exit", "embedding", "gaps"} <= set(bench.prefill_parts(model, found, assembly)["microseconds"])

@@ -45,8 +45,8 @@ class Token:
 
 @dataclass
 class Speed:
-    """Tokens and seconds spent in steps; in a step that was under way before it was asked for, from the end of the one before. A step that brings any part of a
-    prompt counts as prefill, with its prompt tokens only."""
+    """Tokens and seconds spent in steps. A step that brings any part of a prompt counts as prefill, with its prompt tokens only. One that was under way before it
+    was asked for (on a GPU) takes from the end of the one before: what the reader of its tokens did meanwhile is in it."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -81,7 +81,7 @@ class Decoding:
     """Iterate to run the requests; tokens come in the order in which steps make them. `speed` is filled as it goes.
 
     Decoding requests go into every step, and what is left of `max_num_tokens` goes to prompts, in order. Where all requests of a step take the most likely token,
-    the model chooses (`Model.step_tokens`): on a GPU no logits come back.
+    the model chooses (`Model.step_tokens`): on a GPU no logits come back, and while no request waits for a slot the next step is under way before it is asked for.
     Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow; CheckError for a most likely token
     whose logit is NaN or infinite.
     """

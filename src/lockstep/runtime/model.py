@@ -69,8 +69,8 @@ class Model:
         """As `step`, but gives only each request's most likely next token, [len(advances)] int64: on a GPU nothing else comes back. -1 where that
         one's logit is NaN or infinite.
 
-        more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU begins it at once, before the tokens are back; any other
-        step may follow all the same, a step later.
+        more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU may begin it at once, before the tokens are back; any
+        other step may follow all the same, a step later.
         """
         return self._take(advances, lambda advances: self._executor.tokens(advances, more))
 

@@ -123,14 +123,18 @@ class Stream:
 
     def __init__(self) -> None:
         self.handle = int(check(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
-        self._destroy = runtime.cudaStreamDestroy
+        self._destroy, self._synchronize = runtime.cudaStreamDestroy, runtime.cudaStreamSynchronize
 
     def __del__(self) -> None:
         if hasattr(self, "_destroy"):
             self._destroy(self.handle)
 
     def synchronize(self) -> None:
-        check(runtime.cudaStreamSynchronize(self.handle))
+        check(self._synchronize(self.handle))
+
+    def drain(self) -> None:
+        """Wait until nothing is under way, for those who give memory back: what went wrong there has been said, or nobody has asked."""
+        self._synchronize(self.handle)
 
     def upload(self, array: Array, host: np.ndarray) -> None:
         """Host to device. From page-locked memory this does not wait: leave `host` alone until the stream is through."""
@@ -139,7 +143,7 @@ class Stream:
         check(runtime.cudaMemcpyAsync(array.address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, self.handle))
 
     def download(self, host: np.ndarray, array: Array) -> None:
-        """Device to host; `synchronize` before reading."""
+        """Device to host; `synchronize`, or wait for an event behind it, before reading."""
         check(runtime.cudaMemcpyAsync(host.ctypes.data, array.address, host.nbytes, _DEVICE_TO_HOST, self.handle))
 
     def copy_rows(self, out: int, out_pitch: int, source: int, pitch: int, width: int, rows: int) -> None:

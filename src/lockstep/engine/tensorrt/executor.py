@@ -19,7 +19,7 @@ from lockstep.engine.tensorrt import cuda
 from lockstep.engine.tensorrt.attention import SMALLEST_CHUNK, make_attention
 from lockstep.engine.tensorrt.kernels import Kernels
 from lockstep.engine.tensorrt.program import Device
-from lockstep.errors import InputError
+from lockstep.errors import CheckError, InputError
 
 Call = Callable[[], None]
 _ROUNDS = 20  # of what is timed
@@ -38,7 +38,8 @@ class _Plan:
 
 @dataclass
 class _Expected:
-    """What the device's token ids and positions hold after a decode step: a step that asks for just this uploads nothing."""
+    """What the device's token ids and positions hold behind the decode step that was asked for last: a step that asks for just this uploads nothing. (With a
+    step ahead they are one token further already.)"""
 
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -86,8 +87,8 @@ class GpuExecutor:
         self._host_logits: np.ndarray | None = None
 
     def __del__(self) -> None:
-        if getattr(self, "_ahead", None) is not None:  # it is at work in what is freed now
-            self._stream.synchronize()
+        if hasattr(self, "_stream"):
+            self._stream.drain()  # what is freed now may be at work still
 
     @property
     def ahead(self) -> bool:
@@ -125,11 +126,12 @@ class GpuExecutor:
         if flight is None:
             plan, order = self._run(advances)
             flight = self._fetch(plan, order)
-        if more and len(advances) == len(flight.order):  # else the device has rows that nobody asks for any more
-            self._go_ahead(flight)
+        whole = len(advances) == len(flight.order)  # else the device has rows that nobody asks for any more
+        ahead = self._go_ahead(flight) if more and whole else None
         flight.done.wait()
         found = flight.tokens[[advance.slot for advance in advances]].astype(np.int64)
         self._expected.tokens = np.where(self._expected.rows >= 0, flight.tokens[: len(self._expected.rows)], 0).astype(np.int64)
+        self._ahead = ahead
         return found
 
     def _asked_for(self, advances: Sequence[Any]) -> _Flight | None:
@@ -151,15 +153,19 @@ class GpuExecutor:
         flight.done.record(self._stream)
         return flight
 
-    def _go_ahead(self, flight: _Flight) -> None:
+    def _go_ahead(self, flight: _Flight) -> _Flight | None:
         """Put the step behind `flight` on the stream too, if its rows have room."""
         lengths = self.lengths.copy()
         lengths[flight.order] = self._expected.positions[flight.order]
-        if lengths.max() < self.max_seq_len:
+        if lengths[flight.order].max() == self.max_seq_len:
+            return None
+        try:
             self._reserve({slot: int(lengths[slot]) + 1 for slot in flight.order}, lengths)
-            plan = self._decode_plan(len(self._expected.rows))
-            self._launch(plan)
-            self._ahead = self._fetch(plan, flight.order)
+        except CheckError:  # no memory for a step that may never be asked for; whoever asks for it is told
+            return None
+        plan = self._decode_plan(len(self._expected.rows))
+        self._launch(plan)
+        return self._fetch(plan, flight.order)
 
     def wait(self) -> None:
         """Until all weights are on the device. Raises what an upload raised."""
@@ -238,11 +244,10 @@ class GpuExecutor:
             last[advance.slot] = end - 1
             at = end
         self._upload(tokens, positions, rows, np.array([last[advance.slot] for advance in advances]))
-        self._expected = _Expected()
         return self._plan(num_decode, len(advances), places), list(range(len(advances)))
 
     def _upload(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, logit_rows: np.ndarray) -> None:
-        self._prompt = self._ahead = None
+        self._prompt, self._ahead, self._expected = None, None, _Expected()
         self._stream.synchronize()  # what was sent last may still be read
         count = len(tokens)
         for name, values, array in (("tokens", tokens, self._token_ids), ("positions", positions, self._positions), ("rows", rows, self._rows)):
@@ -265,7 +270,6 @@ class GpuExecutor:
         rows, positions = np.full(count, -1, np.int32), np.zeros(count, np.int64)
         rows[:batch], positions[:batch] = np.arange(batch), held
         self._upload(np.zeros(count, np.int64), positions, rows, np.arange(count))
-        self._expected = _Expected()  # tokens and positions go on by themselves from here
         plan = self._decode_plan(count)
         while plan.graph is None:
             self._launch(plan)

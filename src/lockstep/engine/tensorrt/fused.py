@@ -40,6 +40,7 @@ class FusedAttention:
         self._host_table = cuda.pinned((rows, self._pages_per_row), "i4")
         self._host_table[:] = 0
         self._table = cuda.zeros(self._host_table.shape, "i4")
+        self._sent = cuda.Event()
         self._chunk_lengths = cuda.zeros((rows, 2), "i4")
         self._host_chunks = cuda.pinned((rows, 2), "i4")
         kinds = {id(kind): kind for kind in layers.values()}
@@ -57,13 +58,14 @@ class FusedAttention:
         """Give pages to rows that grow. Nothing moves: the table's contents change, not its place."""
         grown = [row for row, end in ends.items() if len(self._pages[row]) * PAGE < end]
         if grown:
-            stream.synchronize()  # the copy before may still read the host's table
+            self._sent.wait()  # the copy before may still read the host's table
             for row in grown:
                 pages = self._pages[row]
                 while len(pages) * PAGE < ends[row]:
                     pages.append(self._free.pop())
                 self._host_table[row, : len(pages)] = pages
             stream.upload(self._table, self._host_table)
+            self._sent.record(stream)
         return False
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
