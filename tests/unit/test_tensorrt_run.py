@@ -259,8 +259,8 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     for name, size in (("CONTEXT", 20), ("PREFILL", 40), ("WARM", 2), ("STEPS", 4)):
         monkeypatch.setattr(bench, name, size)
     model, assembly = open_model("all"), read_json(demo.assembly(MODEL, form[1]))
-    tokens, told = model._executor.tokens, []
-    monkeypatch.setattr(model._executor, "tokens", lambda advances, more: (told.append(more), tokens(advances, more))[1])
+    tokens, told = model.step_tokens, []
+    monkeypatch.setattr(model, "step_tokens", lambda advances, more=False: (told.append(more), tokens(advances, more))[1])
     found = bench.decode(model, 2, 1)
     assert told == [False, False, *[True] * 5, False]  # two prompts; the last step has none behind it
     assert found["last"] == 26 and {"block", "attention", "exit", "next token", "embedding", "gaps", "step"} <= set(found["microseconds"])

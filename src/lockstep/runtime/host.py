@@ -9,6 +9,7 @@ import numpy as np
 from lockstep.runtime.kv_cache import KVCache
 from lockstep.runtime.network import Network
 from lockstep.runtime.plan import Layout, Plan
+from lockstep.runtime.sampling import most_likely
 from lockstep.runtime.step import Advance, lay_out
 
 _KEPT_PLANS = 8
@@ -45,8 +46,7 @@ class HostExecutor:
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
         """As `logits`: the most likely tokens, [len(advances)] int64; -1 where its logit is NaN or infinite."""
-        logits = self.logits(advances)
-        return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
+        return most_likely(self.logits(advances))
 
     def _plan(self, layout: Layout) -> Plan:
         """Decode steps come again and again with one layout: their plans are kept. A prompt's is used once."""

@@ -12,6 +12,7 @@ from lockstep.engine import EngineSet
 from lockstep.errors import InputError
 from lockstep.runtime.host import HostExecutor
 from lockstep.runtime.network import open_network
+from lockstep.runtime.sampling import most_likely
 from lockstep.runtime.step import Advance, Executor, check
 
 _DEFAULTS = {"max_batch_size": 4, "max_seq_len": 256, "max_num_tokens": None}
@@ -72,6 +73,8 @@ class Model:
         more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU may begin it at once, before the tokens are back; any
         other step may follow all the same, a step later.
         """
+        if any(len(advance.tokens) > 1 for advance in advances):
+            return most_likely(self.step(advances))
         return self._take(advances, lambda advances: self._executor.tokens(advances, more))
 
     @property

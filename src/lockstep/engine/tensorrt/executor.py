@@ -115,13 +115,10 @@ class GpuExecutor:
         return host[order].astype(np.float32)
 
     def tokens(self, advances: Sequence[Any], more: bool) -> np.ndarray:
-        """As `logits`; of a step that only decodes, just the most likely tokens come back, [len(advances)] int64; -1 where its logit is NaN or infinite.
+        """As `logits`, for a step that only decodes: just the most likely tokens come back, [len(advances)] int64; -1 where its logit is NaN or infinite.
 
         more: the next step goes on with these tokens, in these rows or some of them, as far as the caller knows.
         """
-        if any(len(advance.tokens) > 1 for advance in advances):
-            logits = self.logits(advances)
-            return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
         flight = self._asked_for(advances)
         if flight is None:
             plan, order = self._run(advances)
