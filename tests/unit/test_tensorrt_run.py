@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import standin_cuda
-from click.testing import CliRunner
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 from lockstep import golden
 from lockstep.bench import gpu as bench
-from lockstep.cli import main
 from lockstep.engine import build
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json
@@ -253,7 +248,6 @@ def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
 
 
 
-
 def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, form, gpu, monkeypatch):
     """What it measures with, not what it measures: every part is there, and the model is as it was."""
     for name, size in (("CONTEXT", 20), ("PREFILL", 40), ("WARM", 2), ("STEPS", 4)):
@@ -267,58 +261,6 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     found = bench.prefill(model, 1, assembly)
     assert found["tokens"] == 40 and {"block", "attention", "exit", "embedding", "gaps"} <= set(bench.prefill_parts(model, found, assembly)["microseconds"])
     assert [model.length(slot) for slot in range(2)] == [0, 0]
-
-
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 2048,
-}  # fmt: skip
-STANDIN = """#!/bin/sh
-exec {python} -c '
-import sys
-sys.path[:0] = {paths}
-import standin_cuda
-from lockstep import worker
-from lockstep.bench import gpu
-gpu.CONTEXT, gpu.PREFILL, gpu.WARM, gpu.STEPS = 20, 40, 2, 4
-with standin_cuda.installed("8.6.0") as device:
-    worker.main()
-    assert not device.faults'
-"""
-TRANSFORMERS = """#!{python}
-import json, sys
-sys.path[:0] = {paths}
-from lockstep.bench import gpu_transformers
-request = json.load(sys.stdin)
-for layers in request.get("layers", ()):
-    gpu_transformers.reference({{**request, "device": "cpu"}}, layers)
-print(json.dumps({{"torch": gpu_transformers.torch.__version__}}))
-"""
-
-
-def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
-    """The command, through interpreters that only their own scripts make what they are, as an environment for TensorRT 8.6 may be. References are real, of
-    transformers on a CPU; its speeds need a GPU and are left out."""
-    paths = [str(Path(file).parent) for file in (standin_cuda.__file__, Path(bench.__file__).parents[1])]
-    python, transformers, shape, work = (tmp_path / name for name in ("python", "transformers", "tiny.json", "work"))
-    for script, text in ((python, STANDIN), (transformers, TRANSFORMERS)):
-        script.write_text(text.format(python=sys.executable, paths=json.dumps(paths)))
-        script.chmod(0o755)
-    shape.write_text(json.dumps(SHAPE))
-    monkeypatch.setattr(sys, "executable", str(transformers))
-    command = ["bench", "gpu", "--shape", shape, "--python", python, "--work", work, "--write", tmp_path, "--rounds", 1, "--option", "workspace_mb=64"]
-    ended = CliRunner().invoke(main, list(map(str, command)), catch_exceptions=False)
-    assert ended.exit_code == 0 and ended.stdout == f"{tmp_path}/gpu/tiny.json\n"
-    record = read_json(tmp_path / "gpu" / "tiny.json")
-    assert record == read_json(work / "parts.json") and record["options"]["workspace_mb"] == 64
-    assert list(record["check"]) == ["2", "all"] and all(found["passes"] and found["same_tokens"] == 16 for found in record["check"].values())
-    assert record["build"]["verified"] == "the same tactics" and record["build"]["engine_bytes"] and record["ready_seconds"] > 0
-    assert set(record["decode"]) == {"1", "16"} and record["prefill"]["tokens"] == 40 and {"block", "gaps"} < set(record["prefill"]["microseconds"])
-    assert record["transformers"]["torch"]
-    # All tokens go through the first two layers and to the third one's queries, keys and values; one row through the rest of it and lm_head.
-    qkv, rest, head = 64 * (64 + 2 * 32), 64 * 64 + 3 * 64 * 96, 64 * 256
-    seen = 4 * (16 + 16) * 3 * sum(range(1, 11))  # heads, the two products of a layer, layers, tokens
-    assert bench.operations(read_json(work / "graphs" / "assembly.json"), 10) == (2 * 10 * (3 * qkv + 2 * rest), 2 * seen + 2 * (rest + head))
 
 
 @pytest.mark.parametrize("fails", [1, 4])
