@@ -1,6 +1,6 @@
 """The kernel for tokens of prompts: rotary encoding, and the new keys and values into the paged cache. cuDNN's attention follows it.
 
-It moves 16 bytes at a time, and its sizes are known when it is compiled: with sizes that are arguments, dividing by them takes longer than the memory does.
+It moves 16 bytes at a time, and its sizes are known when it is compiled, so that nothing is divided by an argument.
 """
 
 from __future__ import annotations
