@@ -179,6 +179,15 @@ def test_engines_that_do_not_open_end_the_benchmark_in_one_line(tmp_path):
         gpu.ready_seconds(None, tmp_path / "engines.json", tmp_path / "assembly.json", tmp_path / "weights.json")
 
 
+def test_agreement_counts_the_tokens_that_differ_and_says_how_near_they_were():
+    exact = np.array([[0.0, 1.0, 0.9], [2.0, 0.0, 0.0], [0.0, 0.0, 3.0]], np.float32)
+    ours = exact + np.array([[0, -0.0625, 0.0625], [0, 0, 0], [0, 0, 0]], np.float32)
+    found = gpu.agreement(ours, exact, exact - np.float32(0.03125))
+    assert found["same_tokens"] == 2 and found["same_tokens_of_transformers_fp16"] == 3 and found["tokens"] == 3
+    assert found["preferred_by"] == pytest.approx(0.1) and found["preferred_by"] <= 2 * found["max_logit_error"]
+    assert found["passes"] and not gpu.agreement(ours, exact, exact - np.float32(0.03))["passes"], "0.0625 is twice 0.03125"
+
+
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
     command = [sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")]
