@@ -15,7 +15,7 @@ from lockstep.bench.child import run_child
 from lockstep.cli import main
 from lockstep.engine import build
 from lockstep.errors import InputError
-from lockstep.files import read_json
+from lockstep.files import read_json, write_json
 from lockstep.runtime import Advance, Model
 from lockstep.split.export import export_config
 
@@ -186,6 +186,15 @@ def test_agreement_counts_the_tokens_that_differ_and_says_how_near_they_were():
     assert found["same_tokens"] == 2 and found["same_tokens_of_transformers_fp16"] == 3 and found["tokens"] == 3
     assert found["preferred_by"] == pytest.approx(0.1) and found["preferred_by"] <= 2 * found["max_logit_error"]
     assert found["passes"] and not gpu.agreement(ours, exact, exact - np.float32(0.03))["passes"], "0.0625 is twice 0.03125"
+
+
+@pytest.mark.parametrize("whose", ["max_logit_error", "max_logit_error_of_transformers_fp16"])
+def test_logits_that_are_not_finite_agree_with_nothing_and_can_be_recorded(tmp_path, whose):
+    exact = np.array([[0.0, 1.0, 0.9]], np.float32)
+    spoilt = np.array([[0.0, np.nan, 0.9]], np.float32)
+    found = gpu.agreement(*((spoilt, exact, exact) if whose == "max_logit_error" else (exact, exact, spoilt)))
+    assert found[whose] is None and not found["passes"]
+    write_json(tmp_path / "record.json", found)
 
 
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):

@@ -24,6 +24,7 @@ import numpy as np
 
 from lockstep import formats, worker
 from lockstep.bench.measure import spread
+from lockstep.checks import difference
 from lockstep.engine.builder import COSTS, build
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD
 from lockstep.errors import CheckError, InputError, LockstepError
@@ -74,8 +75,8 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     write_json(out, record)
     for layers, found in checks.items():
         if not found["passes"]:
-            ours, theirs = found["max_logit_error"], found["max_logit_error_of_transformers_fp16"]
-            raise CheckError(f"{out}: check: {layers} layers: expected logits at most twice as far from fp32 as fp16 of transformers ({theirs:.3g}), found {ours:.3g}")
+            ours, theirs = ("NaN or infinity" if found[key] is None else f"{found[key]:.3g}" for key in ("max_logit_error", "max_logit_error_of_transformers_fp16"))
+            raise CheckError(f"{out}: check: {layers} layers: expected logits at most twice as far from fp32 as fp16 of transformers ({theirs}), found {ours}")
 
 
 def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,14 +247,15 @@ def check(engines: Path, assembly: Path, weights: Path, layers: int | str, refer
 def agreement(ours: np.ndarray, exact: np.ndarray, half: np.ndarray) -> dict[str, Any]:
     """Logits [num_tokens, vocab_size] of ours and of transformers in fp16 (`half`) beside its fp32 (`exact`): the largest difference, and how many most likely
     tokens are the same. `preferred_by`: where ours is another, how much higher the exact logit of the right one is, at most; errors of logits allow twice theirs.
+    An error is None where NaN or infinity is among the logits.
 
     Passes when our difference is at most twice that of fp16: the same rounding in another order.
     """
-    error, error_of_half = (float(np.abs(logits - exact).max()) for logits in (ours, half))
+    error, of_half = difference(exact, ours), difference(exact, half).max_abs_error
     best, our_best, best_of_half = (logits.argmax(1) for logits in (exact, ours, half))
     steps = np.arange(len(exact))
     return {
-        "max_logit_error": error, "max_logit_error_of_transformers_fp16": error_of_half, "logits_std": float(exact.std()), "tokens": len(exact),
+        "max_logit_error": error.max_abs_error, "max_logit_error_of_transformers_fp16": of_half, "logits_std": float(exact.std()), "tokens": len(exact),
         "same_tokens": int((our_best == best).sum()), "same_tokens_of_transformers_fp16": int((best_of_half == best).sum()),
-        "preferred_by": float((exact[steps, best] - exact[steps, our_best]).max()), "passes": error <= 2 * error_of_half,
+        "preferred_by": float((exact[steps, best] - exact[steps, our_best]).max()), "passes": of_half is not None and error.within(2 * of_half),
     }  # fmt: skip
