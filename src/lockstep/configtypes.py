@@ -196,9 +196,9 @@ class TensorRTConfig(Section):
     )
     workspace_mb: Count = Field(default=4096, description="Device memory that a tactic may use while it runs, in MiB.")
     optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
-        default=5,
+        default=4,
         description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing cache. TensorRT 8.6 adds up fp16 products in fp16 "
-        "where it does not fuse them, which is seldom at level 5; the build says so.",
+        "where it does not fuse them, which is seldom from level 4 on; the build says so.",
     )
     tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
         default=None, json_schema_extra=UNIQUE,

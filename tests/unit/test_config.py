@@ -316,7 +316,7 @@ def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_
     assert config.build_options("onnxruntime") == {} and config.interpreter("onnxruntime") is None
     assert config.interpreter("tensorrt") == "python3.10"
     assert config.build_options("tensorrt") == {
-        "workspace_mb": 4096, "optimization_level": 5, "tactic_sources": None, "tactics": "record", "attention": "fused",
+        "workspace_mb": 4096, "optimization_level": 4, "tactic_sources": None, "tactics": "record", "attention": "fused",
         "max_batch_size": 7, "max_num_tokens": 512, "max_seq_len": 256,
     }  # fmt: skip
 

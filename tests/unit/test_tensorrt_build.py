@@ -25,7 +25,8 @@ from lockstep.engine.tensorrt.backend import TensorRTBackend
 from lockstep.engine.tensorrt.compat import Tensor
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import driver_version, gpu_key
-from lockstep.engine.tensorrt.layers import check_precision, compare, datatype, fingerprint, fp16_sums, read_layers
+from lockstep.engine.tensorrt.layers import check_precision, compare, datatype, differences, fingerprint, fp16_sums, read_layers
+from lockstep.engine.tensorrt.regions import region_layers
 from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.needs import require_capability, require_cudnn
 from lockstep.engine.tensorrt.profiles import profiles
@@ -221,6 +222,43 @@ def test_products_summed_in_fp16_are_found_in_a_real_listing():
     assert fp16_sums(read(layer(tactic="turing_h1688gemm_128x128_ldg8_tn"), layer(tactic="ampere_s16816gemm_fp16_64x64_tn"))) == ["product"]
 
 
+def real_plan() -> bytes:
+    """Two of the three regions' listings of a plan of TensorRT 8.6.0 (level 4, H200): a Llama-2-7B block for one token, and for up to 2064; other bytes around them."""
+    return b"\x00\x7fptrt\xff main {" + (Path(__file__).parents[1] / "data" / "regions_8.6.txt").read_bytes() + b"shape_main {\n label bb0: \n}\x01"
+
+
+def test_the_kernels_of_fused_regions_are_read_from_the_plan():
+    layers = region_layers(real_plan())
+    products = {layer.name: layer.tactic for layer in layers if "gemm" in layer.tactic}
+    assert list(products) == ["gemm_3_matrix_multiply", *(f"{name} [profile 2]_matrix_multiply" for name in ("gemm_0", "gemm_1/fused", "gemm_3", "gemm_4/fused"))]
+    assert products["gemm_3_matrix_multiply"] == "sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32x64_stage6_warpsize2x2x1_tensor16x8x16, its sum in 4 parts"
+    assert len(layers) == 16 and layers[0].name == "fc_mul+fc_sum+*" and layers[0].tactic == "grid 4096 1 1, block 128 1 1"
+    check_precision(layers, BLOCK, tensor_types(BLOCK), "x")
+    assert fp16_sums(layers) == []
+    assert region_layers(b"") == region_layers(b"\nmain {\n}\nmain {\n  another={ form }\n}") == []
+
+
+def test_products_in_fused_regions_are_held_to_the_graph_too():
+    half = region_layers(real_plan().replace(b"f16f16_f16f32_f32", b"f16f16_f16f16_f16"))
+    assert fp16_sums(half) == [layer.name for layer in half if "gemm" in layer.tactic] != []
+    with pytest.raises(CheckError, match="x: layer gemm_3_matrix_multiply: expected a matrix product in float16 as in the graph, found tactic sm80_xmma_gemm_f32f32"):
+        check_precision(region_layers(real_plan().replace(b"f16f16_f16f32_f32", b"f32f32_f32f32_f32")), BLOCK, tensor_types(BLOCK), "x")
+
+
+def test_another_kernel_in_a_fused_region_is_another_choice():
+    """Found on a GPU: from one record, engines came out whose layers were the same, and the kernels in their regions were not."""
+    first = fingerprint(region_layers(real_plan()))
+    again = fingerprint(region_layers(real_plan().replace(b"__mye1", b"__mye2")))
+    other = fingerprint(region_layers(real_plan().replace(b"sk_factor=4", b"sk_factor=1")))
+    assert first == again and list(differences(first, again, "x")) == []
+    assert [line.partition(" as recorded, found ")[2] for line in differences(first, other, "middle.engine")] == [
+        "tactic sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32x64_stage6_warpsize2x2x1_tensor16x8x16, its sum in 1 part; "
+        "a timing cache of TensorRT 8.6 does not bring back the kernels of fused regions: keep the recorded engines, or record again"
+    ]
+    with pytest.raises(CheckError, match="middle.engine: layer gemm_3_matrix_multiply: expected tactic .* its sum in 4 parts as recorded"):
+        compare(first, other, "middle.engine")
+
+
 def test_a_fused_region_is_known_by_its_tensors_not_by_the_nodes_that_name_it():
     """Found on a GPU: a second build from the same timing cache listed the same region under another first node."""
     text = real_listing("layers_8.6_level_5.json")
@@ -296,6 +334,21 @@ def test_warnings_that_are_failures_are_told_from_others(said, found):
     log.warnings.append(said)
     assert [name for name in ("_REFUSED_CACHE", "_IGNORED_PRECISION") if log.first(getattr(compat, name))] == ([found] if found else [])
     assert "\n" not in log.first_error()
+
+
+@pytest.mark.parametrize(
+    ("said", "taken", "whole"),
+    [
+        ([], True, True),
+        (["1: [myelinCache.h::deserializeFromBuffer::52] Error Code 1: Myelin (Myelin error from unknown graph)", "4: The timing cache will not be used!"], True, False),
+        (["4: The timing cache will not be used!"], False, False),
+    ],
+)
+def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(said, taken, whole):
+    """What 8.6.0 says of each of its own caches, as errors, while it gives a cache all the same: found on a GPU."""
+    given = object()
+    config = SimpleNamespace(create_timing_cache=lambda data: compat.LOG.errors.extend(said) or given)
+    assert compat.create_timing_cache(config, b"cache") == (given if taken else None, whole)
 
 
 # --- tactics

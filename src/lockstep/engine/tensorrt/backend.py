@@ -21,10 +21,11 @@ from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
-from lockstep.engine.tensorrt.layers import check_precision, fingerprint, fp16_sums, read_layers
+from lockstep.engine.tensorrt.layers import Layer, check_precision, fingerprint, fp16_sums, read_layers
 from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.needs import require_capability, require_cudnn, require_nvrtc
 from lockstep.engine.tensorrt.profiles import Profile, profiles
+from lockstep.engine.tensorrt.regions import region_layers
 from lockstep.engine.tensorrt.rotation import check_rotation
 from lockstep.engine.tensorrt.tactics import CACHE, Tactics
 from lockstep.errors import CheckError, InputError
@@ -40,13 +41,14 @@ class TensorRTBackend:
 
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 4
+    revision = 5
     takes_long = True
 
     def __init__(self) -> None:
         compat.require()
         self._builder: Any = None
         self._timing: Any = None
+        self._whole = True
         self._tactics: Tactics | None = None
         self._host = OnnxRuntimeBackend()
 
@@ -71,7 +73,7 @@ class TensorRTBackend:
             "opset": None if compat.has("opset_18") else 17,
             "fuse_projections": True,
             "workspace_mb": 4096,
-            "optimization_level": 5,
+            "optimization_level": 4,
             "tactic_sources": None,
             "tactics": "free",
             "attention": "fused",
@@ -123,15 +125,17 @@ class TensorRTBackend:
         with PeakMemory() as peak:
             config, plan = self._plan(model, types, bounds, options, tactics, where)
             engine = compat.deserialize(plan, where)
-            layers = read_layers(compat.layer_information(engine), where)
+            layers = _layers(engine, plan, where)
             check_contract(compat.tensors(engine), model, bounds, compat.has("int64"), where)
         check_precision(layers, model, types, where)
         digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
         tactics.take_cache(compat.serialize_timing_cache(config), compat.cached_tactics(config), where)
         write_bytes(out_path, plan)
         sums = fp16_sums(layers)
-        note = f"products that TensorRT adds up in fp16: {', '.join(sums)}" if sums else None
-        return Built({"tactics_sha256": digest, **({"fp16_sums": sums} if sums else {})}, peak.nbytes, note)
+        notes = [f"products that TensorRT adds up in fp16: {', '.join(sums)}"] if sums else []
+        if not self._whole:
+            notes.append(f"TensorRT {self.version()} does not read what the timing cache says of fused regions: their kernels were chosen anew")
+        return Built({"tactics_sha256": digest, **({"fp16_sums": sums} if sums else {})}, peak.nbytes, "; ".join(notes) or None)
 
     def _plan(
         self, model: onnx.ModelProto, types: Mapping[str, str], bounds: Sequence[Profile], options: Mapping[str, Any], tactics: Tactics, where: str
@@ -147,7 +151,7 @@ class TensorRTBackend:
         for profile in bounds:
             compat.add_profile(self._builder, config, profile)
         if self._timing is None:
-            self._timing = compat.create_timing_cache(config, tactics.cache)
+            self._timing, self._whole = compat.create_timing_cache(config, tactics.cache)
         if self._timing is None or not compat.use_timing_cache(config, self._timing, tactics.mode == "verified"):
             raise CheckError(f"{where}: TensorRT {self.version()} refuses the timing cache: {compat.LOG.first_error()}; delete {CACHE} and build again")
         return config, compat.build_plan(self._builder, network, config, where)
@@ -156,22 +160,22 @@ class TensorRTBackend:
         """Tactics, formats and layers, without names made from pointers."""
         if engine_path.suffix == _GRAPH:
             return self._host.choices(engine_path)
-        return fingerprint(self._layers(engine_path))
+        return fingerprint(self._read(engine_path))
 
     def layer_information(self, engine_path: Path) -> Any:
-        """The inspector's layers as they are."""
+        """The inspector's layers as they are, and the kernels of fused regions."""
         if engine_path.suffix == _GRAPH:
             return self._host.layer_information(engine_path)
-        return [asdict(layer) for layer in self._layers(engine_path)]
+        return [asdict(layer) for layer in self._read(engine_path)]
 
     def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
         """The plan as it is: names made from pointers lie in places that only TensorRT knows, and R4 then says that bytes differ."""
         return CanonicalBytes(engine_path.read_bytes())
 
-    def _layers(self, engine_path: Path) -> Any:
-        where = str(engine_path)
+    def _read(self, engine_path: Path) -> list[Layer]:
+        where, plan = str(engine_path), engine_path.read_bytes()
         describe_gpu()  # without a GPU, TensorRT 8.6 ends the process
-        return read_layers(compat.layer_information(compat.deserialize(engine_path.read_bytes(), where)), where)
+        return _layers(compat.deserialize(plan, where), plan, where)
 
     def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Program:
         if engine_path.suffix == _GRAPH:
@@ -190,3 +194,8 @@ class TensorRTBackend:
         from lockstep.engine.tensorrt.executor import GpuExecutor
 
         return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
+
+
+def _layers(engine: Any, plan: bytes, where: str) -> list[Layer]:
+    """What the inspector tells, and the kernels of fused regions, which it does not."""
+    return read_layers(compat.layer_information(engine), where) + region_layers(plan)

@@ -28,6 +28,7 @@ except (ImportError, OSError) as error:  # its libraries, or those that they lin
 Version = tuple[int, int]
 # "The timing cache will not be used!", "Timing cache ... mismatch": said as a warning, while the build goes on.
 _REFUSED_CACHE = re.compile(r"timing cache.*(not be used|mismatch|corrupt|invalid|different)|(mismatch|corrupt|invalid).*timing cache", re.IGNORECASE | re.DOTALL)
+_OF_REGIONS = re.compile(r"myelin", re.IGNORECASE)  # TensorRT's compiler of fused regions, which has a part of the cache to itself
 # "No implementation of layer ... obeys the requested constraints ...": a warning where constraints are only preferred.
 _IGNORED_PRECISION = re.compile(r"obeys? the requested constraints|precision.*(ignored|not obeyed)", re.IGNORECASE | re.DOTALL)
 
@@ -271,10 +272,16 @@ def add_profile(builder: trt.Builder, config: trt.IBuilderConfig, shapes: Mappin
         raise CheckError(f"TensorRT {trt.__version__} refuses the optimization profile {dict(shapes)}: {LOG.first_error()}")
 
 
-def create_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache | None:
-    """An empty cache, or one that was serialized; it may serve several configurations. None where TensorRT refuses the bytes."""
+def create_timing_cache(config: trt.IBuilderConfig, data: bytes) -> tuple[trt.ITimingCache | None, bool]:
+    """An empty cache, or one that was serialized; it may serve several configurations. None where TensorRT refuses the bytes.
+
+    And whether it is whole: 8.6.0 takes the times of layers, and refuses the part of its own caches that fused regions are chosen by.
+    """
     LOG.clear()
-    return config.create_timing_cache(data)
+    cache: trt.ITimingCache | None = config.create_timing_cache(data)
+    if not LOG.first(_REFUSED_CACHE):
+        return cache, True
+    return (cache if LOG.first(_OF_REGIONS) else None), False
 
 
 def use_timing_cache(config: trt.IBuilderConfig, cache: trt.ITimingCache, replay: bool) -> bool:
