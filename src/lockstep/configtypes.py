@@ -198,7 +198,7 @@ class TensorRTConfig(Section):
     optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
         default=4,
         description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing cache. TensorRT 8.6 adds up fp16 products in fp16 "
-        "where it does not fuse them, which is seldom from level 4 on; the build says so.",
+        "where it does not fuse them, which at levels 4 and 5 is seldom; the build says so.",
     )
     tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
         default=None, json_schema_extra=UNIQUE,
@@ -208,7 +208,7 @@ class TensorRTConfig(Section):
     tactics: Literal["free", "record", "verified"] = Field(
         default="free",
         description="`record` keeps the timing cache and what was chosen for each layer beside the engines, and goes on from them; `verified` builds from "
-        "such a record and fails where anything else is chosen.",
+        "such a record and fails where anything else is chosen; with TensorRT 8.6, which chooses the kernels of fused regions anew in each build, that is often.",
     )
     attention: Literal["fused", "traced"] = Field(
         default="fused",

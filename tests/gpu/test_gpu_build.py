@@ -63,7 +63,10 @@ def test_products_are_summed_in_fp32(tmp_path, rows):
 
 def test_the_kernels_of_fused_regions_are_known(graph):
     """Of the profiles with several rows: one row is multiplied by a kernel that is made for it."""
-    build(graph)
+    if not get_backend("tensorrt").version().startswith("8.6"):
+        pytest.skip("later versions list them as layers")
+    build(graph, "record")
+    assert any(layer["kind"].endswith(" in a fused region") for layer in read_json(graph.parent / "tactics.json")["engines"]["block"]["layers"])
     kernels = [layer["tactic"] for layer in get_backend("tensorrt").layer_information(graph.parent / "block.engine") if "gemm" in layer["tactic"]]
     assert kernels and all("f16f16_f16f32_f32" in kernel for kernel in kernels)
 

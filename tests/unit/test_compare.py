@@ -254,8 +254,12 @@ def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_atten
     again = with_standin(demo, tmp_path, "fp16", tactics="record")
     assert again.returncode == 0 and "build: engine " not in again.stderr, again.stderr
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    verified = with_standin(demo, tmp_path, "fp16", tactics="verified")
-    assert verified.returncode == 0, verified.stderr
+    verified = with_standin(demo, tmp_path, "fp16", tactics="verified")  # the engines that the record speaks of
+    assert verified.returncode == 0 and "build: engine " not in verified.stderr, verified.stderr
+    assert read_json(tmp_path / "engines.json")["options"]["tactics"] == "verified"
+    (tmp_path / "middle.engine").unlink()
+    missing = with_standin(demo, tmp_path, "fp16", tactics="verified")
+    assert missing.returncode == 0 and missing.stderr.count("build: engine ") == 1, missing.stderr
     traced = with_standin(demo, tmp_path, "fp16", attention="traced")
     assert traced.returncode == 0 and not (tmp_path / "attention.rotary.onnx").exists() and (tmp_path / "attention.decode.engine").exists()
 

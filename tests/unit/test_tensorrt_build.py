@@ -5,10 +5,12 @@ Listings are written by hand in the inspector's format, but for those in tests/d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,19 +22,20 @@ import onnx.parser
 import pytest
 
 import lockstep.engine.tensorrt
+from lockstep.engine.tensorrt import backend as tensorrt_backend
 from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.backend import TensorRTBackend
 from lockstep.engine.tensorrt.compat import Tensor
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import driver_version, gpu_key
 from lockstep.engine.tensorrt.layers import check_precision, compare, datatype, differences, fingerprint, fp16_sums, read_layers
-from lockstep.engine.tensorrt.regions import region_layers
 from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.needs import require_capability, require_cudnn
 from lockstep.engine.tensorrt.profiles import profiles
+from lockstep.engine.tensorrt.regions import region_layers
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD, Tactics
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json, sha256_file
+from lockstep.files import read_json, sha256_file, sha256_json
 
 LIMITS = {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 32}
 BLOCK = onnx.parser.parse_model(
@@ -233,15 +236,28 @@ def test_the_kernels_of_fused_regions_are_read_from_the_plan():
     assert list(products) == ["gemm_3_matrix_multiply", *(f"{name} [profile 2]_matrix_multiply" for name in ("gemm_0", "gemm_1/fused", "gemm_3", "gemm_4/fused"))]
     assert products["gemm_3_matrix_multiply"] == "sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32x64_stage6_warpsize2x2x1_tensor16x8x16, its sum in 4 parts"
     assert len(layers) == 16 and layers[0].name == "fc_mul+fc_sum+*" and layers[0].tactic == "grid 4096 1 1, block 128 1 1"
+    assert next(layer.tactic for layer in layers if layer.name.startswith("add_2 [profile 2]")) == "grid 2064 1 1, block 128 1 1"
     check_precision(layers, BLOCK, tensor_types(BLOCK), "x")
     assert fp16_sums(layers) == []
-    assert region_layers(b"") == region_layers(b"\nmain {\n}\nmain {\n  another={ form }\n}") == []
+
+
+FUSED = """  fusion={ name=__myl_bb0_1_FcCas args={ "__myln_k_arg__bb0_20" "__myln_k_arg__bb0_21" } kernel=sm80_xmma_gemm_f16f16_f16f16_f16_nn_n_tilesize64x128x32_fused11 binary=2 \
+metadata={ 0 64062 } stream=0 layers="gemm_4_matrix_multiply+logits' castToActType" }"""
+
+
+def test_products_with_something_fused_to_them_and_statements_of_other_forms_are_not_passed_over():
+    """The first is of a real plan: an lm_head whose sums `-cask:fp16_acc=off` did not reach."""
+    listing = f"x\nmain {{\n label bb0: \n{FUSED}\n  another={{ form=1 }}\n  wait={{ name=\"a\" layers=\"a\" }}\n}}\nmain {{\n}}\nmain {{\n  last={{ 1 }}\n}}\n"
+    fused, another, last = region_layers(listing.encode())
+    assert fp16_sums([fused]) == [fused.name] == ["gemm_4_matrix_multiply+logits' castToActType"] and fused.tactic.endswith("_fused11")
+    assert (another.name, another.kind, another.tactic) == ("another", "another in a fused region", "") and last.name == "last"
+    assert region_layers(b"") == region_layers(b"\nmain {\n  cut off") == []
 
 
 def test_products_in_fused_regions_are_held_to_the_graph_too():
     half = region_layers(real_plan().replace(b"f16f16_f16f32_f32", b"f16f16_f16f16_f16"))
     assert fp16_sums(half) == [layer.name for layer in half if "gemm" in layer.tactic] != []
-    with pytest.raises(CheckError, match="x: layer gemm_3_matrix_multiply: expected a matrix product in float16 as in the graph, found tactic sm80_xmma_gemm_f32f32"):
+    with pytest.raises(CheckError, match="x: layer gemm_3_matrix_multiply: expected a matrix product in float16 as in the graph, found tactic sm80_xmma_gemm_f32f32.* 4 parts; the engine"):
         check_precision(region_layers(real_plan().replace(b"f16f16_f16f32_f32", b"f32f32_f32f32_f32")), BLOCK, tensor_types(BLOCK), "x")
 
 
@@ -252,10 +268,9 @@ def test_another_kernel_in_a_fused_region_is_another_choice():
     other = fingerprint(region_layers(real_plan().replace(b"sk_factor=4", b"sk_factor=1")))
     assert first == again and list(differences(first, again, "x")) == []
     assert [line.partition(" as recorded, found ")[2] for line in differences(first, other, "middle.engine")] == [
-        "tactic sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32x64_stage6_warpsize2x2x1_tensor16x8x16, its sum in 1 part; "
-        "a timing cache of TensorRT 8.6 does not bring back the kernels of fused regions: keep the recorded engines, or record again"
+        "tactic sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32x64_stage6_warpsize2x2x1_tensor16x8x16, its sum in 1 part"
     ]
-    with pytest.raises(CheckError, match="middle.engine: layer gemm_3_matrix_multiply: expected tactic .* its sum in 4 parts as recorded"):
+    with pytest.raises(CheckError, match="middle.engine: layer gemm_3_matrix_multiply: expected tactic .* its sum in 4 parts as recorded, .*; TensorRT 8.6 chooses the kernels of fused"):
         compare(first, other, "middle.engine")
 
 
@@ -336,19 +351,46 @@ def test_warnings_that_are_failures_are_told_from_others(said, found):
     assert "\n" not in log.first_error()
 
 
+REFUSED = ["1: [myelinCache.h::deserializeFromBuffer::52] Error Code 1: Myelin (Myelin error from unknown graph)", "4: The timing cache will not be used!"]
+
+
 @pytest.mark.parametrize(
-    ("said", "taken", "whole"),
-    [
-        ([], True, True),
-        (["1: [myelinCache.h::deserializeFromBuffer::52] Error Code 1: Myelin (Myelin error from unknown graph)", "4: The timing cache will not be used!"], True, False),
-        (["4: The timing cache will not be used!"], False, False),
-    ],
+    ("version", "said", "taken", "whole"),
+    [("8.6.0", [], True, True), ("8.6.0", REFUSED, True, False), ("8.6.0", REFUSED[1:], False, False), ("10.8.0", REFUSED, False, False)],
 )
-def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(said, taken, whole):
+def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, version, said, taken, whole):
     """What 8.6.0 says of each of its own caches, as errors, while it gives a cache all the same: found on a GPU."""
+    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__=version))
     given = object()
     config = SimpleNamespace(create_timing_cache=lambda data: compat.LOG.errors.extend(said) or given)
     assert compat.create_timing_cache(config, b"cache") == (given if taken else None, whole)
+
+
+@pytest.mark.parametrize(
+    ("plan", "whole", "note"),
+    [
+        ("real", True, None),
+        ("real", False, "TensorRT 8.6.0 does not read what the timing cache says of fused regions: their kernels were chosen anew"),
+        ("half", True, "products that TensorRT adds up in fp16: gemm_3_matrix_multiply, gemm_0 .*"),
+        ("", True, "fused regions whose kernels cannot be read: they are not held to the graph"),
+    ],
+)
+def test_a_build_takes_the_kernels_of_regions_for_layers(tmp_path, monkeypatch, plan, whole, note):
+    """All but what TensorRT itself does."""
+    data = {"real": real_plan(), "half": real_plan().replace(b"f16f16_f16f32_f32", b"f16f16_f16f16_f16"), "": b"another plan"}[plan]
+    region = listing(layer(name="{ForeignNode[a...b]}", kind="Myelin", tactic="", value="", source=("taken", HALF)))
+    answers = {"create_timing_cache": (object(), whole), "build_plan": data, "layer_information": region, "serialize_timing_cache": b"", "cached_tactics": {}}
+    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__="8.6.0"))
+    for name in ("create_builder", "create_network", "parse", "create_config", "constrain_precision", "add_profile", "use_timing_cache", "deserialize", "tensors", *answers):
+        monkeypatch.setattr(compat, name, lambda *arguments, answer=answers.get(name, True): answer)
+    monkeypatch.setattr(tensorrt_backend, "check_contract", lambda *arguments: None)
+    monkeypatch.setattr(tensorrt_backend, "PeakMemory", lambda: contextlib.nullcontext(SimpleNamespace(nbytes=None)))
+    onnx.save(BLOCK, tmp_path / "block.onnx")
+    library = TensorRTBackend()
+    built = library.build(tmp_path / "block.onnx", tmp_path / "block.engine", library.default_options())
+    assert built.note is note is None or re.fullmatch(note, built.note)
+    assert built.about["tactics_sha256"] == sha256_json(fingerprint(read_layers(region, "x") + region_layers(data))) and (tmp_path / "block.engine").read_bytes() == data
+    assert len(built.about.get("fp16_sums", [])) == (5 if plan == "half" else 0)
 
 
 # --- tactics

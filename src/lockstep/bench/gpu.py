@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 from lockstep import formats, worker
 from lockstep.bench.measure import spread
 from lockstep.checks import difference
-from lockstep.engine.builder import COSTS, build
+from lockstep.engine.builder import COSTS
 from lockstep.engine.tensorrt.layers import differences
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD
 from lockstep.errors import CheckError, InputError
@@ -61,9 +61,10 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
 
     weights = random_weights(assembly, work / "weights")
     engines = work / "engines" / "engines.json"
-    made = builds(assembly_json, engines, {**LIMITS, **options}, python)
+    for made in builds(assembly_json, engines, {**LIMITS, **options}, python):
+        note(build=made)
     manifest = read_json(engines)
-    note(build=made, device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
+    note(device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
     note(ready_seconds=ready_seconds(python, engines, assembly_json, weights))
     model = ready(engines, assembly_json, weights)
     note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
@@ -80,22 +81,24 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
             raise CheckError(f"{out}: check: {layers} layers: expected logits at most twice as far from fp32 as fp16 of transformers ({theirs}), found {ours}")
 
 
-def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None) -> dict[str, Any]:
-    """Cold, recording tactics; then again from that record in a new process, and what got other tactics then."""
-    shutil.rmtree(engines.parent, ignore_errors=True)
-    cold, _ = timed(lambda: build(assembly_json, "tensorrt", engines, {**options, "tactics": "record"}))
+def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None) -> Iterator[dict[str, Any]]:
+    """Each in a new process: cold, recording tactics; then besides from that record in another folder, and what got other tactics there."""
+    again = engines.parent.with_name("again") / engines.name
+    for path in (engines, again):
+        shutil.rmtree(path.parent, ignore_errors=True)
+    request = {"assembly": str(assembly_json), "backend": "tensorrt", "options": {**options, "tactics": "record"}}
+    build = lambda out: timed(lambda: worker.call(python or sys.executable, "build", out=str(out), **request))[0]
+    cold = build(engines)
     files = [engines.with_name(entry["file"]) for entry in read_json(engines)["engines"].values()]
     made = {"cold_seconds": round(cold, 1), "engine_bytes": sum(path.stat().st_size for path in files), "engines": len(files), "costs": read_json(engines.with_name(COSTS))["engines"]}
-    again = engines.parent.with_name("again") / engines.name
-    shutil.rmtree(again.parent, ignore_errors=True)
+    yield made
     again.parent.mkdir()
     for name in (CACHE, RECORD):
         shutil.copy(engines.with_name(name), again.with_name(name))
-    request = {"assembly": str(assembly_json), "backend": "tensorrt", "out": str(again), "options": {**options, "tactics": "record"}}
-    cached, _ = timed(lambda: worker.call(python or sys.executable, "build", **request))
+    cached = build(again)
     recorded, found = (read_json(folder / RECORD)["engines"] for folder in (engines.parent, again.parent))
     other = [line for name in recorded for line in differences(recorded[name]["layers"], found[name]["layers"], name)]
-    return {**made, "cached_seconds": round(cached, 1), "layers": sum(len(engine["layers"]) for engine in recorded.values()), "other_tactics": other}
+    yield {**made, "cached_seconds": round(cached, 1), "other_tactics": other}
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:

@@ -100,6 +100,10 @@ class Backend(Protocol):
         """The build options as they are recorded."""
         ...
 
+    def options_key(self, options: Mapping[str, Any]) -> Any:
+        """The part of the options that must be equal for an engine that lies there to be kept; what else must hold, `keeps` says."""
+        ...
+
     def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(engine name, graph entry) of the engines that this backend runs an assembly with: `graphs.graphs_of`, unless its attention is its own. An entry
         with "rotary_of" stands for the rotary encoding alone, which is cut out of the graph and given to `build` as it is."""

@@ -130,8 +130,8 @@ def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[
         old = read_json(out, formats.ENGINES)
     except InputError:
         return {}  # another format or half a file of an older version: it is built again
-    keys = ("backend", "precision", "backend_version", "builder_revision", "options")
-    if any(old.get(key) != manifest[key] for key in keys) or library.device_key(old.get("device", {})) != library.device_key(manifest["device"]):
+    keys, parts = ("backend", "precision", "backend_version", "builder_revision"), {"device": library.device_key, "options": library.options_key}
+    if any(old.get(key) != manifest[key] for key in keys) or any(part(old.get(key, {})) != part(manifest[key]) for key, part in parts.items()):
         return {}
     whole = lambda entry: (out.parent / entry["file"]).is_file() and sha256_file(out.parent / entry["file"]) == entry["sha256"]
     return {name: entry for name, entry in old["engines"].items() if whole(entry) and library.keeps(name, entry)}

@@ -60,6 +60,9 @@ class OnnxRuntimeBackend:
     def default_options(self) -> dict[str, Any]:
         return {"optimization_level": "all", "opset": None, "fuse_projections": False}
 
+    def options_key(self, options: Mapping[str, Any]) -> Any:
+        return dict(options)
+
     def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return graphs_of(assembly)
 

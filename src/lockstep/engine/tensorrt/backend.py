@@ -21,7 +21,7 @@ from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
-from lockstep.engine.tensorrt.layers import Layer, check_precision, fingerprint, fp16_sums, read_layers
+from lockstep.engine.tensorrt.layers import IN_REGION, Layer, check_precision, fingerprint, fp16_sums, read_layers, unlisted
 from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.needs import require_capability, require_cudnn, require_nvrtc
 from lockstep.engine.tensorrt.profiles import Profile, profiles
@@ -83,6 +83,10 @@ class TensorRTBackend:
             **({"compiler_flags": flags} if flags is not None else {}),
         }
 
+    def options_key(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Without the mode of tactics: engines are held to the record itself (keeps)."""
+        return {key: value for key, value in options.items() if key != "tactics"}
+
     def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Of kinds that fused attention can run only the rotary encoding is needed."""
         if options["attention"] not in ATTENTIONS:
@@ -104,8 +108,8 @@ class TensorRTBackend:
             require_capability(manifest["device"])
             require_cudnn()
         require_nvrtc()
-        options = {key: value for key, value in manifest["options"].items() if key != "tactics"}
-        made_by = {"version": manifest["backend_version"], "device": self.device_key(manifest["device"]), "options": options, "revision": self.revision}
+        device, options = self.device_key(manifest["device"]), self.options_key(manifest["options"])
+        made_by = {"version": manifest["backend_version"], "device": device, "options": options, "revision": self.revision}
         self._tactics = Tactics(manifest["options"]["tactics"], folder, made_by)
 
     def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
@@ -133,8 +137,10 @@ class TensorRTBackend:
         write_bytes(out_path, plan)
         sums = fp16_sums(layers)
         notes = [f"products that TensorRT adds up in fp16: {', '.join(sums)}"] if sums else []
-        if not self._whole:
+        if not self._whole and any(layer.kind.endswith(IN_REGION) for layer in layers):
             notes.append(f"TensorRT {self.version()} does not read what the timing cache says of fused regions: their kernels were chosen anew")
+        if compat.has("hidden_regions") and unlisted(layers):
+            notes.append("fused regions whose kernels cannot be read: they are not held to the graph")
         return Built({"tactics_sha256": digest, **({"fp16_sums": sums} if sums else {})}, peak.nbytes, "; ".join(notes) or None)
 
     def _plan(
@@ -198,4 +204,5 @@ class TensorRTBackend:
 
 def _layers(engine: Any, plan: bytes, where: str) -> list[Layer]:
     """What the inspector tells, and the kernels of fused regions, which it does not."""
-    return read_layers(compat.layer_information(engine), where) + region_layers(plan)
+    layers = read_layers(compat.layer_information(engine), where)
+    return layers + region_layers(plan) if compat.has("hidden_regions") else layers

@@ -26,9 +26,9 @@ except (ImportError, OSError) as error:  # its libraries, or those that they lin
     trt, _why_not = None, f"cannot be loaded: {' '.join(str(error).split())}"
 
 Version = tuple[int, int]
-# "The timing cache will not be used!", "Timing cache ... mismatch": said as a warning, while the build goes on.
+# "The timing cache will not be used!", "Timing cache ... mismatch": only said, as an error or a warning, while the build goes on.
 _REFUSED_CACHE = re.compile(r"timing cache.*(not be used|mismatch|corrupt|invalid|different)|(mismatch|corrupt|invalid).*timing cache", re.IGNORECASE | re.DOTALL)
-_OF_REGIONS = re.compile(r"myelin", re.IGNORECASE)  # TensorRT's compiler of fused regions, which has a part of the cache to itself
+_OF_REGIONS = re.compile(r"myelinCache")  # of TensorRT's compiler of fused regions, which has a part of the timing cache to itself
 # "No implementation of layer ... obeys the requested constraints ...": a warning where constraints are only preferred.
 _IGNORED_PRECISION = re.compile(r"obeys? the requested constraints|precision.*(ignored|not obeyed)", re.IGNORECASE | re.DOTALL)
 
@@ -55,6 +55,8 @@ FEATURES: dict[str, Feature] = {
     ),
     # Takes kernels that add up fp16 products in fp16, unless its compiler is told not to; it has no setting for that, only its flags.
     "fp16_sums": Feature((8, 6), (10, 0), ()),
+    # What is in fused regions stands in the plan alone, as text (regions.py); the part of a timing cache that it is chosen by may be refused.
+    "hidden_regions": Feature((8, 6), (10, 0), ()),
     # Several contexts of one profile: asked for when the engine is built; later it is always so.
     "profile_sharing_flag": Feature((8, 6), (10, 0), ("IBuilderConfig.set_preview_feature", "PreviewFeature.PROFILE_SHARING_0806")),
     "bf16": Feature((10, 0), None, ("DataType.BF16",)),
@@ -281,7 +283,7 @@ def create_timing_cache(config: trt.IBuilderConfig, data: bytes) -> tuple[trt.IT
     cache: trt.ITimingCache | None = config.create_timing_cache(data)
     if not LOG.first(_REFUSED_CACHE):
         return cache, True
-    return (cache if LOG.first(_OF_REGIONS) else None), False
+    return (cache if has("hidden_regions") and LOG.first(_OF_REGIONS) else None), False
 
 
 def use_timing_cache(config: trt.IBuilderConfig, cache: trt.ITimingCache, replay: bool) -> bool:

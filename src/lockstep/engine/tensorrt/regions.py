@@ -2,34 +2,52 @@
 
 In: a serialized engine. A region's listing has a line for each kernel, between `main {` and `}`:
 
-    fully_connected={ name="gemm_0_matrix_multiply" ... kernel=sm80_xmma_gemm_... sk_factor=4 ... }      a kernel of the library
-    function={ name=__myl_... grid = { 16 1 1 } block = { 128 1 1 } ... layers="add_0+mul_1" }           one that is made for the graph
+    fully_connected={ name="gemm_0_matrix_multiply" ... kernel=sm80_xmma_gemm_... sk_factor=4 ... layers="gemm_0_matrix_multiply" }      a kernel of the library
+    fusion={ name=__myl_... kernel=sm80_xmma_gemm_..._fused11 ... layers="gemm_4_matrix_multiply+logits' castToActType" }                 one that does more at its end
+    function={ name=__myl_... grid = { 16 1 1 } block = { 128 1 1 } ... layers="add_0+mul_1" }                                           one that is made for the graph
 
-Source: plans of TensorRT 8.6.0. The form is not documented: where it is another, nothing is found.
+Source: plans of TensorRT 8.6.0. The form is not documented.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from lockstep.engine.tensorrt.layers import IN_REGION, Layer
 
-_REGION = re.compile(rb"\nmain \{\n(.*?)\n\}", re.DOTALL)
-_KERNEL = re.compile(r'^  (\w+)=\{ name="([^"]*)" .*\bkernel=(\S+) .*\bsk_factor=(\d+) ')
-_FUNCTION = re.compile(r'^  function=\{ .* grid = \{ ([^}]*) \} block = \{ ([^}]*) \} .* layers="([^"]*)"')
+_BEGIN, _END = b"\nmain {\n", b"\n}"
+_STATEMENT = re.compile(r"^  (\w+)=\{ ")
+_NO_KERNEL = ("signal", "wait")  # of one stream for another
+_KERNEL = re.compile(r"\bkernel=(\S+)")
+_PARTS = re.compile(r"\bsk_factor=(\d+)")
+_LAUNCH = re.compile(r"\bgrid = \{ ([^}]*) \} block = \{ ([^}]*) \}")  # the first one: others stand in conditions
+_LAYERS = re.compile(r'\blayers="([^"]*)"')
 _COUNTED = re.compile(r"__mye\d+")  # names that the compiler counts up
 
 
 def region_layers(plan: bytes) -> list[Layer]:
-    """The kernels of all fused regions, in the order in which they run, without inputs and outputs: a product by its name in the graph, its tactic the kernel and
-    into how many parts its sum is split; other kernels by what they fuse, the tactic being the size of their launch."""
-    found = []
-    for region in _REGION.finditer(plan):
-        for line in region[1].decode("utf-8", "replace").split("\n"):
-            if product := _KERNEL.match(line):
-                kind, name, kernel, parts = product.groups()
-                found.append(Layer(name, f"{kind} {IN_REGION}", f"{kernel}, its sum in {parts} part{'s' * (parts != '1')}", (), ()))
-            elif function := _FUNCTION.match(line):
-                grid, block, fused = function.groups()
-                found.append(Layer(_COUNTED.sub("*", fused), f"function {IN_REGION}", f"grid {grid}, block {block}", (), ()))
-    return found
+    """The kernels of all fused regions, in the order in which they run, without inputs and outputs. Each by what it computes; its tactic is the kernel of the
+    library and into how many parts its sum is split, or the size of its launch where it is made for the graph: what is in those, and how they add up, is not told.
+
+    A statement of another form is a layer too, by as much as can be read of it.
+    """
+    return [_layer(kind, line) for line in _lines(plan) if (kind := _of(_STATEMENT, line)) and kind not in _NO_KERNEL]
+
+
+def _lines(plan: bytes) -> Iterator[str]:
+    begin = plan.find(_BEGIN)
+    while begin >= 0 and (end := plan.find(_END, begin + len(_BEGIN) - 1)) >= 0:
+        yield from plan[begin + len(_BEGIN) : end].decode("utf-8", "replace").split("\n")
+        begin = plan.find(_BEGIN, end)
+
+
+def _layer(kind: str, line: str) -> Layer:
+    kernel, parts, launch = _of(_KERNEL, line), _of(_PARTS, line), _LAUNCH.search(line)
+    said = [kernel, parts and f"its sum in {parts} part{'s' * (parts != '1')}", None if kernel or not launch else f"grid {launch[1]}, block {launch[2]}"]
+    return Layer(_COUNTED.sub("*", _of(_LAYERS, line) or kind), f"{kind} {IN_REGION}", ", ".join(filter(None, said)), (), ())
+
+
+def _of(pattern: re.Pattern, line: str) -> str | None:
+    found = pattern.search(line)
+    return found and found[1]
