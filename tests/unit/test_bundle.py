@@ -278,6 +278,19 @@ def test_an_interrupt_leaves_nothing(inside: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupt_while_a_folder_is_closed_is_an_interrupt(inside: Path, monkeypatch) -> None:
+    """CPython's rmtree then closes it once more, and fails: seen in the test above, where it took the interrupt's place."""
+    real, interrupts = os.close, iter([KeyboardInterrupt])
+
+    def close(number: int) -> None:
+        real(number)
+        for interrupt in interrupts:
+            raise interrupt
+
+    with pytest.raises(KeyboardInterrupt), opened(inside):
+        monkeypatch.setattr(os, "close", close)
+
+
 ALONE = """
 import importlib.abc, sys
 

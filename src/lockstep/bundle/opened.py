@@ -77,7 +77,10 @@ def _scratch() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        remove()
+        try:
+            remove()
+        except OSError as error:  # CPython's rmtree, interrupted while it closes a file, closes it again, and fails
+            raise (error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error) from None
         atexit.unregister(remove)
 
 
