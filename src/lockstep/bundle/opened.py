@@ -80,7 +80,9 @@ def _scratch() -> Iterator[Path]:
         try:
             remove()
         except OSError as error:  # CPython's rmtree, interrupted while it closes a file, closes it again, and fails
-            raise (error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error) from None
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
         atexit.unregister(remove)
 
 

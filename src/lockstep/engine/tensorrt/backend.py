@@ -21,7 +21,7 @@ from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.engine.tensorrt.contract import check_contract, tensor_types
 from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
-from lockstep.engine.tensorrt.layers import IN_REGION, Layer, check_precision, fingerprint, fp16_sums, read_layers, unlisted
+from lockstep.engine.tensorrt.layers import Layer, any_in_region, check_precision, fingerprint, fp16_sums, read_layers, unlisted
 from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.needs import require_capability, require_cudnn, require_nvrtc
 from lockstep.engine.tensorrt.profiles import Profile, profiles
@@ -137,7 +137,7 @@ class TensorRTBackend:
         write_bytes(out_path, plan)
         sums = fp16_sums(layers)
         notes = [f"products that TensorRT adds up in fp16: {', '.join(sums)}"] if sums else []
-        if not self._whole and any(layer.kind.endswith(IN_REGION) for layer in layers):
+        if not self._whole and any_in_region(layer.kind for layer in layers):
             notes.append(f"TensorRT {self.version()} does not read what the timing cache says of fused regions: their kernels were chosen anew")
         if compat.has("hidden_regions") and unlisted(layers):
             notes.append("fused regions whose kernels cannot be read: they are not held to the graph")

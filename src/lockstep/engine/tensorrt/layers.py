@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +102,8 @@ def differences(recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[s
 def compare(recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], where: str) -> None:
     """Raises CheckError with the first difference."""
     if line := next(differences(recorded, found, where), None):
-        in_regions = any(layer["kind"].endswith(IN_REGION) for layer in (*recorded, *found))
-        raise CheckError(line + ("; TensorRT 8.6 chooses the kernels of fused regions anew in each build: keep the engines that were built with the record" if in_regions else ""))
+        anew = "; TensorRT 8.6 chooses the kernels of fused regions anew in each build: keep the engines that were built with the record"
+        raise CheckError(line + (anew if any_in_region(layer["kind"] for layer in (*recorded, *found)) else ""))
 
 
 def _chosen(layer: Mapping[str, Any]) -> str:
@@ -115,9 +115,14 @@ def datatype(text: str) -> str | None:
     return next((name for name, pattern in _DATATYPES if pattern.search(text)), None)
 
 
+def any_in_region(kinds: Iterable[str]) -> bool:
+    """Whether one of these kinds of layers is of a kernel in a fused region."""
+    return any(kind.endswith(IN_REGION) for kind in kinds)
+
+
 def unlisted(layers: Sequence[Layer]) -> bool:
     """Whether there are fused regions of which no kernel is known."""
-    return any(_REGION.match(layer.name) for layer in layers) and not any(layer.kind.endswith(IN_REGION) for layer in layers)
+    return any(_REGION.match(layer.name) for layer in layers) and not any_in_region(layer.kind for layer in layers)
 
 
 def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapping[str, str], where: str) -> None:
