@@ -200,6 +200,11 @@ class TensorRTConfig(Section):
         description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing cache. TensorRT 8.6 adds up fp16 products in fp16 "
         "where it does not fuse them, which at levels 4 and 5 is seldom; the build says so.",
     )
+    one_region: bool = Field(
+        default=True,
+        description="With TensorRT 8.6, have each fp16 graph but traced attention compiled as one fused region, at level 3 at most: builds take a fraction of the time, and "
+        "products are added up in fp32. A graph that TensorRT cannot build so, and every one with `false`, is built at `optimization_level`. Other versions are not asked to.",
+    )
     tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
         default=None, json_schema_extra=UNIQUE,
         description="Which libraries tactics may come from; none: TensorRT's own choice. Without cuBLAS and cuDNN: "

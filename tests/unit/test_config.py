@@ -165,7 +165,7 @@ MISTAKES = [
      "models.config.json: expected another name, for results/config.json is used for results; found 'config.json'"),
     ("demo-llama:", "Report:", "models.Report: expected another name, for results/Report is used for results; found 'Report'"),
     ("limits: {", "backends: {tensorrt: {workspace_gb: 4}}\nlimits: {",
-     "backends.tensorrt.workspace_gb: unknown key, did you mean workspace_mb? allowed: python, workspace_mb, optimization_level, tactic_sources, tactics, attention"),
+     "backends.tensorrt.workspace_gb: unknown key, did you mean workspace_mb? allowed: python, workspace_mb, optimization_level, one_region, tactic_sources, tactics, attention"),
     ("limits: {", "backends: {tensorrt: {tactics: some}}\nlimits: {", "backends.tensorrt.tactics: expected one of free, record, verified; found 'some'"),
     ("limits: {", "backends: {tensorrt: {optimization_level: 6}}\nlimits: {", "backends.tensorrt.optimization_level: expected at most 5; found 6"),
     ("limits: {", "backends: {tensorrt: {optimization_level: 0, tactics: record}}\nlimits: {",
@@ -316,7 +316,7 @@ def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_
     assert config.build_options("onnxruntime") == {} and config.interpreter("onnxruntime") is None
     assert config.interpreter("tensorrt") == "python3.10"
     assert config.build_options("tensorrt") == {
-        "workspace_mb": 4096, "optimization_level": 4, "tactic_sources": None, "tactics": "record", "attention": "fused",
+        "workspace_mb": 4096, "optimization_level": 4, "one_region": True, "tactic_sources": None, "tactics": "record", "attention": "fused",
         "max_batch_size": 7, "max_num_tokens": 512, "max_seq_len": 256,
     }  # fmt: skip
 

@@ -366,6 +366,19 @@ def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, 
     assert compat.create_timing_cache(config, b"cache") == (given if taken else None, whole)
 
 
+def without_tensorrt(monkeypatch, **answers):
+    """Building with all but what TensorRT itself does. answers: {function of compat: what it gives}; gives them, with those that each test shares."""
+    region = listing(layer(name="{ForeignNode[a...b]}", kind="Myelin", tactic="", value="", source=("taken", HALF)))
+    answers = {"create_timing_cache": (object(), True), "build_plan": real_plan(), "layer_information": region, "serialize_timing_cache": b"", "cached_tactics": {}} | answers
+    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__="8.6.0"))
+    for name in ("create_builder", "create_network", "parse", "create_config", "constrain_precision", "add_profile", "use_timing_cache", "deserialize", "tensors", *answers):
+        answer = answers.get(name, True)
+        monkeypatch.setattr(compat, name, answer if callable(answer) else lambda *arguments, answer=answer: answer)
+    monkeypatch.setattr(tensorrt_backend, "check_contract", lambda *arguments: None)
+    monkeypatch.setattr(tensorrt_backend, "PeakMemory", lambda: contextlib.nullcontext(SimpleNamespace(nbytes=None)))
+    return answers
+
+
 @pytest.mark.parametrize(
     ("plan", "whole", "note"),
     [
@@ -378,19 +391,63 @@ def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, 
 def test_a_build_takes_the_kernels_of_regions_for_layers(tmp_path, monkeypatch, plan, whole, note):
     """All but what TensorRT itself does."""
     data = {"real": real_plan(), "half": real_plan().replace(b"f16f16_f16f32_f32", b"f16f16_f16f16_f16"), "": b"another plan"}[plan]
-    region = listing(layer(name="{ForeignNode[a...b]}", kind="Myelin", tactic="", value="", source=("taken", HALF)))
-    answers = {"create_timing_cache": (object(), whole), "build_plan": data, "layer_information": region, "serialize_timing_cache": b"", "cached_tactics": {}}
-    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__="8.6.0"))
-    for name in ("create_builder", "create_network", "parse", "create_config", "constrain_precision", "add_profile", "use_timing_cache", "deserialize", "tensors", *answers):
-        monkeypatch.setattr(compat, name, lambda *arguments, answer=answers.get(name, True): answer)
-    monkeypatch.setattr(tensorrt_backend, "check_contract", lambda *arguments: None)
-    monkeypatch.setattr(tensorrt_backend, "PeakMemory", lambda: contextlib.nullcontext(SimpleNamespace(nbytes=None)))
+    said = without_tensorrt(monkeypatch, create_timing_cache=(object(), whole), build_plan=data)
     onnx.save(BLOCK, tmp_path / "block.onnx")
     library = TensorRTBackend()
     built = library.build(tmp_path / "block.onnx", tmp_path / "block.engine", library.default_options())
+    region = said["layer_information"]
     assert built.note is note is None or re.fullmatch(note, built.note)
     assert built.about["tactics_sha256"] == sha256_json(fingerprint(read_layers(region, "x") + region_layers(data))) and (tmp_path / "block.engine").read_bytes() == data
     assert len(built.about.get("fp16_sums", [])) == (5 if plan == "half" else 0)
+
+
+def attempts(monkeypatch, folder: Path, graph: onnx.ModelProto = BLOCK, refuses=lambda operators: False, **options):
+    """What was built, and of each attempt the level and the last operator; `refuses` those that TensorRT cannot build."""
+    tried = []
+
+    def build_plan(builder, network, config, where):
+        if refuses(tried[-1][1]):
+            raise CheckError(f"{where}: TensorRT 8.6.0 cannot build this graph: 10: Could not find any implementation for node {tried[-1][1]}")
+        return real_plan()
+
+    without_tensorrt(
+        monkeypatch,
+        parse=lambda network, data, where: tried.append([None, onnx.load_from_string(data).graph.node[-1].op_type]),
+        create_config=lambda builder, workspace, level, sources: tried[-1].__setitem__(0, level),
+        build_plan=build_plan,
+    )
+    onnx.save(graph, folder / "block.onnx")
+    library = TensorRTBackend()
+    return lambda: library.build(folder / "block.onnx", folder / "block.engine", {**library.default_options(), **options}), tried
+
+
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [({}, [[3, "Gather"]]), ({"optimization_level": 2}, [[2, "Gather"]]), ({"one_region": False}, [[4, "Gemm"]]), ({"one_region": False, "optimization_level": 5}, [[5, "Gemm"]])],
+)
+def test_a_graph_is_built_as_one_region_where_that_is_asked_for(tmp_path, monkeypatch, options, tried):
+    build, found = attempts(monkeypatch, tmp_path, **options)
+    assert build().note is None and found == tried
+
+
+def test_traced_attention_is_built_as_it_is(tmp_path, monkeypatch):
+    decode = onnx.ModelProto.FromString(BLOCK.SerializeToString())
+    decode.graph.name = "decode"
+    build, found = attempts(monkeypatch, tmp_path, decode)
+    assert build().note is None and found == [[3, "Gemm"]]
+
+
+def test_what_cannot_be_one_region_is_built_as_it_is_and_said(tmp_path, monkeypatch):
+    build, found = attempts(monkeypatch, tmp_path, refuses=lambda last: last == "Gather")
+    said = "not built as one region, but as it is at level 4: TensorRT 8.6.0 cannot build this graph: 10: Could not find any implementation for node Gather"
+    assert build().note == said and found == [[3, "Gather"], [4, "Gemm"]]
+
+
+def test_what_cannot_be_built_at_all_fails_with_what_is_wrong_with_the_graph(tmp_path, monkeypatch):
+    build, found = attempts(monkeypatch, tmp_path, refuses=lambda last: True)
+    with pytest.raises(CheckError, match=r"block.engine: TensorRT 8.6.0 cannot build this graph: .* node Gemm"):
+        build()
+    assert len(found) == 2 and not (tmp_path / "block.engine").exists()
 
 
 # --- tactics

@@ -24,7 +24,8 @@ from lockstep.engine.tensorrt.device import describe_gpu, gpu_key
 from lockstep.engine.tensorrt.layers import Layer, any_in_region, check_precision, fingerprint, fp16_sums, read_layers, unlisted
 from lockstep.engine.tensorrt.memory import PeakMemory
 from lockstep.engine.tensorrt.needs import require_capability, require_cudnn, require_nvrtc
-from lockstep.engine.tensorrt.profiles import Profile, profiles
+from lockstep.engine.tensorrt.one_region import LEVEL, as_one_region
+from lockstep.engine.tensorrt.profiles import profiles
 from lockstep.engine.tensorrt.regions import region_layers
 from lockstep.engine.tensorrt.rotation import check_rotation
 from lockstep.engine.tensorrt.tactics import CACHE, Tactics
@@ -66,14 +67,15 @@ class TensorRTBackend:
         return gpu_key(device)
 
     def default_options(self) -> dict[str, Any]:
-        """opset: None takes the graph as it is. tactic_sources: None takes the library's. Limits: what the profiles are made for. compiler_flags: there only
-        where the user has set some (compat.compiler_flags)."""
+        """opset: None takes the graph as it is. one_region: where compat has it. tactic_sources: None takes the library's. Limits: what the profiles are made
+        for. compiler_flags: there only where the user has set some (compat.compiler_flags)."""
         flags = compat.users_flags()
         return {
             "opset": None if compat.has("opset_18") else 17,
             "fuse_projections": True,
             "workspace_mb": 4096,
             "optimization_level": 4,
+            "one_region": True,
             "tactic_sources": None,
             "tactics": "free",
             "attention": "fused",
@@ -124,34 +126,37 @@ class TensorRTBackend:
             write_bytes(out_path, graph_path.read_bytes())
             return Built()
         where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
-        types, bounds = tensor_types(model), profiles(model, options)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
+        level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
+        whole = as_one_region(model) if options["one_region"] and compat.has("one_region") and model.graph.name not in _HIGHEST_LEVEL else None
+        made, refused = None, ""
         with PeakMemory() as peak:
-            config, plan = self._plan(model, types, bounds, options, tactics, where)
-            engine = compat.deserialize(plan, where)
-            layers = _layers(engine, plan, where)
-            check_contract(compat.tensors(engine), model, bounds, compat.has("int64"), where)
-        check_precision(layers, model, types, where)
+            if whole:
+                try:
+                    made = self._engine(whole, min(level, LEVEL), options, tactics, where)
+                except CheckError as error:
+                    refused = str(error).removeprefix(f"{where}: ")
+            config, plan, layers = made or self._engine(model, level, options, tactics, where)
         digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
         tactics.take_cache(compat.serialize_timing_cache(config), compat.cached_tactics(config), where)
         write_bytes(out_path, plan)
         sums = fp16_sums(layers)
-        notes = [f"products that TensorRT adds up in fp16: {', '.join(sums)}"] if sums else []
+        notes = [f"not built as one region, but as it is at level {level}: {refused}"] if refused else []
+        if sums:
+            notes.append(f"products that TensorRT adds up in fp16: {', '.join(sums)}")
         if not self._whole and any_in_region(layer.kind for layer in layers):
             notes.append(f"TensorRT {self.version()} does not read what the timing cache says of fused regions: their kernels were chosen anew")
         if compat.has("hidden_regions") and unlisted(layers):
             notes.append("fused regions whose kernels cannot be read: they are not held to the graph")
         return Built({"tactics_sha256": digest, **({"fp16_sums": sums} if sums else {})}, peak.nbytes, "; ".join(notes) or None)
 
-    def _plan(
-        self, model: onnx.ModelProto, types: Mapping[str, str], bounds: Sequence[Profile], options: Mapping[str, Any], tactics: Tactics, where: str
-    ) -> tuple[Any, bytes]:
-        """The configuration that was built with, which has the timing cache, and the serialized engine."""
+    def _engine(self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str) -> tuple[Any, bytes, list[Layer]]:
+        """The configuration that was built with, which has the timing cache; the plan, held to the graph; its layers. Raises CheckError."""
         if self._builder is None:
             self._builder = compat.create_builder()
+        types, bounds = tensor_types(model), profiles(model, options)
         network = compat.create_network(self._builder)
         parser = compat.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
-        level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
         config = compat.create_config(self._builder, options["workspace_mb"] << 20, level, options["tactic_sources"])
         compat.constrain_precision(config, network, types)
         for profile in bounds:
@@ -160,7 +165,12 @@ class TensorRTBackend:
             self._timing, self._whole = compat.create_timing_cache(config, tactics.cache)
         if self._timing is None or not compat.use_timing_cache(config, self._timing, tactics.mode == "verified"):
             raise CheckError(f"{where}: TensorRT {self.version()} refuses the timing cache: {compat.LOG.first_error()}; delete {CACHE} and build again")
-        return config, compat.build_plan(self._builder, network, config, where)
+        plan = compat.build_plan(self._builder, network, config, where)
+        engine = compat.deserialize(plan, where)
+        layers = _layers(engine, plan, where)
+        check_contract(compat.tensors(engine), model, bounds, compat.has("int64"), where)
+        check_precision(layers, model, types, where)
+        return config, plan, layers
 
     def choices(self, engine_path: Path) -> Any:
         """Tactics, formats and layers, without names made from pointers."""

@@ -57,6 +57,8 @@ FEATURES: dict[str, Feature] = {
     "fp16_sums": Feature((8, 6), (10, 0), ()),
     # What is in fused regions stands in the plan alone, as text (regions.py); the part of a timing cache that it is chosen by may be refused.
     "hidden_regions": Feature((8, 6), (10, 0), ()),
+    # Takes a whole graph as one fused region, far sooner than it finds that by trying, where a Gather of fp16 numbers makes it (one_region.py).
+    "one_region": Feature((8, 6), (10, 0), ()),
     # Several contexts of one profile: asked for when the engine is built; later it is always so.
     "profile_sharing_flag": Feature((8, 6), (10, 0), ("IBuilderConfig.set_preview_feature", "PreviewFeature.PROFILE_SHARING_0806")),
     "bf16": Feature((10, 0), None, ("DataType.BF16",)),

@@ -1,0 +1,35 @@
+"""Have TensorRT 8.6 take a whole fp16 graph as one fused region at a low optimization level, by a Gather that changes nothing.
+
+8.6 gives its compiler of fused regions only what it expects to gain from, unless there is an operator that nothing else runs, such as a Gather of fp16
+numbers: then the compiler gets the whole graph. Levels 4 and 5 find that too, by trying many ways to divide the graph, and building each. An output is
+where it costs nothing: the last kernel of the region writes it through the index. (In what a product of one row reads it costs half the speed, since
+those kernels then no longer load several numbers at once.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+LEVEL = 3  # at most: higher ones try more ways, and there is one
+
+
+def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """A copy whose last fp16 output [N, W] is element 0 of itself as [1, N, W]: the same bits. None where there is no such output, or a Gather makes it."""
+    outputs = [value for value in model.graph.output if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and len(value.type.tensor_type.shape.dim) == 2]
+    name = outputs[-1].name if outputs else None
+    width = outputs[-1].type.tensor_type.shape.dim[1].dim_value if outputs else 0
+    if not width or any(node.op_type == "Gather" and name in node.output for node in model.graph.node):
+        return None
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for node in copy.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [f"{name}/rows" if each == name else each for each in names]
+    copy.graph.initializer.append(numpy_helper.from_array(np.array([1, -1, width], np.int64), f"{name}/shape"))
+    copy.graph.initializer.append(numpy_helper.from_array(np.array(0, np.int64), f"{name}/first"))
+    copy.graph.node.append(helper.make_node("Reshape", [f"{name}/rows", f"{name}/shape"], [f"{name}/only"], name=f"{name}/reshape"))
+    copy.graph.node.append(helper.make_node("Gather", [f"{name}/only", f"{name}/first"], [name], name=f"{name}/gather", axis=0))
+    onnx.checker.check_model(copy, full_check=True)
+    return copy
