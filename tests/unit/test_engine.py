@@ -400,3 +400,16 @@ def test_a_rewritten_graph_that_computes_something_else_is_refused():
     model, wrong = onnx.parser.parse_model(text % "transB = 1"), onnx.parser.parse_model(text % "transB = 1, alpha = 0.95")
     with pytest.raises(CheckError, match="expected the rewritten graph to give the same"):
         check_same(model, Prepared(wrong, [{"name": "w", "dtype": "float32", "shape": [2, 4]}], {"w": ["w"]}))
+
+
+@pytest.mark.parametrize("wrong", ["w0, w1 = Split<axis = 0>(w, rows)  both = Concat<axis = 0>(w1, w0)  y = Gemm<transB = 1>(hidden, both)  z = Gemm<transB = 1>(hidden, v)",
+                                   "y = Gemm<transB = 1>(hidden, v)  z = Gemm<transB = 1>(hidden, w)"], ids=["rows", "weights"])  # fmt: skip
+def test_large_weights_differ_in_every_row_and_from_each_other(wrong):
+    """What they are filled with repeats: rows, and weights, that change places must show all the same."""
+    text = """<ir_version: 10, opset_import: ["": 20]> g (float[num_tokens, 1024] hidden, float[3072, 1024] w, float[3072, 1024] v) => (float[num_tokens, 3072] y, float[num_tokens, 3072] z)
+    <int64[2] rows = {1024, 2048}> { BODY }"""
+    model = onnx.parser.parse_model(text.replace("BODY", "y = Gemm<transB = 1>(hidden, w)  z = Gemm<transB = 1>(hidden, v)"))
+    slots = [{"name": name, "dtype": "float32", "shape": [3072, 1024]} for name in "wv"]
+    check_same(model, Prepared(model, slots, {name: [name] for name in "wv"}))
+    with pytest.raises(CheckError, match="output y: expected the rewritten graph to give the same"):
+        check_same(model, Prepared(onnx.parser.parse_model(text.replace("BODY", wrong)), slots, {name: [name] for name in "wv"}))
