@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 PREFIX = "lockstep: error: "
+_INTERRUPTED = "interrupted; finished results are kept, run the same command to go on"
 _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
@@ -35,12 +36,14 @@ def guard() -> Iterator[None]:
     except LockstepError as error:
         _leave(" ".join(str(error).split()), error.exit_code)
     except OSError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # CPython's rmtree, interrupted while it closes a folder, closes it again, and fails
+            _leave(_INTERRUPTED, 130)
         if error.errno not in _ENVIRONMENT_ERRNOS:
             raise
         where = f" ({error.filename})" if error.filename else ""
         _leave(f"{error.strerror}{where}: free or make writable this place and run the same command again", 2)
     except KeyboardInterrupt:
-        _leave("interrupted; finished results are kept, run the same command to go on", 130)
+        _leave(_INTERRUPTED, 130)
 
 
 def _leave(line: str, exit_code: int) -> None:
