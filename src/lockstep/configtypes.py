@@ -198,12 +198,12 @@ class TensorRTConfig(Section):
     optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
         default=4,
         description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing cache. TensorRT 8.6 adds up fp16 products in fp16 "
-        "where it does not fuse them, which at levels 4 and 5 is seldom; the build says so.",
+        "where it does not fuse them, which at levels 4 and 5 is seldom; the build says so. What is built as one region (`one_region`) is at level 3 at most.",
     )
     one_region: bool = Field(
         default=True,
-        description="With TensorRT 8.6, have each fp16 graph but traced attention compiled as one fused region, at level 3 at most: builds take a fraction of the time, and "
-        "products are added up in fp32. A graph that TensorRT cannot build so, and every one with `false`, is built at `optimization_level`. Other versions are not asked to.",
+        description="With TensorRT 8.6, have the fp16 graphs of blocks compiled as one fused region each, which builds them sooner than the search at levels 4 and 5, and fuses all products, "
+        "so that they are added up in fp32. A graph that TensorRT cannot build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
     )
     tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
         default=None, json_schema_extra=UNIQUE,

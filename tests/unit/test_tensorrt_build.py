@@ -230,6 +230,10 @@ def real_plan() -> bytes:
     return b"\x00\x7fptrt\xff main {" + (Path(__file__).parents[1] / "data" / "regions_8.6.txt").read_bytes() + b"shape_main {\n label bb0: \n}\x01"
 
 
+def half_plan() -> bytes:
+    return real_plan().replace(b"f16f16_f16f32_f32", b"f16f16_f16f16_f16")
+
+
 def test_the_kernels_of_fused_regions_are_read_from_the_plan():
     layers = region_layers(real_plan())
     products = {layer.name: layer.tactic for layer in layers if "gemm" in layer.tactic}
@@ -366,11 +370,11 @@ def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, 
     assert compat.create_timing_cache(config, b"cache") == (given if taken else None, whole)
 
 
-def without_tensorrt(monkeypatch, **answers):
+def without_tensorrt(monkeypatch, version="8.6.0", **answers):
     """Building with all but what TensorRT itself does. answers: {function of compat: what it gives}; gives them, with those that each test shares."""
     region = listing(layer(name="{ForeignNode[a...b]}", kind="Myelin", tactic="", value="", source=("taken", HALF)))
     answers = {"create_timing_cache": (object(), True), "build_plan": real_plan(), "layer_information": region, "serialize_timing_cache": b"", "cached_tactics": {}} | answers
-    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__="8.6.0"))
+    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__=version))
     for name in ("create_builder", "create_network", "parse", "create_config", "constrain_precision", "add_profile", "use_timing_cache", "deserialize", "tensors", *answers):
         answer = answers.get(name, True)
         monkeypatch.setattr(compat, name, answer if callable(answer) else lambda *arguments, answer=answer: answer)
@@ -390,7 +394,7 @@ def without_tensorrt(monkeypatch, **answers):
 )
 def test_a_build_takes_the_kernels_of_regions_for_layers(tmp_path, monkeypatch, plan, whole, note):
     """All but what TensorRT itself does."""
-    data = {"real": real_plan(), "half": real_plan().replace(b"f16f16_f16f32_f32", b"f16f16_f16f16_f16"), "": b"another plan"}[plan]
+    data = {"real": real_plan(), "half": half_plan(), "": b"another plan"}[plan]
     said = without_tensorrt(monkeypatch, create_timing_cache=(object(), whole), build_plan=data)
     onnx.save(BLOCK, tmp_path / "block.onnx")
     library = TensorRTBackend()
@@ -401,20 +405,23 @@ def test_a_build_takes_the_kernels_of_regions_for_layers(tmp_path, monkeypatch, 
     assert len(built.about.get("fp16_sums", [])) == (5 if plan == "half" else 0)
 
 
-def attempts(monkeypatch, folder: Path, graph: onnx.ModelProto = BLOCK, refuses=lambda operators: False, **options):
-    """What was built, and of each attempt the level and the last operator; `refuses` those that TensorRT cannot build."""
+def attempts(monkeypatch, folder: Path, graph: onnx.ModelProto = BLOCK, refuses=lambda operator: False, fp32=lambda operator: False, version="8.6.0", plan=real_plan, **options):
+    """A build, and the list of its attempts: the level and the last operator of each. `refuses`: TensorRT does not build it; `fp32`: it computes its product in fp32."""
     tried = []
 
     def build_plan(builder, network, config, where):
         if refuses(tried[-1][1]):
-            raise CheckError(f"{where}: TensorRT 8.6.0 cannot build this graph: 10: Could not find any implementation for node {tried[-1][1]}")
-        return real_plan()
+            raise compat.GraphRefusedError(f"{where}: TensorRT 8.6.0 cannot build this graph: 10: Could not find any implementation for node {tried[-1][1]}")
+        return plan()
 
+    product = {"name": "product", "kind": "gemm"}
     without_tensorrt(
         monkeypatch,
+        version,
         parse=lambda network, data, where: tried.append([None, onnx.load_from_string(data).graph.node[-1].op_type]),
         create_config=lambda builder, workspace, level, sources: tried[-1].__setitem__(0, level),
         build_plan=build_plan,
+        layer_information=lambda engine: listing(layer(**product, **({"tactic": "ampere_sgemm_64x64_tn"} if fp32(tried[-1][1]) else {}))),
     )
     onnx.save(graph, folder / "block.onnx")
     library = TensorRTBackend()
@@ -422,12 +429,20 @@ def attempts(monkeypatch, folder: Path, graph: onnx.ModelProto = BLOCK, refuses=
 
 
 @pytest.mark.parametrize(
-    ("options", "tried"),
-    [({}, [[3, "Gather"]]), ({"optimization_level": 2}, [[2, "Gather"]]), ({"one_region": False}, [[4, "Gemm"]]), ({"one_region": False, "optimization_level": 5}, [[5, "Gemm"]])],
+    ("version", "options", "tried"),
+    [
+        ("8.6.0", {}, [[3, "Gather"]]),
+        ("8.6.0", {"optimization_level": 2}, [[2, "Gather"]]),
+        ("8.6.0", {"one_region": False}, [[4, "Gemm"]]),
+        ("8.6.0", {"one_region": False, "optimization_level": 5}, [[5, "Gemm"]]),
+        ("10.8.0", {}, [[4, "Gemm"]]),
+        ("11.0.0", {}, [[4, "Gemm"]]),
+    ],
 )
-def test_a_graph_is_built_as_one_region_where_that_is_asked_for(tmp_path, monkeypatch, options, tried):
-    build, found = attempts(monkeypatch, tmp_path, **options)
-    assert build().note is None and found == tried
+def test_a_graph_is_built_as_one_region_where_that_is_asked_for(tmp_path, monkeypatch, version, options, tried):
+    build, found = attempts(monkeypatch, tmp_path, version=version, **options)
+    built = build()
+    assert built.note is None and "not_one_region" not in built.about and found == tried
 
 
 def test_traced_attention_is_built_as_it_is(tmp_path, monkeypatch):
@@ -438,16 +453,35 @@ def test_traced_attention_is_built_as_it_is(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_one_region_is_built_as_it_is_and_said(tmp_path, monkeypatch):
-    build, found = attempts(monkeypatch, tmp_path, refuses=lambda last: last == "Gather")
-    said = "not built as one region, but as it is at level 4: TensorRT 8.6.0 cannot build this graph: 10: Could not find any implementation for node Gather"
-    assert build().note == said and found == [[3, "Gather"], [4, "Gemm"]]
+    build, found = attempts(monkeypatch, tmp_path, refuses=lambda last: last == "Gather", plan=half_plan)
+    built, why = build(), "TensorRT 8.6.0 cannot build this graph: 10: Could not find any implementation for node Gather"
+    assert found == [[3, "Gather"], [4, "Gemm"]] and built.about["not_one_region"] == why
+    assert built.note.startswith(f"not built as one region, but as it is at level 4: {why}; products that TensorRT adds up in fp16: gemm_3")
 
 
-def test_what_cannot_be_built_at_all_fails_with_what_is_wrong_with_the_graph(tmp_path, monkeypatch):
-    build, found = attempts(monkeypatch, tmp_path, refuses=lambda last: True)
-    with pytest.raises(CheckError, match=r"block.engine: TensorRT 8.6.0 cannot build this graph: .* node Gemm"):
+def test_a_region_of_another_precision_is_not_taken(tmp_path, monkeypatch):
+    build, found = attempts(monkeypatch, tmp_path, fp32=lambda last: last == "Gather")
+    assert "layer product: expected a matrix product in float16 as in the graph, found tactic ampere_sgemm" in build().note and len(found) == 2
+
+
+@pytest.mark.parametrize(("wrong", "found"), [("refuses", "cannot build this graph: .* node Gemm"), ("fp32", "expected a matrix product in float16 as in the graph, found tactic ampere_sgemm")])
+def test_what_cannot_be_built_at_all_fails_with_what_is_wrong_with_the_graph(tmp_path, monkeypatch, wrong, found):
+    build, tried = attempts(monkeypatch, tmp_path, **{wrong: lambda last: True})
+    with pytest.raises(CheckError, match=f"block.engine: .*{found}"):
         build()
-    assert len(found) == 2 and not (tmp_path / "block.engine").exists()
+    assert len(tried) == 2 and not (tmp_path / "block.engine").exists()
+
+
+def test_what_is_no_refusal_of_the_graph_is_not_tried_again(tmp_path, monkeypatch):
+    build, tried = attempts(monkeypatch, tmp_path)
+
+    def wrong(*arguments):
+        raise CheckError("output out: expected float16")
+
+    monkeypatch.setattr(tensorrt_backend, "check_contract", wrong)
+    with pytest.raises(CheckError, match="output out: expected float16"):
+        build()
+    assert len(tried) == 1 and not (tmp_path / "block.engine").exists()
 
 
 # --- tactics

@@ -23,7 +23,7 @@ from lockstep.widened import widened
 _SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
 # Relative to the largest value: the same products in another blocking. fp16 anywhere: its last bits, in what is computed from them in fp32 too.
 _TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
-# So many random numbers are drawn, and repeated where a weight has more: hundreds of millions take seconds. A prime, so that no two rows are the same.
+# So many random numbers are drawn, and repeated where a weight has more: hundreds of millions take seconds. A prime, so that no two rows of a weight are the same.
 _BLOCK = 1_048_583
 
 

@@ -131,10 +131,10 @@ class TensorRTBackend:
         whole = as_one_region(model) if options["one_region"] and compat.has("one_region") and model.graph.name not in _HIGHEST_LEVEL else None
         made, refused = None, ""
         with PeakMemory() as peak:
-            if whole:
+            if whole is not None:
                 try:
                     made = self._engine(whole, min(level, LEVEL), options, tactics, where)
-                except CheckError as error:
+                except compat.GraphRefusedError as error:
                     refused = str(error).removeprefix(f"{where}: ")
             config, plan, layers = made or self._engine(model, level, options, tactics, where)
         digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
@@ -148,7 +148,8 @@ class TensorRTBackend:
             notes.append(f"TensorRT {self.version()} does not read what the timing cache says of fused regions: their kernels were chosen anew")
         if compat.has("hidden_regions") and unlisted(layers):
             notes.append("fused regions whose kernels cannot be read: they are not held to the graph")
-        return Built({"tactics_sha256": digest, **({"fp16_sums": sums} if sums else {})}, peak.nbytes, "; ".join(notes) or None)
+        about = {"fp16_sums": sums, "not_one_region": refused}
+        return Built({"tactics_sha256": digest, **{key: said for key, said in about.items() if said}}, peak.nbytes, "; ".join(notes) or None)
 
     def _engine(self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str) -> tuple[Any, bytes, list[Layer]]:
         """The configuration that was built with, which has the timing cache; the plan, held to the graph; its layers. Raises CheckError."""

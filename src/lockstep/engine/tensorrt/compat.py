@@ -26,6 +26,7 @@ except (ImportError, OSError) as error:  # its libraries, or those that they lin
     trt, _why_not = None, f"cannot be loaded: {' '.join(str(error).split())}"
 
 Version = tuple[int, int]
+
 # "The timing cache will not be used!", "Timing cache ... mismatch": only said, as an error or a warning, while the build goes on.
 _REFUSED_CACHE = re.compile(r"timing cache.*(not be used|mismatch|corrupt|invalid|different)|(mismatch|corrupt|invalid).*timing cache", re.IGNORECASE | re.DOTALL)
 _OF_REGIONS = re.compile(r"myelinCache")  # of TensorRT's compiler of fused regions, which has a part of the timing cache to itself
@@ -33,6 +34,10 @@ _OF_REGIONS = re.compile(r"myelinCache")  # of TensorRT's compiler of fused regi
 _IGNORED_PRECISION = re.compile(r"obeys? the requested constraints|precision.*(ignored|not obeyed)", re.IGNORECASE | re.DOTALL)
 
 _FLAGS, _FP16_SUMS = "__LUNOWUD", "-cask:fp16_acc"  # not documented; NVIDIA's own tools for engines pass flags by this variable
+
+
+class GraphRefusedError(CheckError):
+    """TensorRT does not build a graph in the form that it is given, or not in its precision."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ FEATURES: dict[str, Feature] = {
     "fp16_sums": Feature((8, 6), (10, 0), ()),
     # What is in fused regions stands in the plan alone, as text (regions.py); the part of a timing cache that it is chosen by may be refused.
     "hidden_regions": Feature((8, 6), (10, 0), ()),
-    # Takes a whole graph as one fused region, far sooner than it finds that by trying, where a Gather of fp16 numbers makes it (one_region.py).
+    # Takes a whole graph as one fused region where a Gather of fp16 numbers follows; else only after trying many ways to divide it (one_region.py).
     "one_region": Feature((8, 6), (10, 0), ()),
     # Several contexts of one profile: asked for when the engine is built; later it is always so.
     "profile_sharing_flag": Feature((8, 6), (10, 0), ("IBuilderConfig.set_preview_feature", "PreviewFeature.PROFILE_SHARING_0806")),
@@ -316,15 +321,15 @@ def cached_tactics(config: trt.IBuilderConfig) -> dict[str, str]:
 
 
 def build_plan(builder: trt.Builder, network: trt.INetworkDefinition, config: trt.IBuilderConfig, where: str) -> bytes:
-    """The serialized engine. Raises CheckError with TensorRT's first error."""
+    """The serialized engine. Raises GraphRefusedError with TensorRT's first error, CheckError for a timing cache that it refuses."""
     LOG.clear()
     memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
     if memory is None:
-        raise CheckError(f"{where}: TensorRT {trt.__version__} cannot build this graph: {LOG.first_error()}")
+        raise GraphRefusedError(f"{where}: TensorRT {trt.__version__} cannot build this graph: {LOG.first_error()}")
     if said := LOG.first(_REFUSED_CACHE):
         raise CheckError(f"{where}: TensorRT {trt.__version__} refuses the timing cache: {said}; delete timing.cache and build again")
     if said := LOG.first(_IGNORED_PRECISION):
-        raise CheckError(f"{where}: TensorRT {trt.__version__} does not compute in the graph's precision: {said}")
+        raise GraphRefusedError(f"{where}: TensorRT {trt.__version__} does not compute in the graph's precision: {said}")
     return bytes(memory)
 
 

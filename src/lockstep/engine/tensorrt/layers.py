@@ -14,6 +14,7 @@ from typing import Any
 
 import onnx
 
+from lockstep.engine.tensorrt.compat import GraphRefusedError
 from lockstep.errors import CheckError
 
 # Names that TensorRT makes from addresses: hexadecimal, or decimal of that size. Longer ones are hashes of contents, which do say what was chosen.
@@ -126,7 +127,7 @@ def unlisted(layers: Sequence[Layer]) -> bool:
 
 
 def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapping[str, str], where: str) -> None:
-    """Raises CheckError naming a layer that computes in fp32 what the graph computes in half precision.
+    """Raises GraphRefusedError naming a layer that computes in fp32 what the graph computes in half precision, CheckError where no layers are told.
 
     types: {tensor of the graph: dtype}. Held to the graph are every tensor of it that a layer reads or writes, and the tactics of matrix products.
     Inside fused regions those are the products that `regions.region_layers` finds; kernels that are made for the graph tell no types.
@@ -141,14 +142,14 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
             expected, found = types.get(tensor), datatype(text)
             if expected in _HALVES and found == "float32":
                 wrong = f"tensor {tensor}: expected {expected} as in the graph, found {text}"
-                raise CheckError(f"{where}: layer {layer.name}: {wrong}; the engine is not of this precision")
+                raise GraphRefusedError(f"{where}: layer {layer.name}: {wrong}; the engine is not of this precision")
         if not _PRODUCT.search(f"{layer.kind} {layer.tactic}"):
             continue
         reads_fp32 = not _FUSED.match(layer.kind) and any(datatype(text) == "float32" for _, text in layer.inputs)
         if half and (reads_fp32 or _FP32_TACTIC.search(layer.tactic)):
             wrong = f"expected a matrix product in {'/'.join(sorted(wanted))} as in the graph"
             found = " on ".join(filter(None, (f"tactic {layer.tactic}", ", ".join(text for _, text in layer.inputs))))
-            raise CheckError(f"{where}: layer {layer.name}: {wrong}, found {found}; the engine is not of this precision")
+            raise GraphRefusedError(f"{where}: layer {layer.name}: {wrong}, found {found}; the engine is not of this precision")
 
 
 def fp16_sums(layers: Sequence[Layer]) -> list[str]:
