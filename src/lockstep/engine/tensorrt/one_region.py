@@ -28,10 +28,10 @@ def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
     copy.CopyFrom(model)
     for node in copy.graph.node:
         for names in (node.input, node.output):
-            names[:] = [f"{name}/gathered" if each == name else each for each in names]
+            names[:] = [f"{name}/all" if each == name else each for each in names]
     copy.graph.initializer.append(numpy_helper.from_array(np.array([1, -1, width], np.int64), f"{name}/shape"))
     copy.graph.initializer.append(numpy_helper.from_array(np.array(0, np.int64), f"{name}/first"))
-    copy.graph.node.append(helper.make_node("Reshape", [f"{name}/gathered", f"{name}/shape"], [f"{name}/cube"], name=f"{name}/reshape"))
+    copy.graph.node.append(helper.make_node("Reshape", [f"{name}/all", f"{name}/shape"], [f"{name}/cube"], name=f"{name}/reshape"))
     copy.graph.node.append(helper.make_node("Gather", [f"{name}/cube", f"{name}/first"], [name], name=f"{name}/gather", axis=0))
     onnx.checker.check_model(copy, full_check=True)
     return copy
