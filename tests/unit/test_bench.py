@@ -259,6 +259,9 @@ def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     made = record["build"]
     assert made["other_tactics"] == ["middle: layer product: expected tactic one as recorded, found tactic another"] and made["engine_bytes"] and made["cold_seconds"] > 0 and made["cached_seconds"] > 0 and record["ready_seconds"] > 0
     assert set(record["decode"]) == {"1", "16"} and record["prefill"]["tokens"] == 40 and {"block", "gaps"} < set(record["prefill"]["microseconds"])
+    blocks = record["as_they_are"]["microseconds_of_blocks"]
+    assert set(blocks) == {"1", "16", "prompt"} and min(blocks.values()) > 0 and record["as_they_are"]["cold_seconds"] > 0 and record["as_they_are"]["optimization_level"] == 4
+    assert read_json(work / "as-they-are" / "engines.json")["options"]["one_region"] is False
     assert record["transformers"]["torch"]
     # All tokens go through the first two layers and to the third one's queries, keys and values; one row through the rest of it and lm_head.
     qkv, rest, head = 64 * (64 + 2 * 32), 64 * 64 + 3 * 64 * 96, 64 * 256

@@ -26,6 +26,7 @@ from lockstep import formats, worker
 from lockstep.bench.measure import spread
 from lockstep.checks import difference
 from lockstep.engine.builder import COSTS
+from lockstep.engine.tensorrt import compat
 from lockstep.engine.tensorrt.layers import differences
 from lockstep.engine.tensorrt.tactics import CACHE, RECORD
 from lockstep.errors import CheckError, InputError
@@ -71,6 +72,8 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     note(prefill=prefill(model, rounds, assembly))
     note(prefill={**record["prefill"], **prefill_parts(model, record["prefill"], assembly)})
     del model
+    if manifest["options"]["one_region"] and compat.has("one_region"):
+        note(as_they_are=as_they_are(assembly_json, work / "as-they-are" / "engines.json", weights, {**LIMITS, **options}, python, assembly))
     note(transformers=beside(transformers, work, weights, config))
     checks = {str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS}
     note(check=checks)
@@ -86,11 +89,10 @@ def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any], pytho
     again = engines.parent.with_name("again") / engines.name
     for path in (engines, again):
         shutil.rmtree(path.parent, ignore_errors=True)
-    request = {"assembly": str(assembly_json), "backend": "tensorrt", "options": {**options, "tactics": "record"}}
-    build = lambda out: timed(lambda: worker.call(python or sys.executable, "build", out=str(out), **request))[0]
+    build = lambda out: build_seconds(assembly_json, out, {**options, "tactics": "record"}, python)
     cold = build(engines)
     files = [engines.with_name(entry["file"]) for entry in read_json(engines)["engines"].values()]
-    made = {"cold_seconds": round(cold, 1), "engine_bytes": sum(path.stat().st_size for path in files), "engines": len(files), "costs": read_json(engines.with_name(COSTS))["engines"]}
+    made = {"cold_seconds": cold, "engine_bytes": sum(path.stat().st_size for path in files), "engines": len(files), "costs": read_json(engines.with_name(COSTS))["engines"]}
     yield made
     again.parent.mkdir()
     for name in (CACHE, RECORD):
@@ -98,7 +100,24 @@ def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any], pytho
     cached = build(again)
     recorded, found = (read_json(folder / RECORD)["engines"] for folder in (engines.parent, again.parent))
     other = [line for name in recorded for line in differences(recorded[name]["layers"], found[name]["layers"], name)]
-    yield {**made, "cached_seconds": round(cached, 1), "other_tactics": other}
+    yield {**made, "cached_seconds": cached, "other_tactics": other}
+
+
+def as_they_are(assembly_json: Path, engines: Path, weights: Path, options: Mapping[str, Any], python: str | None, assembly: Mapping[str, Any]) -> dict[str, Any]:
+    """What `one_region` is held against: the same engines built without it, cold, in a new process; and microseconds of all blocks in the steps that are measured."""
+    shutil.rmtree(engines.parent, ignore_errors=True)
+    options = {**options, "one_region": False, "tactics": "free"}
+    seconds = build_seconds(assembly_json, engines, options, python)
+    model = ready(engines, assembly_json, weights)
+    blocks = {str(batch): decode(model, batch, 1)["microseconds"]["block"] for batch in BATCHES}
+    blocks["prompt"] = prefill_parts(model, prefill(model, 1, assembly), assembly)["microseconds"]["block"]
+    return {"cold_seconds": seconds, "optimization_level": read_json(engines)["options"]["optimization_level"], "microseconds_of_blocks": blocks}
+
+
+def build_seconds(assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None) -> float:
+    """Of the build of an engine set, in a new process."""
+    request = {"assembly": str(assembly_json), "backend": "tensorrt", "options": dict(options), "out": str(engines)}
+    return round(timed(lambda: worker.call(python or sys.executable, "build", **request))[0], 1)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
