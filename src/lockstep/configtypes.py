@@ -203,7 +203,7 @@ class TensorRTConfig(Section):
     one_region: bool = Field(
         default=True,
         description="With TensorRT 8.6, have the fp16 graphs of blocks compiled as one fused region each, which builds them sooner than the search at levels 4 and 5, and fuses all products, "
-        "so that they are added up in fp32. A graph that TensorRT cannot build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
+        "which are then added up in fp32 but for a few that the build names. A graph that TensorRT cannot build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
     )
     tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
         default=None, json_schema_extra=UNIQUE,

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 
 PREFIX = "lockstep: error: "
-_INTERRUPTED = "interrupted; finished results are kept, run the same command to go on"
 _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
@@ -29,21 +28,31 @@ class CheckError(LockstepError):
 
 
 @contextlib.contextmanager
+def interrupts() -> Iterator[None]:
+    """Where folders are removed: CPython's rmtree, interrupted while it closes one, closes it again, and fails. Raises KeyboardInterrupt then."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
+
+
+@contextlib.contextmanager
 def guard() -> Iterator[None]:
     """Turn a user's errors into one line on stderr and an exit code; a programming error keeps its traceback."""
     try:
-        yield
+        with interrupts():
+            yield
     except LockstepError as error:
         _leave(" ".join(str(error).split()), error.exit_code)
     except OSError as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # CPython's rmtree, interrupted while it closes a folder, closes it again, and fails
-            _leave(_INTERRUPTED, 130)
         if error.errno not in _ENVIRONMENT_ERRNOS:
             raise
         where = f" ({error.filename})" if error.filename else ""
         _leave(f"{error.strerror}{where}: free or make writable this place and run the same command again", 2)
     except KeyboardInterrupt:
-        _leave(_INTERRUPTED, 130)
+        _leave("interrupted; finished results are kept, run the same command to go on", 130)
 
 
 def _leave(line: str, exit_code: int) -> None:

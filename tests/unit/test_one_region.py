@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from test_lowering import BASE, inputs_of, run
 
 from lockstep.engine.fusing import fuse
 from lockstep.engine.lowering import lower
@@ -14,13 +15,11 @@ from lockstep.sessions import open_session
 from lockstep.split.export import assemble
 from lockstep.split.tracer import meta_model
 
-BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 FAMILIES = {
     "llama": {"model_type": "llama", **BASE},
     "phi3 (one tensor for q, k and v)": {"model_type": "phi3", **BASE, "pad_token_id": 0},
     "gemma3 (queries and keys in fp32, scaled embedding)": {"model_type": "gemma3_text", **BASE, "head_dim": 8, "query_pre_attn_scalar": 8},
 }
-SIZES = {"num_tokens": 3, "num_requests": 2}
 
 
 @functools.cache
@@ -31,16 +30,6 @@ def graphs(family: str, precision: str = "fp16") -> dict[str, onnx.ModelProto]:
     for name, entry in manifest["classes"].items():
         prepared[name], _ = fuse(lower(onnx.load_from_string(files[entry["graph"]])), {slot["name"] for slot in entry["slots"]})
     return prepared
-
-
-def run(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    random, feeds = np.random.default_rng(0), {}
-    for value in model.graph.input:
-        shape = [dim.dim_value or SIZES[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        feeds[value.name] = np.arange(*shape, dtype=dtype) if dtype.kind == "i" else random.standard_normal(shape).astype(dtype)
-    session = open_session(model.SerializeToString())
-    return dict(zip([value.name for value in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,7 +45,8 @@ def test_not_a_bit_changes(family):
         assert [value.name for value in whole.graph.output] == [value.name for value in model.graph.output] and list(whole.graph.input) == list(model.graph.input)
         assert [node.op_type for node in whole.graph.node[-2:]] == ["Reshape", "Gather"]
         assert list(whole.graph.node[-1].output) == ["logits" if name == "exit" else "hidden" if name == "embedding" else "value"]
-        expected, found = run(model), run(whole)
+        feeds = inputs_of(model)
+        expected, found = run(model, feeds), run(whole, feeds)
         for output, values in expected.items():
             assert values.dtype == found[output].dtype and values.shape == found[output].shape and np.isfinite(values).all(), output
             np.testing.assert_array_equal(values.view(np.uint8), found[output].view(np.uint8), err_msg=f"{name}: {output}")

@@ -60,9 +60,10 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
         write_json(work / PARTS, record)
         print(f"bench: {', '.join(parts)}", file=sys.stderr, flush=True)
 
+    options = {**LIMITS, **options}
     weights = random_weights(assembly, work / "weights")
     engines = work / "engines" / "engines.json"
-    for made in builds(assembly_json, engines, {**LIMITS, **options}, python):
+    for made in builds(assembly_json, engines, options, python):
         note(build=made)
     manifest = read_json(engines)
     note(device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
@@ -73,7 +74,7 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     note(prefill={**record["prefill"], **prefill_parts(model, record["prefill"], assembly)})
     del model
     if manifest["options"]["one_region"] and compat.has("one_region"):
-        note(as_they_are=as_they_are(assembly_json, work / "as-they-are" / "engines.json", weights, {**LIMITS, **options}, python, assembly))
+        note(as_they_are=as_they_are(assembly_json, work / "as-they-are" / "engines.json", weights, options, python, assembly))
     note(transformers=beside(transformers, work, weights, config))
     checks = {str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS}
     note(check=checks)

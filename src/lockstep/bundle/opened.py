@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep import formats
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
-from lockstep.errors import InputError
+from lockstep.errors import InputError, interrupts
 from lockstep.files import read_json, write_json
 from lockstep.paths import Target
 from lockstep.seen import remember
@@ -77,12 +77,8 @@ def _scratch() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        try:
+        with interrupts():
             remove()
-        except OSError as error:  # CPython's rmtree, interrupted while it closes a file, closes it again, and fails
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
-            raise
         atexit.unregister(remove)
 
 

@@ -128,12 +128,12 @@ class TensorRTBackend:
         where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
         level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
-        whole = as_one_region(model) if options["one_region"] and compat.has("one_region") and model.graph.name not in _HIGHEST_LEVEL else None
+        region = as_one_region(model) if options["one_region"] and compat.has("one_region") and model.graph.name not in _HIGHEST_LEVEL else None
         made, refused = None, ""
         with PeakMemory() as peak:
-            if whole is not None:
+            if region is not None:
                 try:
-                    made = self._engine(whole, min(level, LEVEL), options, tactics, where)
+                    made = self._engine(region, min(level, LEVEL), options, tactics, where)
                 except compat.GraphRefusedError as error:
                     refused = str(error).removeprefix(f"{where}: ")
             config, plan, layers = made or self._engine(model, level, options, tactics, where)

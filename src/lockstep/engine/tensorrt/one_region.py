@@ -20,8 +20,9 @@ def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
     The last and not the first, which a block has in its midst: what follows it would be slower.
     """
     outputs = [value for value in model.graph.output if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and len(value.type.tensor_type.shape.dim) == 2]
-    name = outputs[-1].name if outputs else None
-    width = outputs[-1].type.tensor_type.shape.dim[1].dim_value if outputs else 0
+    if not outputs:
+        return None
+    name, width = outputs[-1].name, outputs[-1].type.tensor_type.shape.dim[1].dim_value
     if not width or any(node.op_type == "Gather" and name in node.output for node in model.graph.node):
         return None
     copy = onnx.ModelProto()
