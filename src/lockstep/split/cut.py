@@ -129,7 +129,7 @@ class _Flow:
         return found, region
 
     def cut_value(self, value: ir.Value) -> ir.Value:
-        """Where to cut for one input of an attention: the earliest single value that holds just its numbers.
+        """Where to cut for one input of an attention: the earliest single value that holds just its numbers, in the narrowest type that holds them on the way.
 
         Rotary encoding then falls into the batchless part. Where no such value exists before positions come in (a key that is
         put together from two tensors), the cut is at the attention and the rotary encoding stays batchful.
@@ -139,7 +139,7 @@ class _Flow:
         made = {output for node in region for output in node.outputs} | {v for node in region for v in node.inputs if v is not None}
         candidates = [v for v in made if v in self.tokens and v not in self.positional and _layout(v, width) is not None]
         order = {output: index for index, node in enumerate(value.producer().graph) for output in node.outputs}
-        for candidate in sorted(candidates, key=lambda v: order.get(v, -1)):
+        for candidate in sorted(candidates, key=lambda v: (v.dtype.itemsize, order.get(v, -1))):
             found, _ = self.walk(value, stops={candidate})
             if found == [candidate]:
                 return candidate

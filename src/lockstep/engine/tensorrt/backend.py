@@ -42,7 +42,7 @@ class TensorRTBackend:
 
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 5
+    revision = 6
     takes_long = True
 
     def __init__(self) -> None:

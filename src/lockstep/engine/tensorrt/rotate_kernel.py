@@ -73,7 +73,7 @@ class Rotate:
     ) -> None:  # fmt: skip
         """query [num_tokens, num_heads, head_dim] -> query_out, rotated; key, rotated, and value [num_tokens, num_kv_heads, dim] into keys, values [pages,
         num_kv_heads, 64, dim], each token into row `rows[token]` (int32; -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the page of
-        each piece of a row. Queries and keys may be float32 where all else is not: some models normalise them in it."""
+        each piece of a row. Queries and keys may be float32 where all else is not."""
         self._kernel.launch(
             stream, (query.shape[0], self._slices, 1), THREADS, query, key, value, query_out, keys, values, rotation.own, rotation.other, rotation.partner,
             rows, positions, pages, pages.shape[1],
