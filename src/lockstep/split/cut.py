@@ -129,7 +129,7 @@ class _Flow:
         return found, region
 
     def cut_value(self, value: ir.Value) -> ir.Value:
-        """Where to cut for one input of an attention: the earliest single value that holds just its numbers, in the narrowest type that holds them on the way.
+        """Where to cut for one input of an attention: of the single values that hold just its numbers in the narrowest type, the earliest.
 
         Rotary encoding then falls into the batchless part. Where no such value exists before positions come in (a key that is
         put together from two tensors), the cut is at the attention and the rotary encoding stays batchful.
