@@ -14,6 +14,7 @@ import onnx
 import onnx.inliner
 from onnx import helper, numpy_helper
 
+from lockstep.engine.onnx_graphs import keep_constants, typed_values
 from lockstep.errors import InputError
 
 OPSET = 17
@@ -30,7 +31,7 @@ def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
     nodes = [new for node in graph.node for new in _RULES.get(node.op_type, _keep)(node, constants)]
     del graph.node[:]
     graph.node.extend(nodes)
-    _drop_unused_constants(graph, constants)
+    keep_constants(graph, {name for node in graph.node for name in node.input})
     source = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     for node in graph.node:
         _check(node, source)
@@ -47,14 +48,12 @@ def _casts_by_type(model: onnx.ModelProto) -> None:
     """`CastLike` becomes `Cast` to the type that is meant: readers of opset 17 may not know it (TensorRT 8.6 does not)."""
     if not any(node.op_type == "CastLike" for node in model.graph.node):
         return
-    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
-    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    values = typed_values(model)
     for node in model.graph.node:
         if node.op_type == "CastLike":
             like = node.input.pop()
             node.op_type = "Cast"
-            node.attribute.append(helper.make_attribute("to", types[like]))
+            node.attribute.append(helper.make_attribute("to", values[like][0]))
 
 
 def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -144,10 +143,3 @@ def _check(node: onnx.NodeProto, source: int) -> None:
     if unknown or len(node.input) > old.max_input:
         found = f"attributes {unknown}" if unknown else f"{len(node.input)} inputs"
         raise InputError(f"{node.name}: {node.op_type}: expected a form that opset {OPSET} has, found {found} of opset {source}")
-
-
-def _drop_unused_constants(graph: onnx.GraphProto, constants: Mapping[str, np.ndarray]) -> None:
-    used = {name for node in graph.node for name in node.input}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)

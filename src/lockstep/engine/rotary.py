@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from lockstep.engine.onnx_graphs import prune
 from lockstep.errors import CheckError
 from lockstep.widened import widened
 
@@ -31,17 +32,10 @@ def rotary(decode: onnx.ModelProto, kind: Mapping[str, Any]) -> onnx.ModelProto:
     query, scale = _rotated_query(graph, kind, None if decode is given else _BF16)
     cut = onnx.ModelProto()
     cut.CopyFrom(decode)
-    needed, nodes = {query, "key_out"}, []
-    for node in reversed(graph.node):
-        if needed & set(node.output):
-            nodes.insert(0, node)
-            needed |= set(node.input)
-    del cut.graph.node[:]
-    cut.graph.node.extend(nodes)
-    for field in (cut.graph.input, cut.graph.initializer):
-        kept = [value for value in field if value.name in needed]
-        del field[:]
-        field.extend(kept)
+    needed = prune(cut.graph, (query, "key_out"))
+    inputs = [value for value in cut.graph.input if value.name in needed]
+    del cut.graph.input[:]
+    cut.graph.input.extend(inputs)
     cut.graph.node.append(helper.make_node("Identity", [query], ["query_out"], name="query_out"))
     for value in cut.graph.input:
         value.type.tensor_type.shape.dim[0].dim_param = "num_tokens"

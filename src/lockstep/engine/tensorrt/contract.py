@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx
 
+from lockstep.engine.onnx_graphs import typed_values
 from lockstep.engine.prepare import dtype_name
 from lockstep.engine.tensorrt.compat import Tensor
 from lockstep.engine.tensorrt.profiles import Profile
@@ -54,7 +55,4 @@ def _bounds(shapes: Sequence[Sequence[int]]) -> str:
 
 def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:
     """{tensor: dtype} of all tensors of a graph that ONNX's shape inference knows, constants too."""
-    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-    elements = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
-    elements.update((tensor.name, tensor.data_type) for tensor in graph.initializer)
-    return {name: dtype_name(element) for name, element in elements.items()}
+    return {name: dtype_name(element) for name, (element, _) in typed_values(model).items()}

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from lockstep.engine.onnx_graphs import prune, typed_values
 from lockstep.engine.prepare import Prepared, check_same
 
 LEVEL = 3  # at most: higher ones only search for what this gives at once
@@ -55,11 +56,10 @@ def _bring_to_rank(model: onnx.ModelProto) -> bool:
     """Where an fp32 operand made of weights and constants is broadcast to a higher rank, compute it from such that have its leading ones.
     Whether there was one."""
     graph = model.graph
-    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    values = typed_values(model)
+    shapes = {name: shape for name, (_, shape) in values.items()}
+    floats = {name for name, (element, _) in values.items() if element == TensorProto.FLOAT}
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    types = {value.name: value.type.tensor_type for value in (*inferred.input, *inferred.value_info, *inferred.output)}
-    shapes = {name: [dim.dim_value for dim in kind.shape.dim] for name, kind in types.items()} | {name: [*tensor.dims] for name, tensor in constants.items()}
-    floats = {name for name, kind in types.items() if kind.elem_type == TensorProto.FLOAT} | {n for n, tensor in constants.items() if tensor.data_type == TensorProto.FLOAT}
     weights = {value.name for value in graph.input if all(shapes[value.name])}
     made = {output: node for node in graph.node for output in node.output}
     copies: list[onnx.NodeProto] = []
@@ -97,13 +97,8 @@ def _bring_to_rank(model: onnx.ModelProto) -> bool:
             rank = len(shapes.get(node.output[0], ()))
             if name in floats and 0 < len(shapes[name]) < rank and fixed(name):
                 node.input[index] = at_rank(name, rank)
-    needed, kept = {value.name for value in graph.output}, []
-    for node in reversed([*copies, *graph.node]):
-        if not needed.isdisjoint(node.output):
-            kept.append(node)
-            needed.update(node.input)
-    read = [tensor for tensor in graph.initializer if tensor.name in needed]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(reversed(kept))
-    graph.initializer.extend(read)
+    nodes = [*copies, *graph.node]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    prune(graph, [value.name for value in graph.output])
     return bool(done)

@@ -1,0 +1,36 @@
+"""What several rewritings of ONNX graphs need: types and shapes of all values, and nothing kept that is not read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx
+from onnx import GraphProto, ModelProto
+
+
+def typed_values(model: ModelProto) -> dict[str, tuple[int, list[int]]]:
+    """{name: (element type, shape)} of all values that ONNX's shape inference knows, constants too; 0 for a dynamic dimension."""
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.value_info, *graph.output)}
+    known = {name: (kind.elem_type, [dim.dim_value for dim in kind.shape.dim]) for name, kind in types.items()}
+    return known | {tensor.name: (tensor.data_type, [*tensor.dims]) for tensor in graph.initializer}
+
+
+def prune(graph: GraphProto, wanted: Collection[str]) -> set[str]:
+    """Keep the nodes that the `wanted` values come from, and the constants that these read. The names of all that is read, and of what is wanted."""
+    needed, kept = set(wanted), []
+    for node in reversed(graph.node):
+        if not needed.isdisjoint(node.output):
+            kept.append(node)
+            needed.update(node.input)
+    del graph.node[:]
+    graph.node.extend(reversed(kept))
+    keep_constants(graph, needed)
+    return needed
+
+
+def keep_constants(graph: GraphProto, names: Collection[str]) -> None:
+    """Drop the other constants."""
+    kept = [tensor for tensor in graph.initializer if tensor.name in names]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
