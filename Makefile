@@ -1,7 +1,8 @@
 # The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt.
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
-#   make test                     runs the tests; ARGS="-k name" is passed on to pytest
+#   make test                     runs the tests, one process a core; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
+#   make test-unit                runs the unit tests that need no exported model: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
 #                                 both records go to docs/gpu; TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
@@ -18,9 +19,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINS := envs/requirements.txt
+# tests/conftest.py says how many processes `auto` are. Each starts with a part of the files of its own, and takes from others when it is done.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+
+# As lockstep/__init__.py does, for what starts without it.
+export ORT_DISABLE_TELEMETRY ?= 1
+export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all gpu setup clean
+.PHONY: demo test test-unit test-all gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -29,10 +36,13 @@ demo: setup
 	@$(BIN)/lockstep summary
 
 test: setup
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
+
+test-unit: setup
+	$(PYTEST) -m "not long and not exports" tests/unit $(ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 gpu: setup
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'

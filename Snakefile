@@ -1,28 +1,44 @@
 # Lockstep: from checkpoints to inference engines that are checked. README.md says how to use it, config/README.md what to set.
+import sys
+from pathlib import Path
+
 from snakemake.utils import min_version
 
 min_version("9.0")
 
+REPOSITORY = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
+# This checkout's package, installed or not: the one whose code the rules' keys are of.
+sys.path.insert(0, str(REPOSITORY / "src"))
+
+from lockstep.documents import check_config
+from lockstep.errors import guard
 
 # The demo, unless the command line names models: a second config file would add its models to these.
 if "models" not in config:
-    here = workflow.current_basedir.get_path_or_uri(secret_free=True)
     demo = "config/config.yaml"
+    demo = demo if os.path.exists(demo) else str(REPOSITORY / demo)
+    # Snakemake does not say where a mistake is.
+    with guard():
+        check_config(demo)
 
-    configfile: demo if os.path.exists(demo) else os.path.join(here, demo)
+    configfile: demo
 
 
 report: "workflow/report/workflow.rst"
 
 
 include: "workflow/rules/common.smk"
+include: "workflow/rules/recovery.smk"
 include: "workflow/rules/checkpoint.smk"
 include: "workflow/rules/export.smk"
 include: "workflow/rules/build.smk"
 include: "workflow/rules/compare.smk"
 include: "workflow/rules/golden.smk"
 include: "workflow/rules/report.smk"
-include: "workflow/rules/recovery.smk"
+
+
+onerror:
+    end_as_by_hand()
 
 
 rule all:

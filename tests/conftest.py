@@ -1,8 +1,34 @@
-"""Tests marked `gpu` are skipped, with the reason, where TensorRT cannot build."""
+"""What holds for all tests: how many processes they take, what these share, and which tests need a GPU."""
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
+from shared import WORKER, Shared, shared_root
+
+MOST_WORKERS = 8  # each holds torch and ONNX Runtime: up to 2 GB
+if WORKER in os.environ:
+    # One test a core: more threads would fight for them. Before torch is imported, and for the processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("LOCKSTEP_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a shell's background job: the processes that tests start would inherit it, and those that they interrupt would go on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` stands for: a process for each core that this one may use."""
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    return Shared(shared_root(tmp_path_factory.getbasetemp()))
+
+import lockstep  # noqa: F401  first: it switches off what other packages send when they are imported
 
 
 def _missing() -> str | None:
@@ -18,6 +44,9 @@ def _missing() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "shared" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.exports)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _missing() if on_gpu else None
     if reason:

@@ -12,6 +12,7 @@ import numpy as np
 
 from lockstep.errors import CheckError
 from lockstep.files import write_json
+from lockstep.sidefiles import failed_path
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,6 @@ def largest(errors: list[float | None]) -> float | None:
     return None if None in errors else max(errors, default=0.0)
 
 
-def failed_path(out: str | os.PathLike) -> Path:
-    """Where the report of a failed check lies: `2.failed.json` beside `2.json`."""
-    out = Path(out)
-    return out.with_name(f"{out.stem}.failed{out.suffix}")
-
-
 def finish(out: str | os.PathLike, report: Mapping[str, Any], failure: str | None) -> Path:
     """Write a check's report to `out` where `failure` is None, and give `out`.
 
@@ -77,5 +72,5 @@ def finish(out: str | os.PathLike, report: Mapping[str, Any], failure: str | Non
         write_json(out, {**report, "result": "pass"})
         failed_path(out).unlink(missing_ok=True)
         return out
-    write_json(failed_path(out), {**report, "result": "fail"})
+    write_json(failed_path(out), {**report, "result": "fail", "failure": failure})
     raise CheckError(f"{failure}; details in {failed_path(out)}")

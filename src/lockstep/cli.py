@@ -24,7 +24,13 @@ from lockstep.paths import Results, Target
 if TYPE_CHECKING:
     from lockstep.config import Config
 
-_RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True, help="The results tree.")
+_RESULTS = click.option(
+    "--results",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("results"),
+    show_default=True,
+    help="The results tree.",
+)
 _CONFIG = click.option("--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]")
 
 
@@ -85,7 +91,7 @@ def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -
 
 def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callable[[], Path]) -> Path:
     """What `make` gives; the artefact is recorded as a job of the workflow records it."""
-    from lockstep.lock.stage import run
+    from lockstep.lock.stage import refreshed, run
     from lockstep.lock.steps import step
     from lockstep.sources import FolderSource, RandomSource, parse_source
 
@@ -94,7 +100,8 @@ def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callabl
         if isinstance(kind, FolderSource):
             return make()  # nothing is fetched
         stage = "random_weights" if isinstance(kind, RandomSource) else stage
-    return run(step(stage, project.config, project.results, names), make, _lock_file(project, names["model"]), project.config.cache)
+    with refreshed(project.results):
+        return run(step(stage, project.config, project.results, names), make, _lock_file(project, names["model"]), project.config.cache)
 
 
 def _lock_file(project: Project, model: str) -> Path | None:
@@ -193,7 +200,7 @@ def validate(project: Project, model: str, precision: str, layers: int | str) ->
     results = project.results
     return stage.run(
         results.assembly(model, precision), results.weights(model, precision), results.checkpoint(model),
-        layers, project.config.tolerance(model, precision).model_dump(), results.validation(model, precision, layers), model,
+        layers, project.config.tolerance(model, precision).model_dump(), project.config.limits.max_seq_len, results.validation(model, precision, layers), model,
     )  # fmt: skip
 
 
@@ -218,7 +225,8 @@ def compare(project: Project, model: str, precision: str, backend: str) -> Path:
     worker.call(
         config.interpreter(backend), "compare",
         assembly=str(results.assembly(model, precision)), weights=str(results.weights(model, precision)),
-        engines=str(results.engines(model, precision, backend)), tolerance=config.tolerance(model, precision).block, out=str(out),
+        engines=str(results.engines(model, precision, backend)), tolerance=config.compare_tolerance(model, precision),
+        limits=config.engine_limits(), out=str(out),
     )  # fmt: skip
     return out
 
@@ -228,9 +236,7 @@ def reference(project: Project, model: str, layers: int | str) -> Path:
     """checkpoint.json -> tokens and logits of transformers."""
     from lockstep import golden as stage
 
-    golden = project.config.models[model].golden
-    prompts = {"max_new_tokens": golden.max_new_tokens, "prompts": [prompt.text for prompt in golden.prompts]}
-    return stage.make_reference(project.results.checkpoint(model), layers, prompts, project.results.reference(model, layers))
+    return stage.make_reference(project.results.checkpoint(model), layers, project.config.reference_terms(model), project.results.reference(model, layers))
 
 
 @_stage("model", "precision", "layers", "backend")
@@ -254,11 +260,11 @@ def golden(project: Project, model: str, precision: str, layers: int | str, back
 @main.command()
 @_RESULTS
 def summary(results: Path) -> None:
-    """All checks of the last run -> summary.json, summary.csv, and a table."""
+    """Print all checks as they stand now; changes nothing."""
     from lockstep import summary as stage
 
     tree = Results(results)
-    stage.print_table(stage.write(tree, _used_config(tree).targets()))
+    stage.print_table(stage.collect(tree, _used_config(tree).targets()))
     for path, what in ((tree.summary(), "Summary"), (tree.report_page(), "Report")):
         if path.is_file():
             click.echo(f"{what}: {path}")
@@ -271,13 +277,15 @@ def summary(results: Path) -> None:
 def targets(config_file: Path | None, results: Path, verbose: bool) -> None:
     """List the targets of a config."""
     chosen = _config(config_file).targets()
+    exported = {(target.model, target.precision): Results(results).assembly(target.model, target.precision) for target in chosen}
+    if verbose and not any(path.is_file() for path in exported.values()):
+        raise InputError(f"{next(iter(exported.values()))}: expected an assembly, found none, nor one of another target; run snakemake first")
     for target in chosen:
         click.echo(target)
     if verbose:
         from lockstep.show import layer_table
 
-        for model, precision in dict.fromkeys((target.model, target.precision) for target in chosen):
-            path = Results(results).assembly(model, precision)
+        for (model, precision), path in exported.items():
             click.echo(f"\n{model}/{precision}: " + (layer_table(path) if path.is_file() else "not exported yet"))
 
 
@@ -288,6 +296,28 @@ def show(graph: Path) -> None:
     from lockstep.show import show as text
 
     click.echo(text(graph), nl=False)
+
+
+@main.command()
+@click.argument("target")
+@click.option("--prompt", help="The text to follow.  [default: the first golden prompt that fails, else the longest]")
+@click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all]")
+@_RESULTS
+def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, results: Path) -> None:
+    """Where a target goes wrong: engine against graph against PyTorch."""
+    tree = Results(results)
+    config = _used_config(tree)
+    chosen = config.parse_target(target)
+    from lockstep import worker
+    from lockstep.bisect.report import text
+    from lockstep.bisect.run import bisect as find
+    from lockstep.files import dump_json
+
+    python, tolerance = config.interpreter(chosen.backend), config.tolerance(chosen.model, chosen.precision).model_dump()
+    ask = None if python is None else lambda **arguments: worker.ask(python, "bisect", **arguments)
+    report = find(tree, chosen, tolerance, ask, prompt, threads)
+    click.echo(dump_json(report) if as_json else text(report), nl=False)
 
 
 @main.command()
@@ -343,6 +373,8 @@ def explain(target: str, config_file: Path | None, results: Path) -> None:
     """What a run would make again for a target, and why."""
     from lockstep.lock.explain import explain as reasons
 
+    if not Results(results).config().is_file():
+        raise InputError(f"{results}: expected results of an earlier run, found none: all would be made; run snakemake first")
     project = _project(config_file, results)
     chosen = project.config.parse_target(target)
     found = [step for step in reasons(project.config, project.results, chosen, _checkpoint_folder(project, chosen.model)) if step.rebuilt]
@@ -355,7 +387,7 @@ def explain(target: str, config_file: Path | None, results: Path) -> None:
 @main.command()
 @click.argument("target")
 @click.option("--weights", is_flag=True, help="Pack the weights too.")
-@click.option("--out", type=click.Path(path_type=Path), help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]")
 @_RESULTS
 def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
     """A target in one file, that runs where its backend is installed."""

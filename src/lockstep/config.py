@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from lockstep.configerrors import Problem, Problems, describe, join, nearest, one_line
 from lockstep.configtypes import (
-    BACKEND_LACKS, BACKEND_PRECISIONS, Backends, Golden, Limits, ModelConfig, ModelName, Prompt, Section, TensorRTConfig, Tolerance, Tolerances,
+    BACKEND_LACKS, BACKEND_PRECISIONS, Backends, Golden, Limits, ModelConfig, ModelName, PathText, Prompt, Section, TensorRTConfig, Tolerance, Tolerances,
 )
 from lockstep.documents import read_document
 from lockstep.errors import InputError
@@ -39,7 +39,7 @@ class Config(Section):
     )
     limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
     tolerances: Tolerances = Field(default=Tolerances(), description="Largest absolute errors that pass, by precision.")
-    cache: str = Field(
+    cache: PathText = Field(
         default="",
         description="A folder of artefacts shared between checkouts and machines (docs/cache.md); a relative path is looked up from the working "
         "directory. The environment variable `LOCKSTEP_CACHE` goes before it, and turns it off where it is empty.",
@@ -51,6 +51,7 @@ class Config(Section):
     def _across_fields(self) -> Config:
         problems = [*_limit_problems(self.limits)]
         problems += _tensorrt_problems(self.backends.tensorrt)
+        problems += _name_problems(self.models)
         for name, model in self.models.items():
             problems += _model_problems(name, model, self.limits)
         if problems:
@@ -68,8 +69,15 @@ class Config(Section):
         ]
 
     def is_compared(self, target: Target) -> bool:
-        """Whether its engines are compared with ONNX Runtime: where they are another library's, in a precision that it computes in."""
-        return target.backend != "onnxruntime" and target.precision in BACKEND_PRECISIONS["onnxruntime"]
+        """Whether its engines are compared with their graphs in ONNX Runtime: where the precision is one that it computes in."""
+        return target.precision in BACKEND_PRECISIONS["onnxruntime"]
+
+    def reference_terms(self, model: str) -> dict[str, Any]:
+        """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long prompt. Plain JSON."""
+        golden = self.models[model].golden
+        fills = self.limits.max_seq_len - golden.max_new_tokens
+        long_prompt = fills if golden.long_prompt is None else golden.long_prompt
+        return {"max_new_tokens": golden.max_new_tokens, "prompts": [prompt.text for prompt in golden.prompts], "long_prompt": long_prompt}
 
     def parse_target(self, text: str) -> Target:
         """The target named `<model>/<precision>/<layers>` (on the model's first backend) or with `/<backend>` after it.
@@ -124,12 +132,24 @@ class Config(Section):
         own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
         return self.tolerances[precision].model_copy(update=own)
 
+    def compare_tolerance(self, model: str, precision: str) -> float:
+        """The largest error of an engine beside its graph, relative to its output: that of a block, in fp32 half of it.
+
+        Two libraries' fp32 differ by the order of their sums alone (1e-5 is seen with TensorRT, 0 with ONNX Runtime); fp16 rounds where one of
+        them does not (4e-3 is seen).
+        """
+        block = self.tolerance(model, precision).block
+        return block / 2 if precision == "fp32" else block
+
     def build_options(self, backend: str) -> dict[str, Any]:
         """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on them. Plain JSON."""
         if backend != "tensorrt":
             return {}
-        limits = self.limits.model_dump(include={"max_batch_size", "max_num_tokens", "max_seq_len"})
-        return {**self.backends.tensorrt.model_dump(mode="json", exclude={"python"}), **limits}
+        return {**self.backends.tensorrt.model_dump(mode="json", exclude={"python"}), **self.engine_limits()}
+
+    def engine_limits(self) -> dict[str, int]:
+        """The limits that sizes of engines' inputs come from."""
+        return self.limits.model_dump(include={"max_batch_size", "max_num_tokens", "max_seq_len"})
 
     def interpreter(self, backend: str) -> str | None:
         """The Python that builds and runs a backend's engines; None: this one."""
@@ -187,6 +207,17 @@ def _limit_problems(limits: Limits) -> Iterator[Problem]:
         yield Problem(("limits", "max_num_tokens"), text)
 
 
+def _name_problems(names: Iterable[str]) -> Iterator[Problem]:
+    """A name is a folder: where a file system does not tell capitals from small letters, two models would share one."""
+    first: dict[str, str] = {}
+    for name in names:
+        other = first.setdefault(name.casefold(), name)
+        if other != name:
+            yield Problem(
+                ("models", name), f"expected names that differ in more than capitals; found {other!r} and {name!r}"
+            )
+
+
 def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[Problem]:
     here = ("models", name)
     if _RESERVED_NAMES.fullmatch(name):
@@ -205,6 +236,9 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
     if model.golden.max_new_tokens >= limits.max_seq_len:
         text = f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; found {model.golden.max_new_tokens}"
         yield Problem((*here, "golden", "max_new_tokens"), text)
+    elif (model.golden.long_prompt or 0) + model.golden.max_new_tokens > limits.max_seq_len:
+        text = f"expected at most limits.max_seq_len less max_new_tokens ({limits.max_seq_len - model.golden.max_new_tokens}); found {model.golden.long_prompt}"
+        yield Problem((*here, "golden", "long_prompt"), text)
     for index, prompt in enumerate(model.golden.prompts):
         for key in prompt.expected:
             if key not in model.layers:
@@ -243,5 +277,5 @@ def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) 
         if layers == depth and "all" in model.layers:
             yield Problem(where, f"expected each target once; found {layers}, which is all of this model's layers, beside all")
     if positions is not None and limits.max_seq_len > positions:
-        text = f"expected at most {positions} (max_position_embeddings in {path}); found {limits.max_seq_len}"
+        text = f"expected at most {positions} ({shape.limited_by} in {path}); found {limits.max_seq_len}"
         yield Problem(("limits", "max_seq_len"), text)

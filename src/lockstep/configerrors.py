@@ -87,8 +87,10 @@ def describe(value: Any) -> str:
         return "nothing"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (list, tuple, set)):
+    if isinstance(value, (list, tuple)):
         return "a list"
+    if isinstance(value, set):
+        return "a set"
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, int) and value.bit_length() > 128:
@@ -156,7 +158,7 @@ def _hint(kind: str, found: Any) -> str:
     """What to do about the usual traps of YAML."""
     if kind == "string_type" and isinstance(found, bool):
         return " (YAML reads yes, no, on and off so: put the word in quotes)"
-    if kind in ("string_type", "invalid_key") and found is not None and not isinstance(found, (list, tuple, dict)):
+    if kind in ("string_type", "invalid_key") and found is not None and not isinstance(found, (list, tuple, set, dict)):
         return " (put it in quotes)"
     if kind in ("int_type", "float_type") and isinstance(found, str) and found.strip().isdigit():
         return " (leave the quotes away)"

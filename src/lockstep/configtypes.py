@@ -55,8 +55,14 @@ def _number(value: Any) -> Any:
     return float(value) if is_number else value
 
 
+def _path(value: Any) -> Any:
+    if isinstance(value, str) and "\0" in value:
+        raise PydanticCustomError("path", "a path without the character U+0000")
+    return value
+
+
 def _source(value: Any) -> Any:
-    if isinstance(value, str):
+    if isinstance(_path(value), str):
         try:
             parse_source(value)
         except SourceError as error:
@@ -70,6 +76,7 @@ LayerCount = Annotated[Count | Literal["all"], BeforeValidator(_layer_count)]
 LayerKey = Annotated[int | Literal["all"], BeforeValidator(_layer_key), WithJsonSchema(_LAYER_KEY_SCHEMA)]
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Error = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+PathText = Annotated[str, BeforeValidator(_path)]
 AsTuple = BeforeValidator(_as_tuple)
 UNIQUE = {"uniqueItems": True}
 
@@ -95,7 +102,12 @@ class Golden(Section):
 
     max_new_tokens: Count = Field(default=16, description="How many tokens are decoded, greedily, after each prompt.")
     prompts: Annotated[tuple[Prompt, ...], AsTuple] = Field(
-        min_length=1, description="The golden prompts. They are run in one batch and alone; take different lengths.",
+        min_length=1, description="The golden prompts. They are run in one batch, alone, and in chunks beside other requests; take different lengths.",
+    )
+    long_prompt: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Tokens of one more prompt, made of pseudo-random ids, that shows what happens far into the KV cache; 0 leaves it out. "
+        "None: as many as fill `limits.max_seq_len` together with `max_new_tokens`.",
     )
 
 
@@ -188,7 +200,7 @@ class Tolerances(Section):
 class TensorRTConfig(Section):
     """How engines are built with TensorRT. Sizes come from `limits`."""
 
-    python: Annotated[str, StringConstraints(min_length=1)] | None = Field(
+    python: Annotated[PathText, StringConstraints(min_length=1)] | None = Field(
         default=None,
         description="The Python interpreter that builds and runs the engines, where it is not this one: a path, or a command. TensorRT 8.6.0 needs "
         "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime, polygraphy and tokenizers, and the "

@@ -1,20 +1,24 @@
 """Reading a YAML or JSON file that a person wrote: plain values out, or one line with the file and the line number.
 
-Stricter than PyYAML: a key given twice in one mapping is an error (PyYAML silently takes the last), and so is every
-value that it fails on in its own way (an impossible date, a number of thousands of digits, a foreign tag).
+Stricter than PyYAML: a key given twice in one mapping is an error (PyYAML silently takes the last), so is a number that
+it reads in another base than ten (010 is 8, 1:30 is 90), and so is every value that it fails on in its own way (an
+impossible date, a number of thousands of digits, a foreign tag).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections.abc import Hashable
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, guard
 
 
 def read_document(path: str | os.PathLike) -> Any:
@@ -35,6 +39,26 @@ def read_document(path: str | os.PathLike) -> Any:
         return _read_json(path, text) if path.suffix == ".json" else _read_yaml(path, text)
     except RecursionError:
         raise InputError(f"{path}: expected a config; found lists or mappings nested too deeply") from None
+
+
+def check_config(path: str | os.PathLike) -> None:
+    """Refuse a config file that holds no mapping, before Snakemake reads it: of most mistakes it does not say where they are.
+
+    Raises InputError as `read_document` does.
+    """
+    value = read_document(path)
+    if not isinstance(value, dict):
+        found = "an empty file" if value is None else f"a {type(value).__name__}"
+        raise InputError(f"{path}: expected a mapping with keys such as models; found {found}")
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Check the config files of a Snakemake command line; a mistake ends the process with one line and exit code 2."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
+    with guard():
+        for path in parser.parse_known_args(arguments)[0].configfile:
+            check_config(path)
 
 
 def _read_yaml(path: Path, text: str) -> Any:
@@ -58,6 +82,10 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
     return problem if problem.startswith("found") else f"found a mistake: {problem}"
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_OTHER_BASE = re.compile(r"[-+]?(0_*[0-9]|[0-9_]+:)")
+
+
 class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses repeated keys and gives every failure a line number."""
 
@@ -75,6 +103,12 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag in _NUMBERS and isinstance(node, yaml.ScalarNode) and _OTHER_BASE.match(node.value):
+            problem = (
+                f"found {node.value[:40]!r}, which YAML 1.1 reads in base 8 or 60: write a number without zeros before"
+                " it or colons, put text in quotes"
+            )
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         # PyYAML's scalar constructors raise whatever int(), date() and their dictionaries raise, without a place.
         try:
             return super().construct_object(node, deep)
@@ -85,11 +119,11 @@ class _StrictLoader(yaml.SafeLoader):
 
 def _read_json(path: Path, text: str) -> Any:
     def without_repeats(pairs: list[tuple[str, Any]]) -> dict:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise InputError(f"{path}: expected each key once; found {key!r} twice in one object")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            raise InputError(f"{path}: expected each key once; found {twice!r} twice in one object")
+        return found
 
     if not text.strip():
         return None

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 PREFIX = "lockstep: error: "
+# What a scheduler, a service manager, `kill` and a closed terminal end a process with.
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
@@ -27,6 +32,36 @@ class CheckError(LockstepError):
     """A result that is not right: over tolerance, other tokens, an engine made for another machine. Exit code 1."""
 
 
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP. A kind of interrupt, so that whatever undoes its work on Ctrl-C does it here too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _ending_raises() -> Iterator[None]:
+    """Raise Ended where the signals of `ENDING` would end this process at once. A signal that is ignored (`nohup`) or handled stays so."""
+    if threading.current_thread() is not threading.main_thread():  # Python takes signals in the main thread only
+        yield
+        return
+    taken = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+
+    def end(number: int, frame: Any) -> None:
+        for each in taken:
+            signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the undoing
+        raise Ended(number)
+
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def interrupts() -> Iterator[None]:
     """Where folders are removed: CPython's rmtree, interrupted while it closes one, closes it again, and fails. Raises KeyboardInterrupt then."""
@@ -40,9 +75,12 @@ def interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def guard() -> Iterator[None]:
-    """Turn a user's errors into one line on stderr and an exit code; a programming error keeps its traceback."""
+    """Turn a user's errors into one line on stderr and an exit code; a programming error keeps its traceback.
+
+    An interrupt, SIGTERM and SIGHUP are one line too, after all that was begun is undone; the exit code is 128 and the signal's number.
+    """
     try:
-        with interrupts():
+        with _ending_raises(), interrupts():
             yield
     except LockstepError as error:
         _leave(" ".join(str(error).split()), error.exit_code)
@@ -51,8 +89,14 @@ def guard() -> Iterator[None]:
             raise
         where = f" ({error.filename})" if error.filename else ""
         _leave(f"{error.strerror}{where}: free or make writable this place and run the same command again", 2)
-    except KeyboardInterrupt:
-        _leave("interrupted; finished results are kept, run the same command to go on", 130)
+    except KeyboardInterrupt as error:
+        what, number = (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", signal.SIGINT)
+        if getattr(error, "said_by_child", False):  # on the same stderr, in the same words
+            raise SystemExit(128 + number) from None
+        _leave(f"{what}; {_KEPT}", 128 + number)
+
+
+_KEPT = "finished results are kept, run the same command to go on"
 
 
 def _leave(line: str, exit_code: int) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,11 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
     """Give a temporary path in the folder of `path`; on success it is flushed to disk and renamed to `path`, else removed.
 
     writer: what tells this writer's temporary file from others'; by default the process number, which is enough on one machine.
+
+    Raises InputError where a folder lies at `path`, or a file where its folder would be.
     """
     path = Path(path)
+    check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{writer or os.getpid()}.tmp")
     try:
@@ -33,6 +38,22 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_place(path: Path) -> None:
+    """Raise InputError where a file could not be written to `path`.
+
+    A folder lies there, or a file where its folder would be.
+    """
+    if path.is_dir():
+        raise InputError(
+            f"{path}: expected to write a file here, found a folder; remove or rename it, or choose another place"
+        )
+    above = next((folder for folder in path.parents if folder.exists()), None)
+    if above is not None and not above.is_dir():
+        raise InputError(
+            f"{above}: expected a folder to write into, found a file; remove or rename it, or choose another place"
+        )
 
 
 def remove_leftovers(path: str | os.PathLike) -> None:
@@ -79,19 +100,49 @@ def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
     Raises InputError when the file is absent, is not JSON, has another format, or does not hold what was sealed.
     """
     try:
-        value = json.loads(Path(path).read_bytes())
+        check_file(path)
+        value = json.loads(Path(path).read_bytes(), parse_constant=_no_number if format else None)
+        found = value.get("format") if isinstance(value, dict) else None
+        seal = value.pop(SEAL, None) if isinstance(found, str) else None
+        content = sha256_json(value) if seal is not None else None  # fails for half a character
     except FileNotFoundError:
-        raise InputError(f"{path}: expected a file, found none; run the stage that makes it") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: expected JSON, found {error}; delete the file and run again") from None
-    found = value.get("format") if isinstance(value, dict) else None
+        raise InputError(f"{path}: expected a file, found none; run snakemake first, or the stage that makes it") from None
+    except RecursionError:
+        raise InputError(f"{path}: expected JSON, found lists or objects nested too deeply; delete the file and run again") from None
+    except ValueError as error:  # numbers of thousands of digits and text that is no Unicode are no JSONDecodeError
+        raise InputError(f"{path}: expected JSON, found {' '.join(str(error).split())}; delete the file and run again") from None
     if format is not None and found != format:
         raise InputError(f"{path}: expected format {format!r}, found {found!r}; delete the file and run again")
-    if found is not None and SEAL in value:
-        seal = value.pop(SEAL)
-        if seal != sha256_json(value):
-            raise InputError(f"{path}: expected content of sha256 {seal}, found {sha256_json(value)}: the file is damaged; delete it and run again")
+    if seal != content:
+        raise InputError(f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; delete it and run again")
     return value
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name}, which is no JSON")
+
+
+def check_file(path: str | os.PathLike) -> os.stat_result:
+    """Give what `os.stat` says of the file `path`. Raises FileNotFoundError, and InputError for what is no file: reading a pipe would wait for a writer."""
+    try:
+        found = os.stat(path)
+        if stat.S_ISREG(found.st_mode):
+            return found
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            raise
+    raise InputError(f"{path}: expected a file, found {describe(path)}; remove it and run again")
+
+
+def describe(path: str | os.PathLike) -> str:
+    """What lies at `path`, for an error that says what was found: "a folder", "links in a circle", "nothing"."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return {errno.ENOENT: "nothing", errno.ENOTDIR: "nothing", errno.ELOOP: "links in a circle"}.get(error.errno, os.strerror(error.errno).lower())
+    except ValueError:  # a name with a zero byte
+        return "a name that no file can have"
+    return "a file" if stat.S_ISREG(mode) else "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
 
 
 def sha256_file(path: str | os.PathLike) -> str:

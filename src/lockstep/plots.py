@@ -48,8 +48,8 @@ def speed(summary_json: Path, out: Path) -> None:
     with _figure(out, height=0.8 + 0.3 * len(rows)) as figure:
         for axes, kind, color in zip(figure.subplots(ncols=2, sharey=True), ("prefill", "decode"), _COLORS):
             values = [row[f"{kind}_tokens_per_s"] for row in rows]
-            bars = axes.barh(range(len(rows)), values, height=0.6, color=color)
-            axes.bar_label(bars, [f"{value:.0f}" for value in values], padding=3)
+            bars = axes.barh(range(len(rows)), [value or 0 for value in values], height=0.6, color=color)
+            axes.bar_label(bars, ["-" if value is None else f"{value:.0f}" for value in values], padding=3)
             axes.set(xlabel=f"{kind}, tokens/s", yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5))
             axes.margins(x=0.2)
         figure.tight_layout()

@@ -1,26 +1,33 @@
-"""Silence while transformers and torch work. Needs transformers."""
+"""Silence while transformers and torch work, on the terminal and on the network. Needs transformers."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Iterator
 
 import transformers
+from huggingface_hub import constants
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars, load reports, logs or warnings of transformers, torch and its exporter; errors still raise."""
+    """Switch off progress bars, load reports, logs and warnings of transformers, torch and its exporter; errors raise.
+
+    The Hugging Face hub counts as offline meanwhile: transformers works on files that are here, and asks for others by default.
+    """
     previous, bars = logging.root.manager.disable, transformers.utils.logging.is_progress_bar_enabled()
+    offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     logging.disable(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
+        constants.HF_HUB_OFFLINE = offline
         logging.disable(previous)
         if bars:
             transformers.utils.logging.enable_progress_bar()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep import formats
 from lockstep.errors import InputError
-from lockstep.files import read_json, sha256_file, write_json
+from lockstep.files import check_file, read_json, sha256_file, write_json
 
 LARGE = 16 << 20  # hashed in about 10 ms: below this, looking at times saves nothing that is felt
 THREADS = min(8, os.cpu_count() or 1)
@@ -32,7 +32,7 @@ class Expected:
 
 
 def digest(path: str | os.PathLike, deep: bool = False) -> str:
-    """Hex sha256 of a file. A large file that has not changed since it was hashed is not read. Raises FileNotFoundError."""
+    """Hex sha256 of a file. A large file that has not changed since it was hashed is not read. Raises FileNotFoundError, and InputError for what is no file."""
     path = os.path.realpath(path)
     before = _state(path)
     if before["size"] < LARGE:
@@ -69,7 +69,7 @@ def check_files(files: Iterable[Expected], remedy: str, deep: bool = False) -> N
 def check_size(path: Path, size: int | None, remedy: str) -> None:
     """Raises InputError when the file `path` is absent or not of `size` bytes."""
     try:
-        found = os.stat(path).st_size
+        found = check_file(path).st_size
     except FileNotFoundError:
         what = "a file" if size is None else f"a file of {size} bytes"
         raise InputError(f"{path}: expected {what}, found none; restore it or {remedy}") from None
@@ -77,9 +77,17 @@ def check_size(path: Path, size: int | None, remedy: str) -> None:
         raise InputError(f"{path}: expected {size} bytes, found {found}: the file has changed; restore it or {remedy}")
 
 
+def size_of(path: str | os.PathLike) -> int | None:
+    """Bytes of a file; None where there is no file of this name."""
+    try:
+        return check_file(path).st_size
+    except (FileNotFoundError, InputError):
+        return None
+
+
 def _state(path: str) -> dict[str, int]:
     """Two times: a program may set the first back, not the second, which also changes with the inode."""
-    found = os.stat(path)
+    found = check_file(path)
     return {"size": found.st_size, "inode": found.st_ino, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
 
 
@@ -99,5 +107,5 @@ def _recall(path: str, state: dict[str, int]) -> str | None:
 def _keep(path: str, state: dict[str, int], sha256: str) -> None:
     try:
         write_json(_place(path), {"format": formats.SEEN, "path": path, "state": state, "sha256": sha256})
-    except (OSError, UnicodeError):
+    except (InputError, OSError, UnicodeError):
         pass  # no home, a full disk: it is hashed again next time

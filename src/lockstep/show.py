@@ -11,9 +11,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
-from lockstep import formats
 from lockstep.errors import InputError
-from lockstep.files import read_json
+from lockstep.manifests import read_assembly
 
 _SHORT = {"float": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -25,7 +24,7 @@ def show(path: str | os.PathLike) -> str:
         model = onnx.load(path)
         onnx.checker.check_model(model)
     except FileNotFoundError:
-        raise InputError(f"{path}: expected an ONNX file, found none") from None
+        raise InputError(f"{path}: expected an ONNX file, found none; run snakemake first, or correct the path") from None
     except (DecodeError, onnx.checker.ValidationError) as error:
         raise InputError(f"{path}: expected an ONNX model, found {' '.join(str(error).split())[:200]}") from None
     return "\n".join(_lines(path, onnx.shape_inference.infer_shapes(model))) + "\n"
@@ -33,7 +32,7 @@ def show(path: str | os.PathLike) -> str:
 
 def layer_table(assembly_json: str | os.PathLike) -> str:
     """Which class, kind and exit each layer of an assembly uses; equal neighbours share a line. Raises InputError for no assembly."""
-    assembly = read_json(assembly_json, formats.ASSEMBLY)
+    assembly = read_assembly(assembly_json)
     used = [(layer["block"]["class"], layer["kind"], layer["exit"]["class"]) for layer in assembly["layers"]]
     rows, start = [("layers", "block", "kind", "exit when cut here")], 0
     for index in range(1, len(used) + 1):

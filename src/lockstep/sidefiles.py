@@ -1,7 +1,8 @@
-"""The files beside a manifest: a manifest in, its files and those of them that are gone out. Snakemake looks at the manifest only."""
+"""What a manifest stands for: a manifest in; its files, those of them that are gone, its record's place and its content out. Snakemake looks at the manifest only."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,17 @@ from typing import Any
 
 from lockstep import formats
 from lockstep.errors import InputError
-from lockstep.files import read_json
-from lockstep.seen import Expected
+from lockstep.files import read_json, sha256_json
+from lockstep.seen import Expected, digest, size_of
 
+SUFFIX = ".build.json"  # of the record of how a manifest was made
 _NAMES = ("file", "graph", "path")
+# What of a manifest is no content: places, and whose CPU it was. By format.
+_NO_CONTENT = {
+    formats.CHECKPOINT: ("source", "folder", "commit"),
+    formats.SOURCE: ("source", "commit"),
+    formats.ENGINES: ("device",),
+}
 
 
 def lost_files(manifest: str | os.PathLike) -> list[Path]:
@@ -25,7 +33,8 @@ def lost_files(manifest: str | os.PathLike) -> list[Path]:
         files = {file.path: file for file in named_files(manifest)}
     except InputError:
         return [manifest]
-    return sorted(path for path, file in files.items() if not path.is_file() or file.size not in (None, path.stat().st_size))
+    sizes = {path: size_of(path) for path in files}
+    return sorted(path for path, file in files.items() if sizes[path] is None or file.size not in (None, sizes[path]))
 
 
 def named_files(manifest: str | os.PathLike) -> list[Expected]:
@@ -35,11 +44,22 @@ def named_files(manifest: str | os.PathLike) -> list[Expected]:
     """
     manifest = Path(manifest)
     value = read_json(manifest)
-    folder = manifest.parent
-    if isinstance(value, dict) and value.get("format") == formats.CHECKPOINT:
-        folder = folder / value["folder"]
-    found = {name: Expected(folder / name, sha256, size) for name, sha256, size in _named(value)}
-    return [found[name] for name in sorted(found)]
+    with manifest_entries(manifest):
+        folder = manifest.parent
+        if isinstance(value, dict) and value.get("format") == formats.CHECKPOINT:
+            folder = folder / value["folder"]
+        found = {name: Expected(folder / name, sha256, size) for name, sha256, size in _named(value)}
+        return [found[name] for name in sorted(found)]
+
+
+@contextlib.contextmanager
+def manifest_entries(manifest: Path) -> Iterator[None]:
+    """Where entries of a manifest are taken as what they should be: raises InputError, naming the manifest, where one is absent or of another type."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        found = f"no {error}" if isinstance(error, KeyError) else "entries of another type"
+        raise InputError(f"{manifest}: expected a manifest of this version, found {found}; delete it and run again") from None
 
 
 def _named(value: Any) -> Iterator[tuple[str, str, int | None]]:
@@ -51,3 +71,30 @@ def _named(value: Any) -> Iterator[tuple[str, str, int | None]]:
     if isinstance(value, list):
         for item in value:
             yield from _named(item)
+
+
+def record_path(output: str | Path) -> Path:
+    """`assembly.json` -> `assembly.build.json`."""
+    output = Path(output)
+    return output.with_name(f"{output.stem}{SUFFIX}")
+
+
+def failed_path(out: str | os.PathLike) -> Path:
+    """Where the report of a failed check lies: `2.failed.json` beside `2.json`."""
+    out = Path(out)
+    return out.with_name(f"{out.stem}.failed{out.suffix}")
+
+
+def content(path: Path) -> str:
+    """Hex sha256 of what a manifest says, or of a file's bytes. Where files lie is no content, for they are named with their digests."""
+    if path.suffix != ".json":
+        return digest(path)
+    value = read_json(path)
+    kind = value.get("format") if isinstance(value, dict) else None
+    if kind is None:
+        return digest(path)
+    value = {key: item for key, item in value.items() if key not in _NO_CONTENT.get(kind, ())}
+    with manifest_entries(path):
+        if kind == formats.WEIGHTS:
+            value["files"] = [{**file, "path": Path(file["path"]).name} for file in value["files"]]
+        return sha256_json(value)

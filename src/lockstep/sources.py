@@ -14,16 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep import modelconfig
 from lockstep.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HUB_PREFIX, RANDOM_PREFIX = "hf:", "random:"
 BYTES = 256  # tokens that a random model needs, so that any prompt can be spelled
-_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_POSITION_KEYS = ("max_position_embeddings", "n_positions")
+_LONGROPE = ("longrope", "su")  # Phi-3's first name for it
 # The hub's own rules for names, and those of git for branches and tags as far as they can stand in a URL and a file name.
 _REPOSITORY_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w.+/-]{0,199}", re.ASCII)
+# What is taken for something else than a folder, where there is no such folder.
+_HUB_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([\w.-]+).*)?/?", re.ASCII
+)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|git@|www\.", re.ASCII)
+_ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w.+/-]+)?", re.ASCII)
 _SEED = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 
@@ -98,7 +104,32 @@ def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = No
     files = [place for place in places if os.path.exists(place)]
     if files:
         raise InputError(f"expected a folder; found a file at {files[0]}: give the folder that holds it")
-    raise InputError(f"expected a checkpoint folder; found none at {looked}")
+    raise InputError(f"expected a checkpoint folder; found none at {looked}{_hint(source)}")
+
+
+def _hint(path: str, hub: bool = True) -> str:
+    """Return what to write instead of a path that is meant as something else.
+
+    Empty for a plain path. hub: whether a model's name is a source here.
+    """
+    if hub and (url := _HUB_URL.fullmatch(path)):
+        revision = f"@{url[2]}" if url[2] else ""
+        return f"; for a model on the hub write hf:{url[1]}{revision}"
+    if _URL.match(path):
+        return (
+            "; nothing is fetched by URL: download it and give its path, or write hf:org/name@revision for a model on"
+            " the hub"
+        )
+    if path.startswith("~") or "$" in path:
+        return (
+            "; ~ and variables are not expanded: write the path out, such as"
+            f" {os.path.expandvars(os.path.expanduser(path))}"
+        )
+    if "\\" in path:
+        return "; write the path with /"
+    if hub and _ORG_AND_NAME.fullmatch(path):
+        return f"; for a model on the hub write hf:{path}"
+    return ""
 
 
 def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | None = None) -> Path:
@@ -111,8 +142,11 @@ def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | 
     path = next((place for place in places if os.path.isfile(place)), None)
     if path is None:
         found = next((f"a folder at {place}: give the config.json in it" for place in places if os.path.isdir(place)), None)
-        raise InputError(f"expected a model's config.json; found {found or 'none at ' + ' and '.join(map(str, places))}")
-    vocabulary = _count(_read_object(path), ("vocab_size",), path)
+        raise InputError(
+            "expected a model's config.json; found"
+            f" {found or 'none at ' + ' and '.join(map(str, places)) + _hint(source.config, hub=False)}"
+        )
+    vocabulary = modelconfig.setting(_read_object(path), ("vocab_size",))
     if not path.with_name("tokenizer.json").is_file() and vocabulary is not None and vocabulary < BYTES:
         raise InputError(f"expected a vocab_size of {BYTES} or more in {path}, a token for each byte, or a tokenizer.json beside it; found {vocabulary}")
     return path
@@ -126,42 +160,51 @@ def _places(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path
 
 @dataclass(frozen=True)
 class CheckpointShape:
-    """What the config is held against: the model's depth, and how many positions it knows (None: it does not say)."""
+    """What the config is held against: the model's depth, and how many positions it knows (None: it does not say), with the key that says so."""
 
     num_hidden_layers: int
     max_position_embeddings: int | None
+    limited_by: str = "max_position_embeddings"
 
 
 def read_shape(path: Path) -> CheckpointShape:
-    """Read a model's `config.json`, or that of a checkpoint folder. Raises InputError when it is not JSON or gives no depth."""
+    """Read a model's `config.json`, or that of a checkpoint folder.
+
+    Raises InputError when it is not JSON, gives no depth, or has a value that no model can have.
+    """
     path = path / "config.json" if path.is_dir() else path
     value = _read_object(path)
-    depth = _count(value, _DEPTH_KEYS, path)
+    depth = modelconfig.setting(value, modelconfig.DEPTH_KEYS)
     if depth is None:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
-    return CheckpointShape(depth, _count(value, _POSITION_KEYS, path))
+    positions, first = modelconfig.setting(value, modelconfig.POSITION_KEYS), _first_frequencies(value)
+    if first is not None and (positions is None or first < positions):
+        return CheckpointShape(depth, first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions")
+    return CheckpointShape(depth, positions)
+
+
+def _first_frequencies(value: dict[str, Any]) -> int | None:
+    """How many positions keep the first frequencies of a `longrope` rope, the only ones that a KV cache allows; None for other ropes."""
+    for part in modelconfig.parts(value):
+        rope = part.get("rope_parameters") or part.get("rope_scaling")
+        if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in _LONGROPE:
+            # Beside the rope's own settings it counts first, as in transformers.
+            found = (place.get("original_max_position_embeddings") for place in (part, rope))
+            return next((length for length in found if length is not None), None)
+    return None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a model's `config.json`. Raises InputError for a value that no model can have."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:
         raise InputError(f"expected JSON in {path}; found {error}") from None
     except OSError as error:
         raise InputError(f"expected a readable file at {path}; found {error.strerror}") from None
     if not isinstance(value, dict):
         raise InputError(f"expected a JSON object in {path}; found {type(value).__name__}")
+    wrong = modelconfig.fault(value)
+    if wrong is not None:
+        raise InputError(f"expected {wrong.expected} as {wrong.key} in {path}; found {wrong.shown()}")
     return value
-
-
-def _count(value: dict[str, Any], keys: tuple[str, ...], path: Path) -> int | None:
-    """The first of `keys` that is there; models of text and images keep theirs in `text_config`."""
-    text = value.get("text_config")
-    for part in (value, text if isinstance(text, dict) else {}):
-        key = next((key for key in keys if part.get(key) is not None), None)
-        if key is not None:
-            found = part[key]
-            if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-                raise InputError(f"expected a positive integer as {key} in {path}; found {found!r}")
-            return found
-    return None

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import PREFIX, CheckError, InputError, guard
+from lockstep import children
+from lockstep.errors import ENDING, PREFIX, CheckError, InputError, guard
 
 _SOURCES = Path(__file__).resolve().parents[1]
 _OLDEST = (3, 10)
@@ -34,7 +35,7 @@ def call(python: str | None, stage: str, /, **arguments: Any) -> None:
 
 
 def ask(python: str | None, stage: str, /, **arguments: Any) -> Any:
-    """As `call`, for a stage that answers (`identity`, `inspect`, `bench_ready`): gives its answer. An error there is the same error here: InputError or CheckError."""
+    """As `call`, for a stage that answers (`identity`, `inspect`, `bisect`, `bench_ready`): gives its answer. An error there is the same error here: InputError or CheckError."""
     return _run(python, stage, arguments, subprocess.PIPE)
 
 
@@ -45,7 +46,7 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
     # Another Python has other packages: of this one's it gets this package alone.
     environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
     try:
-        ended = subprocess.run([python, "-m", "lockstep.worker"], input=request, text=True, env=environment, stdout=pipe, stderr=pipe)
+        ended = children.run([python, "-m", "lockstep.worker"], request, env=environment, stdout=pipe, stderr=pipe)
     except OSError as error:
         raise InputError(f"backends.tensorrt.python: expected a Python interpreter, found {python!r}: {error.strerror}") from None
     if name := _signal(ended.returncode):
@@ -66,10 +67,11 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
 
 
 def _signal(code: int) -> str | None:
-    """The signal that ended a process, or one behind a shell, which then ends with 128 and its number; None where none did. An interrupt is none here: a stage
-    says that itself, and ends with 130."""
+    """The signal that ended a process, or one behind a shell, which then ends with 128 and its number; None where none did. Of an interrupt, SIGTERM and SIGHUP
+    a stage says itself that they ended it, with that code."""
     number = -code if code < 0 else code - 128
-    return signal.Signals(number).name if number in set(signal.Signals) and number != signal.SIGINT else None
+    said = code == -signal.SIGINT or code - 128 in (signal.SIGINT, *ENDING)
+    return signal.Signals(number).name if number in set(signal.Signals) and not said else None
 
 
 def identity(name: str) -> dict[str, Any]:
@@ -96,21 +98,43 @@ def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> 
     engine.build(Path(assembly), backend, Path(out), options)
 
 
-def compare(assembly: str, weights: str, engines: str, tolerance: float, out: str, threads: int | None = None) -> None:
+def compare(assembly: str, weights: str, engines: str, tolerance: float, limits: Mapping[str, int], out: str, threads: int | None = None) -> None:
     from lockstep.compare import run
 
-    run(Path(assembly), Path(weights), Path(engines), tolerance, Path(out), threads)
+    run(Path(assembly), Path(weights), Path(engines), tolerance, limits, Path(out), threads)
 
 
 def golden(
     assembly: str, weights: str, engines: str, reference: str, target: Mapping[str, Any], tolerance: Mapping[str, float], limits: Mapping[str, int],
     out: str, speed: str, expected: list[str | None], threads: int | None = None,
 ) -> None:  # fmt: skip
+    """As `golden.check.check`; where the engines are wrong, the line also says which engine leaves its graph first."""
+    from lockstep.checks import failed_path
     from lockstep.golden.check import check
     from lockstep.paths import Target
 
-    paths = (Path(path) for path in (assembly, weights, engines, reference))
-    check(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
+    paths = [Path(path) for path in (assembly, weights, engines, reference)]
+    try:
+        check(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
+    except CheckError as error:
+        failed = failed_path(out)
+        if str(failed) not in str(error):  # it ended before anything was compared
+            raise
+        from lockstep.bisect.explain import explain_failure
+        from lockstep.bisect.request import failing
+
+        request = failing(paths[3], failed)
+        tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
+        raise CheckError(f"{error}; {explain_failure(*paths[:3], target['layers'], tolerance, str(Target(**target)), *tokens)}") from None
+
+
+def bisect(
+    assembly: str, weights: str, engines: str, layers: int | str, tolerance: Mapping[str, float], tokens: list[Any], threads: int | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Engine against graph along tokens: `bisect.explain.engine_report`."""
+    from lockstep.bisect.explain import engine_report
+
+    return engine_report(Path(assembly), Path(weights), Path(engines), layers, tolerance, tuple(tokens), threads=threads)
 
 
 def generate(
@@ -151,7 +175,13 @@ def bench_ready(engines: str, assembly: str, weights: str) -> float:
     return time.time()
 
 
-_STAGES = {"identity": identity, "inspect": inspect, "build": build, "compare": compare, "golden": golden, "generate": generate, "bench_gpu": bench_gpu, "bench_ready": bench_ready}
+def bench_faults(setting: Mapping[str, Any], models: list[list[str]], cases: list[list[str]], out: str) -> None:
+    from lockstep.bench.faults_case import in_backends_python
+
+    in_backends_python(setting, models, cases, out)
+
+
+_STAGES = {"identity": identity, "inspect": inspect, "build": build, "compare": compare, "golden": golden, "bisect": bisect, "generate": generate, "bench_gpu": bench_gpu, "bench_ready": bench_ready, "bench_faults": bench_faults}
 
 
 def main() -> None:

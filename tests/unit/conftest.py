@@ -1,9 +1,11 @@
 """The demo checkpoint, taken through the stages that others build on, once a test run."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from demo_model import DEMO, GOLDEN
+from demo_model import CONFIG, DEMO
+from shared import Shared
 
 from lockstep import golden
 from lockstep.cache.store import Cache
@@ -15,24 +17,30 @@ from lockstep.weights import convert
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory) -> Results:
+def demo(shared: Shared) -> Results:
     """Results of "demo-llama" in fp32 and fp16: checkpoint, weights, graphs, engines. Read only: copy what a test changes."""
-    results = Results(tmp_path_factory.mktemp("demo"))
+    return Results(shared.folder("demo", _make_demo))
+
+
+def _make_demo(folder: Path) -> None:
+    results = Results(folder)
     checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
     for precision in ("fp32", "fp16"):
         export(checkpoint, precision, results.assembly("demo-llama", precision))
         convert(checkpoint, precision, results.weights("demo-llama", precision))
         build(results.assembly("demo-llama", precision), "onnxruntime", results.engines("demo-llama", precision, "onnxruntime"))
-    return results
 
 
 @pytest.fixture(scope="session")
-def references(demo) -> Results:
+def references(demo: Results, shared: Shared) -> Results:
     """`demo` with the references of 2 and all layers, for the prompts and texts of config/config.yaml."""
-    prompts = {"max_new_tokens": GOLDEN.max_new_tokens, "prompts": [prompt.text for prompt in GOLDEN.prompts]}
-    for layers in (2, "all"):
-        golden.make_reference(demo.checkpoint("demo-llama"), layers, prompts, demo.reference("demo-llama", layers))
-    return demo
+    def make(folder: Path) -> None:
+        shutil.copytree(demo.root, folder, dirs_exist_ok=True)
+        results = Results(folder)
+        for layers in (2, "all"):
+            golden.make_reference(results.checkpoint("demo-llama"), layers, CONFIG.reference_terms("demo-llama"), results.reference("demo-llama", layers))
+
+    return Results(shared.folder("references", make))
 
 
 @pytest.fixture(autouse=True)

@@ -74,4 +74,15 @@ FAMILIES = {
         "deepseek_v3", sizes={**_SIZES, "num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12,
         v_head_dim=10, n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=1, classes=6, **_EXPERTS,
     ),
+    # Residuals are scaled by the depth: cut to its first layers, it must keep the whole model's scale.
+    "minicpm3": _family(
+        "minicpm3", sizes={**_SIZES, "num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10,
+    ),
+    "phi3, longrope": _family(
+        "phi3", original_max_position_embeddings=64, rope_parameters=_rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5], long_factor=[2.0, 3.0, 4.0, 5.0, 6.0, 7.0]),
+    ),
+    "qwen2_moe": _family(  # its windows stand in the mask alone
+        "qwen2_moe", layer_types=_ALTERNATING, use_sliding_window=True, sliding_window=WINDOW, windows=(WINDOW, 0), num_experts=4, shared_expert_intermediate_size=24, **_EXPERTS,
+    ),
+    "phimoe": _family("phimoe", sliding_window=WINDOW, windows=(WINDOW,), num_local_experts=4, num_experts_per_tok=2),
 }  # fmt: skip

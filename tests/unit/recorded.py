@@ -33,7 +33,8 @@ def recorded(demo: Results, root: Path, options: Mapping[str, Any] | None = None
     shutil.copytree(demo.assembly(MODEL, PRECISION).parent, results.assembly(MODEL, PRECISION).parent)
     change_graphs(results.assembly(MODEL, PRECISION).parent)
     manifest = read_json(demo.checkpoint(MODEL))
-    write_json(results.checkpoint(MODEL), {**manifest, "folder": os.path.abspath(checkpoint_folder(demo.checkpoint(MODEL), manifest))})
+    moved = {**manifest, "folder": os.path.abspath(checkpoint_folder(demo.checkpoint(MODEL), manifest))}
+    run(results, "resolve", lambda: write_json(results.checkpoint(MODEL), moved))
     run(results, "convert", lambda: weights.convert(results.checkpoint(MODEL), PRECISION, results.weights(MODEL, PRECISION)))
     run(results, "export")
     run(results, "build", lambda: engine.build(results.assembly(MODEL, PRECISION), BACKEND, results.engines(MODEL, PRECISION, BACKEND), options))

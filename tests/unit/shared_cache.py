@@ -27,10 +27,11 @@ with guard(): convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
 
 
 def checkpoint(folder: Path, seed: int = 0, megabytes: float = 0.1) -> Path:
-    """A resolved bf16 checkpoint of random numbers; gives its manifest. In fp32 it has twice as many bytes."""
+    """A resolved bf16 checkpoint of random numbers, recorded; gives its manifest. In fp32 it has twice as many bytes."""
     numbers = np.random.default_rng(seed).standard_normal(int(megabytes * MB / 2), np.float32)
     write(folder / "checkpoint", {"numbers": numbers.astype(ml_dtypes.bfloat16)})
-    return resolve(str(folder / "checkpoint"), folder / "checkpoint", folder / "checkpoint.json")
+    out = folder / "checkpoint.json"
+    return stage.run(Step("resolve", {"model": "m"}, {}, {}, out), lambda: resolve(str(folder / "checkpoint"), folder / "checkpoint", out))
 
 
 def convert(manifest: Path, folder: Path, cache: Path | str, precision: str = "fp32", make=None) -> Path:

@@ -179,7 +179,7 @@ def main() -> None:
     with guard():
         folder = Path(request["folder"])
         engines = engine.build(request["assembly"], "tensorrt", folder / "engines.json", request["options"])
-        run(Path(request["assembly"]), Path(request["weights"]), engines, request["tolerance"], folder / "compare.json")
+        run(Path(request["assembly"]), Path(request["weights"]), engines, request["tolerance"], {}, folder / "compare.json")
         opened = EngineSet.open(engines, request["assembly"])
         files = {name: folder / entry["file"] for name, entry in opened.manifest["engines"].items() if entry["file"].endswith(".onnx")}
         read = {name: read_rotation(opened.load(name).bind(None, {}), 8, name) for name in files}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ PROMPTS = [np.random.default_rng(seed).integers(3, 256, length) for seed, length
 # Logits of random models have a standard deviation of 0.3 to 4; fp32 sums in another order give 1e-6 to 2e-5 of it.
 TOLERANCE = 1e-4
 TOLERANCES = {"block": TOLERANCE, "logits": TOLERANCE}
+LIMITS = {"max_batch_size": 3, "max_input_len": 32, "max_seq_len": 128, "max_num_tokens": 64}  # to the last position of all families
 NAME = "tiny"
 
 
@@ -63,18 +65,22 @@ def forward(model, ids) -> np.ndarray:
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES])
-def built(request, tmp_path_factory) -> Built:
+def built(request, shared) -> Built:
     family = FAMILIES[request.param]
-    root = tmp_path_factory.mktemp("family")
-    (root / "shape.json").write_text(json.dumps(family.config))
-    folder = make(root / "shape.json", 0, root / "checkpoint")
-    # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    results = Results(root / "results")
-    checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
-    convert(checkpoint, "fp32", results.weights(NAME, "fp32"))
-    export(resolve_architecture(str(folder), folder, results.architecture(NAME)), "fp32", results.assembly(NAME, "fp32"))
-    build(results.assembly(NAME, "fp32"), "onnxruntime", results.engines(NAME, "fp32", "onnxruntime"))
+
+    def build_family(root: Path) -> None:
+        (root / "shape.json").write_text(json.dumps(family.config))
+        folder = make(root / "shape.json", 0, root / "checkpoint")
+        # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+        results = Results(root / "results")
+        checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
+        convert(checkpoint, "fp32", results.weights(NAME, "fp32"))
+        export(resolve_architecture(str(folder), folder, results.architecture(NAME)), "fp32", results.assembly(NAME, "fp32"))
+        build(results.assembly(NAME, "fp32"), "onnxruntime", results.engines(NAME, "fp32", "onnxruntime"))
+
+    root = shared.folder(f"families/{request.param}", build_family)
+    folder, results = root / "checkpoint", Results(root / "results")
     reference = load_folder(folder, cut_config(family.config, "all"))
     return Built(family, results, folder, json.loads(results.assembly(NAME, "fp32").read_text()), reference)
 
@@ -144,13 +150,12 @@ def test_the_first_layers_alone_are_those_of_the_cut_model(built, layers):
 def test_validation_and_golden_check_pass(built):
     results = built.results
     checkpoint, assembly, weights = results.checkpoint(NAME), results.assembly(NAME, "fp32"), results.weights(NAME, "fp32")
-    validate.run(assembly, weights, checkpoint, "all", TOLERANCES, results.validation(NAME, "fp32", "all"))
-    prompts = {"max_new_tokens": 8, "prompts": ["San Francisco is a", "x", "lockstep"]}
+    validate.run(assembly, weights, checkpoint, "all", TOLERANCES, LIMITS["max_seq_len"], results.validation(NAME, "fp32", "all"))
+    prompts = {"max_new_tokens": 8, "prompts": ["San Francisco is a", "x", "lockstep"], "long_prompt": 120}
     golden.make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))
     target = Target(NAME, "fp32", "all", "onnxruntime")
-    limits = {"max_batch_size": 3, "max_input_len": 32, "max_seq_len": 64, "max_num_tokens": 64}
     report, speed = results.golden(*_names(target)), results.speed(*_names(target))
-    golden.check(assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"), target, TOLERANCES, limits, report, speed)
+    golden.check(assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"), target, TOLERANCES, LIMITS, report, speed)
     assert json.loads(report.read_text())["result"] == "pass"
 
 

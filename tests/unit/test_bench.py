@@ -132,6 +132,7 @@ def test_without_tensorrt_the_gpu_benchmark_says_so_before_it_makes_anything(tmp
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.exports
 def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(tmp_path):
     """All but the GPU: what the benchmark makes opens and steps, and its weights are as their manifest says."""
     assembly = tmp_path / "graphs" / "assembly.json"
@@ -147,11 +148,10 @@ def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_path, tied):
+def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_path, shared, tied):
     """On a CPU: what its engines are checked against is the model of the config, here with another rotary base, epsilon and head size than Llama-2's."""
     config = {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.05, "head_dim": 16, "tie_word_embeddings": tied}
-    assembly = tmp_path / "graphs" / "assembly.json"
-    export_config(config, "fp16", assembly.parent)
+    assembly = shared.exported(config, "fp16") / "assembly.json"
     weights = gpu.random_weights(read_json(assembly), tmp_path / "weights")
     request = {"weights": str(weights), "work": str(tmp_path), "prompt": 20, "tokens": 4, "config": config, "device": "cpu"}
     gpu_transformers.reference(request, 2)
@@ -166,12 +166,11 @@ def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_p
     ("python", "found"), [("/no/such/python", "expected a Python with torch and transformers, found none that starts: No such file or directory"),
                           (sys.executable, "expected a Python whose torch and transformers run on the GPU, found: .*; install them there")]
 )  # fmt: skip
-def test_transformers_that_cannot_run_beside_it_are_told_before_anything_is_made(tmp_path, monkeypatch, python, found):
+def test_transformers_that_cannot_run_beside_it_are_told_before_anything_is_made(tmp_path, shared, monkeypatch, python, found):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU, on a machine with one too
-    export_config(TINY, "fp16", tmp_path / "graphs")
     with pytest.raises(InputError, match=found):
-        gpu.run(tmp_path / "graphs" / "assembly.json", tmp_path / "work", tmp_path / "record.json", 1, {}, None, python, TINY)
-    assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
+        gpu.run(shared.exported(TINY, "fp16") / "assembly.json", tmp_path / "work", tmp_path / "record.json", 1, {}, None, python, TINY)
+    assert not list(tmp_path.iterdir())
 
 
 def test_engines_that_do_not_open_end_the_benchmark_in_one_line(tmp_path):
@@ -240,6 +239,7 @@ print(json.dumps({{"torch": gpu_transformers.torch.__version__}}))
 """
 
 
+@pytest.mark.exports
 def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     """The command, through interpreters that only their own scripts make what they are, as an environment for TensorRT 8.6 may be. References are real, of
     transformers on a CPU; its speeds need a GPU and are left out."""

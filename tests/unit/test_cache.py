@@ -72,12 +72,19 @@ def test_results_that_are_edited_in_place_leave_the_cache_as_it_was(tmp_path: Pa
     assert (tmp_path / "third" / "weights.safetensors").read_bytes()[:6] != b"edited"
 
 
+def graphs(demo: Results, folder: Path) -> Path:
+    """The demo's graphs in fp16, recorded."""
+    out = Path(shutil.copytree(demo.assembly("demo-llama", "fp16").parent, folder / "graphs")) / "assembly.json"
+    stage.run(Step("export", {"model": "m", "precision": "fp16"}, {}, {}, out), lambda: None)
+    return out
+
+
 def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path: Path, cache: Cache) -> None:
     def build(folder: Path, make) -> None:
         step = Step("build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {}, folder / "engines.json")
         stage.run(step, make or (lambda: engine.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
 
-    assembly = demo.assembly("demo-llama", "fp16")
+    assembly = graphs(demo, tmp_path)
     build(tmp_path / "one", None)
     shutil.copytree(tmp_path / "one", tmp_path / "other")
     write_json(tmp_path / "other" / "engines.json", {**read_json(tmp_path / "other" / "engines.json"), "backend_version": "0.0"})
@@ -96,7 +103,7 @@ def test_an_engine_set_that_is_taken_says_who_built_it_and_when(demo: Results, t
         assert wrong_provenance(provenance_path(step.output)) is None
         return json.loads(provenance_path(step.output).read_bytes())["predicate"]["runDetails"]["metadata"]
 
-    assembly = demo.assembly("demo-llama", "fp16")
+    assembly = graphs(demo, tmp_path)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000")
     built = build(tmp_path / "one")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "2000")

@@ -44,7 +44,7 @@ def engines(fused, tmp_path) -> Path:
 
 
 def compare(demo, engines: Path, out: Path, precision: str = "fp16") -> dict:
-    run(demo.assembly(MODEL, precision), demo.weights(MODEL, precision), engines, TOLERANCES[precision]["block"], out)
+    run(demo.assembly(MODEL, precision), demo.weights(MODEL, precision), engines, TOLERANCES[precision]["block"], CONFIG.engine_limits(), out)
     return read_json(out)
 
 
@@ -77,9 +77,9 @@ def test_engines_are_their_graphs(demo, fused, tmp_path, precision) -> None:
     assert report["result"] == "pass" and set(report["engines"]) == set(read_json(fused[precision])["engines"])
     assert all(entry["passed"] and entry["cosine"] > 0.999999 for entry in report["engines"].values())
     # Sums in another order, no more: of the last bits of a number (2^-24 and 2^-11 of its size).
-    assert 0 < report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision]
+    assert 0 <= report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision]
     middle = report["engines"]["middle"]
-    assert [entry["sizes"] for entry in middle["runs"]] == [{"num_tokens": 1}, {"num_tokens": 4}, {"num_tokens": 32}] and middle["weights_of_layer"] == 1
+    assert [entry["sizes"] for entry in middle["runs"]] == [{"num_tokens": size} for size in (1, 2, 4, 1, 32)] and middle["weights_of_layer"] == 1
     assert all(set(entry["outputs"]) == {"hidden_out", "query", "key", "value"} for entry in middle["runs"])
 
 
@@ -116,29 +116,29 @@ def test_what_is_not_finite_is_found(demo, engines, tmp_path) -> None:
 
 def test_inputs_that_do_not_fit_are_named(demo, fused, engines, tmp_path) -> None:
     with pytest.raises(InputError, match="weights.json: precision: expected fp16 as in the assembly, found fp32"):
-        run(demo.assembly(MODEL, "fp16"), demo.weights(MODEL, "fp32"), fused["fp16"], 1e-2, tmp_path / "out.json")
+        run(demo.assembly(MODEL, "fp16"), demo.weights(MODEL, "fp32"), fused["fp16"], 1e-2, CONFIG.engine_limits(), tmp_path / "out.json")
     (engines.parent / "exit.onnx").write_bytes(b"")
     with pytest.raises(CheckError, match="exit.onnx: sha256: made for .*the file is damaged"):
         compare(demo, engines, tmp_path / "out.json")
     graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")
     (graphs / "middle.onnx").write_bytes(b"")
     with pytest.raises(CheckError, match="middle.onnx: expected sha256 .*export again"):
-        run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), fused["fp16"], 1e-2, tmp_path / "out.json")
+        run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), fused["fp16"], 1e-2, CONFIG.engine_limits(), tmp_path / "out.json")
     assert not list(tmp_path.glob("out*"))
 
 
 def test_a_precision_that_onnx_runtime_lacks_is_refused_and_not_asked_for(demo, engines, tmp_path) -> None:
     graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")
     for path in (graphs / "assembly.json", engines):
-        write_json(path, {**read_json(path), "precision": "bf16"})
+        write_json(path, json.loads(json.dumps({**read_json(path), "precision": "bf16"}).replace('"float16"', '"bfloat16"')))
     with pytest.raises(InputError, match="assembly.json: precision: expected one of fp32, fp16, which ONNX Runtime computes in, found 'bf16'"):
-        run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), engines, 8e-2, tmp_path / "out.json")
+        run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), engines, 8e-2, CONFIG.engine_limits(), tmp_path / "out.json")
     model = {"source": "a", "layers": [2], "precisions": ["fp16", "bf16"], "backends": ["tensorrt"], "golden": {"prompts": [{"text": "a"}]}}
     tensorrt = config.load({"models": {"m": model}})
     stages = [[step.stage for step in steps(tensorrt, Results(tmp_path), target)] for target in tensorrt.targets()]
     assert stages[0] == ["resolve", "architecture", "convert", "export", "validate", "build", "compare", "reference", "golden"]
     assert stages[1] == [stage for stage in stages[0] if stage != "compare"]
-    assert not any(CONFIG.is_compared(target) for target in CONFIG.targets())  # of ONNX Runtime itself
+    assert all(CONFIG.is_compared(target) for target in CONFIG.targets())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
@@ -151,7 +151,7 @@ def test_without_tensorrt_what_is_missing_is_said(demo, engines, tmp_path) -> No
 def test_another_interpreter_compares_too_and_says_which_package_it_lacks(demo, fused, tmp_path, capfd) -> None:
     names = (MODEL, "fp16")
     request = {"assembly": demo.assembly(*names), "weights": demo.weights(*names), "engines": fused["fp16"], "out": tmp_path / "out.json"}
-    request = {**{key: str(path) for key, path in request.items()}, "tolerance": 1e-2}
+    request = {**{key: str(path) for key, path in request.items()}, "tolerance": 1e-2, "limits": CONFIG.engine_limits()}
     worker.call(sys.executable, "compare", **request)
     assert read_json(tmp_path / "out.json")["result"] == "pass"
     python = tmp_path / "python"
@@ -176,24 +176,24 @@ LIMITS = {"max_batch_size": 16, "max_num_tokens": 512, "max_seq_len": 256}
 @pytest.mark.parametrize(
     "graph, limits, expected",
     [
-        (GRAPH, {}, [(1, 1), (32, 16)]),
-        (GRAPH, {"max_batch_size": 1, "max_num_tokens": 8}, [(1, 1), (9, 1)]),
-        (GRAPH, {"max_batch_size": 100}, [(1, 1), (32, 32)]),
-        (BLOCK, {}, [(1,), (16,), (32,)]),
-        (BLOCK, {"max_batch_size": 1, "max_num_tokens": 8}, [(1,), (9,)]),
-        (BLOCK, {"max_batch_size": 100}, [(1,), (32,), (32,)]),
+        (GRAPH, {}, [(0, 1, 1), (1, 1, 1), (1, 32, 16)]),
+        (GRAPH, {"max_batch_size": 1, "max_num_tokens": 8}, [(0, 1, 1), (1, 1, 1), (1, 9, 1)]),
+        (GRAPH, {"max_batch_size": 100}, [(0, 1, 1), (1, 1, 1), (1, 32, 32)]),
+        (BLOCK, {}, [(0, 1), (1, 2), (1, 16), (2, 1), (2, 32)]),
+        (BLOCK, {"max_batch_size": 1, "max_num_tokens": 8}, [(0, 1), (1, 1), (1, 9)]),
+        (BLOCK, {"max_batch_size": 100}, [(0, 1), (1, 2), (1, 32), (2, 1), (2, 32)]),
     ],
 )
-def test_there_is_one_size_for_each_profile_and_it_takes_seconds(graph, limits, expected) -> None:
-    found = inputs.sizes(onnx.parser.parse_model(graph), {"max_position_embeddings": None}, {**LIMITS, **limits})
-    assert [tuple(size[dim] for dim in ("num_tokens", "num_requests") if dim in size) for size in found] == expected
+def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
+    found = inputs.cases(onnx.parser.parse_model(graph), {"max_position_embeddings": None}, {**LIMITS, **limits})
+    assert [(case.profile, *(case.sizes[dim] for dim in ("num_tokens", "num_requests") if dim in case.sizes)) for case in found] == expected
 
 
 @pytest.mark.parametrize("positions, expected", [(2048, 32), (16, 8), (None, 32)])
 def test_positions_are_those_that_the_model_has(positions, expected) -> None:
     model, assembly = onnx.parser.parse_model(CACHE), {"max_position_embeddings": positions}
-    (chosen,) = inputs.sizes(model, assembly, LIMITS)
-    assert chosen == {"num_tokens": expected, "past_capacity": expected}
+    smallest, chosen = inputs.cases(model, assembly, LIMITS)
+    assert smallest.sizes == {"num_tokens": 1, "past_capacity": 1} and chosen.sizes == {"num_tokens": expected, "past_capacity": expected}
     feed = inputs.arrays(model, {}, chosen, assembly, LIMITS)
     assert feed["past_lengths"] == expected // 2 and feed["position_ids"].tolist() == list(range(expected // 2, expected // 2 + expected))
     assert feed["position_ids"].max() < (positions or 64)
@@ -202,7 +202,7 @@ def test_positions_are_those_that_the_model_has(positions, expected) -> None:
 def test_integers_of_unknown_meaning_are_refused() -> None:
     model = onnx.parser.parse_model(GRAPH.replace("logit_rows", "levels"))
     with pytest.raises(CheckError, match="graph g: expected integers that a decoder step has, found the input levels"):
-        inputs.arrays(model, {}, {"num_tokens": 1, "num_requests": 1}, {"max_position_embeddings": 8}, LIMITS)
+        inputs.arrays(model, {}, inputs.Case(0, {"num_tokens": 1, "num_requests": 1}), {"max_position_embeddings": 8}, LIMITS)
 
 
 # --- Polygraphy's TrtRunner, over a stand-in for TensorRT and CUDA
@@ -249,11 +249,13 @@ def test_a_rotary_encoding_is_its_graph_and_no_plan(demo, tmp_path) -> None:
 def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_attention(demo, tmp_path) -> None:
     first = with_standin(demo, tmp_path, "fp16", tactics="record")
     assert first.returncode == 0 and first.stderr.count("build: engine ") == 5, first.stderr
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    # Not the comparison's report: sums of several threads differ in their last bits.
+    made = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "compare.json"}
+    before = made()
     assert set(read_json(tmp_path / "tactics.json")["engines"]) == {"embedding", "entry", "middle", "exit"}
     again = with_standin(demo, tmp_path, "fp16", tactics="record")
     assert again.returncode == 0 and "build: engine " not in again.stderr, again.stderr
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert made() == before
     verified = with_standin(demo, tmp_path, "fp16", tactics="verified")  # the engines that the record speaks of
     assert verified.returncode == 0 and "build: engine " not in verified.stderr, verified.stderr
     assert read_json(tmp_path / "engines.json")["options"]["tactics"] == "verified"

@@ -173,6 +173,11 @@ MISTAKES = [
     ("limits: {", "backends: {tensorrt: {tactic_sources: [cudnn, cudnn]}}\nlimits: {",
      "backends.tensorrt.tactic_sources[1]: expected each item once; found 'cudnn' again"),
     ("limits: {", "backends: {tensorrt: {python: 3.10}}\nlimits: {", "backends.tensorrt.python: expected text; found 3.1 (put it in quotes)"),
+    ("demo-llama:", "Demo-Llama: {source: a, golden: {prompts: [{text: Hi}]}}\n  demo-llama:",
+     "models.demo-llama: expected names that differ in more than capitals; found 'Demo-Llama' and 'demo-llama'"),
+    ("source: checkpoint", 'source: "a\\0b"', "models.demo-llama.source: expected a path without the character U+0000; found 'a\\x00b'"),
+    ("limits: {", 'cache: "\\0"\nlimits: {', "cache: expected a path without the character U+0000; found '\\x00'"),
+    ("[2, all]", "!!set {2, all}", "models.demo-llama.layers: expected a list; found a set"),
     ("models:", "modles:", "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, backends (and 1 more)"),
 ]
 
@@ -263,7 +268,7 @@ def test_an_unknown_target_lists_the_targets(tmp_path, text, guess):
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True).filter(lambda name: name[0] not in "cCrRsSlLbB")
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 MODELS = st.fixed_dictionaries(
-    {"source": TEXT.filter(lambda text: not text.startswith(("hf:", "random:"))),
+    {"source": TEXT.filter(lambda text: not text.startswith(("hf:", "random:")) and "\0" not in text),
      "golden": st.fixed_dictionaries({"prompts": st.lists(st.fixed_dictionaries(
          {"text": TEXT}, optional={"expected": st.dictionaries(st.sampled_from([2, "all"]), TEXT)}), min_size=1, max_size=3)})},
     optional={"precisions": st.sampled_from([["fp32"], ["fp16", "fp32"]])},

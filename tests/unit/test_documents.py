@@ -25,6 +25,9 @@ PITFALLS = {
     "alias of nothing": (b"a: *b\n", ":1: expected YAML; found undefined alias 'b'"),
     "impossible date": (b"a: 1\nb: 2024-13-45\n", ":2: expected YAML; found '2024-13-45', which is no timestamp; put text in quotes"),
     "number of 5000 digits": (b"a: " + b"9" * 5000, f":1: expected YAML; found '{'9' * 40}', which is no int; put text in quotes"),
+    "base 8": (b"a: 1\nb: 010\n", ":2: expected YAML; found '010', which YAML 1.1 reads in base 8 or 60: write a number without zeros before it or colons, put text in quotes"),
+    "base 60": (b"a: [1, 1:30]\n", ":1: expected YAML; found '1:30', which YAML 1.1 reads in base 8 or 60: write a number without zeros before it or colons, put text in quotes"),
+    "base 60 with a point": (b"1:30.5: a\n", ":1: expected YAML; found '1:30.5', which YAML 1.1 reads in base 8 or 60: write a number without zeros before it or colons, put text in quotes"),
     "python object": (b"a: !!python/name:os.system x\n",
                       ":1: expected YAML; found a mistake: could not determine a constructor for the tag 'tag:yaml.org,2002:python/name:os.system'"),
     "not UTF-8": (b"a: 1\nb: \xff\n", ":2: expected UTF-8 text; found byte 0xff"),
@@ -54,6 +57,23 @@ def test_a_mistake_in_json_gives_one_line(tmp_path, data, expected):
     with pytest.raises(InputError) as caught:
         read_document(path)
     assert str(caught.value) == f"{path}{expected}"
+
+
+def test_many_keys_in_json_take_no_longer_than_many_keys(tmp_path):
+    """Each is compared with no other: 10^10 comparisons would take an hour."""
+    path = tmp_path / "config.json"
+    keys = [f'"{number}": 0' for number in range(100_000)]
+    path.write_text("{" + ", ".join(keys) + "}")
+    assert len(read_document(path)) == 100_000
+    path.write_text("{" + ", ".join([*keys, keys[-1]]) + "}")
+    with pytest.raises(InputError, match="expected each key once; found '99999' twice in one object"):
+        read_document(path)
+
+
+def test_plain_numbers_are_read(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("[0, 10, -1, 0.5, 1.0e-4, 1_000, 0x10]\n")
+    assert read_document(path) == [0, 10, -1, 0.5, 1e-4, 1000, 16]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +48,84 @@ def test_a_full_disk_is_one_line_with_the_place(capsys):
 def test_what_nobody_can_do_anything_about_keeps_its_traceback():
     with pytest.raises(OSError, match="Bad file descriptor"), guard():
         raise OSError(errno.EBADF, "Bad file descriptor")
+
+
+KEPT = "finished results are kept, run the same command to go on\n"
+
+
+def started(script: str, *arguments: str, ready: Path, **options) -> subprocess.Popen:
+    """A process of `script`, as soon as it has made the file `ready`."""
+    process = subprocess.Popen([sys.executable, "-c", script, str(ready), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    end = time.monotonic() + 60
+    while not ready.exists():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.01)
+    return process
+
+
+WORK = """
+import contextlib, pathlib, sys, time
+from lockstep.errors import guard
+@contextlib.contextmanager
+def undone(path):
+    try:
+        yield path.touch()
+    except BaseException:
+        time.sleep(0.3)  # long enough for a second signal
+        path.unlink()
+        raise
+with guard(), undone(pathlib.Path(sys.argv[1])):
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_is_one_line_and_its_code_after_the_work_is_undone(tmp_path: Path, number: signal.Signals) -> None:
+    process = started(WORK, ready=tmp_path / "half")
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    name = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (process.returncode, said) == (128 + number, f"lockstep: error: {name}; {KEPT}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_signal_does_not_stop_the_undoing(tmp_path: Path) -> None:
+    process = started(WORK, ready=tmp_path / "half")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.1)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode in (128 + signal.SIGTERM, 128 + signal.SIGHUP) and said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_closed_terminal_ends_nothing_under_nohup(tmp_path: Path) -> None:
+    script = WORK.replace("time.sleep(60)", "time.sleep(1)")
+    process = started(script, ready=tmp_path / "half", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate(timeout=60)[1] == "" and process.returncode == 0 and (tmp_path / "half").exists()
+
+
+PARENT = """
+import sys
+from lockstep import children
+from lockstep.errors import guard
+with guard():
+    children.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+"""
+DEAF = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); pathlib.Path(sys.argv[1]).write_text(''); time.sleep(60)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_child_undoes_its_work_and_ends_too(tmp_path: Path, number: signal.Signals) -> None:
+    process = started(PARENT, WORK, ready=tmp_path / "half")
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (128 + number, f"lockstep: error: ended by {number.name}; {KEPT}"), "one of the two says it"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    """It holds the pipe of its standard error, so that reading it to its end shows that it is gone."""
+    process = started(PARENT.replace("with guard", "children.GRACE = 0.3\nwith guard"), DEAF, ready=tmp_path / "here")
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[1] == f"lockstep: error: ended by SIGTERM; {KEPT}" and process.returncode == 143

@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(checkpoint):
-    return golden.make_reference(checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS}, checkpoint.parent / "2.json")
+    return golden.make_reference(checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS, "long_prompt": 0}, checkpoint.parent / "2.json")
 
 
 @pytest.mark.parametrize("layers", [2, "all"])
@@ -59,7 +59,7 @@ def test_decoding_stops_at_the_end_of_the_text_and_keeps_its_token(checkpoint):
 
 
 def test_the_manifest_holds_the_largest_logits_of_each_step(made):
-    manifest, logits = read_json(made, "lockstep.reference/1"), load_file(made.with_suffix(".safetensors"))
+    manifest, logits = read_json(made, "lockstep.reference/2"), load_file(made.with_suffix(".safetensors"))
     assert (manifest["layers"], manifest["eos_token_ids"], [p["text"] for p in manifest["prompts"]]) == (2, [0], PROMPTS)
     assert manifest["logits"] == {"file": "2.safetensors", "sha256": sha256_file(made.with_suffix(".safetensors"))}
     for i, prompt in enumerate(manifest["prompts"]):
@@ -72,18 +72,18 @@ def test_the_manifest_holds_the_largest_logits_of_each_step(made):
 
 
 def test_two_references_are_the_same_bytes(checkpoint, made, tmp_path):
-    again = golden.make_reference(checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS}, tmp_path / "2.json")
+    again = golden.make_reference(checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS, "long_prompt": 0}, tmp_path / "2.json")
     assert again.read_bytes() == made.read_bytes()
     assert again.with_suffix(".safetensors").read_bytes() == made.with_suffix(".safetensors").read_bytes()
 
 
 def test_a_prompt_that_cannot_be_answered_is_refused(checkpoint, tmp_path):
     with pytest.raises(InputError, match=r"within 512 tokens .*found 8 \+ 505"):
-        golden.make_reference(checkpoint, 1, {"max_new_tokens": 505, "prompts": PROMPTS[:1]}, tmp_path / "1.json")
+        golden.make_reference(checkpoint, 1, {"max_new_tokens": 505, "prompts": PROMPTS[:1], "long_prompt": 0}, tmp_path / "1.json")
     with pytest.raises(InputError, match="at least one token"):
-        golden.make_reference(checkpoint, 1, {"max_new_tokens": 1, "prompts": [""]}, tmp_path / "1.json")
+        golden.make_reference(checkpoint, 1, {"max_new_tokens": 1, "prompts": [""], "long_prompt": 0}, tmp_path / "1.json")
     with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 7"):
-        golden.make_reference(checkpoint, 7, {"max_new_tokens": 1, "prompts": PROMPTS}, tmp_path / "7.json")
+        golden.make_reference(checkpoint, 7, {"max_new_tokens": 1, "prompts": PROMPTS, "long_prompt": 0}, tmp_path / "7.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -92,6 +92,31 @@ def test_a_missing_tensor_is_an_error_not_a_random_weight(tmp_path):
     config = json.loads((DEMO / "config.json").read_text()) | {"num_hidden_layers": 7}
     with pytest.raises(InputError, match="expected all tensors of the model, found missing keys: model.layers.6"):
         compute(tmp_path / "model", config, "all", PROMPTS, 1)
+
+
+@pytest.mark.parametrize(("file", "change", "expected"), [
+    ("config.json", {"intermediate_size": 401}, "expected a checkpoint that transformers can load, found RuntimeError: "),
+    ("config.json", {"num_attention_heads": "six"}, "expected the config of a model, found StrictDataclassFieldValidationError: "),
+    ("tokenizer_config.json", {"tokenizer_class": 3}, "expected a tokenizer that transformers can load, found "),
+    ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "expected a tokenizer that transformers can load, found "),
+])  # fmt: skip
+def test_what_transformers_refuses_is_one_line(tmp_path, file, change, expected):
+    folder = shutil.copytree(DEMO, tmp_path / "model")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    with pytest.raises(InputError) as caught:
+        compute(folder, json.loads((folder / "config.json").read_text()), 2, PROMPTS, 1)
+    assert expected in str(caught.value) and str(caught.value).splitlines() == [str(caught.value)]
+
+
+def test_a_tokenizer_of_another_model_is_refused_by_the_first_token_that_this_one_lacks(tmp_path):
+    folder = shutil.copytree(DEMO, tmp_path / "model")
+    text = json.loads((folder / "tokenizer.json").read_text())
+    text["added_tokens"].append({**text["added_tokens"][0], "id": 768, "content": "<new>"})
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    config = json.loads((DEMO / "config.json").read_text())
+    assert compute(folder, config, 2, PROMPTS[:1], 1).answers[0].tokens
+    with pytest.raises(InputError, match="golden prompt 'a <new> word': expected tokens below 768, as the model's embedding has rows, found 768"):
+        compute(folder, config, 2, ["a <new> word"], 1)
 
 
 def test_text_is_decoded_behind_the_prompt():

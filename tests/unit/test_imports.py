@@ -14,18 +14,20 @@ PACKAGE = Path(buildkey.__file__).parent
 # From the bottom to the top: a module imports from its own row and the rows above it in this list.
 ROWS = (
     ("__init__",),
-    ("errors", "files", "formats", "seen"),
-    ("paths", "checks", "comparator", "sessions", "widened", "sidefiles", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
+    ("errors", "children", "files", "formats", "seen"),
+    ("paths", "boundaries", "checks", "comparator", "sessions", "widened", "sidefiles", "modelconfig", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
     ("checkpoint",),
     ("hub",),
+    ("schema", "manifests"),
     ("weights",),
     ("quiet",),
     ("split",),
     ("torch_model", "random_model"),
     ("validate",),
     ("engine",),
-    ("compare",),
     ("runtime",),
+    ("bisect",),
+    ("compare",),
     ("golden",),
     ("summary", "plots", "show", "buildkey", "bench", "worker"),
     ("lock", "cache"),
@@ -33,9 +35,9 @@ ROWS = (
     ("cli", "__main__"),
 )
 # What traces, what is compared with, and what times it. Nothing else may need torch to be installed.
-TORCH = ("split/", "validate/", "golden/reference.py", "torch_model.py", "random_model.py", "quiet.py", "bench/")
+TORCH = ("split/", "validate/", "golden/reference.py", "torch_model.py", "random_model.py", "quiet.py", "bench/", "bisect/run.py", "bisect/streamed.py", "bisect/export_again.py")
 # What runs where only an engine's runtime is installed.
-RUNS_ALONE = ("errors", "files", "formats", "seen", "weights", "engine", "runtime", "bundle.opened")
+RUNS_ALONE = ("errors", "files", "formats", "seen", "schema", "manifests", "weights", "engine", "runtime", "bisect.explain", "bundle.opened")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -15,6 +15,8 @@ from lockstep.split.layout import checkpoint_layout, checkpoint_shapes
 from lockstep.split.tracer import meta_model
 from lockstep.weights import convert
 
+pytestmark = pytest.mark.exports
+
 SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 MIXTRAL = {"model_type": "mixtral", **SIZES, "num_local_experts": 3, "num_experts_per_tok": 2}
 QWEN = {"model_type": "qwen3_moe", **SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}

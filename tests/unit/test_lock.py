@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,15 @@ from demo_model import CONFIG, DEMO
 
 from lockstep import buildkey, engine, weights
 from lockstep.checkpoint import resolve
+from lockstep.checks import finish
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, write_json
 from lockstep.lock import diff, explain, stage
-from lockstep.lock.record import build_key, content, read_record, record_path
+from lockstep.lock.record import Step, build_key, content, read_record, record_path
 from lockstep.lock.steps import step, steps
 from lockstep.lock.verify import verify
 from lockstep.paths import Results, Target
+from lockstep.sidefiles import failed_path
 
 NAMES = {"model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
 
@@ -142,6 +145,77 @@ def test_a_record_with_another_key_is_refused(copy: Results) -> None:
         read_record(copy.engines("demo-llama", "fp16", "onnxruntime"))
 
 
+ENDED = """
+import pathlib, sys, time
+from lockstep.errors import guard
+from lockstep.files import write_json
+from lockstep.lock import stage
+from lockstep.lock.record import Step
+out = pathlib.Path(sys.argv[1])
+def make():
+    write_json(out, {"made": 2})
+    print("made", flush=True)
+    time.sleep(60)
+with guard():
+    stage.run(Step("config", {}, {}, {}, out), make)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stage_that_is_ended_before_its_record_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ENDED, str(tmp_path / "config.json")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "made\n"
+    process.send_signal(number)
+    assert process.communicate(timeout=60)[1].count("\n") == 1 and process.returncode == 128 + number
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_without_its_record_is_not_read(copy: Results) -> None:
+    """As `kill -9` between the two leaves it: nothing says that it is whole, and of what."""
+    record_path(copy.assembly("demo-llama", "fp16")).unlink()
+    made = step("build", CONFIG, copy, NAMES)
+    before = read_json(made.output)
+    with pytest.raises(InputError, match=r"assembly.json: expected its record assembly.build.json beside it, found none: .*; make it again"):
+        stage.run(made, lambda: pytest.fail("it was read"))
+    assert read_json(made.output) == before and read_record(made.output)
+
+
+def failing(results: Results, error: BaseException) -> dict | None:
+    """What is left of a golden check that ends with `error` beside one that passed."""
+    out = results.golden("demo-llama", "fp16", "all", "onnxruntime")
+    made = Step("golden", {**NAMES}, {}, {}, out)
+    stage.run(made, lambda: write_json(out, {"format": "lockstep.golden/1", "result": "pass"}))
+    with pytest.raises(type(error)):
+        stage.run(made, lambda: (_ for _ in ()).throw(error))
+    assert read_record(out), "what passed before is what it was"
+    return read_json(failed_path(out)) if failed_path(out).exists() else None
+
+
+@pytest.mark.parametrize("error, reason", [
+    (InputError("reference.json: expected\n 2 layers"), "reference.json: expected 2 layers"),
+    (RuntimeError("planted"), "RuntimeError: planted"),
+    (SystemExit(2), "golden ended with exit code 2; its log says why"),
+    (SystemExit(143), None), (KeyboardInterrupt(), None),
+])  # fmt: skip
+def test_a_check_that_fails_before_it_has_a_report_leaves_the_reason(tmp_path: Path, error: BaseException, reason: str | None) -> None:
+    left = failing(Results(tmp_path), error)
+    assert (left and left["failure"]) == reason
+
+
+def test_a_check_leaves_its_own_report_where_it_has_one(tmp_path: Path) -> None:
+    out = tmp_path / "all.json"
+    with pytest.raises(CheckError, match="off; details in"):
+        stage.run(Step("golden", {**NAMES}, {}, {}, out), lambda: finish(out, {"format": "lockstep.golden/1", "prompts": []}, "off"))
+    assert read_json(failed_path(out)) == {"format": "lockstep.golden/1", "prompts": [], "result": "fail", "failure": "off"} and not out.exists()
+
+
+def test_engines_without_a_record_are_not_gone_on_with(copy: Results) -> None:
+    made = step("build", CONFIG, copy, NAMES)
+    record_path(made.output).unlink()
+    stage.run(made, lambda: [pytest.fail("they were there") if made.output.exists() else engine.build(made.inputs["assembly"], "onnxruntime", made.output)])
+    assert {finding.status for finding in verify(copy.root)} == {"same"}
+
+
 def test_verify_needs_the_standard_library_only() -> None:
     code = "import lockstep.lock.verify, sys; print(*sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
@@ -158,7 +232,7 @@ def test_a_difference_is_in_words_with_both_values() -> None:
 
 def test_what_is_no_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.lock.json").write_text("{}")
-    with pytest.raises(InputError, match="expected format 'lockstep.lock/1'"):
+    with pytest.raises(InputError, match="expected format 'lockstep.lock/2'"):
         diff.diff(tmp_path / "a.lock.json", tmp_path / "a.lock.json")
     with pytest.raises(InputError, match="expected a file, found none"):
         diff.diff(tmp_path / "b", tmp_path / "b")

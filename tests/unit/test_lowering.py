@@ -14,6 +14,8 @@ from lockstep.show import layer_table, show
 from lockstep.split.export import assemble
 from lockstep.split.tracer import meta_model
 
+pytestmark = pytest.mark.exports
+
 BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 FAMILIES = {
     "llama": ({"model_type": "llama", **BASE}, "fp16"),
@@ -141,7 +143,7 @@ def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
 
 def test_layer_table_says_which_layer_uses_which_class(tmp_path):
     config = {"model_type": "qwen3_moe", **BASE, "num_hidden_layers": 4, "head_dim": 8, "mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    write_json(tmp_path / "assembly.json", assemble(meta_model(config, "fp32"), config, "fp32")[1])
+    write_json(tmp_path / "assembly.json", {**assemble(meta_model(config, "fp32"), config, "fp32")[1], "eos_token_ids": []})
     lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]
     assert lines[0] == "4 layers, 6 classes, 1 kinds".split()
     assert lines[2:5] == [["0", "entry", "attention", "exit"], ["1", "middle", "attention", "exit_2"], ["2-3", "middle_2", "attention", "exit_2"]]

@@ -17,6 +17,8 @@ from lockstep.sessions import open_session
 from lockstep.split.export import assemble
 from lockstep.split.tracer import meta_model
 
+pytestmark = pytest.mark.exports
+
 FAMILIES = {
     "llama": {"model_type": "llama", **BASE},
     "olmo2 (norms of whole queries and keys in fp32 to the end)": {"model_type": "olmo2", **BASE},

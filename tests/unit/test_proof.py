@@ -9,12 +9,15 @@ import pytest
 import torch
 from families import FAMILIES
 from onnx import numpy_helper
+from transformers.models.llama import modeling_llama
 
 from lockstep.errors import InputError
 from lockstep.split.export import assemble, export_config
 from lockstep.split.proof import TOLERANCE, depths_to_try, make_small, measure, prove
 from lockstep.split.small import small_configs
 from lockstep.split.tracer import meta_model
+
+pytestmark = pytest.mark.exports
 
 # One model that has all of it: windows and none, capped scores, rotary, groups, tied and scaled embeddings.
 CONFIG = FAMILIES["gemma2"].config
@@ -128,6 +131,75 @@ def test_a_filled_cache_row_taken_for_an_empty_one_is_caught(small):
         assert measure(with_graph(small, graph, rename("Less", "LessOrEqual"))).error > 10 * TOLERANCE
 
 
+def clamp_positions(at):
+    def change(graph):
+        for node in graph.node:
+            node.input[:] = ["clamped" if name == "position_ids" else name for name in node.input]
+        graph.initializer.append(numpy_helper.from_array(np.array(at), "last"))
+        graph.node.insert(0, onnx.helper.make_node("Min", ["position_ids", "last"], ["clamped"]))
+
+    return change
+
+
+def forget_rows_from(row):
+    """What says which cache rows are filled says no from `row` on."""
+
+    def change(graph):
+        index, node = next((i, node) for i, node in enumerate(graph.node) if node.op_type == "Less" and any("range" in name for name in node.input))
+        rows, given = next(name for name in node.input if "range" in name), node.output[0]
+        node.output[0] = "filled"
+        graph.initializer.append(numpy_helper.from_array(np.array(row), "row"))
+        graph.node.insert(index + 1, onnx.helper.make_node("And", ["filled", "kept"], [given]))
+        graph.node.insert(index + 1, onnx.helper.make_node("Less", [rows, "row"], ["kept"]))
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A model with a window of 300 of all its positions: no prompt of the near walk gets there."""
+    config = {**CONFIG, "sliding_window": 300, "max_position_embeddings": 131072}
+    meta = meta_model(config, "fp32")
+    return make_small(config, meta, *assemble(meta, config, "fp32"), assemble)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    config = {**FAMILIES["llama, yarn rope"].config, "max_position_embeddings": 131072}
+    meta = meta_model(config, "fp32")
+    return make_small(config, meta, *assemble(meta, config, "fp32"), assemble)
+
+
+def test_long_contexts_of_the_split_form_itself_pass(wide, llama):
+    for small in (wide, llama):
+        found = measure(small)
+        assert found.error < TOLERANCE / 4 and found.own < TOLERANCE / 4
+
+
+def window_of_300(by):
+    return replace_constant(lambda array: array.dtype == np.int64 and array.shape == () and array == 300, lambda array: array + by)
+
+
+LATE_FAULTS = {
+    **{f"positions clamped at {at}": clamp_positions(at) for at in (63, 256, 1001)},
+    **{f"rows forgotten from {row} on": forget_rows_from(row) for row in (64, 255, 999, 4095)},
+    **{f"a wide window off by {by}": window_of_300(by) for by in (-1, 1, 100_000)},
+}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("fault", LATE_FAULTS)
+def test_a_fault_that_begins_late_is_caught(wide, fault, phase):
+    kinds = [kind for kind in wide.assembly["kinds"].values() if bool(kind["window"]) == ("window" in fault)]
+    assert measure(with_graph(wide, kinds[0][phase]["graph"], LATE_FAULTS[fault])).error > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("at", [4096, 16384, 131060])
+def test_positions_are_right_up_to_the_last(llama, at, phase):
+    assert measure(with_graph(llama, llama.assembly["kinds"]["attention"][phase]["graph"], clamp_positions(at))).error > 10 * TOLERANCE
+
+
 def swap(layer, one, other):
     def change(layers):
         slots = layers[layer]["block"]["slots"]
@@ -169,16 +241,25 @@ def test_a_fault_in_the_export_is_a_refusal_that_says_so(small):
     assert "its split form differs from transformers" in str(error.value) and "please report" in str(error.value) and "\n" not in str(error.value)
 
 
-BERT = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+def test_a_model_that_traces_without_complaint_but_attends_otherwise_is_refused(tmp_path, monkeypatch):
+    own = modeling_llama.eager_attention_forward
 
+    def sharper(module, query, key, value, attention_mask, scaling, **options):  # what the attention interface is told is not what is done
+        return own(module, query, key, value, attention_mask, scaling * 1.05, **options)
 
-def test_a_model_that_traces_without_complaint_but_attends_otherwise_is_refused(tmp_path):
-    assemble(meta_model(BERT, "fp32"), BERT, "fp32")  # nothing to see: one attention for each layer, no weight in a batchless graph
-    with pytest.raises(InputError, match="its split form differs"):  # it looks ahead: BERT is no decoder unless told so
-        export_config(BERT, "fp32", tmp_path)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper)
+    config = {**FAMILIES["llama"].config, "num_hidden_layers": 2}
+    assemble(meta_model(config, "fp32"), config, "fp32")  # nothing to see: one attention for each layer, no token mixed, no weight in a batchless graph
+    with pytest.raises(InputError, match="its split form differs"):
+        export_config(config, "fp32", tmp_path)
     assert not list(tmp_path.iterdir())
-    decoder = {**BERT, "is_decoder": True}
-    assert export_config(decoder, "fp32", tmp_path)
+
+
+def test_an_encoder_is_refused_unless_it_is_told_to_be_a_decoder(tmp_path):
+    bert = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    with pytest.raises(InputError, match="lets tokens see later ones"):
+        export_config(bert, "fp32", tmp_path)
+    assert export_config({**bert, "is_decoder": True}, "fp32", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ def results(demo: Results, tmp_path: Path) -> Results:
     """The demo's graphs in fp16 with the manifest of what they were made of; no engines."""
     results = Results(tmp_path / "results")
     shutil.copytree(demo.assembly("demo-llama", "fp16").parent, results.assembly("demo-llama", "fp16").parent)
-    resolve_architecture("resources/demo-llama", DEMO, results.architecture("demo-llama"))
+    for name, make in (("architecture", lambda: resolve_architecture("resources/demo-llama", DEMO, results.architecture("demo-llama"))), ("export", lambda: None)):
+        stage.run(step(name, CONFIG, results, NAMES), make)
     return results
 
 

@@ -25,6 +25,8 @@ from lockstep.sessions import open_session
 from lockstep.split.export import assemble
 from lockstep.split.tracer import meta_model
 
+pytestmark = pytest.mark.exports
+
 POSITIONS = 100
 # Halves, with frequencies and weights scaled; neighbours, of a part of the elements; neighbours in fp32; no encoding.
 ALWAYS = {"llama, yarn rope", "glm", "cohere", "gpt2"}

@@ -8,6 +8,7 @@ from handmade import CONFIG, llama, make
 
 from lockstep.errors import InputError
 from lockstep.files import read_json, write_json
+from lockstep.paths import Results
 from lockstep.runtime import Advance, Model
 from lockstep.weights import Weights
 
@@ -17,8 +18,8 @@ TOLERANCE = {"fp32": 2e-5, "fp16": 2e-2}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("tiny"), ["fp32", "fp16"])
+def tiny(shared):
+    return Results(shared.folder("tiny", lambda folder: make(folder, ["fp32", "fp16"])) / "results")
 
 
 def open_model(tiny, precision="fp32", layers="all", **limits):
@@ -179,7 +180,9 @@ def test_a_step_that_cannot_be_taken_is_refused_and_changes_nothing(tiny, advanc
         ({"max_seq_len": 1025}, "max_seq_len: expected at most 1024"),
         ({"max_batch_size": 0}, "max_batch_size: expected at least 1, found 0"),
         ({"max_num_tokens": 0}, "max_num_tokens: expected at least 1, found 0"),
-        ({"threads": 0}, "threads: expected at least 1, found 0"),
+        ({"threads": 0}, "threads: expected 1 to .*, found 0"),
+        ({"threads": -1}, "threads: expected 1 to .*, found -1"),
+        ({"threads": 100_000}, r"threads: expected 1 to \d+ \(\d+ CPUs are here\), found 100000; more only wait for each other"),
     ],
 )
 def test_limits_that_the_model_does_not_allow_are_refused(tiny, limits, message):

@@ -1,5 +1,7 @@
 """Text: streams give whole characters and together the text of all tokens; stop strings hide what follows them."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -113,3 +115,20 @@ def test_any_cut_of_a_text_gives_what_comes_before_the_stop_string_that_ends_fir
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(InputError, match="found an empty one"):
         StopFilter(["a", ""])
+
+
+def test_a_prompt_that_is_no_text_is_refused(byte_level):
+    with pytest.raises(InputError, match=r"^prompt: expected text in UTF-8, found '\\udcff' at character 2; correct it$"):
+        byte_level.encode("ab\udcff")  # what a shell's byte 0xff becomes
+
+
+@pytest.mark.parametrize(("change", "text", "expected"), [
+    ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}}, "b", "found 'b': WordLevel error: Missing"),
+    ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?:(x+)+$)"}, "behavior": "Isolated", "invert": False}}, "x" * 40 + "!", "found 'xxxx"),
+])  # fmt: skip
+def test_a_text_that_the_tokenizer_fails_on_is_one_line(tmp_path, change, text, expected):
+    """The first raises an Exception, the second a panic of native code, which is none."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"x": 0}, "merges": []}, **change}))
+    with pytest.raises(InputError) as caught:
+        Tokenizer(tmp_path / "tokenizer.json").encode(text)
+    assert expected in str(caught.value) and str(caught.value).splitlines() == [str(caught.value)]

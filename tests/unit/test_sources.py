@@ -69,6 +69,34 @@ def test_a_source_that_no_folder_can_have_is_only_not_found(tmp_path, source):
         resolve_source(source, [tmp_path])
 
 
+@pytest.mark.parametrize(("source", "hint"), [
+    ("meta-llama/Llama-2-7b-hf", "; for a model on the hub write hf:meta-llama/Llama-2-7b-hf"),
+    ("meta-llama/Llama-2-7b-hf@main", "; for a model on the hub write hf:meta-llama/Llama-2-7b-hf@main"),
+    ("https://huggingface.co/org/name", "; for a model on the hub write hf:org/name"),
+    ("huggingface.co/org/name/", "; for a model on the hub write hf:org/name"),
+    ("https://hf.co/org/name/tree/v1.0/sub", "; for a model on the hub write hf:org/name@v1.0"),
+    ("https://example.org/model.tar.gz", "; nothing is fetched by URL: download it and give its path, or write hf:org/name@revision for a model on the hub"),
+    ("s3://bucket/model", "; nothing is fetched by URL: "),
+    ("git@example.org:org/name", "; nothing is fetched by URL: "),
+    ("~/models/llama", "; ~ and variables are not expanded: write the path out, such as /home/me/models/llama"),
+    ("$HOME/models/llama", "; ~ and variables are not expanded: write the path out, such as /home/me/models/llama"),
+    ("C:\\models\\llama", "; write the path with /"),
+    ("models/llama/7b", ""), ("llama", ""), ("/models/llama", ""), ("../llama", ""), ("./org/name", ""),
+])  # fmt: skip
+def test_a_source_that_is_meant_as_something_else_gets_a_hint(tmp_path, monkeypatch, source, hint):
+    monkeypatch.setenv("HOME", "/home/me")
+    with pytest.raises(InputError) as caught:
+        resolve_source(source, [tmp_path])
+    place = str(caught.value).partition("; found none at ")[2]
+    assert hint in place and ("; " in place) == bool(hint)
+
+
+def test_a_random_source_gets_no_hint_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert error_of(tmp_path / "x", source="random:a/shape.json").endswith(f"found none at {tmp_path}/a/shape.json")
+    assert error_of(tmp_path / "x", source="random:~/shape.json").endswith("write the path out, such as /home/me/shape.json")
+
+
 @pytest.mark.parametrize(("text", "source"), [
     ("hf:a/b", HubSource("a/b", "main")),
     ("hf:gpt2", HubSource("gpt2", "main")),
@@ -166,10 +194,10 @@ def test_a_source_that_is_not_there_names_its_key(checkpoint):
     ("{", "expected JSON in {path}; found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     ("[]", "expected a JSON object in {path}; found list"),
     ("{}", "expected num_hidden_layers in {path}; found none"),
-    ('{"num_hidden_layers": "6"}', "expected a positive integer as num_hidden_layers in {path}; found '6'"),
-    ('{"num_hidden_layers": true}', "expected a positive integer as num_hidden_layers in {path}; found True"),
+    ('{"num_hidden_layers": "6"}', "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found '6'"),
+    ('{"num_hidden_layers": true}', "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found True"),
     ('{"num_hidden_layers": 6, "max_position_embeddings": 0}',
-     "expected a positive integer as max_position_embeddings in {path}; found 0"),
+     "expected an integer from 1 to 134217728 as max_position_embeddings in {path}; found 0"),
 ])
 def test_a_bad_config_json_is_named(tmp_path, text, expected):
     folder = write_checkpoint(tmp_path / "checkpoint", text)

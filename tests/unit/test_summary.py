@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import xml.etree.ElementTree as xml
 from pathlib import Path
@@ -10,11 +11,19 @@ from pathlib import Path
 import pytest
 
 from lockstep import plots, summary
-from lockstep.errors import InputError
+from lockstep.checks import finish
+from lockstep.errors import CheckError
 from lockstep.files import write_json
 from lockstep.paths import Results, Target
+from lockstep.sidefiles import content, record_path
 
 TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "onnxruntime")]
+
+
+def recorded(out: Path, report: dict, **inputs: Path) -> None:
+    """A check's report, and what of its record the summary looks at."""
+    write_json(out, report)
+    write_json(record_path(out), {"format": "lockstep.build/1", "inputs": {name: content(path) for name, path in inputs.items()}})
 
 
 @pytest.fixture
@@ -26,9 +35,9 @@ def results(tmp_path: Path) -> Results:
         about = {"target": {"model": "m", "precision": "fp16", "layers": target.layers}, "result": "pass"}
         tensors = {"hidden": {"max_abs_error": error, "relative_error": error, "cosine": 1.0, "tolerance": 0.5}}
         blocks = [{"block": "middle", "layer": layer, "tensors": tensors} for layer in range(2)]
-        write_json(results.validation(*names[:3]), {"format": "lockstep.validate/1", **about, "blocks": blocks})
+        recorded(results.validation(*names[:3]), {"format": "lockstep.validate/1", **about, "blocks": blocks})
         golden = {"engine_digest": "ab" * 32, "max_logit_error": error, "tolerance": 0.5, "prompts": [{"differences": [{}]}, {"differences": []}]}
-        write_json(results.golden(*names), {"format": "lockstep.golden/1", **about, **golden})
+        recorded(results.golden(*names), {"format": "lockstep.golden/1", **about, **golden}, engines=results.engines("m", "fp16", "onnxruntime"))
         write_json(results.speed(*names), {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1234.5, "decode_tokens_per_s": 0.0})
     return results
 
@@ -60,18 +69,88 @@ def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) 
 
 def test_the_error_of_the_engines_is_that_of_the_present_ones(results: Results) -> None:
     def compared(digest: str) -> list[float | None]:
-        write_json(results.comparison("m", "fp16", "onnxruntime"), {"format": "lockstep.compare/1", "engine_digest": digest, "relative_error": 0.001})
+        recorded(results.comparison("m", "fp16", "onnxruntime"), {"format": "lockstep.compare/1", "result": "pass", "engine_digest": digest, "relative_error": 0.001})
         return [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]]
 
     assert [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]] == [None, None]
     assert compared("ab" * 32) == [0.001, 0.001] and compared("cd" * 32) == [None, None]
 
 
-def test_a_missing_check_is_named(results: Results) -> None:
+def lines(results: Results, capsys: pytest.CaptureFixture) -> list[str]:
+    """The terminal's table of what was written, which JSON, CSV and the report's table must say too."""
+    rows = summary.write(results, TARGETS)["targets"]
+    assert json.loads(results.summary().read_text())["targets"] == rows
+    with open(results.summary().with_suffix(".csv"), newline="") as file:
+        assert [(line["golden"], line["reason"]) for line in csv.DictReader(file)] == [(row["golden"], row["reason"] or "") for row in rows]
+    page = results.report("targets.html").read_text()
+    assert all(f">{row['golden']}<" in page and (not row["reason"] or html.escape(row["reason"]) in page) for row in rows)
+    assert page.count('<tr class="fail">') == sum(row["reason"] is not None for row in rows)
+    summary.print_table({"targets": rows})
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_failed_check_is_a_row_with_its_reason_beside_an_earlier_pass_too(results: Results, capsys: pytest.CaptureFixture) -> None:
+    out = results.golden("m", "fp16", "all", "onnxruntime")
+    report = {"format": "lockstep.golden/1", "engine_digest": "ab" * 32, "max_logit_error": 3.0, "tolerance": 0.5, "prompts": []}
+    for _ in range(2):
+        with pytest.raises(CheckError, match="step 3: expected token 5, found 7; details in"):
+            finish(out, report, "step 3: expected token 5, found 7")
+        head, passed, failed, reason = lines(results, capsys)
+        assert passed.split()[5] == "pass" and failed.split()[4:] == ["abababababab", "fail", "-", "3.0e+00", "-", "-"]
+        assert reason == "m/fp16/all/onnxruntime: golden: step 3: expected token 5, found 7"
+        out.unlink(missing_ok=True)  # as Snakemake deletes what a job that failed would have made
+    recorded(out, {**report, "result": "pass"})
+    finish(out, report, None)
+    assert len(lines(results, capsys)) == 3
+
+
+def test_a_validation_that_failed_is_a_reason_though_the_golden_check_passed(results: Results, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(CheckError):
+        finish(results.validation("m", "fp16", 2), {"format": "lockstep.validate/1"}, "block middle: off")
+    assert lines(results, capsys)[-1] == "m/fp16/2/onnxruntime: validate: block middle: off"
+
+
+def test_what_has_not_run_is_not_run(results: Results, capsys: pytest.CaptureFixture) -> None:
+    first, second = (results.golden("m", "fp16", layers, "onnxruntime") for layers in (2, "all"))
+    first.unlink()
+    record_path(second).unlink()
+    assert [line.partition(": golden: ")[2] for line in lines(results, capsys)[3:]] == [f"{first} is not there", f"no record says how {second} was made"]
+    assert [row["golden"] for row in summary.collect(results, TARGETS)["targets"]] == ["not run"] * 2
+
+
+def test_a_pass_of_other_engines_is_none(results: Results, capsys: pytest.CaptureFixture) -> None:
+    engines = results.engines("m", "fp16", "onnxruntime")
+    write_json(engines, {**json.loads(engines.read_text()), "backend_version": "2.0"})
+    assert [row["golden"] for row in summary.collect(results, TARGETS)["targets"]] == ["not run"] * 2
+    assert lines(results, capsys)[3] == f"m/fp16/2/onnxruntime: golden: {engines} is another since"
+
+
+def test_nothing_at_all_is_a_table_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    head, *rows = lines(Results(tmp_path), capsys)[:3]
+    assert [row.split()[4:7] for row in rows] == [["-", "not", "run"]] * 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"format": "lockstep.golden/1"}', b"[" * 100_000])
+def test_a_damaged_report_is_a_reason(results: Results, capsys: pytest.CaptureFixture, damage: bytes) -> None:
+    for name in ("all.json", "all.build.json", "all.speed.json"):
+        path = results.golden("m", "fp16", "all", "onnxruntime").with_name(name)
+        data = path.read_bytes()
+        path.write_bytes(damage)
+        found = lines(results, capsys)
+        assert len(found) == (3 if name == "all.speed.json" else 4)
+        path.write_bytes(data)
+
+
+def test_a_summary_is_stale_when_a_verdict_is_another(results: Results) -> None:
+    assert not summary.is_stale(results), "there is none"
+    summary.write(results, TARGETS)
+    assert not summary.is_stale(results) and summary.targets_of(results) == TARGETS
+    write_json(results.speed("m", "fp16", 2, "onnxruntime"), {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1.0, "decode_tokens_per_s": 1.0})
+    assert not summary.is_stale(results), "a speed is no verdict"
     results.golden("m", "fp16", "all", "onnxruntime").unlink()
-    with pytest.raises(InputError, match="golden/onnxruntime/all.json: expected a file"):
-        summary.write(results, TARGETS)
-    assert not results.summary().exists()
+    assert summary.is_stale(results)
+    results.summary().write_text("{")
+    assert not summary.is_stale(results), "who reads it says that it is damaged"
 
 
 def test_plots_are_the_same_bytes_each_time(results: Results) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
 import standin_cuda
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 from lockstep import golden
 from lockstep.bench import gpu as bench
+from lockstep.bisect.explain import engine_report
 from lockstep.engine import build
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json
+from lockstep.files import read_json, sha256_file, write_json
 from lockstep.paths import Target
 from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer, generate
 from lockstep.weights import Weights
@@ -121,6 +124,29 @@ def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_pa
         Target(MODEL, precision, "all", "tensorrt"), TOLERANCES[precision], LIMITS, tmp_path / "golden.json", tmp_path / "speed.json", expected,
     )  # fmt: skip
     assert read_json(tmp_path / "golden.json")["result"] == "pass"
+
+
+def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, gpu, tmp_path):
+    """The engine of another graph, which goes by the name and the digest of the right one; fused attention is no engine, and is left out."""
+    assembly, weights = demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
+    report = lambda engines_json: engine_report(assembly, weights, engines_json, 2, TOLERANCES[form[1]], (list(range(3, 20)), 9))
+    right = report(engines[form])
+    assert right["fault"] is None and right["served"]["passed"] and all(row["passed"] for row in right["rows"])
+    assert any(row["part"] == "attention" for row in right["rows"]) == (form[2] == "traced")
+    for name, source in (("graphs", assembly.parent), ("engines", engines[form].parent)):
+        shutil.copytree(source, tmp_path / name)
+    graph, described = tmp_path / "graphs" / "exit.onnx", read_json(tmp_path / "graphs" / "assembly.json")
+    model = onnx.load(graph)
+    next(attribute for attribute in model.graph.node[-1].attribute if attribute.name == "alpha").f = 1.5
+    onnx.save(model, graph)
+    described["classes"]["exit"]["sha256"] = sha256_file(graph)
+    write_json(tmp_path / "graphs" / "assembly.json", described)
+    made = read_json(build(tmp_path / "graphs" / "assembly.json", "tensorrt", tmp_path / "engines" / "engines.json", read_json(engines[form])["options"]))
+    made["engines"]["exit"]["graph_sha256"] = read_json(assembly)["classes"]["exit"]["sha256"]
+    write_json(tmp_path / "engines" / "engines.json", made)
+    found = report(tmp_path / "engines" / "engines.json")["fault"]
+    assert (found["wrong"], found["graph"], found["part"], found["node"]) == ("engine", "exit", "exit", None)
+    assert "nodes of a tensorrt engine cannot be read" in found["look_at"]
 
 
 def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, form, gpu):

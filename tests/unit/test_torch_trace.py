@@ -7,9 +7,11 @@ import pytest
 import torch
 import transformers
 from demo_model import DEMO
+from families import FAMILIES
 
 from lockstep.errors import InputError
 from lockstep.files import read_json
+from lockstep.random_model import make
 from lockstep.torch_model import cut_config, load_folder
 from lockstep.validate.torch_trace import TorchModel, sequences
 from lockstep.weights import Weights
@@ -45,8 +47,8 @@ def test_a_record_is_what_transformers_has_in_its_cache_and_hidden_states(demo, 
     assert np.array_equal(record.embedded, output.hidden_states[0][0].numpy())
     for i, layer in enumerate(record.layers):
         cache = output.past_key_values.layers[i]
-        assert np.array_equal(layer.key, cache.keys[0].transpose(0, 1).numpy())
-        assert np.array_equal(layer.value, cache.values[0].transpose(0, 1).numpy())
+        assert np.array_equal(layer.keys, cache.keys[0].transpose(0, 1).numpy())
+        assert np.array_equal(layer.values, cache.values[0].transpose(0, 1).numpy())
         assert np.array_equal(layer.attention, seen[i].numpy())
         assert np.array_equal(layer.hidden, output.hidden_states[i][0].numpy())
 
@@ -92,3 +94,34 @@ def test_sequences_have_several_lengths_within_the_models_limit():
     assert [len(ids) for ids in sequences(100, 8, list(range(20)))] == [1, 2, 7, 8, 8]
     assert [len(ids) for ids in sequences(100, 512, [], [0, 40, 40, 4096])] == [1, 2, 7, 33, 43]
     assert all((0 <= ids).all() and (ids < 100).all() for ids in sequences(100, 512, [1]))
+
+
+@pytest.fixture
+def minicpm3(tmp_path):
+    """A checkpoint whose layers scale their residuals by scale_depth / sqrt(num_hidden_layers)."""
+    config = FAMILIES["minicpm3"].config
+    (tmp_path / "shape.json").write_text(json.dumps(config))
+    return config, make(tmp_path / "shape.json", 0, tmp_path / "checkpoint")
+
+
+def test_a_cut_model_is_the_first_layers_of_the_whole_one(minicpm3):
+    config, folder = minicpm3
+    whole, cut = (load_folder(folder, cut_config(config, layers)) for layers in ("all", 2))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        states = whole(ids, use_cache=False, output_hidden_states=True).hidden_states[2]
+        assert torch.equal(cut.get_decoder().norm(states), cut(ids, use_cache=False, output_hidden_states=True).hidden_states[-1])
+
+
+def test_a_model_whose_first_layers_depend_on_how_many_follow_is_refused(minicpm3, monkeypatch):
+    config, folder = minicpm3
+    layer = transformers.models.minicpm3.modeling_minicpm3.MiniCPM3DecoderLayer
+    own = layer.__init__
+
+    def counts_from_the_end(self, config, layer_idx):
+        own(self, config, layer_idx)
+        self.shares_keys = layer_idx >= config.num_hidden_layers - 1
+
+    monkeypatch.setattr(layer, "__init__", counts_from_the_end)
+    with pytest.raises(InputError, match=r"model.layers.1.shares_keys is False in the whole model and True in one of 2 layers; use layers: all"):
+        load_folder(folder, cut_config(config, 2))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from demo_model import DEMO, TOLERANCES
+from demo_model import DEMO, LIMITS, TOLERANCES
 
 from lockstep import validate
 from lockstep.checkpoint import resolve
@@ -19,7 +19,7 @@ from lockstep.weights import convert
 
 def run(results, precision, layers, out, **changes):
     paths = results.assembly("demo-llama", precision), results.weights("demo-llama", precision), results.checkpoint("demo-llama")
-    return validate.run(*paths, layers, TOLERANCES[precision], out, threads=1, **changes)
+    return validate.run(*paths, layers, TOLERANCES[precision], LIMITS["max_seq_len"], out, threads=1, **changes)
 
 
 @pytest.mark.parametrize("layers", [2, "all"])
@@ -63,7 +63,7 @@ def test_inputs_that_do_not_fit_together_are_refused(demo, tmp_path):
     out = tmp_path / "validate.json"
     graphs, checkpoint = demo.assembly("demo-llama", "fp16"), demo.checkpoint("demo-llama")
     with pytest.raises(InputError, match="precision: expected fp16 as in .*, found fp32"):
-        validate.run(graphs, demo.weights("demo-llama", "fp32"), checkpoint, 2, TOLERANCES["fp16"], out)
+        validate.run(graphs, demo.weights("demo-llama", "fp32"), checkpoint, 2, TOLERANCES["fp16"], 256, out)
     with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 7"):
         run(demo, "fp16", 7, out)
     assert not list(tmp_path.iterdir())
@@ -81,6 +81,7 @@ MODELS = {
 }
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize("name", MODELS)
 def test_other_architectures_pass(tmp_path, name):
     torch.manual_seed(0)
@@ -91,7 +92,7 @@ def test_other_architectures_pass(tmp_path, name):
     assembly = export(checkpoint, "fp32", tmp_path / "graphs" / "assembly.json")
     weights = convert(checkpoint, "fp32", tmp_path / "weights.json")
     for layers in (2, "all"):
-        report = read_json(validate.run(assembly, weights, checkpoint, layers, TOLERANCES["fp32"], tmp_path / f"{layers}.json", threads=1))
+        report = read_json(validate.run(assembly, weights, checkpoint, layers, TOLERANCES["fp32"], 64, tmp_path / f"{layers}.json", threads=1))
         assert report["result"] == "pass" and len(report["blocks"]) == (3 if layers == "all" else 2)
 
 

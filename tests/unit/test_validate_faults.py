@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import onnx
 import pytest
-from demo_model import TOLERANCES
+from demo_model import LIMITS, TOLERANCES
 from onnx import numpy_helper
 
 from lockstep import validate
@@ -28,7 +28,7 @@ def run(demo, copy, layers="all"):
     folder, precision = copy
     out = folder.parent / "validate.json"
     weights, checkpoint = demo.weights("demo-llama", precision), demo.checkpoint("demo-llama")
-    return validate.run(folder / "assembly.json", weights, checkpoint, layers, TOLERANCES[precision], out, threads=1)
+    return validate.run(folder / "assembly.json", weights, checkpoint, layers, TOLERANCES[precision], LIMITS["max_seq_len"], out, threads=1)
 
 
 def plant_in_attention(folder, change):

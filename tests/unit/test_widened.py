@@ -1,5 +1,8 @@
 """bf16 without hardware for it: ONNX Runtime computes no bf16 on a CPU, so graphs are validated, rewritten and cut in fp32."""
 
+import shutil
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -22,18 +25,21 @@ from lockstep.widened import widened
 
 
 @pytest.fixture
-def bf16(tmp_path) -> Results:
-    """The demo in bf16: checkpoint, weights, graphs."""
-    results = Results(tmp_path)
-    checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
-    export(checkpoint, "bf16", results.assembly("demo-llama", "bf16"))
-    convert(checkpoint, "bf16", results.weights("demo-llama", "bf16"))
-    return results
+def bf16(shared, tmp_path) -> Results:
+    """A copy of the demo in bf16: checkpoint, weights, graphs."""
+
+    def make(folder: Path) -> None:
+        results = Results(folder)
+        checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
+        export(checkpoint, "bf16", results.assembly("demo-llama", "bf16"))
+        convert(checkpoint, "bf16", results.weights("demo-llama", "bf16"))
+
+    return Results(shutil.copytree(shared.folder("demo-bf16", make), tmp_path / "results"))
 
 
 def validated(results: Results, layers: int | str, out):
     paths = results.assembly("demo-llama", "bf16"), results.weights("demo-llama", "bf16"), results.checkpoint("demo-llama")
-    return read_json(validate.run(*paths, layers, CONFIG.tolerances["bf16"].model_dump(), out, threads=1))
+    return read_json(validate.run(*paths, layers, CONFIG.tolerances["bf16"].model_dump(), CONFIG.limits.max_seq_len, out, threads=1))
 
 
 def replace(results: Results, name: str, change) -> None:

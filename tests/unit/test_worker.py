@@ -127,8 +127,8 @@ def test_an_interpreter_that_is_killed_is_told_with_the_signal(python, stage, li
         getattr(worker, stage)(python(*lines), "build")
 
 
-@pytest.mark.parametrize("code", [130, 255])
-def test_a_code_that_is_no_signal_or_of_an_interrupt_stays_it(python, code) -> None:
+@pytest.mark.parametrize("code", [129, 130, 143, 255])
+def test_a_code_that_is_no_signal_or_that_the_stage_has_explained_stays_it(python, code) -> None:
     with pytest.raises(SystemExit) as ended:
         worker.call(python(f"exit {code}"), "build")
     assert ended.value.code == code

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ NOT_DETERMINISTIC = re.compile(r"\.speed\.json$|build\.costs\.json$|/provenance\
 class Checkout:
     """A folder with the workflow, its package and the demo checkpoint, where Snakemake and `lockstep` are started."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, variables: Mapping[str, str] = {}) -> None:
+        self.folder, self.variables = folder, variables
         self.results = folder / "results"
 
     @classmethod
-    def make(cls, folder: Path) -> Checkout:
+    def make(cls, folder: Path, variables: Mapping[str, str] = {}) -> Checkout:
         for part in PARTS:
             source = REPOSITORY / part
             if source.is_dir():
@@ -38,7 +39,7 @@ class Checkout:
             else:
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, folder / part)
-        return cls(folder)
+        return cls(folder, variables)
 
     def copy(self, folder: Path) -> Checkout:
         """Results and Snakemake's records too, with the times of their files."""
@@ -59,7 +60,7 @@ class Checkout:
         return process
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        return {**os.environ, "PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1", **self.variables}
 
     def would_run(self, *arguments: str) -> Counter[str]:
         """Jobs by rule that a run would start, `all` left out."""

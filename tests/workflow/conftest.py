@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import compileall
 from pathlib import Path
 
 import pytest
 from checkout import Checkout
+from network import TELEMETRY, Recorder
+from shared import Shared
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,23 +18,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The artefact cache that `finished` found empty and filled. Not to be changed."""
-    return tmp_path_factory.mktemp("shared") / "cache"
+def filled_cache(first_run: Checkout) -> Path:
+    """The artefact cache that `first_run` found empty and filled. Not to be changed."""
+    return first_run.folder.parent / "cache"
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, filled_cache: Path) -> Checkout:
-    """The demo, built and checked. Not to be changed: take `demo`."""
-    checkout = Checkout.make(tmp_path_factory.mktemp("demo") / "checkout")
-    checkout.finish("--config", f"cache={filled_cache}")
-    return checkout
+def first_run(shared: Shared) -> Checkout:
+    """The demo, built and checked once for all processes of the test run, as a user runs it who has switched no telemetry off. Only to be read:
+    take `finished` to run anything in it."""
+
+    def make(folder: Path) -> None:
+        recorder = Recorder.make(folder / "recorder")
+        checkout = Checkout.make(folder / "checkout", {**dict.fromkeys(TELEMETRY, ""), **recorder.environment})
+        compileall.compile_dir(checkout.folder / "src", quiet=1)  # copies take the bytecode along: hundreds of processes need not compile
+        checkout.finish("--config", f"cache={folder / 'cache'}")
+
+    return Checkout(shared.folder("first_run", make) / "checkout")
+
+
+@pytest.fixture(scope="session")
+def recorder(first_run: Checkout) -> Recorder:
+    """What the demo's run asked of the network."""
+    return Recorder(first_run.folder.parent / "recorder")
+
+
+@pytest.fixture(scope="session")
+def finished(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """A copy of it for the tests of this process that change nothing; to change something, take `demo`."""
+    return first_run.copy(tmp_path_factory.mktemp("finished") / "checkout")
 
 
 @pytest.fixture
-def demo(finished: Checkout, tmp_path: Path) -> Checkout:
+def demo(first_run: Checkout, tmp_path: Path) -> Checkout:
     """A copy of the finished run."""
-    return finished.copy(tmp_path / "checkout")
+    return first_run.copy(tmp_path / "checkout")
 
 
 @pytest.fixture

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import html
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from checkout import REPOSITORY, Checkout
@@ -42,12 +46,13 @@ def test_the_table_names_each_target_with_its_engine_and_result(demo: Checkout) 
     assert rows[0][4] == rows[1][4], "a layer count has no engines of its own"
 
 
-def test_another_config_in_another_folder(fresh: Checkout, tmp_path: Path) -> None:
+def test_another_config_in_another_folder(fresh: Checkout, filled_cache: Path, tmp_path: Path) -> None:
     """Only the models of that config, and all results in that folder."""
     config = {"models": {"mine": {"source": "resources/demo-llama", "layers": [1], "golden": {"max_new_tokens": 4, "prompts": [{"text": "Light"}]}}}}
     path, out = tmp_path / "my.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(config))
-    fresh.finish("--configfile", str(path), "--directory", str(out))
+    cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs, engines and weights already
+    fresh.finish("--configfile", str(path), "--directory", str(out), "--config", f"cache={cache}")
     assert (out / "results" / "mine" / "fp32" / "golden" / "onnxruntime" / "1.json").is_file()
     assert not (out / "results" / "demo-llama").exists() and not fresh.results.exists()
 
@@ -73,6 +78,52 @@ def test_a_mistake_in_the_config_is_one_line_before_any_job(fresh: Checkout, tmp
     assert not fresh.results.exists()
 
 
+YAML_MISTAKES = {
+    "a bracket left open": (b"models:\n  a: [1\n  b: 2\n", ":3: expected YAML; found a mistake: expected ',' or ']'"),
+    "a tab": (b"models:\n\ta: 1\n", ":2: expected YAML; found a tab: indent with spaces"),
+    "a key twice": (b"models:\n  a: 1\n  a: 2\n", ":3: expected YAML; found the key 'a' twice"),
+    "an impossible date": (b"models:\n  a: 2021-99-99\n", ":2: expected YAML; found '2021-99-99'"),
+    "bytes that are no text": (b"models:\n  \xff: 1\n", ":2: expected UTF-8 text; found byte 0xff"),
+    "a list": (b"- a\n", ": expected a mapping with keys such as models; found a list"),
+    "nothing": (b"", ": expected a mapping with keys such as models; found an empty file"),
+    "no file": (None, ": expected a readable config file; found No such file or directory"),
+}
+
+
+@pytest.mark.parametrize("data, message", YAML_MISTAKES.values(), ids=YAML_MISTAKES)
+def test_a_config_that_cannot_be_read_is_one_line_with_its_place(fresh: Checkout, tmp_path: Path, data: bytes | None, message: str) -> None:
+    path = tmp_path / "my.yaml"
+    if data is not None:
+        path.write_bytes(data)
+    refuses(fresh, f"{path}{message}", "--configfile", str(path))
+
+
+def test_so_is_the_one_that_the_workflow_looks_for_itself(fresh: Checkout) -> None:
+    data, message = YAML_MISTAKES["a bracket left open"]
+    (fresh.folder / "config" / "config.yaml").write_bytes(data)
+    refuses(fresh, f"config/config.yaml{message}")
+
+
+def refuses(checkout: Checkout, message: str, *arguments: str) -> None:
+    process = checkout.snakemake("--cores", "1", *arguments, check=False)
+    lines = [line for line in process.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
+    assert process.returncode == 2 and len(lines) == 1, process.stderr
+    assert lines[0].startswith(f"lockstep: error: {message}")
+
+
+@pytest.mark.parametrize("snakefile", ["Snakefile", "workflow/Snakefile"])
+def test_a_job_that_fails_says_the_line_first_and_ends_as_the_stage_by_hand(fresh: Checkout, snakefile: str) -> None:
+    weights = fresh.folder / "resources" / "demo-llama" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + np.float32(np.nan).tobytes())
+    process = fresh.snakemake("--cores", "1", "--snakefile", snakefile, "results/demo-llama/fp16/weights.json", check=False)
+    by_hand = fresh.run("lockstep", "convert", "demo-llama/fp16", check=False)
+    assert by_hand.returncode == process.returncode == 2
+    (line,) = by_hand.stderr.splitlines()
+    first = next(number for number, said in enumerate(process.stderr.splitlines()) if "error" in said.lower())
+    assert process.stderr.splitlines()[first] == line and "NaN" in line
+    assert not list((fresh.folder / ".snakemake").glob("*.codes"))
+
+
 def test_a_damaged_checkpoint_is_one_line_before_any_job(fresh: Checkout) -> None:
     weights = fresh.folder / "resources" / "demo-llama" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -82,12 +133,59 @@ def test_a_damaged_checkpoint_is_one_line_before_any_job(fresh: Checkout) -> Non
     assert "Traceback" not in process.stderr
 
 
-def test_a_failed_check_stops_the_run_and_shows_its_line(demo: Checkout) -> None:
-    demo.edit_config(lambda config: config["models"]["demo-llama"]["golden"]["prompts"].__setitem__(0, {"text": "San Francisco is a", "expected": {"all": "nonsense"}}))
-    process = demo.snakemake("--cores", "2", check=False)
+def nonsense(config: dict) -> None:
+    config["models"]["demo-llama"]["golden"]["prompts"][0] = {"text": "San Francisco is a", "expected": {"all": "nonsense"}}
+
+
+def rows(checkout: Checkout) -> dict[tuple[str, str], str]:
+    """The verdicts that `lockstep summary` prints, by precision and layer count, which summary.json and the report's table must say too."""
+    lines = checkout.run("lockstep", "summary").stdout.splitlines()
+    found = {(line.split()[2], line.split()[1]): line[line.index("onnxruntime") :].split()[2] for line in lines[1:5]}
+    written = json.loads((checkout.results / "summary.json").read_text())["targets"]
+    assert {(row["precision"], str(row["layers"])): row["golden"].split()[0] for row in written} == found
+    page = (checkout.results / "report" / "targets.html").read_text()
+    assert all(row["reason"] is None or html.escape(row["reason"]) in page for row in written)
+    return found
+
+
+def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout) -> None:
+    demo.edit_config(nonsense)
+    process = demo.snakemake("--cores", "2", "--keep-going", check=False)
     assert process.returncode == 1
     assert "lockstep: error: " in process.stderr + process.stdout and "nonsense" in process.stderr + process.stdout
     assert "Traceback" not in process.stderr + process.stdout
+    assert rows(demo) == {("fp32", "2"): "pass", ("fp32", "all"): "fail", ("fp16", "2"): "pass", ("fp16", "all"): "fail"}
+    said = demo.run("lockstep", "summary").stdout
+    assert "demo-llama/fp16/all/onnxruntime: golden: prompt 'San Francisco is a', text: expected 'nonsense' as in the config, found ' hilly" in said
+    assert demo.would_run()["golden"] == 2
+    demo.edit_config(lambda config: config["models"]["demo-llama"]["golden"]["prompts"][0].pop("expected"))
+    demo.finish()
+    assert set(rows(demo).values()) == {"pass"} and "golden:" not in demo.run("lockstep", "summary").stdout
+
+
+def test_a_first_run_that_fails_has_a_summary_of_what_has_run(fresh: Checkout) -> None:
+    def change(config: dict) -> None:
+        golden = {"max_new_tokens": 4, "prompts": [{"text": "Light", "expected": {2: "nonsense"}}]}
+        config["models"]["demo-llama"].update(layers=[2], precisions=["fp16"], golden=golden)
+
+    fresh.edit_config(change)
+    assert fresh.snakemake("--cores", "2", check=False).returncode == 1
+    (row,) = json.loads((fresh.results / "summary.json").read_text())["targets"]
+    assert row["golden"] == "fail" and "nonsense" in row["reason"]
+    fresh.run("lockstep", "verify")
+
+
+def test_a_check_that_fails_by_hand_is_a_row_and_is_made_again(demo: Checkout) -> None:
+    config = yaml.safe_load((demo.folder / "config" / "config.yaml").read_text())
+    nonsense(config)
+    (demo.folder / "other.yaml").write_text(yaml.safe_dump(config))
+    process = demo.run("lockstep", "golden", "demo-llama/fp16/all", "--config", "other.yaml", check=False)
+    assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
+    assert rows(demo)["fp16", "all"] == "fail" and list(rows(demo).values()).count("fail") == 1
+    assert set(demo.would_run()) == {"golden", "summary", "plots"}
+    demo.run("lockstep", "golden", "demo-llama/fp16/all")
+    assert set(rows(demo).values()) == {"pass"}
+    demo.run("lockstep", "verify")
 
 
 def test_stages_by_hand_make_what_the_workflow_makes(finished: Checkout, fresh: Checkout) -> None:

@@ -55,7 +55,7 @@ def test_an_interrupted_run_ends_by_itself_and_goes_on_next_time(fresh: Checkout
     log = fresh.results / "logs" / "export"
     wait_for(lambda: any(path.is_file() for path in log.rglob("*.log")))
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=300) != 0
     assert not list((fresh.folder / ".snakemake" / "locks").glob("*.lock"))
     assert not [path for path in fresh.results.rglob("*") if path.name.endswith(".tmp")]
     assert "Traceback" not in "".join(path.read_text() for path in log.rglob("*.log"))
@@ -86,7 +86,7 @@ def kill_in(checkout: Checkout, stage: str) -> None:
     shutil.rmtree(log, ignore_errors=True)
     process = start(checkout, "--forcerun", stage)
     try:
-        wait_for(lambda: process.poll() is not None or any(path.is_file() for path in log.rglob("*.log")), seconds=300)
+        wait_for(lambda: process.poll() is not None or any(path.is_file() for path in log.rglob("*.log")))
         time.sleep(0.3)
         assert process.poll() is None, "the run ended before it was killed"
     finally:
@@ -95,7 +95,7 @@ def kill_in(checkout: Checkout, stage: str) -> None:
         process.wait()
 
 
-def wait_for(condition, seconds: float = 60) -> None:
+def wait_for(condition, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

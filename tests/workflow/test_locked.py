@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -63,6 +64,14 @@ BEFORE = {
     "a weight": (lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100), r"resolve: model\.safetensors differs: \w{12} -> \w{12}"),
     "a prompt": (edit_prompt, r"reference: prompt 'Dark' differs: new"),
     "a layer count": (lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["layers"].append(3)), r"demo-llama/fp32/3/onnxruntime: reference/3 is not in the lock"),
+    "a tolerance": (lambda demo: demo.edit_config(lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 1e9, "logits": 1e9})),
+                    rf"validate {MODEL}/fp16/2: tolerance\.block differs: [\d.e-]+ -> 1000000000\.0; locked by locks/demo-llama\.lock\.json: undo the change"),
+    "a length": (lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["golden"].update(max_new_tokens=4)),
+                 rf"reference {MODEL}/2: golden\.max_new_tokens differs: 16 -> 4; locked by"),
+    "an expected text": (lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["golden"]["prompts"][0]["expected"].update({2: "x"})),
+                         rf"golden {MODEL}/fp32/2/onnxruntime: expected\.000 differs: cars on fog .* -> x; locked by"),
+    "a limit": (lambda demo: demo.edit_config(lambda config: config["limits"].update(max_batch_size=1)), r"\w+ \S+: limits\.max_batch_size differs: 4 -> 1; locked by"),
+    "a check's code": (lambda demo: demo.append("src/lockstep/validate/__init__.py", "# edited\n"), r"validate: code of the stage \w{12} -> \w{12}"),
     "no lock": (lambda demo: (demo.folder / "locks" / f"{MODEL}.lock.json").unlink(), r"locked: expected demo-llama\.lock\.json in locks or \S+/locks, found none; write it with `lockstep lock`"),
 }  # fmt: skip
 
@@ -81,6 +90,29 @@ def test_a_stage_by_hand_is_refused_before_it_works(locked: Checkout, edit: Call
     edit(locked)
     assert re.match(message.replace(r" or \S+/locks", ""), refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
     assert locked.digests() == before
+
+
+def test_a_check_by_hand_is_held_to_its_terms(locked: Checkout) -> None:
+    BEFORE["a tolerance"][0](locked)
+    line = refused(locked, "lockstep", "golden", "--locked", f"{MODEL}/fp16/2")
+    assert re.match(rf"golden {MODEL}/fp16/2/onnxruntime: tolerance\.block differs: [\d.e-]+ -> 1000000000\.0; locked by", line)
+    locked.run("lockstep", "golden", f"{MODEL}/fp16/2")
+    process = locked.run("lockstep", "verify", check=False)
+    assert process.returncode == 1 and f"different {MODEL}: checks/golden/fp16/2/onnxruntime: tolerance.block " in process.stdout
+
+
+@pytest.mark.parametrize("name, jobs", [("fp16/engines/onnxruntime/middle.onnx", "build"), ("fp32/weights.safetensors", "convert"), ("reference/2.safetensors", "reference")])
+def test_a_flipped_byte_is_made_again_though_its_time_is_kept(locked: Checkout, name: str, jobs: str) -> None:
+    path = locked.results / MODEL / name
+    before, times = locked.digests(), path.stat()
+    flip(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    reader = ("golden", f"{MODEL}/{'fp32' if jobs == 'convert' else 'fp16'}/2")
+    assert path.name in refused(locked, "lockstep", reader[0], "--locked", reader[1])
+    assert locked.would_run(*LOCKED)[jobs] == 1
+    locked.finish(*LOCKED)
+    assert locked.digests() == before and not locked.would_run(*LOCKED)
+    locked.run("lockstep", "verify")
 
 
 def test_what_comes_out_otherwise_is_taken_away(locked: Checkout) -> None:
@@ -165,8 +197,9 @@ def other_device(engines: dict) -> None:
 def test_what_is_there_and_not_locked_is_made_again(locked: Checkout) -> None:
     (locked.results / MODEL / "fp16" / "golden" / "onnxruntime" / "2.build.json").unlink()
     edit_lock(locked, lambda lock: lock["precisions"]["fp32"]["weights"].update({"weights.safetensors": "0" * 64}))
-    assert locked.would_run(*LOCKED)["convert"] == 1
-    assert not (locked.results / MODEL / "fp16" / "golden" / "onnxruntime" / "2.json").exists()
+    before = locked.digests()
+    assert locked.would_run(*LOCKED)["convert"] == 1 and locked.would_run()["golden"] == 1
+    assert locked.digests() == before, "a dry run makes nothing, and takes nothing away"
 
 
 def test_what_was_made_from_something_else_is_not_read(locked: Checkout) -> None:

@@ -63,7 +63,7 @@ KINDS = (
     f"{MODEL}/fp16/graphs/assembly.json", f"{MODEL}/fp16/graphs/middle.onnx", f"{MODEL}/fp16/graphs/batchful.onnx", f"{MODEL}/fp16/graphs/tokenizer.json",
     f"{MODEL}/fp16/validate/2.json", f"{ENGINES}/engines.json", f"{ENGINES}/attention.decode.onnx", f"{MODEL}/reference/all.json",
     f"{MODEL}/reference/all.safetensors", f"{MODEL}/fp16/golden/onnxruntime/all.json", f"{MODEL}/fp16/golden/onnxruntime/all.speed.json",
-    f"{ENGINES}/engines.build.json", f"{ENGINES}/provenance.json", "../resources/demo-llama/model.safetensors", "../resources/demo-llama/tokenizer.json",
+    "summary.json", "summary.csv", "report/targets.html", "report/speed.svg", "report/error_by_layer.svg", f"{ENGINES}/engines.build.json", f"{ENGINES}/provenance.json", "../resources/demo-llama/model.safetensors", "../resources/demo-llama/tokenizer.json",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def test_a_second_run_does_nothing(demo: Checkout) -> None:
 
 def test_a_first_run_makes_each_result_once(fresh: Checkout) -> None:
     """Two layer counts in two precisions: one export and one engine set a precision, one reference a layer count."""
-    expected = Counter(config=1, resolve=1, architecture=1, convert=2, export=2, build=2, reference=2, validate=4, golden=4)
+    expected = Counter(config=1, resolve=1, architecture=1, convert=2, export=2, build=2, compare=2, reference=2, validate=4, golden=4)
     assert fresh.would_run() == expected + REPORT
 
 
@@ -34,24 +34,24 @@ def test_a_precision_adds_its_own_jobs_only(demo: Checkout) -> None:
     for path in (demo.results / MODEL / "fp16").rglob("*.json"):
         path.unlink()
     demo.edit_config(lambda config: config["models"][MODEL].update(precisions=["fp32", "fp16"]))
-    assert demo.would_run() == Counter(config=1, convert=1, export=1, build=1, validate=2, golden=2) + REPORT
+    assert demo.would_run() == Counter(config=1, convert=1, export=1, build=1, compare=1, validate=2, golden=2) + REPORT
 
 
 def test_a_model_adds_its_own_jobs_only(demo: Checkout) -> None:
     other = {"source": f"resources/{MODEL}", "golden": {"prompts": [{"text": "Light"}]}}
     demo.edit_config(lambda config: config["models"].update(other=other))
-    expected = Counter(config=1, resolve=1, architecture=1, convert=1, export=1, build=1, reference=1, validate=1, golden=1)
+    expected = Counter(config=1, resolve=1, architecture=1, convert=1, export=1, build=1, compare=1, reference=1, validate=1, golden=1)
     assert demo.would_run() == expected + REPORT
 
 
 def test_a_tolerance_is_checked_again_and_nothing_is_made(demo: Checkout) -> None:
     demo.edit_config(lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 0.09, "logits": 0.09}))
-    assert demo.would_run() == Counter(config=1, validate=2, golden=2) + REPORT
+    assert demo.would_run() == Counter(config=1, compare=1, validate=2, golden=2) + REPORT
 
 
-def test_limits_touch_the_golden_checks_only(demo: Checkout) -> None:
+def test_limits_touch_what_is_checked_as_far_as_they_go(demo: Checkout) -> None:
     demo.edit_config(lambda config: config["limits"].update(max_seq_len=200))
-    assert demo.would_run() == Counter(config=1, golden=4) + REPORT
+    assert demo.would_run() == Counter(config=1, compare=2, reference=2, validate=4, golden=4) + REPORT
 
 
 def test_prompts_touch_reference_and_golden(demo: Checkout) -> None:
@@ -72,16 +72,16 @@ def test_other_weights_need_no_new_graphs_and_no_new_engines(demo: Checkout) -> 
     data = bytearray(weights.read_bytes())
     data[-100] ^= 1
     weights.write_bytes(data)
-    assert demo.would_run() == Counter(resolve=1, convert=2, reference=2, validate=4, golden=4) + REPORT
+    assert demo.would_run() == Counter(resolve=1, convert=2, compare=2, reference=2, validate=4, golden=4) + REPORT
     engines = {name: digest for name, digest in demo.digests().items() if "/engines/" in name or "/graphs/" in name}
-    printed = demo.finish()
+    printed = demo.finish(f"results/{MODEL}/fp16/golden/onnxruntime/2.json")
     assert "Golden check" in printed and "Export graphs" not in printed and "Build engines" not in printed
     assert engines == {name: digest for name, digest in demo.digests().items() if "/engines/" in name or "/graphs/" in name}
 
 
 def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
     demo.append(f"resources/{MODEL}/tokenizer.json", "\n")
-    made = Counter(resolve=1, architecture=1, convert=2, export=2, build=2, reference=2, validate=4, golden=4)
+    made = Counter(resolve=1, architecture=1, convert=2, export=2, build=2, compare=2, reference=2, validate=4, golden=4)
     assert demo.would_run() == made + REPORT
 
 

@@ -41,10 +41,10 @@ def log_of(checkout: Checkout, stage: str, name: str) -> str:
     return (checkout.results / "logs" / stage / MODEL / f"{name}.log").read_text()
 
 
-def test_a_second_checkout_builds_nothing(finished: Checkout, filled_cache: Path, tmp_path: Path) -> None:
+def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Path, tmp_path: Path) -> None:
     for stage, names in MADE.items():
         for name in names:
-            assert f"cache: {stage} {MODEL}/{name} is put into {filled_cache}, build key " in log_of(finished, stage, name)
+            assert f"cache: {stage} {MODEL}/{name} is put into {filled_cache}, build key " in log_of(first_run, stage, name)
     assert [used.entry.stage for used in look(Cache(filled_cache)).entries] == [stage for stage in sorted(MADE) for _ in MADE[stage]]
     before = digests(filled_cache)
 
@@ -58,11 +58,11 @@ def test_a_second_checkout_builds_nothing(finished: Checkout, filled_cache: Path
     assert log_of(second, "convert", "fp16") == "", "it names files of its own checkout: made here, in no time, and not shared"
     assert [log_of(second, *check) for check in (("validate", "fp16/all"), ("golden", "fp16/onnxruntime/all"))] == ["", ""], "checks run"
     made = second.digests()
-    assert len(made) > 50 and made.items() <= finished.digests().items(), "records too"
+    assert len(made) > 50 and made.items() <= first_run.digests().items(), "records too"
     second.run("lockstep", "verify", "--deep")
     assert not second.would_run("--cores", "1", *TARGETS), "and there is nothing left to do"
     assert digests(filled_cache) == before and verify(Cache(filled_cache)) == []
-    for checkout in (finished, second):
+    for checkout in (first_run, second):
         assert not holding(checkout.results, str(filled_cache)) and not holding(filled_cache, str(checkout.folder)), "places are part of nothing that is kept"
 
 

@@ -7,6 +7,8 @@
 
 
 rule config:
+    input:
+        recovered,
     output:
         RESULTS.config(),
     log:
@@ -26,6 +28,7 @@ rule fetch:
     input:
         # Held against the model's config.json before its weights are downloaded; another config downloads nothing again.
         config=ancient(RESULTS.config()),
+        nothing=recovered,
     output:
         # Not deleted before: it names the commit that a branch was found at.
         update(RESULTS.source(MODEL)),
@@ -54,6 +57,7 @@ rule random_weights:
             for path in [SOURCES[wildcards.model].with_name("tokenizer.json")]
             if path.is_file()
         ),
+        nothing=recovered,
     output:
         RESULTS.source(MODEL),
     log:
@@ -73,6 +77,7 @@ rule random_weights:
 
 rule resolve:
     input:
+        nothing=recovered,
         fetched=fetched,
         sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
         weights=lambda wildcards: WEIGHT_FILES.get(wildcards.model, []),
@@ -93,6 +98,7 @@ rule resolve:
 
 rule architecture:
     input:
+        nothing=recovered,
         fetched=fetched,
         sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
     output:

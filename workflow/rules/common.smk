@@ -1,21 +1,13 @@
 # What all rules share: the config, checked before any job starts, and the names of all results.
 #
-# needs: config (Snakemake's merged mapping)
+# needs: config (Snakemake's merged mapping), REPOSITORY
 # makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
-
-import sys
-from pathlib import Path
-
-REPOSITORY = Path(workflow.current_basedir.get_path_or_uri(secret_free=True)).parents[1]
-# This checkout's package, installed or not: the one whose code the keys below are of.
-sys.path.insert(0, str(REPOSITORY / "src"))
 
 from lockstep import config as lockstep_config
 from lockstep.buildkey import STAGES, stage_key
 from lockstep.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
-from lockstep.errors import guard
 from lockstep.lock.locked import is_locked
 from lockstep.paths import Results, layer_count
 from lockstep.sources import FolderSource, HubSource, RandomSource, parse_source
@@ -132,6 +124,23 @@ REPORTS = [
 ]
 
 
+# Where jobs that fail leave their exit codes. A job may be another process of Snakemake, which reads this file too.
+EXIT_CODES = Path(
+    os.environ.setdefault(
+        "LOCKSTEP_EXIT_CODES", os.path.abspath(f".snakemake/{os.getpid()}.codes")
+    )
+)
+
+
+def end_as_by_hand():
+    """End with exit code 2 where jobs failed by nothing but the user's mistakes, as the stages by hand do; Snakemake's own is 1."""
+    codes = EXIT_CODES.read_text().split() if EXIT_CODES.is_file() else []
+    if EXIT_CODES.name == f"{os.getpid()}.codes":
+        EXIT_CODES.unlink(missing_ok=True)
+    if codes and set(codes) == {"2"}:
+        raise SystemExit(2)
+
+
 def log_of(rule, *wildcards):
     return str(RESULTS.log(rule, *wildcards))
 
@@ -143,12 +152,8 @@ def fetched(wildcards):
 
 
 def golden_prompts(wildcards):
-    """What a reference is made from: prompts and length, not the texts that are expected of them."""
-    golden = CONFIG.models[wildcards.model].golden
-    return {
-        "max_new_tokens": golden.max_new_tokens,
-        "prompts": [prompt.text for prompt in golden.prompts],
-    }
+    """What a reference is made from: prompts and lengths, not the texts that are expected of them."""
+    return CONFIG.reference_terms(wildcards.model)
 
 
 def expected_texts(wildcards):
@@ -161,8 +166,8 @@ def tolerance(wildcards):
     return CONFIG.tolerance(wildcards.model, wildcards.precision).model_dump()
 
 
-def block_tolerance(wildcards):
-    return CONFIG.tolerance(wildcards.model, wildcards.precision).block
+def compare_tolerance(wildcards):
+    return CONFIG.compare_tolerance(wildcards.model, wildcards.precision)
 
 
 def build_options(wildcards):

@@ -1,4 +1,4 @@
-# Each engine of a set against its graph in ONNX Runtime, in Polygraphy: of the backends whose engines are not ONNX Runtime's own.
+# Each engine of a set against its graph as it is written, in ONNX Runtime and Polygraphy.
 #
 # needs: assembly.json, weights.json, engines.json
 # makes: <model>/<precision>/compare/<backend>.json
@@ -19,7 +19,8 @@ rule compare:
     resources:
         gpu=gpus,
     params:
-        tolerance=block_tolerance,
+        tolerance=compare_tolerance,
+        limits=CONFIG.engine_limits(),
         python=interpreter,
         key=KEYS["compare"],
     message:

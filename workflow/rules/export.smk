@@ -41,6 +41,7 @@ rule validate:
     threads: compute_threads
     params:
         tolerance=tolerance,
+        max_seq_len=CONFIG.limits.max_seq_len,
         key=KEYS["validate"],
     message:
         "Validate graphs of {wildcards.model} in {wildcards.precision}, layers: {wildcards.layers}"

@@ -1,16 +1,50 @@
 # What a killed run, or a hand that deleted a file, left behind: seen when a run starts, so that running again is all it takes.
 #
-# needs: the manifests that name files beside them; with `--config locked=true` the locks of all models
-# makes: nothing; frees a lock that no living run holds, and has manifests made again whose files are gone or that are not the locked ones,
-#        and takes the time of results back that are from the future
+# needs: the results that are there, with their records; with `--config locked=true` the locks of all models
+# makes: AGAIN, and the input function `recovered`. Reading the workflow changes nothing: a result that cannot be trusted counts as one that is not
+#        there, in a dry run as in a run, and the job that makes it takes its place. A run frees a lock that no living run holds.
 
-import contextlib
 import fcntl
-import time
+import functools
 
-from lockstep.lock.locked import check_project, find_lock, stale
+from lockstep.lock.again import not_as_locked, untrusted
+from lockstep.lock.locked import check_project, find_lock
 from lockstep.lock.steps import steps
-from lockstep.sidefiles import lost_files
+from lockstep.summary import is_stale
+
+
+def check_locks():
+    """Refuse what will not be what the locks say, before any job; {manifest: why} of what is there and is not."""
+    found = {}
+    for model in CONFIG.models:
+        lock_file = find_lock(model, [Path(), REPOSITORY])
+        targets = [target for target in TARGETS if target.model == model]
+        prompts = [prompt.text for prompt in CONFIG.models[model].golden.prompts]
+        files = [*SIDE_FILES.get(model, []), *WEIGHT_FILES.get(model, [])]
+        there = list(map(Path, files)) if model in FOLDERS else None
+        made = [step for target in targets for step in steps(CONFIG, RESULTS, target)]
+        check_project(lock_file, targets, made, prompts, there)
+        found |= not_as_locked(made, lock_file)
+    return found
+
+
+# With a record beside them: not speeds, and not what another manifest names.
+RECORDED = [
+    path
+    for path in [*MANIFESTS, str(RESULTS.summary()), PLOTS[0]]
+    if path not in SPEEDS and not path.endswith(".safetensors")
+]
+# What is there, and is made again all the same. Jobs read the rules once more, and see for themselves what they are given.
+AGAIN = {}
+if workflow.is_main_process:
+    with guard():
+        AGAIN |= untrusted(RECORDED, [*FETCHED, *WEIGHTS, *ASSEMBLIES, *ENGINES])
+        if LOCKED:
+            AGAIN |= check_locks()
+        if is_stale(RESULTS):
+            AGAIN[str(RESULTS.summary())] = "it does not say what the checks say"
+    for manifest, reason in AGAIN.items():
+        logger.info(f"{reason}: {manifest} is made again")
 
 
 def free_stale_lock(folder):
@@ -30,43 +64,27 @@ def free_stale_lock(folder):
     return alive
 
 
-try:
-    alive_while_open = free_stale_lock(Path(".snakemake"))
-except OSError as error:
-    # A read-only folder, or a file system without such locks.
-    logger.debug(f"stale locks are not looked for: {error}")
-
-# Snakemake looks at manifests only. One whose files are gone or cut short is worth nothing, and without it they are made again.
-# A manifest that is damaged itself stays: who reads it refuses it.
-for manifest in [*FETCHED, *WEIGHTS, *ASSEMBLIES, *ENGINES]:
-    lost = lost_files(manifest) if os.path.exists(manifest) else []
-    if lost and lost[0] != Path(manifest):
-        logger.info(f"{lost[0]} is gone or not whole: {manifest} is made again")
-        os.remove(manifest)
-
-# A clock that was set back: what was made from a file of the future would look older than it, and Snakemake would refuse it.
-for path in map(Path, [*MANIFESTS, *REPORTS]):
-    if path.is_file() and path.stat().st_mtime > time.time():
-        # In a folder that cannot be written nothing is made, so nothing looks older.
-        with contextlib.suppress(OSError):
-            os.utime(path)
+@functools.cache
+def recover():
+    """Once in a process, while Snakemake looks at what is there. Gives what is to be kept open."""
+    # Snakemake's memory of which files exist, until the first job starts; storage plugins fill it in the same way. A folder that it has not looked through yet
+    # it would look through later, and so find the manifest.
+    known = workflow.iocache.exists_local
+    for folder in {os.path.dirname(manifest) for manifest in AGAIN}:
+        known.update({entry.path: True for entry in os.scandir(folder)})
+        known.has_inventory.add(folder)
+    known.update(dict.fromkeys(AGAIN, False))
+    # No executor: --summary, --report, --dag and their like.
+    is_run = workflow.executor_plugin is not None and not workflow.dryrun
+    try:
+        return free_stale_lock(Path(".snakemake")) if is_run else None
+    except OSError as error:
+        # A read-only folder, or a file system without such locks.
+        logger.debug(f"stale locks are not looked for: {error}")
 
 
-def check_locks():
-    """Refuse what will not be what the locks say, before any job; have made again what is there and is not."""
-    for model in CONFIG.models:
-        lock_file = find_lock(model, [Path(), REPOSITORY])
-        targets = [target for target in TARGETS if target.model == model]
-        prompts = [prompt.text for prompt in CONFIG.models[model].golden.prompts]
-        files = [*SIDE_FILES.get(model, []), *WEIGHT_FILES.get(model, [])]
-        there = list(map(Path, files)) if model in FOLDERS else None
-        check_project(lock_file, targets, prompts, there)
-        made = [step for target in targets for step in steps(CONFIG, RESULTS, target)]
-        for path, line in dict(stale(made, lock_file)).items():
-            logger.info(f"{path} is not the locked one: {line}; it is made again")
-            os.remove(path)
-
-
-if LOCKED:
-    with guard():
-        check_locks()
+def recovered(wildcards):
+    """No inputs. An input function of the rules that stand at the beginning, of which any choice of jobs has one: called before Snakemake decides what to run."""
+    if workflow.is_main_process:
+        recover()
+    return []

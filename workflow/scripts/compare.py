@@ -14,6 +14,7 @@ def compare():
         weights=str(snakemake.input.weights),
         engines=str(snakemake.input.engines),
         tolerance=float(snakemake.params.tolerance),
+        limits=dict(snakemake.params.limits),
         out=str(snakemake.output[0]),
         threads=snakemake.threads,
     )

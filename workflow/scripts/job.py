@@ -1,29 +1,58 @@
 """What every script opens with: this checkout's package, and all that the job says in its rule's log."""
 
+import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 
 # The rule's key is of the code in this checkout, and an environment that conda made has no other.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from lockstep.errors import guard  # noqa: E402
+from lockstep.errors import PREFIX, guard  # noqa: E402
 from lockstep.lock import stage  # noqa: E402
 from lockstep.lock.locked import find_lock, is_locked  # noqa: E402
+from lockstep.paths import Results  # noqa: E402
+
+RESULTS = Results(Path("results"))
 
 
 def job(snakemake):
     """Decorate the script's function: it runs at once, as the job. Stdout and stderr, also those of native libraries, go to the rule's
-    log; a user's mistake becomes one line there. What was made is recorded beside it."""
+    log; a user's mistake becomes one line there and on the terminal, before Snakemake's own words. What was made is recorded beside it."""
 
     def run(make):
+        terminal = os.dup(2)
         with open(snakemake.log[0], "w") as file:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
-        with guard():
-            stage.run(_step(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
+        try:
+            with guard(), stage.refreshed(RESULTS):
+                stage.refresh(RESULTS)  # Snakemake has deleted what the job makes
+                take_back_from_the_future(snakemake.input)
+                stage.run(_step(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
+        except SystemExit as ended:
+            _tell(snakemake.log[0], terminal, ended.code)
+            raise
 
     return run
+
+
+def _tell(log, terminal, code):
+    """The line that the log ends in on the terminal, and the exit code where the run looks for it (EXIT_CODES in common.smk)."""
+    said = [line for line in Path(log).read_text(errors="replace").splitlines() if line.startswith(PREFIX)]
+    if said:
+        os.write(terminal, f"{said[-1]}\n".encode())
+    with contextlib.suppress(KeyError), open(os.environ["LOCKSTEP_EXIT_CODES"], "a") as file:
+        file.write(f"{code}\n")
+
+
+def take_back_from_the_future(paths):
+    """Give results of a clock that was ahead the present time: what is made from them would look older, and Snakemake would refuse it."""
+    for path in map(Path, paths):
+        if path.is_relative_to(RESULTS.root) and path.is_file() and path.stat().st_mtime > time.time():
+            with contextlib.suppress(OSError):  # a folder that cannot be written: Snakemake says what it says
+                os.utime(path)
 
 
 def lock_file(snakemake):

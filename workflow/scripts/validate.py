@@ -16,6 +16,7 @@ def validate():
         Path(snakemake.input.checkpoint),
         layer_count(snakemake.wildcards.layers),
         snakemake.params.tolerance,
+        snakemake.params.max_seq_len,
         Path(snakemake.output[0]),
         snakemake.wildcards.model,
         snakemake.threads,

@@ -127,6 +127,37 @@ def _settings(context: click.Context, parameter: click.Parameter, given: tuple[s
 
 
 @bench.command()
+@click.option("--backend", type=click.Choice(["onnxruntime", "tensorrt"]), default="onnxruntime", show_default=True)
+@click.option("--only", multiple=True, metavar="NAME", help="A fault of the table in docs/faults.md; may be given several times.  [default: all]")
+@click.option("--model", "models", multiple=True, type=click.Choice(["demo", "gemma2", "window", "bias"]), help="Faults of this model alone; may be given several times.")
+@click.option("--limit", type=click.IntRange(min=1), help="So many faults at most, taken evenly from all.")
+@click.option("--precision", "precisions", multiple=True, type=click.Choice(["fp32", "fp16"]), default=("fp32", "fp16"), show_default=True)
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Faults tried at a time.")
+@click.option("--python", metavar="INTERPRETER", help="The Python that engines run in, as backends.tensorrt.python.  [default: this one]")
+@click.option(
+    "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
+    help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
+)  # fmt: skip
+@click.option("--loosen", type=click.FloatRange(min=1), default=1.0, show_default=True, help="So many times the default tolerances for the gates: how much room they have.")
+@click.option("--work", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Scratch folder.  [default: the system's]")
+@_DOCS
+def faults(backend: str, only: tuple[str, ...], models: tuple[str, ...], limit: int | None, docs: Path | None, **settings: Any) -> None:
+    """Planted faults through all gates. Exit code 1 where a harmful one passes them all."""
+    from lockstep.bench import faults as benchmark
+    from lockstep.bench import faults_page
+
+    def keep(record: dict[str, Any]) -> None:
+        if docs is not None:
+            write_json(docs / "bench" / f"{record['benchmark']}.json", record)
+
+    record = benchmark.run(benchmark.choose(backend, only, limit, models), backend, progress=keep, **settings)
+    _deliver(record, docs)
+    if docs is not None:
+        click.echo(faults_page.write(docs))
+    benchmark.check(record)
+
+
+@bench.command()
 @click.option("--shape", default="llama-2-7b", show_default=True, help="A Llama shape that comes with the benchmark, or a config.json.")
 @click.option("--python", metavar="INTERPRETER", help="The Python that TensorRT runs in, as backends.tensorrt.python.  [default: this one]")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), required=True, help="Scratch folder: random weights and engines (14 GB for 7B).")

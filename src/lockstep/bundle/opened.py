@@ -20,14 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import formats
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
-from lockstep.files import read_json, write_json
+from lockstep.files import write_json
+from lockstep.manifests import DTYPES, LARGEST, read_assembly, read_engines, read_weights
 from lockstep.paths import Target
+from lockstep.schema import check, either, integer, one_of, record, text
 from lockstep.seen import remember
-from lockstep.sidefiles import named_files
 
+_REMEDY = "make the bundle again"
+_LIMIT = integer(1, LARGEST)
+_ABOUT = record({
+    "target": record({
+        "model": text(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}", "a model's name"), "precision": one_of(*DTYPES), "backend": text("[a-z_]+", "a backend's name"),
+        "layers": either(one_of("all"), _LIMIT, words="a number of layers or 'all'"),
+    }),
+    "limits": record({name: _LIMIT for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_input_len")}),
+    "weights": one_of("inside", "apart"),
+})  # fmt: skip
 _NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")
 
 
@@ -55,15 +65,12 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
     with _scratch() as folder:
         digest = _extract(archive, folder)
         manifest = folder / "weights" / "weights.json"
-        try:
-            _check_named(archive, folder)
-            if about["weights"] == "inside":
-                _point_into(archive, manifest, digest)
-            else:
-                manifest = _bind(manifest, Path(weights))
-        except (LookupError, TypeError, AttributeError):
-            raise InputError(f"{path}: expected manifests as the stages write them, found others; make the bundle again") from None
-        target = Target(**about["target"])
+        target = Target(**{name: about["target"][name] for name in ("model", "precision", "layers", "backend")})
+        _check_named(archive, folder, target)
+        if about["weights"] == "inside":
+            _point_into(archive, manifest, digest)
+        else:
+            manifest = _bind(manifest, Path(weights))
         yield Opened(target, about["limits"], folder / "engines" / "engines.json", folder / "graphs" / "assembly.json", manifest)
 
 
@@ -83,14 +90,11 @@ def _scratch() -> Iterator[Path]:
 
 
 def _about(archive: Archive) -> Mapping[str, Any]:
-    about = archive.manifest
-    fields = {"target": {"model", "precision", "layers", "backend"}, "limits": {"max_batch_size", "max_seq_len", "max_num_tokens", "max_input_len"}}
-    fits = all(isinstance(about.get(name), dict) and set(about[name]) == keys for name, keys in fields.items()) and about.get("weights") in ("inside", "apart")
-    missing = [name for name in _NEEDED if name not in archive.members]
-    if not fits or missing:
-        found = f"no {missing[0]}" if missing else "another manifest"
-        raise InputError(f"{archive.path}: {MANIFEST}: expected target, limits, weights and {', '.join(_NEEDED)}, found {found}; make the bundle again")
-    return about
+    check(archive.manifest, _ABOUT, f"{archive.path}: {MANIFEST}", _REMEDY)
+    for name in _NEEDED:
+        if name not in archive.members:
+            raise InputError(f"{archive.path}: {MANIFEST}: expected {', '.join(_NEEDED)}, found no {name}; {_REMEDY}")
+    return archive.manifest
 
 
 def _weights_of(about: Mapping[str, Any]) -> str:
@@ -120,29 +124,33 @@ def _is_weights(name: str) -> bool:
     return name.startswith("weights/") and name != "weights/weights.json"
 
 
-def _check_named(archive: Archive, folder: Path) -> None:
-    """Engines and tokenizer are files of the bundle and no others."""
-    tokenizer = read_json(folder / "graphs" / "assembly.json", formats.ASSEMBLY).get("tokenizer") or {}
-    names = [f"engines/{entry['file']}" for entry in read_json(folder / "engines" / "engines.json", formats.ENGINES)["engines"].values()]
+def _check_named(archive: Archive, folder: Path, target: Target) -> None:
+    """Manifests are of the target; engines and tokenizer are files of the bundle and no others."""
+    assembly, engines = read_assembly(folder / "graphs" / "assembly.json"), read_engines(folder / "engines" / "engines.json")
+    precisions = {"graphs/assembly.json": assembly["precision"], "engines/engines.json": engines["precision"]}
+    for name, found, expected in (*((name, found, target.precision) for name, found in precisions.items()), ("engines/engines.json", engines["backend"], target.backend)):
+        if found != expected:
+            raise InputError(f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}")
+    tokenizer = assembly.get("tokenizer")
+    names = [f"engines/{entry['file']}" for entry in engines["engines"].values()]
     for name in [*names, *([f"graphs/{tokenizer['file']}"] if tokenizer else [])]:
         if name not in archive.members:
-            raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; make the bundle again")
+            raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; {_REMEDY}")
 
 
 def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     """Rewrite the weights' manifest: its one file is the archive."""
-    manifest = read_json(manifest_path, formats.WEIGHTS)
+    manifest = read_weights(manifest_path)
     members = []
     for file in manifest["files"]:
         member = archive.members.get(f"weights/{file['path']}")
         if member is None or (member.size, member.sha256) != (file["size"], file["sha256"]):
-            raise InputError(f"{archive.path}: expected weights/{file['path']} of sha256 {file['sha256']}, found none; make the bundle again")
+            raise InputError(f"{archive.path}: expected weights/{file['path']} of sha256 {file['sha256']}, found none; {_REMEDY}")
         members.append(member)
     tensors = {}
     for name, entry in manifest["tensors"].items():
-        inside = 0 <= entry["file"] < len(members) and 0 <= entry["offset"] <= entry["offset"] + entry["length"] <= members[entry["file"]].size
-        if not inside:
-            raise InputError(f"{archive.path}: weights/weights.json: expected tensor {name!r} within its file, found {entry}; make the bundle again")
+        if entry["file"] >= len(members) or entry["offset"] + entry["length"] > members[entry["file"]].size:
+            raise InputError(f"{archive.path}: weights/weights.json: expected tensor {name!r} within its file, found {entry}; {_REMEDY}")
         tensors[name] = {**entry, "file": 0, "offset": entry["offset"] + members[entry["file"]].offset}
     remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
     file = {"path": os.path.abspath(archive.path), "size": archive.size, "sha256": digest}
@@ -153,12 +161,12 @@ def _bind(manifest_path: Path, weights: Path) -> Path:
     """The manifest of weights that lie elsewhere: `weights` itself, or that of the bundle, pointed to the folder `weights`."""
     if weights.is_file():
         return weights
-    manifest = read_json(manifest_path, formats.WEIGHTS)
-    for file in named_files(manifest_path):
-        if not (weights / file.path.name).is_file():
+    manifest = read_weights(manifest_path)
+    for file in manifest["files"]:
+        name = Path(file["path"]).name
+        if not (weights / name).is_file():
             found = "no such file" if weights.is_dir() else "no such folder"
-            remedy = "give the folder of the weights, or a weights.json"
-            raise InputError(f"{weights}: expected {file.path.name} of {file.size} bytes, found {found}; {remedy}")
+            raise InputError(f"{weights}: expected {name} of {file['size']} bytes, found {found}; give the folder of the weights, or a weights.json")
     files = [{**file, "path": os.path.abspath(weights / Path(file["path"]).name)} for file in manifest["files"]]
     write_json(manifest_path, {**manifest, "files": files})
     return manifest_path

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep import formats
 from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
-from lockstep.files import SEAL, dump_json, read_json, sha256_json
+from lockstep.files import SEAL, dump_json, sha256_json
 from lockstep.lock.provenance import provenance_path, wrong_provenance
 from lockstep.lock.record import read_record, record_path
+from lockstep.manifests import read_assembly, read_engines, read_weights
 from lockstep.paths import Results, Target
 from lockstep.seen import digest
 
@@ -33,7 +33,7 @@ def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path,
 def _engines(results: Results, target: Target) -> Iterator[Entry]:
     manifest = results.engines(target.model, target.precision, target.backend)
     yield from _recorded(manifest, "engines")
-    for _, entry in sorted(read_json(manifest, formats.ENGINES)["engines"].items()):
+    for _, entry in sorted(read_engines(manifest)["engines"].items()):
         yield _file(f"engines/{entry['file']}", manifest.parent / entry["file"], entry["sha256"])
     provenance = provenance_path(manifest)
     reason = wrong_provenance(provenance) if provenance.is_file() else "expected the provenance of the engines, found none; `lockstep build` makes it"
@@ -46,7 +46,7 @@ def _graphs(results: Results, target: Target) -> Iterator[Entry]:
     """The assembly and the tokenizer. Graphs are what engines are built from; none is needed to run them."""
     manifest = results.assembly(target.model, target.precision)
     yield from _recorded(manifest, "graphs")
-    tokenizer = read_json(manifest, formats.ASSEMBLY).get("tokenizer")
+    tokenizer = read_assembly(manifest).get("tokenizer")
     if tokenizer is not None:
         yield _file(f"graphs/{tokenizer['file']}", manifest.parent / tokenizer["file"], tokenizer["sha256"])
 
@@ -54,7 +54,7 @@ def _graphs(results: Results, target: Target) -> Iterator[Entry]:
 def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
     """The weights' manifest, in which files have no folder, and the files."""
     path = results.weights(target.model, target.precision)
-    manifest = read_json(path, formats.WEIGHTS)
+    manifest = read_weights(path)
     names = [os.path.basename(file["path"]) for file in manifest["files"]]
     bare = {**manifest, "files": [{**file, "path": name} for file, name in zip(manifest["files"], names)]}
     yield Entry.of_bytes(f"{WEIGHTS}/weights.json", dump_json({**bare, SEAL: sha256_json(bare)}).encode())

@@ -6,15 +6,16 @@ The manifest pins every file that later stages may read by size and sha256, and 
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep import formats
-from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep import formats, modelconfig
+from lockstep.checkpoint.fit import check_fit
+from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
+from lockstep.checkpoint.tokenizer_file import check_loads, check_present
 from lockstep.errors import InputError
 from lockstep.fetched import read_fetched
 from lockstep.files import dump_json, remove_leftovers, sha256_file, write_json
@@ -25,7 +26,6 @@ SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HASH_THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -83,12 +83,20 @@ def describe(folder: Path, weights: bool = True) -> dict[str, Any]:
     if not folder.is_dir():
         raise InputError(f"{folder}: expected the folder of a checkpoint, found {'a file' if folder.exists() else 'nothing'}; correct the model's source")
     config = _read_config(folder)
+    depth = _layer_count(folder, config)
     found = find_tensors(folder) if weights else CheckpointTensors((), {}, ())
-    _check_tokenizer(folder)
+    if weights:
+        check_fit(folder, config, found)
+    check_present(folder)
+    _check_stops(folder, config)
+    for path in side_files(folder):
+        check_side_file(path)
+    if not weights:  # once a model, and where it is copied from
+        check_loads(folder / "tokenizer.json")
     return {
         "files": _hash_files(folder, [path.name for path in sorted([*side_files(folder), *weight_files(folder, found)])]),
         "model_type": config["model_type"],
-        "num_hidden_layers": _layer_count(folder, config),
+        "num_hidden_layers": depth,
         "config": config,
         "tensors": {
             name: {"file": file, "offset": record.offset, "length": record.length, "dtype": record.dtype, "shape": list(record.shape)}
@@ -125,36 +133,41 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         found = shorten(config.get("model_type"))
         raise InputError(f"{path}: expected a model_type such as 'llama', found {found}; use the config.json that came with the weights")
+    wrong = modelconfig.fault(config)
+    if wrong is not None:
+        raise InputError(f"{path}: expected {wrong.expected} as {wrong.key}, found {wrong.shown()}; correct it")
     try:
         dump_json(config).encode()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: expected JSON, found a value that JSON cannot hold ({error}); correct it") from None
     return config
 
 
 def _layer_count(folder: Path, config: dict[str, Any]) -> int:
     """Under the name that the architecture gives it; models of text and images keep it in `text_config`."""
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
-        for key in _LAYER_COUNT_KEYS:
-            if key in part:
-                if type(part[key]) is not int or part[key] < 1:
-                    raise InputError(f"{folder / 'config.json'}: expected {key} of 1 or more, found {shorten(part[key])}; correct it")
-                return part[key]
-    raise InputError(f"{folder / 'config.json'}: expected num_hidden_layers, found none; write the model's layer count there")
-
-
-def _check_tokenizer(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    if not present(path):
+    depth = modelconfig.setting(config, modelconfig.DEPTH_KEYS)
+    if depth is None:
         raise InputError(
-            f"{folder}: expected tokenizer.json, found none; download it, or make it from the slow tokenizer's files: "
-            'python -c "import sys, transformers; d = sys.argv[1]; transformers.AutoTokenizer.from_pretrained(d).save_pretrained(d)" '
-            f"{shlex.quote(str(folder))}"
+            f"{folder / 'config.json'}: expected num_hidden_layers, found none; write the model's layer count there"
         )
-    model = read_source_json(path).get("model")
-    if not isinstance(model, dict):
-        raise InputError(f"{path}: expected a tokenizer with a model, found {shorten(model)}; download this file again")
+    return depth
+
+
+def _check_stops(folder: Path, config: dict[str, Any]) -> None:
+    """Where decoding stops: token ids, in generation_config.json or config.json."""
+    generation = folder / "generation_config.json"
+    for path, settings in (
+        (folder / "config.json", config),
+        (generation, read_source_json(generation) if present(generation) else {}),
+    ):
+        ids = settings.get("eos_token_id")
+        if not all(
+            type(number) is int and number >= 0
+            for number in (ids if isinstance(ids, list) else [] if ids is None else [ids])
+        ):
+            raise InputError(
+                f"{path}: expected eos_token_id to be a token id or a list of them, found {shorten(ids)}; correct it"
+            )
 
 
 def side_files(folder: Path) -> list[Path]:

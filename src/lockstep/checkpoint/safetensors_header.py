@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +20,9 @@ from lockstep.checkpoint.source_files import cut, shorten
 from lockstep.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+# Twice the most that a published checkpoint has (Kimi K2 in fp8, 140,000). A header may have room for ten times as
+# many, which would take minutes and gigabytes from here to the manifest.
+MAX_TENSORS = 300_000
 _AGAIN = "the file is damaged or incomplete, download it again"
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -74,13 +78,17 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
             _refuse(path, "each name once in the header", f"{shorten(twice)} twice")
         return found
 
     if not data.startswith(b"{"):
         _refuse(path, "a header that opens with '{'", repr(data[:1]))
+    if (count := data.count(b'"data_offsets"')) > MAX_TENSORS:  # counted before anything is made of it
+        raise InputError(
+            f"{path}: expected at most {MAX_TENSORS} tensors, found {count}; use a checkpoint whose experts are"
+            " stacked, or another model"
+        )
     try:
         text = data.decode()
         header = json.loads(text, object_pairs_hook=unique)

@@ -10,6 +10,11 @@ from typing import Any
 from lockstep.errors import InputError
 
 
+# The limit of safetensors' own headers. The largest tokenizer.json that is published has 35 MB.
+MAX_JSON_BYTES = 100_000_000
+_TEXTS = (".txt", ".jinja")
+
+
 def present(path: Path) -> bool:
     """Whether `path` is a file, also through a link. A link to nowhere, as an interrupted hub download leaves it, is an error."""
     if path.is_symlink() and not path.exists():
@@ -18,14 +23,37 @@ def present(path: Path) -> bool:
 
 
 def read_source_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises InputError when it is something else."""
+    """The JSON object in `path`, in UTF-8 as transformers reads it. Raises InputError when it is something else."""
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: expected JSON, found {cut(str(error))}; download this file again") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, found {shorten(value)}; download this file again")
     return value
+
+
+def check_side_file(path: Path) -> None:
+    """Raise InputError for a file beside the weights that transformers could not read.
+
+    That is one that holds no JSON object, or text that is not UTF-8.
+    """
+    if path.suffix == ".json":
+        read_source_json(path)
+    elif path.suffix in _TEXTS:
+        _read_text(path)
+
+
+def _read_text(path: Path) -> str:
+    size = path.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise InputError(
+            f"{path}: expected a file of at most {MAX_JSON_BYTES} bytes, found {size}; download this file again"
+        )
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: expected text in UTF-8, found {cut(str(error))}; download this file again") from None
 
 
 def shorten(value: Any) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.safetensors_header import TensorRecord, read_header
+from lockstep.checkpoint.safetensors_header import MAX_TENSORS, TensorRecord, read_header
 from lockstep.checkpoint.source_files import cut, present, read_source_json, shorten
 from lockstep.errors import InputError
 
@@ -22,6 +23,11 @@ class CheckpointTensors:
     files: tuple[str, ...]
     tensors: dict[str, tuple[str, TensorRecord]]
     unindexed: tuple[tuple[str, str], ...]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder has what `find_tensors` reads. Raises InputError for a link to nowhere."""
+    return present(folder / SINGLE) or present(folder / INDEX)
 
 
 def find_tensors(folder: Path) -> CheckpointTensors:
@@ -43,7 +49,9 @@ def find_tensors(folder: Path) -> CheckpointTensors:
 
 def _sharded(folder: Path) -> CheckpointTensors:
     weight_map = _read_index(folder / INDEX)
-    shards = {shard: _read_shard(folder, shard, weight_map) for shard in sorted(set(weight_map.values()))}
+    counts = Counter(weight_map.values())
+    shards = {shard: _read_shard(folder, shard, counts[shard]) for shard in sorted(counts)}
+    _check_unique(folder, shards)
     tensors = {}
     for name, shard in weight_map.items():
         if name not in shards[shard]:
@@ -51,6 +59,21 @@ def _sharded(folder: Path) -> CheckpointTensors:
         tensors[name] = (shard, shards[shard][name])
     unindexed = [(shard, name) for shard, records in shards.items() for name in records if weight_map.get(name) != shard]
     return CheckpointTensors(tuple(shards), tensors, tuple(sorted(unindexed)))
+
+
+def _check_unique(folder: Path, shards: dict[str, dict[str, TensorRecord]]) -> None:
+    """Raise InputError for a tensor in two shards, which has two values.
+
+    The index names one, transformers takes that of the shard it reads last.
+    """
+    first: dict[str, str] = {}
+    for shard, records in shards.items():
+        for name in records:
+            if first.setdefault(name, shard) != shard:
+                raise InputError(
+                    f"{folder / shard}: expected each tensor in one shard, found {shorten(name)} also in {first[name]};"
+                    f" download both and {INDEX} again"
+                )
 
 
 def indexed_shards(index: Path) -> list[str]:
@@ -62,16 +85,21 @@ def _read_index(path: Path) -> dict[str, str]:
     weight_map = read_source_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise InputError(f"{path}: expected weight_map, an object of tensor names and file names, found {shorten(weight_map)}; download the index again")
-    for shard in weight_map.values():
+    if len(weight_map) > MAX_TENSORS:
+        raise InputError(
+            f"{path}: expected at most {MAX_TENSORS} tensors, found {len(weight_map)}; use a checkpoint whose experts"
+            " are stacked, or another model"
+        )
+    for shard in sorted(set(weight_map.values())):
         plain = shard.isprintable() and len(shard.encode()) <= 255 and Path(shard).name == shard
         if not plain or not shard.endswith(".safetensors"):
             raise InputError(f"{path}: expected names of safetensors files beside the index, found {shorten(shard)}; download the index again")
     return weight_map
 
 
-def _read_shard(folder: Path, shard: str, weight_map: dict[str, str]) -> dict[str, TensorRecord]:
+def _read_shard(folder: Path, shard: str, count: int) -> dict[str, TensorRecord]:
+    """count: how many tensors the index has in it."""
     if not present(folder / shard):
-        count = sum(file == shard for file in weight_map.values())
         raise InputError(f"{folder / shard}: expected this shard, which {INDEX} names for {count} tensors, found no such file; download it")
     return read_header(folder / shard)
 

@@ -1,7 +1,7 @@
 """The compare stage: an engine set with its assembly and weights in; for each engine, how far it is from its graph in ONNX Runtime, out.
 
 The graph is the canonical one of the assembly, run as it is written on a CPU; the engine is what was built. Both run in Polygraphy's runners on the same
-inputs, at one size for each optimization profile, with the weights of one layer. A `<kind>.rotary` engine is a graph itself: there is nothing to compare.
+inputs, at several sizes of each optimization profile, attention also over caches up to the longest, with the weights of one layer. A `<kind>.rotary` engine is a graph itself: there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class Error:
 
 
 def run(
-    assembly_json: Path, weights_json: Path, engines_json: Path, tolerance: float, out: Path, threads: int | None = None
+    assembly_json: Path, weights_json: Path, engines_json: Path, tolerance: float, limits: Mapping[str, int], out: Path, threads: int | None = None
 ) -> Path:
     """Compare the engines of a set with their graphs and write the report to `out`, which is returned.
 
-    tolerance: the largest error of an output, relative to its magnitude. Raises CheckError naming engine, sizes, output, error and tolerance for the
+    tolerance: the largest error of an output, relative to its magnitude. limits: {"max_batch_size", "max_num_tokens", "max_seq_len"}, where the engines do not
+    say for which they were built. Raises CheckError naming engine, sizes, output, error and tolerance for the
     first engine over it, when all are compared, and then writes the report to `<out>.failed.json`; InputError for inputs that do not fit together, or
     a precision that ONNX Runtime lacks.
     """
@@ -81,7 +82,7 @@ def run(
     }  # fmt: skip
     failures = []
     for name in (name for name in engines.names() if "rotary_of" not in graphs[name]):
-        pair = _Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], threads)
+        pair = _Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads)
         report["engines"][name] = pair.compare(tolerance)
         failures += pair.failures[:1]
     found = [entry["relative_error"] for entry in report["engines"].values()]
@@ -92,9 +93,10 @@ def run(
 class _Pair:
     """An engine and its graph, with the weights of one layer; `failures` are lines, in the order in which they were found."""
 
-    def __init__(self, engines: EngineSet, weights: Weights, folder: Path, name: str, graph: Mapping[str, Any], threads: int | None):
+    def __init__(self, engines: EngineSet, weights: Weights, folder: Path, name: str, graph: Mapping[str, Any], limits: Mapping[str, int], threads: int | None):
         self.name, self.file = name, engines.path.parent / engines.manifest["engines"][name]["file"]
-        self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest["options"])
+        self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest["options"], limits)
+        self._kind = engines.assembly["kinds"].get(name.rpartition(".")[0])
         self._model = onnx.load(graph_file(folder, graph))
         slots, layer, tensors = graph.get("slots", ()), None, {}
         if slots:
@@ -112,12 +114,12 @@ class _Pair:
     def compare(self, tolerance: float) -> dict[str, Any]:
         """The engine's entry in the report."""
         runs = []
-        for profile, sizes in enumerate(inputs.sizes(self._model, self._assembly, self._limits)):
-            feed = inputs.arrays(self._model, self._slots, sizes, self._assembly, self._limits)
-            errors = self._run(profile, feed, tolerance)
-            runs.append({"profile": profile, "sizes": sizes, "outputs": {output: error.report() for output, error in errors.items()}})
-            shown = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
-            self.failures += [f"{self.file}: engine {self.name}, profile {profile} ({shown}), {output}: {error}" for output, error in errors.items() if not error]
+        for case in inputs.cases(self._model, self._assembly, self._limits, self._kind):
+            feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._kind)
+            errors = self._run(case.profile, feed, tolerance)
+            about = {"profile": case.profile, "sizes": case.sizes, **({"past_lengths": list(case.past_lengths)} if case.past_lengths else {})}
+            runs.append({**about, "outputs": {output: error.report() for output, error in errors.items()}})
+            self.failures += [f"{self.file}: engine {self.name}, profile {case.profile} ({case}), {output}: {error}" for output, error in errors.items() if not error]
         found = [error for run in runs for error in run["outputs"].values()]
         worst = {key: largest([error[key] for error in found]) for key in ("max_abs_error", "relative_error")}
         cosines = [error["cosine"] for error in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 from lockstep.errors import InputError
 
 THREADS_VARIABLE = "LOCKSTEP_THREADS"
+
+# More threads than CPUs wait for each other, and each spins while it waits: on two CPUs 64 take a second to start, 512
+# half a minute.
+_MOST_THREADS = 64
 
 # ONNX Runtime picks block sizes and kernels by these (onnxruntime/core/mlas/lib/platform.cpp). Others do not matter to it.
 _ISA = {
@@ -52,14 +57,20 @@ def cpu_key(device: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def thread_count(threads: int | None = None) -> int:
-    """The number asked for, else that of the environment variable LOCKSTEP_THREADS, else the CPUs this process may use."""
+    """The number asked for, else that of the environment variable LOCKSTEP_THREADS, else the CPUs this process may use.
+
+    Raises InputError for fewer than one, and for more than `_MOST_THREADS`, or four for each CPU where that is more.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most, where, found = max(_MOST_THREADS, 4 * cpus), "threads", str(threads)
     if threads is None:
-        text = os.environ.get(THREADS_VARIABLE, "")
-        if not text:
-            return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if not text.isdecimal():
-            raise InputError(f"{THREADS_VARIABLE}: expected a number of threads of at least 1, found {text!r}")
-        threads = int(text)
-    if threads < 1:
-        raise InputError(f"threads: expected at least 1, found {threads}")
+        where, found = THREADS_VARIABLE, os.environ.get(THREADS_VARIABLE, "")
+        if not found:
+            return cpus
+        threads = int(found) if re.fullmatch("[0-9]{1,9}", found) else 0
+    if not 1 <= threads <= most:
+        raise InputError(
+            f"{where}: expected 1 to {most} ({cpus} CPUs are here), found"
+            f" {found if len(found) < 40 else found[:37] + '...'}; more only wait for each other"
+        )
     return threads

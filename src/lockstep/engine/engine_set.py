@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import formats
 from lockstep.engine.backend import Backend, Program, get_backend
 from lockstep.errors import CheckError
-from lockstep.files import read_json, sha256_file, sha256_json
+from lockstep.files import sha256_file, sha256_json
+from lockstep.manifests import read_assembly, read_engines
 
 
 class EngineSet:
@@ -25,9 +25,8 @@ class EngineSet:
     @classmethod
     def open(cls, engines_json: str | os.PathLike, assembly_json: str | os.PathLike) -> EngineSet:
         """Raises CheckError, with the value recorded and the value found, for another version of the library, another device,
-        a damaged or missing engine file or one of another kind, or graphs of another export."""
-        path, assembly = Path(engines_json), read_json(assembly_json, formats.ASSEMBLY)
-        manifest = read_json(path, formats.ENGINES)
+        a damaged or missing engine file or one of another kind, or graphs of another export; InputError for a manifest that is none."""
+        path, assembly, manifest = Path(engines_json), read_assembly(assembly_json), read_engines(engines_json)
         backend = get_backend(manifest["backend"])
         rebuild = "build the engines again on this machine"
         _same(path, f"{backend.name} version", manifest["backend_version"], backend.version(), rebuild)

@@ -161,7 +161,7 @@ class OnnxRuntimeExecutable:
     def __init__(self, session: ort.InferenceSession, values: Mapping[str, ort.OrtValue], where: str):
         self._session = session
         self._values = values
-        self._where = where
+        self.where = where
         declared = lambda values: {value.name: Declared(_NUMPY_TYPES[value.type], value.shape) for value in values}
         self.inputs, self.outputs = declared(session.get_inputs()), declared(session.get_outputs())
 
@@ -172,12 +172,12 @@ class OnnxRuntimeExecutable:
             (outputs, self.outputs, binding.bind_ortvalue_output),
         ):
             if set(given) != set(declared):
-                raise CheckError(f"{self._where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
+                raise CheckError(f"{self.where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
             for name, array in given.items():
                 if not array.flags.c_contiguous:  # ONNX Runtime would copy it without a word, and write to the copy
-                    raise CheckError(f"{self._where}: expected a contiguous array for {name!r}, found strides {array.strides}")
+                    raise CheckError(f"{self.where}: expected a contiguous array for {name!r}, found strides {array.strides}")
                 if array.dtype != declared[name].dtype:
-                    raise CheckError(f"{self._where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}")
+                    raise CheckError(f"{self.where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}")
                 bind(name, ort.OrtValue.ortvalue_from_numpy(array))
         call = functools.partial(self._session.run_with_iobinding, binding)
         call.arrays = (*inputs.values(), *outputs.values())  # keeps the memory alive: a binding holds addresses
@@ -203,6 +203,7 @@ def _settings(level: ort.GraphOptimizationLevel, low_memory: bool = False) -> or
     settings.log_severity_level = 3  # errors; a warning about saving hardware-specific graphs is what `device` in engines.json answers
     if low_memory:
         settings.add_session_config_entry("session.disable_prepacking", "1")
+        settings.enable_cpu_mem_arena = False  # it would keep what an fp16 weight is cast to, of every layer
     return settings
 
 

@@ -1,8 +1,9 @@
 """The golden check: does an engine set, run by the runtime that also serves, say what the reference says? Needs no torch.
 
 In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and speeds apart from it.
-The prompts are decoded freely in one batch, then along the reference's tokens, then each alone; and as `lockstep generate` does, which leaves the choice of
-tokens to the device.
+The prompts are decoded freely in one batch, then along the reference's tokens, then each alone; as `lockstep generate` does, which leaves the choice of
+tokens to the device; and in random pieces beside other requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole, cut on both
+sides of each edge of cache, window and RoPE, and beside the others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lockstep.checks import Difference, difference, finish, largest
 from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_file, write_json
 from lockstep.golden.decode import Decoded, decode
+from lockstep.golden.forced import Errors, Forced, force, pieces, stretches
 from lockstep.golden.text import new_text
 from lockstep.paths import Target
 from lockstep.runtime import Decoding, Model, Request
@@ -38,6 +40,27 @@ class Prompt:
     logits: np.ndarray
     gaps: list[float | None]
     expected: str | None
+
+    @property
+    def total(self) -> int:
+        """Tokens that bring the last of `logits`: the last of `tokens` is never brought."""
+        return len(self.prompt_ids) + len(self.tokens) - 1
+
+    def forced(self, ends: Sequence[int], earlier: Mapping[int, np.ndarray] | None = None) -> Forced:
+        """Take this prompt and its answer as given, in pieces that end at `ends`; earlier: logits within the prompt."""
+        tokens = np.array([*self.prompt_ids, *self.tokens[:-1]], np.int64)
+        behind = {len(self.prompt_ids) + step: row for step, row in enumerate(self.logits)}
+        return Forced(self.text, tokens, {**(earlier or {}), **behind}, tuple(ends))
+
+
+@dataclass(frozen=True)
+class Long:
+    """The long prompt. prompt: as the others, with a name for its text; edges: numbers of tokens at which it is cut, the last is all of it;
+    logits: {number of tokens: logits [vocab_size] float32 behind so many of it}."""
+
+    prompt: Prompt
+    edges: tuple[int, ...]
+    logits: Mapping[int, np.ndarray]
 
 
 def check(
@@ -59,10 +82,10 @@ def check(
     follow it, or None. Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`;
     InputError for inputs that do not fit together or prompts that exceed the limits.
     """
-    prompts, reference = _read_reference(Path(reference_json), expected)
+    prompts, long, reference = _read_reference(Path(reference_json), expected)
     if reference["layers"] != target.layers:
         raise InputError(f"{reference_json}: layers: expected {target.layers}, found {reference['layers']}; make the reference of this target")
-    _check_limits(prompts, reference["max_new_tokens"], limits)
+    _check_limits(prompts, long, reference["max_new_tokens"], limits)
     model = Model.open(
         engines_json, assembly_json, weights_json, target.layers,
         max_batch_size=limits["max_batch_size"], max_seq_len=limits["max_seq_len"], max_num_tokens=limits["max_num_tokens"], threads=threads,
@@ -71,7 +94,7 @@ def check(
     if vocab_size != model.vocab_size:
         raise InputError(f"{reference_json}: expected logits of {model.vocab_size} tokens as in {assembly_json}, found {vocab_size}; make the reference again")
     tokenizer = Tokenizer.open(assembly_json)
-    checked = _Check(model, tokenizer, prompts, reference, tolerance["logits"], limits["max_num_tokens"])
+    checked = _Check(model, tokenizer, prompts, long, reference, tolerance["logits"], limits["max_num_tokens"])
     report, speed = checked.run()
     about = {"target": asdict(target), "engine_digest": model.engines.digest()}
     finish(out, {"format": formats.GOLDEN, **about, **report}, checked.failures[0] if checked.failures else None)
@@ -83,9 +106,9 @@ class _Check:
     """One run of the check; `failures` are lines, in the order in which they were found."""
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, prompts: Sequence[Prompt], reference: Mapping[str, Any], tolerance: float, max_num_tokens: int
+        self, model: Model, tokenizer: Tokenizer, prompts: Sequence[Prompt], long: Long | None, reference: Mapping[str, Any], tolerance: float, max_num_tokens: int
     ):
-        self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
+        self.model, self.tokenizer, self.prompts, self.long = model, tokenizer, prompts, long
         self.max_new_tokens, self.eos_token_ids = reference["max_new_tokens"], tuple(reference["eos_token_ids"])
         self.tolerance, self.max_num_tokens = tolerance, max_num_tokens
         self.failures: list[str] = []
@@ -102,23 +125,65 @@ class _Check:
         for i, prompt in enumerate(self.prompts):
             alone.append(decode(self.model, [prompt.prompt_ids], self._greedily, self.max_num_tokens))
             entries.append(self._judge(i, free, forced, alone[-1]))
-        self._generate(ids, entries)
-        errors = [entry["max_logit_error"] for entry in entries]
-        report = {"tolerance": self.tolerance, "max_logit_error": largest(errors), "prompts": entries}
+        self._generate(self.prompts, entries, frozenset(self.eos_token_ids))
+        long = self._long() if self.long else None
+        self._mixed(entries, long)
+        errors = [entry[key] for entry in entries for key in ("max_logit_error", "mixed_max_logit_error")]
+        errors += [error for key, error in (long or {}).items() if key.endswith("max_logit_error")]
+        report = {"tolerance": self.tolerance, "max_logit_error": largest(errors), "prompts": entries, "long_prompt": long}
         return report, _speed(forced, alone, min(len(ids), self.model.max_batch_size))
 
-    def _generate(self, ids: Sequence[Sequence[int]], entries: Sequence[dict[str, Any]]) -> None:
-        """Decode once more as `lockstep generate` does; adds to the entries whether it came to the same tokens."""
-        requests = [Request(prompt, self.max_new_tokens, stop_ids=frozenset(self.eos_token_ids)) for prompt in ids]
-        found: list[list[int]] = [[] for _ in ids]
+    def _generate(self, prompts: Sequence[Prompt], entries: Sequence[dict[str, Any]], stop_ids: frozenset[int]) -> None:
+        """Decode as `lockstep generate` does; adds to the entries whether it came to the same tokens."""
+        requests = [Request(prompt.prompt_ids, self.max_new_tokens, stop_ids=stop_ids) for prompt in prompts]
+        found: list[list[int]] = [[] for _ in prompts]
         try:
             for made in Decoding(self.model, requests, max_num_tokens=self.max_num_tokens):
                 found[made.request].append(made.token)
         except CheckError as error:
             self.failures.append(f"generating: {error}")
-        for prompt, entry, tokens in zip(self.prompts, entries, found):
+        for prompt, entry, tokens in zip(prompts, entries, found):
             entry["generate_differences"] = self._first_difference(prompt, "as lockstep generate decodes", entry["tokens"], tokens)
             entry["generate_equal"] = not entry["generate_differences"]
+
+    def _long(self) -> dict[str, Any]:
+        """The long prompt's entry: its logits when it comes whole, as often as fills a step; cut at the edges; and token by token; and what it generates."""
+        prompt, logits = self.long.prompt, self.long.logits
+        count, answer = len(prompt.prompt_ids), tuple(range(len(self.long.prompt.prompt_ids) + 1, prompt.total + 1))
+        entry: dict[str, Any] = {"num_tokens": count, "tokens": prompt.tokens}
+        full = min(self.model.max_batch_size, self.max_num_tokens // count + 2)
+        for key, how, ends in (
+            ("max_logit_error", "in one piece", [(count, *answer)] * full),
+            ("cut_max_logit_error", "in pieces", [(*self.long.edges, *answer)]),
+            ("single_max_logit_error", "token by token", list(stretches(self.long.edges))),
+        ):
+            errors = force(self.model, [prompt.forced(each, logits) for each in ends], self.tolerance, self.max_num_tokens)
+            entry[key] = self._forced_error(prompt, how, errors)
+        self._generate([prompt], [entry], frozenset())
+        return entry
+
+    def _mixed(self, entries: Sequence[dict[str, Any]], long: dict[str, Any] | None) -> None:
+        """All prompts in random pieces, in all slots and a few times more, beside the long prompt; adds the largest errors to the entries."""
+        random, requests, owners = np.random.default_rng(0), [], []
+        if self.long:
+            prompt, logits = self.long.prompt, self.long.logits
+            requests.append(prompt.forced((*self.long.edges, *range(len(prompt.prompt_ids) + 1, prompt.total + 1)), logits))
+            owners.append(prompt)
+        for number in range(self.model.max_batch_size + len(self.prompts)):
+            prompt = self.prompts[number % len(self.prompts)]
+            requests.append(prompt.forced(pieces(len(prompt.prompt_ids), prompt.total, random)))
+            owners.append(prompt)
+        errors = force(self.model, requests, self.tolerance, self.max_num_tokens, pauses=True)
+        for prompt, entry in zip([*self.prompts, *([self.long.prompt] if self.long else [])], [*entries, *([long] if long else [])]):
+            own = [found for found, owner in zip(errors, owners) if owner is prompt]
+            entry["mixed_max_logit_error"] = self._forced_error(prompt, "in pieces beside other requests", own)
+
+    def _forced_error(self, prompt: Prompt, how: str, errors: Sequence[Errors]) -> float | None:
+        """The largest error; the first over tolerance goes to `failures`."""
+        first = next((found.first for found in errors if found.first), None)
+        if first:
+            self._fail(prompt, f"behind {first[0]} tokens, {how}: {_off(first[1], self.tolerance)}")
+        return largest([found.worst for found in errors])
 
     def _greedily(self, number: int, step: int, logits: np.ndarray) -> tuple[int, bool]:
         token = int(logits.argmax())
@@ -190,7 +255,7 @@ class _Check:
         self.failures.append(f"prompt {_short(prompt.text)!r}, {what}")
 
 
-def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], dict[str, Any]]:
+def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], Long | None, dict[str, Any]]:
     manifest = read_json(path, formats.REFERENCE)
     logits = _read_logits(path.parent / manifest["logits"]["file"], manifest["logits"]["sha256"])
     entries = manifest["prompts"]
@@ -201,7 +266,16 @@ def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Pr
     for i, (entry, text) in enumerate(zip(entries, texts)):
         gaps = [step["gap"] for step in entry["steps"]]
         prompts.append(Prompt(entry["text"], entry["prompt_ids"], entry["tokens"], entry["new_text"], logits[f"logits.{i}"], gaps, text))
-    return prompts, manifest
+    return prompts, _read_long(manifest["long"], logits), manifest
+
+
+def _read_long(entry: Mapping[str, Any] | None, logits: Mapping[str, np.ndarray]) -> Long | None:
+    if entry is None:
+        return None
+    two = np.sort(logits["long.logits"], axis=1)[:, -2:]
+    gaps = [float(row[1] - row[0]) if len(row) > 1 else None for row in two]
+    prompt = Prompt("the long prompt", entry["prompt_ids"], entry["tokens"], "", logits["long.logits"], gaps, None)
+    return Long(prompt, tuple(entry["edges"]), dict(zip(entry["counts"], logits["long.prompt"], strict=True)))
 
 
 def _read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
@@ -215,7 +289,7 @@ def _read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
     }
 
 
-def _check_limits(prompts: Sequence[Prompt], max_new_tokens: int, limits: Mapping[str, int]) -> None:
+def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: int, limits: Mapping[str, int]) -> None:
     for prompt in prompts:
         count = len(prompt.prompt_ids)
         if count > limits["max_input_len"]:
@@ -228,6 +302,11 @@ def _check_limits(prompts: Sequence[Prompt], max_new_tokens: int, limits: Mappin
                 f"golden prompt {_short(prompt.text)!r}: expected prompt and answer within {limits['max_seq_len']} tokens (limits.max_seq_len), "
                 f"found {count} + {max_new_tokens}; shorten it, lower max_new_tokens or raise the limit"
             )
+    if long and len(long.prompt.prompt_ids) + max_new_tokens > limits["max_seq_len"]:
+        raise InputError(
+            f"the long golden prompt: expected prompt and answer within {limits['max_seq_len']} tokens (limits.max_seq_len), "
+            f"found {len(long.prompt.prompt_ids)} + {max_new_tokens}; make the reference for these limits"
+        )
 
 
 def _off(error: Difference, tolerance: float) -> str:

@@ -21,8 +21,12 @@ def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
     """Write locks/<model>.lock.json of finished models."""
     from lockstep.files import read_json
     from lockstep.lock.lockfile import lock_path, write_lock
+    from lockstep.sidefiles import manifest_entries
 
-    for model in models or sorted(read_json(Results(results).config())["models"]):
+    config = Results(results).config()
+    with manifest_entries(config):
+        chosen = models or sorted(read_json(config)["models"])
+    for model in chosen:
         click.echo(write_lock(results, model, lock_path(locks, model)))
 
 
@@ -40,7 +44,7 @@ def verify(models: tuple[str, ...], deep: bool, verbose: bool, locks: Path, resu
     known = {path.name.removesuffix(".lock.json"): path for path in sorted(locks.glob("*.lock.json"))}
     for model in models:
         if model not in known and not (results / model).is_dir():
-            raise InputError(f"verify: expected a model in {results} or a lock in {locks}, found neither of {model!r}")
+            raise InputError(f"{results / model}: expected results of a model, or a lock in {locks}, found neither; run snakemake first, or correct the name")
     findings = check(results, {model: path for model, path in known.items() if not models or model in models}, models, deep)
     if not findings:
         raise InputError(f"{results}: expected results to verify, found none; run snakemake first")

@@ -12,12 +12,13 @@ from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
 from lockstep.files import read_json
+from lockstep.lock.again import FAILED
 from lockstep.lock.diff import cause, words
 from lockstep.lock.record import Step, backend_identity, content, read_record, record_path
 from lockstep.lock.steps import steps
 from lockstep.paths import Results, Target
 from lockstep.seen import digest
-from lockstep.sidefiles import lost_files
+from lockstep.sidefiles import failed_path, lost_files, manifest_entries
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -55,6 +56,7 @@ def _explain(step: Step, again: Mapping[Path, str], source: Path | None) -> Expl
     if not step.output.is_file():
         return Explained(step, (f"{step.output} is not there",))
     reasons = [f"{path} is gone or cut short" for path in lost_files(step.output)]
+    reasons += [FAILED] if failed_path(step.output).is_file() else []
     reasons += [f"reads {path.name}, which {again[path]} makes again" for path in step.inputs.values() if path in again]
     if step.stage in ("resolve", "architecture") and source is not None:
         reasons += _changed_files(step, source)
@@ -89,9 +91,10 @@ def _key_now(step: Step, record: Mapping[str, Any], again: Mapping[Path, str]) -
 
 def _changed_files(step: Step, source: Path) -> list[str]:
     """Files of the checkpoint that are not those that its manifest lists."""
-    manifest = read_json(step.output)
-    recorded = {file["path"]: file["sha256"] for file in manifest["files"]}
     try:
+        manifest = read_json(step.output)
+        with manifest_entries(step.output):
+            recorded = {file["path"]: file["sha256"] for file in manifest["files"]}
         weights = weight_files(source, find_tensors(source)) if step.stage == "resolve" else []
         there = {path.name: path for path in [*side_files(source), *weights]}
     except LockstepError as error:

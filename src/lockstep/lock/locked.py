@@ -1,7 +1,7 @@
 """Locked: what is to be made, and what was made, against the lock. The first difference is named with its cause, and nothing is made from it.
 
-What can be known before the work is refused before it (`check_project`, `check_step`): targets, the checkpoint's files, the code and the packages of a
-stage, library and device of a backend. What a stage makes is compared as soon as it is made (`check_output`).
+What can be known before the work is refused before it (`check_project`, `check_step`): targets, the terms of the checks, the checkpoint's files, the code and
+the packages of a stage, library and device of a backend, and every file that is read. What a stage makes is compared as soon as it is made (`check_output`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import buildkey
 from lockstep.errors import CheckError, InputError
-from lockstep.fetched import read_fetched
 from lockstep.files import sha256_json
 from lockstep.lock.diff import changes, words
-from lockstep.lock.lockfile import MADE, Section, device_name, lock_path, made_with, read_lock, section_at
+from lockstep.lock.lockfile import CHECKS, MADE, TERMS, Section, device_name, lock_path, made_with, read_lock, sections_at, terms, terms_place
 from lockstep.lock.provenance import provenance_path
 from lockstep.lock.record import Step, record_path
-from lockstep.seen import digest
+from lockstep.seen import check_files, digest
+from lockstep.sidefiles import named_files
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -47,14 +47,17 @@ def find_lock(model: str, folders: Sequence[Path]) -> Path:
     raise InputError(f"locked: expected {model}.lock.json in {places}, found none; write it with `lockstep lock`, or run without locked")
 
 
-def check_project(lock_file: Path, targets: Sequence[Target], prompts: Sequence[str], checkpoint: Sequence[Path] | None) -> None:
+def check_project(lock_file: Path, targets: Sequence[Target], steps: Sequence[Step], prompts: Sequence[str], checkpoint: Sequence[Path] | None) -> None:
     """Before a run: raises CheckError for the first thing that will differ from the lock.
 
-    targets, prompts: of the lock's model. checkpoint: the model's files where they lie in a folder, None where a job brings them.
+    targets, their steps, prompts: of the lock's model. checkpoint: the model's files where they lie in a folder, None where a job brings them.
     """
     lock = read_lock(lock_file)
     for line in _before(lock, targets, prompts, checkpoint):
         _refuse(line, lock_file)
+    for step in steps:
+        if line := _other_terms(lock, step):
+            _refuse(line, lock_file)
 
 
 def _before(lock: Mapping[str, Any], targets: Sequence[Target], prompts: Sequence[str], checkpoint: Sequence[Path] | None) -> Iterator[str]:
@@ -88,20 +91,24 @@ def before_weights(config: Config, model: str, lock_file: Path | None) -> Callab
 
     def check(folder: Path, commit: str) -> None:
         config.check_model(model, folder)
-        if lock_file and (line := _other_commit(read_lock(lock_file), commit)):
+        if lock_file and (line := other_commit(read_lock(lock_file), commit)):
             _refuse(line, lock_file)
 
     return check
 
 
 def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
-    """Before a stage: raises CheckError when what it reads is not locked, or when it would be made with other code, packages, library or device."""
+    """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms, or with other code, packages, library or
+    device; InputError when a file that a manifest names is not the one."""
     lock = read_lock(lock_file)
     for path in step.inputs.values():
         if record_path(path).is_file():
-            section = section_at(path)
-            if section is not None and (line := difference(lock, section)):
-                _refuse(line, lock_file)
+            for section in sections_at(path):
+                if line := difference(lock, section):
+                    _refuse(line, lock_file)
+            check_files(named_files(path), "make it again")
+    if line := _other_terms(lock, step):
+        _refuse(line, lock_file)
     made = lock[MADE].get(step.stage)
     if made is not None and (line := _made_differently(made, {"code": sha256_json(key["code"]), "packages": key["environment"]})):
         _refuse(f"{step.stage}: {line}", lock_file)
@@ -125,27 +132,26 @@ def check_output(output: Path, lock_file: Path) -> None:
 
 def reject(output: Path, lock_file: Path) -> str | None:
     """The first difference of an artefact from the lock, which takes its manifest `output` away; None when it is the locked one."""
-    section = section_at(output)
-    line = difference(read_lock(lock_file), section) if section is not None else None
+    line = first_difference(output, read_lock(lock_file))
     if line is not None:
-        for path in (output, record_path(output), *([provenance_path(output)] if section.stage == "build" else [])):
+        for path in (output, record_path(output), provenance_path(output)):
             path.unlink(missing_ok=True)
     return line
 
 
-def stale(steps: Sequence[Step], lock_file: Path) -> list[tuple[Path, str]]:
-    """(manifest, difference) of each artefact of `steps` that is there and is not the locked one, or that no record can show to be it."""
-    lock, found = read_lock(lock_file), []
-    for step in steps:
-        if not step.output.is_file():
-            continue
-        if not record_path(step.output).is_file():
-            found.append((step.output, f"{step.stage}: no record says how it was made"))
-        elif step.stage == "fetch" and (line := _other_commit(lock, read_fetched(step.output).commit)):
-            found.append((step.output, line))
-        elif (section := section_at(step.output)) is not None and (line := difference(lock, section)):
-            found.append((step.output, line))
-    return found
+def first_difference(output: Path, lock: Mapping[str, Any]) -> str | None:
+    """The first difference of the artefact whose manifest is `output` from a lock; None when it is as locked, or is not locked."""
+    return next((line for section in sections_at(output) if (line := difference(lock, section))), None)
+
+
+def _other_terms(lock: Mapping[str, Any], step: Step) -> str | None:
+    """What the config says to a check and the lock does not; None where they agree."""
+    if step.stage not in CHECKS:
+        return None
+    locked = expected_items(lock, terms_place(step.stage, step.names))
+    if locked is None:
+        return f"{step}: the terms of this check are not in the lock"
+    return next((f"{step}: {'.'.join(where)} differs: {change}" for where, change in changes(locked, terms(step.options))), None)
 
 
 def difference(lock: Mapping[str, Any], section: Section) -> str | None:
@@ -156,9 +162,9 @@ def difference(lock: Mapping[str, Any], section: Section) -> str | None:
     differing = next(changes(without_places(expected), without_places(section.items)), None)
     if differing is None:
         return None
-    (name, *_), change = differing
-    made = lock[MADE].get(section.stage)
-    return f"{section.stage}: {name} differs: {made and _made_differently(made, made_with(section.record)) or change}"
+    where, change = differing
+    made = lock[MADE].get(section.stage) if section.where[0] != TERMS else None  # which no code and no package change
+    return f"{section.stage}: {'.'.join(where)} differs: {made and _made_differently(made, made_with(section.record)) or change}"
 
 
 def expected_items(lock: Mapping[str, Any], where: tuple[str, ...]) -> Mapping[str, Any] | None:
@@ -173,7 +179,7 @@ def without_places(items: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in items.items() if name not in _PLACES}
 
 
-def _other_commit(lock: Mapping[str, Any], commit: str | None) -> str | None:
+def other_commit(lock: Mapping[str, Any], commit: str | None) -> str | None:
     return next((f"fetch: commit differs: {change}" for _, change in changes(lock["checkpoint"].get("commit"), commit)), None)
 
 

@@ -1,29 +1,33 @@
 """The lock of a model: a finished results tree in, `locks/<model>.lock.json` out, sorted, to be committed.
 
-A lock is made of sections, one for each artefact: what it must be, by name. A section comes from the manifest of the artefact and from the record of
-how it was made; beside the sections stand, by stage, the code and the packages that made them, which name the cause when one differs.
+A lock is made of sections: what each artefact must be, by name, and on what terms each check was passed. A section comes from the manifest of the artefact and
+from the record of how it was made; beside the sections stand, by stage, the code and the packages that made them, which name the cause when one differs.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import formats
+from lockstep import buildkey, formats
 from lockstep.errors import CheckError, InputError
 from lockstep.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.lock.record import SUFFIX, checked_record, read_record, record_path, records
+from lockstep.lock.shapes import LOCK, misfit
 from lockstep.seen import digest
-from lockstep.sidefiles import named_files
+from lockstep.sidefiles import manifest_entries, named_files
 
-MADE = "made with"
+MADE, TERMS = "made with", "checks"
+# Stages that find out whether something is right, or what right is: all that the config says to them is locked.
+CHECKS = ("validate", "compare", "reference", "golden")
 
 
 @dataclass(frozen=True)
 class Section:
-    """One artefact: where it stands in the lock, what made it, and what it must be, by name."""
+    """One artefact, or the terms of one check: where it stands in the lock, what made it, and what it must be, by name."""
 
     where: tuple[str, ...]
     manifest: Path
@@ -41,7 +45,11 @@ def lock_path(folder: Path, model: str) -> Path:
 
 def read_lock(path: Path) -> dict[str, Any]:
     """Raises InputError for a file that is absent or no lock."""
-    return read_json(path, formats.LOCK)
+    lock = read_json(path, formats.LOCK)
+    wrong = misfit(lock, LOCK) or next((f"{MADE}: expected stages, found {name!r}" for name in sorted(lock[MADE]) if name not in buildkey.STAGES), None)
+    if wrong:
+        raise InputError(f"{path}: {wrong}; take the lock as it was committed, or write it again with `lockstep lock`")
+    return lock
 
 
 def write_lock(results: Path, model: str, out: Path) -> Path:
@@ -75,7 +83,7 @@ def device_name(backend: Mapping[str, Any]) -> str:
 def collect(results: Path, model: str) -> dict[str, Any]:
     """The lock of what is there. Raises InputError for a model that is not finished, CheckError for stages that were run with several versions."""
     found = list(sections(results, model))
-    for stage in ("resolve", "convert", "export", "build", "golden"):
+    for stage in ("resolve", "convert", "export", "validate", "build", "reference", "golden"):
         if stage not in {section.stage for section in found}:
             raise InputError(f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first")
     lock: dict[str, Any] = {"format": formats.LOCK, "model": model, MADE: {}}
@@ -101,33 +109,56 @@ def made_with(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"code": sha256_json(record["code"]), "environment": sha256_json(environment), "packages": environment}
 
 
+def terms_place(stage: str, names: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where the terms of a check stand in the lock of its model. names: precision, layers and backend, those that the stage has."""
+    return (TERMS, stage, "/".join(str(names[name]) for name in ("precision", "layers", "backend") if name in names))
+
+
+def terms(options: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the config says to a check, as a lock holds it: tolerances, prompts, lengths, limits, expected texts."""
+    return numbered(json.loads(dump_json(options)))
+
+
+def numbered(value: Any) -> Any:
+    """Lists as mappings by number: what differs in them then has a place too."""
+    if isinstance(value, Mapping):
+        return {name: numbered(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"{number:03d}": numbered(item) for number, item in enumerate(value)}
+    return value
+
+
 def sections(results: Path, model: str) -> Iterator[Section]:
     """Of all artefacts of a model that are locked, in the order of their paths."""
     for path in records(results / model):
-        section = section_of(path)
-        if section is not None:
-            yield section
+        yield from sections_of(path)
 
 
-def section_of(path: Path) -> Section | None:
-    """The section of the record at `path`; None for an artefact that is not locked, such as a report.
+def sections_of(path: Path) -> list[Section]:
+    """The sections of the record at `path`; none for what is not locked, such as a report.
 
     Raises InputError or CheckError when record and manifest are damaged or do not belong together.
     """
     record = checked_record(path)
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
-    names, make = record["names"], _ITEMS.get(record["stage"])
-    if make is None:
-        return None
+    names, stage = record["names"], record["stage"]
+    if stage not in _ITEMS and stage not in CHECKS:
+        return []
     if read_record(manifest) is None:
         raise CheckError(f"{manifest}: expected the file that {path.name} is of, found {'another' if manifest.is_file() else 'none'}; delete it and run again")
-    where, items = make(manifest, record, names)
-    return Section(where, manifest, record, items)
+    found = []
+    if stage in _ITEMS:
+        with manifest_entries(manifest):
+            where, items = _ITEMS[stage](manifest, record, names)
+        found.append(Section(where, manifest, record, items))
+    if stage in CHECKS:
+        found.append(Section(terms_place(stage, names), manifest, record, terms(record["options"])))
+    return found
 
 
-def section_at(output: Path) -> Section | None:
-    """The section of the artefact whose manifest is `output`."""
-    return section_of(record_path(output))
+def sections_at(output: Path) -> list[Section]:
+    """The sections of the artefact whose manifest is `output`."""
+    return sections_of(record_path(output))
 
 
 def _checkpoint(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -134,7 +134,7 @@ def wrong_provenance(path: Path) -> str | None:
         statement = json.loads(data)
         whole = statement["predicate"][SEAL] == _seal(statement) and data == dump_json(statement).encode()
         subjects = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"expected an in-toto statement, found something else; {again}"
     if not whole:
         return f"the file is damaged; {again}"
@@ -150,7 +150,6 @@ def _subjects(engines_json: Path) -> dict[str, str] | None:
     if not engines_json.is_file():
         return {}
     try:
-        files = named_files(engines_json)
+        return {**{file.path.name: file.sha256 for file in named_files(engines_json)}, engines_json.name: digest(engines_json)}
     except InputError:
         return None
-    return {**{file.path.name: file.sha256 for file in files}, engines_json.name: digest(engines_json)}

@@ -13,20 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import buildkey, formats, worker
-from lockstep.errors import CheckError
+from lockstep.errors import CheckError, InputError
 from lockstep.files import read_json, sha256_json, write_json
+from lockstep.lock.shapes import RECORD, misfit
 from lockstep.seen import digest
-from lockstep.sidefiles import named_files
+from lockstep.sidefiles import SUFFIX, content, named_files, record_path
 
-SUFFIX = ".build.json"
 # Stages whose results speak of the model by its name in the config; others are the same under any name.
 _NAMED = ("validate", "golden")
-# What of a manifest is no content: places, and whose CPU it was. By format.
-_NO_CONTENT = {
-    formats.CHECKPOINT: ("source", "folder", "commit"),
-    formats.SOURCE: ("source", "commit"),
-    formats.ENGINES: ("device",),
-}
 
 
 @dataclass(frozen=True)
@@ -46,26 +40,6 @@ class Step:
         return " ".join([self.stage, "/".join(map(str, self.names.values()))])
 
 
-def record_path(output: str | Path) -> Path:
-    """`assembly.json` -> `assembly.build.json`."""
-    output = Path(output)
-    return output.with_name(f"{output.stem}{SUFFIX}")
-
-
-def content(path: Path) -> str:
-    """Hex sha256 of what a manifest says, or of a file's bytes. Where files lie is no content, for they are named with their digests."""
-    if path.suffix != ".json":
-        return digest(path)
-    value = read_json(path)
-    kind = value.get("format") if isinstance(value, dict) else None
-    if kind is None:
-        return digest(path)
-    value = {key: item for key, item in value.items() if key not in _NO_CONTENT.get(kind, ())}
-    if kind == formats.WEIGHTS:
-        value["files"] = [{**file, "path": Path(file["path"]).name} for file in value["files"]]
-    return sha256_json(value)
-
-
 def build_key(step: Step, here: bool = True) -> dict[str, Any]:
     """What decides what `step` makes. `here`: with the packages installed here; else with those that are pinned."""
     packages = buildkey.installed_packages if here else buildkey.pinned_packages
@@ -73,7 +47,7 @@ def build_key(step: Step, here: bool = True) -> dict[str, Any]:
     key = {
         "stage": step.stage,
         "names": {name: str(value) for name, value in step.names.items() if name != "model" or step.stage in _NAMED},
-        "inputs": {name: content(path) for name, path in step.inputs.items()},
+        "inputs": {name: _input(step, path) for name, path in step.inputs.items()},
         "options": dict(step.options),
         "code": buildkey.code_files(entry) if entry else {},
         "environment": packages(entry) if entry else {},
@@ -94,13 +68,23 @@ def write_record(step: Step, key: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
+def _input(step: Step, path: Path) -> str:
+    """What stands for an input in the key. The summary has a row for a manifest that is damaged: there its bytes do."""
+    try:
+        return content(path)
+    except InputError:
+        if step.stage == "summary" and path.is_file():
+            return digest(path)
+        raise
+
+
 def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
     """Hex sha256 by path, relative to the manifest's folder: of the manifest, of files `beside` it, and of those that it names as its own.
 
     The digests of the latter are those of the manifest: who made it has just hashed them. Files of another folder are not its own.
     """
-    outputs = {path.name: digest(path) for path in (manifest, *beside)}
-    for file in named_files(manifest):
+    outputs = {Path(os.path.relpath(path, manifest.parent)).as_posix(): digest(path) for path in (manifest, *beside)}
+    for file in named_files(manifest) if manifest.suffix == ".json" else ():
         name = Path(os.path.relpath(file.path, manifest.parent))
         if name.parts[0] != "..":
             outputs.setdefault(name.as_posix(), file.sha256)
@@ -119,6 +103,8 @@ def read_record(output: Path) -> dict[str, Any] | None:
 def checked_record(path: Path) -> dict[str, Any]:
     """A record whose key is that of its parts. Raises InputError, or CheckError for parts that were changed."""
     record = read_json(path, formats.BUILD)
+    if wrong := misfit(record, RECORD):
+        raise InputError(f"{path}: {wrong}; delete the file and run again")
     if record["key"] != sha256_json({name: value for name, value in record.items() if name not in ("format", "key", "outputs")}):
         raise CheckError(f"{path}: expected the key of what it lists, found another; delete the file and run again")
     return record

@@ -16,10 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep import formats, worker
+from lockstep import children, formats, worker
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.errors import PREFIX, CheckError
 from lockstep.files import read_json, write_json
+from lockstep.lock.record import SUFFIX
 from lockstep.lock.sameness import LEVELS, Facts, compare, facts, reached
 from lockstep.paths import Results, Target
 
@@ -84,7 +85,7 @@ def _round(config: Mapping[str, Any], results: Results, target: Target, folder: 
         tell(stage)
         command = [sys.executable, "-m", "lockstep", stage, str(target), "--config", str(config_file), "--results", str(tree.root)]
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_TAKEN_ON}
-        process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        process = children.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         if process.returncode:
             line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix(PREFIX)
             if stage == "golden" and process.returncode == CheckError.exit_code:
@@ -110,7 +111,7 @@ def _config(config: Mapping[str, Any], results: Results, target: Target) -> dict
 def _take_reference(results: Results, tree: Results, target: Target) -> None:
     reference, link = results.reference(target.model, target.layers), tree.reference(target.model, target.layers)
     link.parent.mkdir(parents=True)
-    for suffix in (".json", ".safetensors"):
+    for suffix in (".json", SUFFIX, ".safetensors"):
         link.with_suffix(suffix).symlink_to(os.path.abspath(reference.with_suffix(suffix)))
 
 

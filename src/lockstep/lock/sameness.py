@@ -14,6 +14,7 @@ from lockstep import formats
 from lockstep.errors import InputError
 from lockstep.files import read_json, sha256_json
 from lockstep.lock.diff import changes
+from lockstep.lock.lockfile import numbered
 from lockstep.lock.record import read_record
 from lockstep.paths import Results, Target
 
@@ -57,7 +58,7 @@ def facts(results: Results, target: Target, found: Mapping[str, Any], failure: s
 def compare(one: Facts, other: Facts) -> dict[str, list[str]]:
     """By level what differs, each with its place and both values; nothing where it is the same."""
     return {
-        level: [f"{' / '.join(where)}: {change}" for where, change in changes(_numbered(one.levels[level]), _numbered(other.levels[level]))]
+        level: [f"{' / '.join(where)}: {change}" for where, change in changes(numbered(one.levels[level]), numbered(other.levels[level]))]
         for level in LEVELS
     }
 
@@ -89,12 +90,3 @@ def _made_by(results: Results, target: Target) -> dict[str, Any]:
 def _tokens(results: Results, target: Target) -> dict[str, Any]:
     golden = read_json(results.golden(target.model, target.precision, target.layers, target.backend), formats.GOLDEN)
     return {prompt["text"]: prompt["tokens"] for prompt in golden["prompts"]}
-
-
-def _numbered(value: Any) -> Any:
-    """Lists as mappings by number: what differs in them then has a place too."""
-    if isinstance(value, Mapping):
-        return {name: _numbered(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return {f"{number:03d}": _numbered(item) for number, item in enumerate(value)}
-    return value

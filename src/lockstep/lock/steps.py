@@ -39,22 +39,25 @@ def _source(config: Config, model: str) -> dict[str, Any]:
     return {"source": config.models[model].source}
 
 
-def _tolerance(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
+def _tolerance(config: Config, model: str, precision: str) -> dict[str, Any]:
     return {"tolerance": config.tolerance(model, precision).model_dump()}
 
 
-def _block_tolerance(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
-    return {"tolerance": config.tolerance(model, precision).block}
+def _validate(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
+    return {**_tolerance(config, model, precision), "max_seq_len": config.limits.max_seq_len}
 
 
-def _prompts(config: Config, model: str, layers: int | str) -> dict[str, Any]:
-    golden = config.models[model].golden
-    return {"golden": {"max_new_tokens": golden.max_new_tokens, "prompts": [prompt.text for prompt in golden.prompts]}}
+def _compare(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
+    return {"tolerance": config.compare_tolerance(model, precision), "limits": config.engine_limits()}
+
+
+def _reference(config: Config, model: str, layers: int | str) -> dict[str, Any]:
+    return {"golden": config.reference_terms(model)}
 
 
 def _golden(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
     expected = [prompt.expected.get(layers) for prompt in config.models[model].golden.prompts]
-    return {"expected": expected, **_tolerance(config, model, precision, layers), "limits": config.limits.model_dump()}
+    return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
 
 
 def _build(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
@@ -79,7 +82,7 @@ _RULES: dict[str, tuple[tuple[str, ...], Callable[..., dict[str, Path]], Callabl
         lambda results, model, precision, layers: {
             "checkpoint": results.checkpoint(model), "weights": results.weights(model, precision), "assembly": results.assembly(model, precision),
         },
-        _tolerance, Results.validation,
+        _validate, Results.validation,
     ),
     "build": ((_M, _P, _B), lambda results, model, precision, backend: {"assembly": results.assembly(model, precision)}, _build, Results.engines),
     "compare": (
@@ -87,9 +90,9 @@ _RULES: dict[str, tuple[tuple[str, ...], Callable[..., dict[str, Path]], Callabl
         lambda results, model, precision, backend: {
             "assembly": results.assembly(model, precision), "weights": results.weights(model, precision), "engines": results.engines(model, precision, backend),
         },
-        _block_tolerance, Results.comparison,
+        _compare, Results.comparison,
     ),
-    "reference": ((_M, _N), lambda results, model, layers: {"checkpoint": results.checkpoint(model)}, _prompts, Results.reference),
+    "reference": ((_M, _N), lambda results, model, layers: {"checkpoint": results.checkpoint(model)}, _reference, Results.reference),
     "golden": (
         (_M, _P, _N, _B),
         lambda results, model, precision, layers, backend: {

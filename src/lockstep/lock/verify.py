@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import formats
-from lockstep.errors import LockstepError
-from lockstep.files import SEAL, read_json
+from lockstep.errors import InputError, LockstepError
+from lockstep.files import SEAL, describe, read_json
 from lockstep.lock.diff import changes
 from lockstep.lock.locked import expected_items, without_places
-from lockstep.lock.lockfile import read_lock, section_of
+from lockstep.lock.lockfile import TERMS, read_lock, sections_of
 from lockstep.lock.provenance import NAME as PROVENANCE
 from lockstep.lock.provenance import provenance_path, wrong_provenance
 from lockstep.lock.record import SUFFIX, checked_record, records
@@ -26,8 +26,9 @@ from lockstep.seen import THREADS, Expected, digest
 from lockstep.sidefiles import named_files
 
 SAME, DIFFERENT, MISSING, UNKNOWN = "same", "different", "missing", "unknown"
-# Folders of the results tree that hold no artefacts.
-_NO_ARTEFACTS = ("logs", "report")
+# Files and folders of the results tree that are of no one model.
+_OF_ALL, _REPORT = ("config.json", "summary.json", "summary.csv"), "report"
+_NO_MODELS = ("logs", _REPORT)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Finding:
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.status:<9} {self.name}" + (f": {self.reason}" if self.reason else "")
+        return " ".join(f"{self.status:<9} {self.name}{': ' * bool(self.reason)}{self.reason}".splitlines())
 
 
 def verify(results: Path, locks: Mapping[str, Path] = {}, models: tuple[str, ...] = (), deep: bool = False) -> list[Finding]:
@@ -47,47 +48,42 @@ def verify(results: Path, locks: Mapping[str, Path] = {}, models: tuple[str, ...
 
     `models`: only these, by default all. `deep`: large files are hashed also where size and times say that they did not change.
     """
-    folders = [results / model for model in models] if models else sorted(path for path in results.iterdir() if path.is_dir() and path.name not in _NO_ARTEFACTS) if results.is_dir() else []
-    findings = _root(results, deep) if results.is_dir() else []
+    folders = [results / model for model in models] if models else sorted(path for path in results.iterdir() if path.is_dir() and path.name not in _NO_MODELS) if results.is_dir() else []
+    findings = _root(results, deep)
     for folder in folders:
-        findings += _files(results, folder, deep)
+        findings += _files(results, list(records(folder)), list(_walk(folder)), deep)
         if folder.name in locks:
-            findings += _locked(folder, read_lock(locks[folder.name]))
+            findings += _locked(folder, locks[folder.name])
     findings += [Finding(MISSING, model, f"nothing in {results}, but a lock: run snakemake") for model in sorted(locks) if not (results / model).is_dir() and model not in models]
     return findings
 
 
-def _files(results: Path, folder: Path, deep: bool) -> list[Finding]:
-    """Every file of a model: those that records and manifests name, sealed manifests, and those that nothing names."""
-    expected: dict[str, tuple[Path, str]] = {}
+def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -> list[Finding]:
+    """Every file of a model: those that its records and manifests name, sealed manifests, and those of `there` that nothing names."""
+    expected: dict[str, str] = {}
     findings: list[Finding] = []
-    for path in records(folder):
+    for path in recorded:
         try:
-            expected |= {os.path.normpath(file.path): (path, file.sha256) for file in _of_record(path)}
+            expected |= {os.path.normpath(file.path): file.sha256 for file in _of_record(path)}
             findings.append(Finding(SAME, _name(path, results)))
         except LockstepError as error:
             findings.append(Finding(DIFFERENT, _name(path, results), _reason(error)))
     with ThreadPoolExecutor(THREADS) as pool:
-        findings += pool.map(lambda item: _compare(Path(item[0]), item[1][1], results, deep), sorted(expected.items()))
-    named = {*expected, *map(os.path.normpath, records(folder))}
-    for path in records(folder):
+        findings += pool.map(lambda item: _compare(Path(item[0]), item[1], results, deep), sorted(expected.items()))
+    named = {*expected, *map(os.path.normpath, recorded)}
+    for path in recorded:
         provenance = provenance_path(path)
         if path.name == f"engines{SUFFIX}" and not provenance.is_file():
             findings.append(Finding(MISSING, _name(provenance, results), "`lockstep build` makes it again"))
-    findings += [_alone(path, results) for path in _walk(folder) if os.path.normpath(path) not in named]
+    findings += [_alone(path, results) for path in there if os.path.normpath(path) not in named]
     return sorted(findings, key=lambda finding: finding.name)
 
 
 def _root(results: Path, deep: bool) -> list[Finding]:
-    """The config that the results were made with."""
-    record = results / f"config{SUFFIX}"
-    if not record.is_file():
-        return [Finding(UNKNOWN, "config.json", "no record names it")] if (results / "config.json").is_file() else []
-    try:
-        expected = list(_of_record(record))
-    except LockstepError as error:
-        return [Finding(DIFFERENT, record.name, _reason(error))]
-    return [Finding(SAME, record.name), *(_compare(file.path, file.sha256, results, deep) for file in expected)]
+    """What is of no one model: the config that the results were made with, the summary, and the report's table and plots."""
+    recorded = [path for folder in (results, results / _REPORT) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    there = [results / name for name in _OF_ALL if os.path.lexists(results / name)]
+    return _files(results, recorded, [*there, *_walk(results / _REPORT)], deep)
 
 
 def _of_record(path: Path) -> Iterator[Expected]:
@@ -102,8 +98,10 @@ def _of_record(path: Path) -> Iterator[Expected]:
 def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
     try:
         found = digest(path, deep)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return Finding(MISSING, _name(path, results), "run snakemake")
+    except LockstepError as error:
+        return Finding(DIFFERENT, _name(path, results), _reason(error))
     if found != sha256:
         return Finding(DIFFERENT, _name(path, results), f"expected sha256 {sha256[:12]}, found {found[:12]}")
     return Finding(SAME, _name(path, results))
@@ -112,12 +110,15 @@ def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
 def _alone(path: Path, results: Path) -> Finding:
     """A file that no record names. A manifest that is no result but a measurement, such as a speed, still has its seal, and provenance too."""
     name = _name(path, results)
+    if not path.is_file():
+        return Finding(UNKNOWN, name, f"no record names it; it is {describe(path)}")
     if path.name == PROVENANCE:
         reason = wrong_provenance(path)
         return Finding(DIFFERENT, name, reason) if reason else Finding(SAME, name)
     try:
         if path.suffix == ".json" and SEAL.encode() in path.read_bytes():
-            if read_json(path)["format"] in _MEASURED:
+            value = read_json(path)
+            if isinstance(value, dict) and value.get("format") in _MEASURED:
                 return Finding(SAME, name)
     except LockstepError as error:
         return Finding(DIFFERENT, name, _reason(error))
@@ -127,16 +128,18 @@ def _alone(path: Path, results: Path) -> Finding:
 _MEASURED = (formats.SPEED, formats.REPRODUCTION)
 
 
-def _locked(folder: Path, lock: Mapping[str, Any]) -> list[Finding]:
+def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     """Each section of the lock against the tree, and each artefact of the tree that the lock does not have."""
+    try:
+        lock = read_lock(lock_file)
+    except InputError as error:
+        return [Finding(DIFFERENT, str(lock_file), _reason(error))]
     found: dict[tuple[str, ...], Mapping[str, Any]] = {}
     for path in records(folder):
         try:
-            section = section_of(path)
-        except LockstepError:
+            found |= {section.where: section.items for section in sections_of(path)}
+        except (LockstepError, FileNotFoundError):
             continue  # named above, as a file
-        if section is not None:
-            found[section.where] = section.items
     findings = []
     built = {where[:-1] for where in found if "engines" in where}  # a tree holds the engines of one device, a lock those of several
     places = (where for where in _places(lock) if where[:-1] not in built)
@@ -156,8 +159,9 @@ def _locked(folder: Path, lock: Mapping[str, Any]) -> list[Finding]:
 def _places(lock: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """The sections that a lock has."""
     yield ("checkpoint",)
-    yield from (("reference", layers) for layers in lock.get("reference", {}))
-    for precision, parts in lock.get("precisions", {}).items():
+    yield from (("reference", layers) for layers in lock["reference"])
+    yield from ((TERMS, stage, name) for stage, names in lock[TERMS].items() for name in names)
+    for precision, parts in lock["precisions"].items():
         yield from (("precisions", precision, part) for part in ("weights", "graphs") if part in parts)
         yield from (("precisions", precision, "engines", backend, device) for backend, found in parts.get("engines", {}).items() for device in found)
         yield from (("precisions", precision, "golden", backend, layers) for backend, found in parts.get("golden", {}).items() for layers in found)
@@ -166,7 +170,7 @@ def _places(lock: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 def _walk(folder: Path) -> Iterator[Path]:
     """The files of a model's results, without temporary ones and without a fetched checkpoint's, which its manifest names."""
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.name.endswith(".tmp") and not path.name.endswith(".failed.json") and path.name != ".snakemake_timestamp":
+        if not path.is_dir() and not path.name.endswith(".tmp") and not path.name.endswith(".failed.json") and path.name != ".snakemake_timestamp":
             yield path
 
 

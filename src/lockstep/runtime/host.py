@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lockstep.errors import CheckError
 from lockstep.runtime.kv_cache import KVCache
-from lockstep.runtime.network import Network
+from lockstep.runtime.network import Network, ios_of
 from lockstep.runtime.plan import Layout, Plan
 from lockstep.runtime.sampling import most_likely
 from lockstep.runtime.step import Advance, lay_out
@@ -21,6 +22,7 @@ class HostExecutor:
     ahead = False
 
     def __init__(self, network: Network, rows: int, max_seq_len: int):
+        _check_declared(network)
         self.rows, self.max_seq_len = rows, max_seq_len
         self._network = network
         self._cache = KVCache([kind.cache for _, kind in network.layers], rows, max_seq_len, network.dtype)
@@ -58,6 +60,28 @@ class HostExecutor:
                     del self._plans[next(iter(self._plans))]
                 self._plans[layout] = plan
         return plan
+
+
+def _check_declared(network: Network) -> None:
+    """Raises CheckError where an engine reads or makes something else than the assembly says: buffers are of the assembly's sizes."""
+    parts = {network.embedding.run: (network.embedding.inputs, network.embedding.outputs), network.exit.run: (network.exit.inputs, network.exit.outputs)}
+    parts |= {block.run: (block.inputs, block.outputs) for block, _ in network.layers}
+    for kind in {id(kind): kind for _, kind in network.layers}.values():
+        parts |= {kind.engines[phase]: tuple(ios_of(kind.spec[phase][what]) for what in ("inputs", "outputs")) for phase in ("prefill", "decode")}
+    for engine, (inputs, outputs) in parts.items():
+        for ios, declared in ((inputs, engine.inputs), (outputs, engine.outputs)):
+            said, found = ({name: _known(dtype, shape) for name, dtype, shape in values} for values in (
+                ((io.name, io.dtype, io.shape) for io in ios), ((name, value.dtype, value.shape) for name, value in declared.items()),
+            ))  # fmt: skip
+            if said != found:
+                name = min(name for name in {*said, *found} if said.get(name) != found.get(name))
+                advice = "export and build again, or take another bundle"
+                raise CheckError(f"{engine.where}: {name!r}: expected {said.get(name, 'nothing')} as the assembly says, found {found.get(name, 'nothing')}; {advice}")
+
+
+def _known(dtype: np.dtype, shape: Sequence[int | str]) -> str:
+    """A type with its sizes; named ones are left to each step."""
+    return f"{dtype.name} [{', '.join(str(size) if isinstance(size, int) else 'any' for size in shape)}]"
 
 
 def _pack(plan: Plan, advances: Sequence[Advance]) -> np.ndarray:

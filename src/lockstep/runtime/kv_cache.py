@@ -6,10 +6,13 @@ the decode graph takes, and one assignment writes a decode step's new keys of al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from lockstep.errors import InputError
 
 FIRST_CAPACITY = 64
 
@@ -95,8 +98,17 @@ class KVCache:
             old = arrays[:]
             arrays.clear()
             for i, (shape, count) in enumerate(self._groups):
-                new = np.zeros((count, self.rows, shape.num_kv_heads, capacity, getattr(shape, dim)), self.dtype)
+                new = self._zeros((count, self.rows, shape.num_kv_heads, capacity, getattr(shape, dim)))
                 if used:
                     new[:, :, :, :used] = old[i][:, :, :, :used]
                 arrays.append(new)
         self.capacity = capacity
+
+    def _zeros(self, sizes: tuple[int, ...]) -> np.ndarray:
+        try:
+            return np.zeros(sizes, self.dtype)
+        except (MemoryError, ValueError):  # ValueError: more than any memory
+            number = math.prod(sizes) * self.dtype.itemsize
+            raise InputError(
+                f"max_batch_size {self.rows}, {sizes[3]} tokens: expected a KV cache that fits in memory, found {number} bytes for keys or values; lower the limits"
+            ) from None

@@ -107,7 +107,8 @@ def _limits(engines: EngineSet, assembly_json: str | os.PathLike, given: Mapping
     limits = {name: next((limit for limit in (value, built[name], _DEFAULTS[name]) if limit is not None), None) for name, value in given.items()}
     allowed = engines.assembly["max_position_embeddings"]
     if allowed is not None and limits["max_seq_len"] > allowed:
-        raise InputError(f"max_seq_len: expected at most {allowed} (max_position_embeddings of {assembly_json}), found {limits['max_seq_len']}")
+        reason = engines.assembly.get("positions_limited_by", "max_position_embeddings")
+        raise InputError(f"max_seq_len: expected at most {allowed} ({reason} of {assembly_json}), found {limits['max_seq_len']}")
     for name, value in limits.items():
         if value is not None and value < 1:
             raise InputError(f"{name}: expected at least 1, found {value}")

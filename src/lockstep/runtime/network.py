@@ -78,14 +78,14 @@ def open_network(
     def block(part: Mapping[str, Any]) -> Block:
         entry = assembly["classes"][part["class"]]
         check_slots(weights, part["slots"], entry["slots"], part["class"])
-        return Block(programs[part["class"]].bind(weights, engines.tensors(part["class"], part["slots"])), _ios(entry["inputs"]), _ios(entry["outputs"]))
+        return Block(programs[part["class"]].bind(weights, engines.tensors(part["class"], part["slots"])), ios_of(entry["inputs"]), ios_of(entry["outputs"]))
 
     chosen = assembly["layers"][:count]
     kinds = {
         name: Kind(
             {engine.rpartition(".")[2]: load(engine).bind(None, {}) for engine in engines.names() if engine.rpartition(".")[0] == name},
             {phase: tuple(io["name"] for io in kind[phase]["inputs"]) for phase in ("prefill", "decode")},
-            next(io for io in _ios(kind["decode"]["outputs"]) if io.name == "attention"),
+            next(io for io in ios_of(kind["decode"]["outputs"]) if io.name == "attention"),
             LayerShape(kind["num_kv_heads"], kind["head_dim"], kind["value_head_dim"]),
             kind,
         )
@@ -111,5 +111,6 @@ def layer_count(assembly: Mapping[str, Any], layers: int | str) -> int:
     return layers
 
 
-def _ios(entries: Sequence[Mapping[str, Any]]) -> tuple[IO, ...]:
+def ios_of(entries: Sequence[Mapping[str, Any]]) -> tuple[IO, ...]:
+    """The inputs or outputs that an assembly lists."""
     return tuple(IO(entry["name"], np.dtype(entry["dtype"]), tuple(entry["shape"])) for entry in entries)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from lockstep import formats
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json, sha256_file
+from lockstep.files import sha256_file
+from lockstep.manifests import read_tokenizer
+
+
+@contextlib.contextmanager
+def _one_line(expected: str) -> Iterator[None]:
+    """What the tokenizers package says, as InputError that opens with `expected`: it raises bare Exception, and where its Rust code panics something that
+    is none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"{expected}{' '.join(str(error).split())}") from None
 
 
 class Tokenizer:
@@ -24,18 +37,17 @@ class Tokenizer:
             raise InputError("text: needs the Python package 'tokenizers', which is not installed here; install it") from None
         if not Path(path).is_file():
             raise InputError(f"{path}: expected a tokenizer, found no file; put tokenizer.json beside the checkpoint's weights and export again")
-        try:
+        self._path = path
+        with _one_line(f"{path}: expected a tokenizer.json, found "):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise InputError(f"{path}: expected a tokenizer.json, found {' '.join(str(error).split())}") from error
-        # Limits of the training set-up; here the runtime's own limits hold, and nothing is cut without a word.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+            # Limits of the training set-up; here the runtime's own limits hold, and nothing is cut without a word.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
 
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
         """The tokenizer that the assembly names. Raises CheckError when its file is not the one that was exported."""
-        entry = read_json(assembly_json, formats.ASSEMBLY).get("tokenizer")
+        entry = read_tokenizer(assembly_json)
         if entry is None:
             raise InputError(f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside the checkpoint's weights and export again")
         path = Path(assembly_json).parent / entry["file"]
@@ -44,12 +56,24 @@ class Tokenizer:
         return cls(path)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids int64 [num_tokens] with the special tokens that the tokenizer adds to a prompt."""
-        return np.array(self._tokenizer.encode(text).ids, np.int64)
+        """Token ids int64 [num_tokens] with the special tokens that the tokenizer adds to a prompt.
+
+        Raises InputError for text that is not Unicode, and for a text that the tokenizer fails on.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"prompt: expected text in UTF-8, found {text[error.start : error.end]!r} at character {error.start};"
+                " correct it"
+            ) from None
+        with _one_line(f"prompt: expected a text that {self._path} can split, found {text[:40]!r}: "):
+            return np.array(self._tokenizer.encode(text).ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of token ids, without special tokens."""
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+        with _one_line(f"{self._path}: expected a tokenizer.json, found "):
+            return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def stream(self) -> TextStream:
         """A fresh stream for one request's new tokens."""

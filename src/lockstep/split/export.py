@@ -1,6 +1,8 @@
 """The export stage: checkpoint manifest -> assembly.json, block classes, kinds, embedding, tokenizer, uncut batchful.onnx.
 
-Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy), never its weights.
+Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy), never
+its weights: only the headers, where they are there, to refuse names and shapes that are not the model's before hours
+are spent on them.
 Two exports of one checkpoint are byte-identical. Needs torch and transformers.
 """
 
@@ -17,13 +19,16 @@ import torch
 
 from lockstep import formats
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
+from lockstep.checkpoint.tensors import find_tensors, has_weights
 from lockstep.errors import InputError
-from lockstep.files import dump_json, read_json, write_bytes, write_json
+from lockstep.files import check_place, dump_json, read_json, write_bytes, write_json
 from lockstep.split import attention
 from lockstep.split.canonical import Graph, describe
 from lockstep.split.compose import Step, compose
 from lockstep.split.cut import Region
+from lockstep.split.layout import check_tensors
 from lockstep.split.proof import prove
+from lockstep.split.rope import position_limit
 from lockstep.split.stamp import parts_of
 from lockstep.split.tracer import meta_model
 
@@ -51,11 +56,13 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     Raises InputError for a model that cannot be split, with the reason.
     """
     checkpoint, out = Path(checkpoint), Path(out)
+    check_place(out)
     manifest = read_json(checkpoint, formats.CHECKPOINT)
     folder, config = checkpoint_folder(checkpoint, manifest), manifest["config"]
     check_checkpoint(folder, {**manifest, "files": [file for file in manifest["files"] if file["path"] in _READ]})
-    files, assembly = _proven(config, precision)
-    assembly["eos_token_ids"] = _eos_token_ids(folder, config)
+    stops = _eos_token_ids(folder, config)
+    files, assembly = _proven(config, precision, folder)
+    assembly["eos_token_ids"] = stops
     tokenizer = (folder / "tokenizer.json").read_bytes()
     files["tokenizer.json"] = tokenizer
     assembly["tokenizer"] = {"file": "tokenizer.json", "sha256": hashlib.sha256(tokenizer).hexdigest()}
@@ -79,9 +86,16 @@ def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[
     return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
-def _proven(config: dict[str, Any], precision: str) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does."""
+def _proven(
+    config: dict[str, Any], precision: str, folder: Path | None = None
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does.
+
+    folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
+    """
     meta = meta_model(config, precision)
+    if folder is not None and has_weights(folder):
+        check_tensors(meta, find_tensors(folder).tensors, folder)
     files, assembly = assemble(meta, config, precision)
     prove(config, meta, files, assembly, assemble)
     return files, assembly
@@ -110,6 +124,7 @@ def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stam
         files[f"{name}.onnx"] = graph.data
         onnx.checker.check_model(graph.proto, full_check=True)
     hidden = layers[0].block.inputs[0]
+    positions, limited_by = position_limit(meta.config)
     assembly = {
         "format": formats.ASSEMBLY,
         "model_type": config["model_type"],
@@ -118,7 +133,8 @@ def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stam
         "hidden_size": hidden["shape"][1],
         "vocab_size": layers[-1].exit.outputs[0]["shape"][1],
         "num_layers": len(layers),
-        "max_position_embeddings": config.get("max_position_embeddings"),
+        "max_position_embeddings": positions,
+        **({"positions_limited_by": limited_by} if limited_by else {}),
         "classes": {name: _describe(graph, name) for name, graph in classes.graphs.items()},
         "kinds": kinds.described,
         "embedding": {"class": "embedding", "slots": parts.embedding_slots},

@@ -8,10 +8,14 @@ own. transformers' own conversion for saving says which those are: it is run on 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from lockstep.checkpoint.dtypes import FLOAT_DTYPES
+from lockstep.checkpoint.safetensors_header import TensorRecord
 from lockstep.errors import InputError
 from lockstep.quiet import quiet
 
@@ -54,6 +58,32 @@ def checkpoint_shapes(meta: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that a checkpoint of the model holds, sorted, tied ones once."""
     saved = _saved(meta, {name: tensor.to("meta") for name, tensor in _parameters(meta).items()})
     return {name: tuple(tensor.shape) for name, tensor in sorted(saved.items())}
+
+
+def check_tensors(meta: torch.nn.Module, tensors: Mapping[str, tuple[str, TensorRecord]], folder: Path) -> None:
+    """Hold a checkpoint's tensors to what a checkpoint of the model holds.
+
+    tensors: file and record by name, of the checkpoint in `folder`. Raises InputError for a tensor that is absent, of
+    another shape or no float. Tensors that the model does not know are no fault.
+    """
+    for name, shape in checkpoint_shapes(meta).items():
+        # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
+        file, record = tensors.get(name) or tensors.get(name.partition(".")[2]) or (None, None)
+        if record is None:
+            raise InputError(
+                f"{folder}: expected tensor {name!r} {list(shape)}, found none of this name; does config.json belong to"
+                " these weights?"
+            )
+        if record.shape != shape:
+            raise InputError(
+                f"{folder / file}: tensor {name!r}: expected shape {list(shape)}, found {list(record.shape)}; does"
+                " config.json belong to these weights?"
+            )
+        if record.dtype not in FLOAT_DTYPES:
+            raise InputError(
+                f"{folder / file}: tensor {name!r}: expected one of {', '.join(FLOAT_DTYPES)}, found {record.dtype};"
+                " use a checkpoint that is not quantized"
+            )
 
 
 def _parameters(meta: torch.nn.Module) -> dict[str, torch.Tensor]:

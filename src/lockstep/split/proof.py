@@ -1,8 +1,8 @@
 """The export's numeric gate: is a model's split form the same computation as transformers' own?
 
 In: a config.json mapping and the assembly that was made from it. A small model of the same class and settings gets random weights; it
-is split in the same way, and its graphs run in ONNX Runtime (chunked prefill, decode, two requests mixed) against transformers' eager
-forward. A model whose attention does more than the split knows (a mask of its own, a bias, a sink) passes every other gate and fails
+is split in the same way, and its graphs run in ONNX Runtime (chunked prefill, decode, two requests mixed, long contexts and far positions)
+against transformers' eager forward. A model whose attention does more than the split knows (a mask of its own, a bias, a sink) passes every other gate and fails
 here. Needs neither weights nor a checkpoint.
 """
 
@@ -22,6 +22,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.errors import InputError
 from lockstep.quiet import quiet
+from lockstep.split import far
+from lockstep.split.refusals import known_reason
+from lockstep.split.rope import rope_settings
 from lockstep.split.small import shallow_config, small_configs
 from lockstep.split.stamp import signatures
 from lockstep.split.tracer import build_config, meta_model
@@ -74,6 +77,8 @@ def prove(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assemb
             break
     if not errors:
         raise InputError(f"{refusal}no random weights were found for which transformers in fp32 is accurate enough to compare with")
+    if reason := known_reason(meta):
+        raise InputError(refusal + reason)
     raise InputError(
         f"{refusal}its split form differs from transformers by {min(errors):.1e} of the logits' standard deviation on a small model of its kind, "
         f"expected at most {TOLERANCE:.0e}; please report it"
@@ -111,7 +116,7 @@ def _candidates(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any
     try:
         if _parameters(meta_model(shallow, "fp32")) <= _SMALL_ENOUGH:
             yield shallow
-    except InputError:  # the class refuses the small windows or vocabulary: the other candidates say why
+    except InputError:  # the class refuses the small vocabulary: the other candidates say why
         pass
     yield from small_configs(config, depth)
 
@@ -200,13 +205,31 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
     refusal = f"model type {small.config['model_type']!r} cannot be split: "
     if not np.isfinite(spread) or spread == 0:
         raise InputError(f"{refusal}transformers gives logits with standard deviation {spread} on a small model")
+    contexts = far.contexts(small.assembly, _original_lengths(model.config.get_text_config()))
+    filled = [far.fill(context, small.assembly, random) for context in contexts]
+    expected_far = [far.expected(model, each) for each in filled]
     try:
-        found = walk(Walk(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1), sequences)
+        run = Walk(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1)
+        found, found_far = walk(run, sequences), [far.found(run, each) for each in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
-    difference = lambda one, other: max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True)) / spread
-    error = difference(found, expected)
-    return Measured(error if np.isfinite(error) else float("inf"), difference(_forward(model.double(), sequences), expected))
+    error, far_error = _difference(found, expected), max((_difference(*pair) for pair in zip(found_far, expected_far)), default=0.0)
+    own = _difference(_forward(model.double(), sequences), expected)
+    if far_error > TOLERANCE:  # is it ours? Only then is transformers' own error worth its time
+        own = max(own, *(_difference(far.expected(model, each), rows) for each, rows in zip(filled, expected_far)))
+    return Measured(max(error, far_error), own)
+
+
+def _difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
+    """Largest difference of two lists of logits over the standard deviation of the second; infinity for what is no number."""
+    largest = max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True)) / float(np.concatenate(other).std())
+    return largest if np.isfinite(largest) else float("inf")
+
+
+def _original_lengths(config: Any) -> list[int]:
+    """The lengths that a config's ropes were made for, behind which their frequencies are stretched."""
+    found = [parameters.get("original_max_position_embeddings") for parameters in rope_settings(config)]
+    return [int(length) for length in found if length]
 
 
 def _forward(model: torch.nn.Module, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -13,11 +13,11 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "Abs Add And Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid HardSwish Identity IsNaN LeakyRelu "
     "Less LessOrEqual Log Max Min Mish Mod Mul Neg Not Or Pow Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Sqrt Sub Tanh Where Xor".split()
 )
-_REDUCTIONS = frozenset("ReduceMax ReduceMean ReduceMin ReduceSum ReduceSumSquare ReduceL2".split())
+REDUCTIONS = frozenset("ReduceMax ReduceMean ReduceMin ReduceSum ReduceSumSquare ReduceL2".split())
 _ALONG_AXIS = frozenset("Softmax LogSoftmax LayerNormalization RMSNormalization".split())
 
 
@@ -129,13 +129,13 @@ class _Packer:
             return self._gather(node)
         if not all(self._leads(value) for value in node.outputs):
             return False
-        if op in _ELEMENTWISE:
+        if op in ELEMENTWISE:
             return self._elementwise(node)
         if op == "Unsqueeze":
             return self._unsqueeze(node)
         if not self._leads(node.inputs[0]):
             return False
-        if op in _REDUCTIONS or op == "Slice":
+        if op in REDUCTIONS or op == "Slice":
             return self._by_axes_input(node)
         if op in _ALONG_AXIS:
             return self._by_axis_attribute(node, default=-1, rest=node.inputs[1:])

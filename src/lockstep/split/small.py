@@ -1,7 +1,7 @@
 """Small models of the same class and settings: a config.json in, config.json mappings of smaller models out.
 
 Kept: the class, norms, biases, activations, caps, tied weights, rotary settings, head size, the sequence of layer looks. Made small:
-depth, width, heads, experts, vocabulary; windows shrink so far that a few tokens cross them. Keys are told by their names, which
+depth, width, heads, experts, vocabulary, and windows that are wider than the proof's longest context. Keys are told by their names, which
 transformers' models share, so no model needs code of its own.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.split.tracer import NOT_PER_LAYER, build_config
 
-WINDOW = 5  # tokens
+WINDOW = 4096  # tokens: far.py looks at both sides of it
 _VOCABULARY = 160
 _INTERMEDIATE = 96
 _KV_HEADS = (2, 4)  # more than one, so that heads taken in a wrong order show; some classes want a multiple of four
@@ -35,7 +35,7 @@ def small_configs(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, A
 
 
 def shallow_config(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """The first `depth` layers, a small vocabulary and small windows; all else as it is."""
+    """The first `depth` layers, a small vocabulary, and windows of at most WINDOW; all else as it is."""
     return _small(config, depth, None, experts=False, inner=False)
 
 

@@ -16,9 +16,10 @@ import torch
 
 from lockstep.split.canonical import Graph, canonical
 from lockstep.split.cut import INPUT_ORDER, Cut, Region, bind_slot, cut
+from lockstep.split.independence import check_independence
 from lockstep.split.layout import checkpoint_layout
 from lockstep.split.simplify import pack
-from lockstep.split.tracer import layer_list, per_layer_settings, trace
+from lockstep.split.tracer import DOMAIN, layer_list, per_layer_settings, trace
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,11 @@ class _Traced:
 
 def _cut(meta: torch.nn.Module, indices: Sequence[int]) -> _Traced:
     traced = trace(meta, indices)
-    embedding = canonical(pack(traced.embedding).graph, "embedding", INPUT_ORDER, {name: name for name in traced.embedding_weights})
-    return _Traced(cut(pack(traced.graph), traced.weights, traced.layer_prefix), embedding)
+    body, embedding = pack(traced.graph), pack(traced.embedding)
+    for part in (body, embedding):
+        check_independence(part.graph, DOMAIN, meta.config.model_type)
+    slots = {name: name for name in traced.embedding_weights}
+    return _Traced(cut(body, traced.weights, traced.layer_prefix), canonical(embedding.graph, "embedding", INPUT_ORDER, slots))
 
 
 def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:

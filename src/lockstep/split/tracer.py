@@ -27,19 +27,23 @@ from onnxscript import opset20
 from onnxscript.function_libs.torch_lib.registration import torch_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.onnx._internal.exporter import _core as onnx_exporter
+from torch.onnx._internal.exporter._capture_strategies import TorchExportNonStrictStrategy
 from torch.onnx._internal.exporter._registration import ONNXRegistry
-from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AutoModelForCausalLM
 
 from lockstep.errors import InputError
 from lockstep.quiet import quiet
 from lockstep.split import collector
+from lockstep.split.hook import HOOK, unpacked
+from lockstep.split.refusals import known_reason
+from lockstep.split.rope import freeze_ropes
 
 DOMAIN = "lockstep"
 OPSET = 20
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_HOOK = "lockstep"
 _WEIGHT_PREFIX = "model_under_trace."
+# Numbers in a computed buffer (1 GB): parameters stay without values, rotary frequencies and position tables do not.
+_MAX_TABLE = 1 << 28
 _TRACE_TOKENS = 7  # any number that no dimension of a model equals by chance
 
 
@@ -57,37 +61,6 @@ class Trace:
     layer_prefix: str
     embedding: ir.Model
     embedding_weights: frozenset[str]
-
-
-# --- the attention marker: [num_tokens, num_heads, head_dim] and two of [num_tokens, num_kv_heads, head_dim] ---
-
-
-@torch.library.custom_op("lockstep::attention", mutates_args=())
-def _attention_marker(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, softcap: float, window: int
-) -> torch.Tensor:
-    raise RuntimeError("the attention marker is traced, never run")
-
-
-@_attention_marker.register_fake
-def _(query, key, value, layer, scale, softcap, window):
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-def _attention_hook(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, sliding_window=None, **rest):
-    """The function that transformers calls instead of its own attention; shapes [1, heads, num_tokens, head_dim]."""
-    given = sorted(name for name, value in rest.items() if name in _UNSUPPORTED and value is not None)
-    if given:
-        raise InputError(f"its attention takes {', '.join(given)}, which parameter-free attention cannot carry")
-    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    by_token = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    output = torch.ops.lockstep.attention(*by_token, int(module.layer_idx), scale, float(softcap or 0.0), int(sliding_window or 0))
-    return output.unsqueeze(0), None
-
-
-_UNSUPPORTED = {"s_aux", "position_bias", "head_mask", "alibi", "relative_position_bias"}
-AttentionInterface.register(_HOOK, _attention_hook)
-AttentionMaskInterface.register(_HOOK, lambda *args, **kwargs: None)  # causality and windows live in the batchless graphs
 
 
 def _register_schema() -> None:
@@ -144,7 +117,8 @@ def _registry() -> ONNXRegistry:
 def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     """The transformers config of a config.json mapping.
 
-    Raises InputError for a model type that the installed transformers does not know as a causal LM.
+    Raises InputError for a model type that the installed transformers does not know as a causal LM, and for values that
+    its class refuses.
     """
     model_type = config.get("model_type")
     if model_type not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -155,7 +129,13 @@ def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     values = copy.deepcopy(dict(config))
     values["_experts_implementation"] = "batched_mm"
     with quiet():
-        return transformers.CONFIG_MAPPING[model_type].from_dict(values)
+        try:
+            return transformers.CONFIG_MAPPING[model_type].from_dict(values)
+        except Exception as error:  # each class checks its settings in its own way
+            raise InputError(
+                f"config.json: expected the config of a {model_type!r} model, found one that it refuses:"
+                f" {_root_cause(error)}"
+            ) from error
 
 
 def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
@@ -171,8 +151,17 @@ def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
         except Exception as error:  # a config that contradicts itself fails anywhere in the model's code
             raise InputError(f"config.json: expected the config of a {config.model_type!r} model, found one that it refuses: {_root_cause(error)}") from error
         for module in model.modules():
-            computed = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None and module._buffers[n].is_meta]
+            computed = [
+                n
+                for n in sorted(module._non_persistent_buffers_set)
+                if module._buffers.get(n) is not None and module._buffers[n].is_meta
+            ]
             for name in computed:
+                if (numbers := module._buffers[name].numel()) > _MAX_TABLE:
+                    raise InputError(
+                        f"config.json: expected sizes of a model, found ones that make {name} a table of {numbers}"
+                        " numbers; correct head_dim or max_position_embeddings"
+                    )
                 module._buffers[name] = torch.full(module._buffers[name].shape, math.nan).to(module._buffers[name].dtype)
             if computed:
                 try:
@@ -182,7 +171,8 @@ def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
                 unset = [n for n in computed if module._buffers[n].is_floating_point() and module._buffers[n].isnan().any()]
                 if unset:
                     raise InputError(f"model type {config.model_type!r} cannot be split: transformers gives no value for its buffers {unset}")
-    model.config._attn_implementation = _HOOK
+    freeze_ropes(model)
+    model.config._attn_implementation = HOOK
     return model.eval()
 
 
@@ -262,16 +252,17 @@ def trace(meta: torch.nn.Module, indices: Sequence[int]) -> Trace:
     with mode:
         hidden = torch.zeros(_TRACE_TOKENS, model.get_input_embeddings().weight.shape[1], dtype=model.dtype)
         inputs = {"hidden": hidden, "position_ids": torch.arange(_TRACE_TOKENS), "token_ids": torch.arange(_TRACE_TOKENS)}
-    whole = _export(_Packed(model), inputs, ("logits", "embedded"), model.config.model_type)
+    whole = _export(_Packed(model), inputs, ("logits", "embedded"))
     graph, embedding = _part(whole, ("hidden", "position_ids"), "logits"), _part(whole, ("token_ids",), "embedded")
     embedding.graph.outputs[0].name = "hidden"
     state = set(model.state_dict())
     weights = _name_weights(graph, state, ties)
     found = [node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN]
     if found != list(indices):
+        own = "computes attention in its own code" if not found else f"calls it for layers {found}"
         raise InputError(
-            f"model type {model.config.model_type!r} cannot be split: expected one attention for each layer through transformers' "
-            f"attention interface, in the order of the layers ({list(indices)}), found {found or 'none'}"
+            f"model type {model.config.model_type!r} cannot be split: "
+            + (known_reason(model) or f"it {own}; expected one attention for each layer through transformers' attention interface, in the order of the layers ({list(indices)})")
         )
     return Trace(graph, weights, prefix, embedding, _name_weights(embedding, state, ties))
 
@@ -282,14 +273,18 @@ def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:
     return ir.Model(graph, ir_version=model.ir_version)
 
 
-def _export(module: torch.nn.Module, inputs: dict[str, torch.Tensor], outputs: Sequence[str], model_type: str) -> ir.Model:
+def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[str]) -> ir.Model:
     dim = torch.export.Dim("num_tokens", min=1, max=1 << 20)
     try:
-        with quiet(), torch.no_grad(), collector.paused():
-            # What torch.onnx.export(dynamo=True) calls, which makes a registry of all operators anew each time: 0.4 s.
+        with quiet(), torch.no_grad(), collector.paused(), unpacked():
+            # The first of the ways that torch.onnx.export(dynamo=True) tries; the others take long, and fail with reasons of their own.
+            captured = TorchExportNonStrictStrategy()(module.eval(), tuple(inputs.values()), {}, {name: {0: dim} for name in inputs})
+            if captured.exported_program is None:
+                raise captured.exception
+            # What torch.onnx.export calls, which makes a registry of all operators anew each time: 0.4 s.
             program = onnx_exporter.export(
-                module.eval(), tuple(inputs.values()), {}, registry=_registry(), opset_version=OPSET, optimize=False, verbose=False,
-                input_names=list(inputs), output_names=list(outputs), dynamic_shapes={name: {0: dim} for name in inputs},
+                captured.exported_program, (), {}, registry=_registry(), opset_version=OPSET, optimize=False, verbose=False,
+                input_names=list(inputs), output_names=list(outputs),
             )  # fmt: skip
             model = program.model
             for value in (*model.graph.inputs, *model.graph.outputs):
@@ -299,7 +294,9 @@ def _export(module: torch.nn.Module, inputs: dict[str, torch.Tensor], outputs: S
                     value.const_value = None  # a fake weight has no value; folding must not read it
             onnxscript.optimizer.optimize_ir(model)
     except Exception as error:  # whatever a model's code raises under trace is the reason why it is refused
-        raise InputError(f"model type {model_type!r} cannot be split: tracing it fails: {_root_cause(error)}") from error
+        traced = module.model_under_trace
+        reason = known_reason(traced) or (str(error) if isinstance(error, InputError) else f"tracing it fails: {_root_cause(error)}")
+        raise InputError(f"model type {traced.config.model_type!r} cannot be split: {reason}") from error
     return model
 
 

@@ -6,6 +6,7 @@ requests; one that brings several tokens goes through the prefill graph of each 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class Walk:
         self.outputs = {name: [value["name"] for value in entry["outputs"]] for name, entry in entries.items()}
         self.sessions = {name: open_session(files[entry["graph"]], threads=1) for name, entry in entries.items()}
         self.lengths = np.zeros(num_requests, np.int64)
+        self.shift = np.zeros(num_requests, np.int64)  # of each request's positions from its number of cached tokens
         noise = np.random.default_rng(0)
         self.caches = []
         for layer in assembly["layers"]:
@@ -41,13 +43,21 @@ class Walk:
             shapes = [(num_requests, kind["num_kv_heads"], capacity, kind[dim]) for dim in ("head_dim", "value_head_dim")]
             self.caches.append([10 * noise.standard_normal(shape, np.float32) for shape in shapes])
 
+    def behind(self, caches: Sequence[list[np.ndarray]], lengths: Sequence[int], shift: np.ndarray) -> Walk:
+        """The same graphs with other requests: for each layer [key, value] stores of [num_requests, num_kv_heads, capacity, dim], of which
+        `lengths` tokens are filled; new tokens stand `shift` positions further than that."""
+        other = copy.copy(self)
+        other.caches, other.lengths, other.shift = list(caches), np.array(lengths, np.int64), np.array(shift, np.int64)
+        return other
+
     def step(self, parts: Sequence[Part]) -> list[np.ndarray]:
         """Advance the requests; gives for each part the logits of all its tokens, [len(tokens), vocab_size] float32."""
         parts = [*parts]
         env: dict[str, np.ndarray] = {
             "token_ids": np.concatenate([part.tokens for part in parts]),
-            "position_ids": np.concatenate([self.lengths[part.request] + np.arange(len(part.tokens)) for part in parts]),
+            "position_ids": np.concatenate([self._positions(part) + self.shift[part.request] for part in parts]),
         }
+        env["cache_rows"] = np.concatenate([self._positions(part) for part in parts])
         env["logit_rows"] = np.arange(len(env["token_ids"]))
         self._block(self.assembly["embedding"], env)
         for layer, cache in zip(self.assembly["layers"], self.caches, strict=True):
@@ -57,6 +67,9 @@ class Walk:
         for part in parts:
             self.lengths[part.request] += len(part.tokens)
         return np.split(env["logits"], np.cumsum([len(part.tokens) for part in parts])[:-1])
+
+    def _positions(self, part: Part) -> np.ndarray:
+        return self.lengths[part.request] + np.arange(len(part.tokens))
 
     def _run(self, name: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.outputs[name], self.sessions[name].run(self.outputs[name], dict(feeds)), strict=True))
@@ -91,5 +104,5 @@ class Walk:
             result[rows] = found["attention"]
             for store, new in zip(cache, (found["key_out"], found["value_out"]), strict=True):
                 owners = requests * len(rows) if several else requests
-                store[owners, :, env["position_ids"][rows]] = new
+                store[owners, :, env["cache_rows"][rows]] = new
         return result

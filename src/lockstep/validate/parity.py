@@ -1,7 +1,8 @@
 """Do the graphs compute what torch computes? An assembly and recorded sequences in, errors by layer out.
 
 Teacher-forced: each block and each attention gets what torch had there, so that an error shows in the layer that makes it and in no
-later one. Free: the embedded tokens go in, and every graph takes what the one before gave.
+later one. Free: the embedded tokens go in, and every graph takes what the one before gave. Sequences start at position 0, or behind a
+synthetic cache of any length.
 """
 
 from __future__ import annotations
@@ -38,6 +39,20 @@ def embedding_error(assembly: Assembly, records: Sequence[Record]) -> Difference
 
 def layer_errors(assembly: Assembly, records: Sequence[Record]) -> tuple[list[LayerErrors], Difference]:
     """Errors of each layer, teacher-forced, and of the logits behind the last one. All sequences run packed, as in a step."""
+    errors, env = _layers_alone(assembly, records)
+    env["logit_rows"] = np.arange(len(env["position_ids"]))
+    logits = assembly.run_block(assembly.exit, env)["logits"]
+    return errors, difference(np.concatenate([record.logits for record in records]), logits)
+
+
+def errors_behind(assembly: Assembly, record: Record, capacity: int) -> list[LayerErrors]:
+    """Errors of the layers of a record that comes behind a cache, teacher-forced: its tokens in one piece (`chunked`), and each as a row of one decode
+    step. The graphs get a cache of at least `capacity` rows."""
+    return _layers_alone(assembly, [record], capacity)[0]
+
+
+def _layers_alone(assembly: Assembly, records: Sequence[Record], capacity: int = 0) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
+    """Errors of each layer, and what goes on from the last one to the exit."""
     packed = lambda arrays: np.concatenate(arrays).astype(assembly.dtype)
     spans = _spans(records)
     env: dict[str, np.ndarray] = {
@@ -45,7 +60,8 @@ def layer_errors(assembly: Assembly, records: Sequence[Record]) -> tuple[list[La
         "position_ids": np.concatenate([record.position_ids for record in records]),
     }
     errors = []
-    for index, layer in enumerate(assembly.layers):
+    for index in range(len(records[0].layers)):
+        layer = assembly.layers[index]
         part = layer["block"]
         outputs = assembly.run_block(part, env)
         env |= outputs
@@ -55,59 +71,83 @@ def layer_errors(assembly: Assembly, records: Sequence[Record]) -> tuple[list[La
             errors[-1].tensors["hidden"] = difference(expected, env["hidden"])
             env["hidden"] = expected.astype(assembly.dtype)
         entry = LayerErrors(index, part["class"], layer["kind"])
-        entry.tensors |= _kind_errors(assembly, layer["kind"], env, [record.layers[index] for record in records], spans)
+        layers = [record.layers[index] for record in records]
+        if records[0].num_past:
+            entry.tensors |= _kind_errors_behind(assembly, layer["kind"], env, layers[0], records[0].num_past, capacity)
+        else:
+            entry.tensors |= _kind_errors(assembly, layer["kind"], env, layers, spans)
         errors.append(entry)
         env["attention"] = packed([record.layers[index].attention for record in records])
-    env["logit_rows"] = np.arange(len(env["position_ids"]))
-    logits = assembly.run_block(assembly.exit, env)["logits"]
-    return errors, difference(np.concatenate([record.logits for record in records]), logits)
+    return errors, env
 
 
 def _kind_errors(
     assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
 ) -> dict[str, Difference]:
     """A layer's attention three ways: whole prompts, prompts whose second half comes behind a cache, and last tokens as one decode step."""
-    found: dict[str, list[tuple[str, np.ndarray, np.ndarray]]] = {"prefill": [], "chunked": [], "decode": []}
-
-    def add(phase: str, outputs: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
-        found[phase] += [(name, expected[name], outputs[name]) for name in ("key_out", "value_out", "attention")]
-
+    found = _Found()
     for layer, span in zip(layers, spans):
         count = span.stop - span.start
         for phase, start in (("prefill", 0), ("chunked", count // 2)):
             if phase == "chunked" and not start:
                 continue  # one token cannot be halved
-            rows = slice(span.start + start, span.stop)
             past = _past(assembly, [layer], [start])
-            add(phase, assembly.run_kind(kind, "prefill", {**_rows(env, rows), **past}), _expected(layer, slice(start, count)))
+            outputs = assembly.run_kind(kind, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past})
+            found.add(phase, outputs, _expected(layer, slice(start, count)))
     last = np.array([span.stop - 1 for span in spans])
     lengths = [span.stop - span.start - 1 for span in spans]
     outputs = assembly.run_kind(kind, "decode", {**_rows(env, last), **_past(assembly, layers, lengths)})
     for row, (layer, length) in enumerate(zip(layers, lengths)):
-        add("decode", {name: array[row : row + 1] for name, array in outputs.items()}, _expected(layer, slice(length, length + 1)))
-    errors = {}
-    for phase, triples in found.items():
+        found.add("decode", {name: array[row : row + 1] for name, array in outputs.items()}, _expected(layer, slice(length, length + 1)))
+    return found.errors()
+
+
+def _kind_errors_behind(
+    assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
+) -> dict[str, Difference]:
+    """A layer's attention behind a cache: all tokens as a chunk, and each as a request of one decode step."""
+    scale = {"query": layer.query_scale, "key": layer.key_scale}
+    rows = {name: (array * np.float32(scale.get(name, 1))).astype(array.dtype) for name, array in _rows(env, slice(None)).items()}
+    count, found = len(rows["query"]), _Found()
+    expected = _expected(layer, slice(0, count), num_past)
+    found.add("chunked", assembly.run_kind(kind, "prefill", {**rows, **_past(assembly, [layer], [num_past], capacity)}), expected)
+    lengths = [num_past + token for token in range(count)]
+    found.add("decode", assembly.run_kind(kind, "decode", {**rows, **_past(assembly, [layer] * count, lengths, capacity)}), expected)
+    return found.errors()
+
+
+class _Found:
+    """What a layer's attention graphs gave, beside what was expected, by phase."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def add(self, phase: str, outputs: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
         for name in ("key_out", "value_out", "attention"):
-            pairs = [(expected.ravel(), array.ravel()) for other, expected, array in triples if other == name]
-            errors[f"{phase}.{name}"] = difference(*(np.concatenate(side) for side in zip(*pairs)))
-    return errors
+            self._arrays.setdefault((phase, name), []).append((expected[name].ravel(), outputs[name].ravel()))
+
+    def errors(self) -> dict[str, Difference]:
+        """{"<phase>.<output>": error}, in the order in which phases were added."""
+        return {f"{phase}.{name}": difference(*(np.concatenate(side) for side in zip(*pairs))) for (phase, name), pairs in self._arrays.items()}
 
 
-def _past(assembly: Assembly, layers: Sequence[LayerRecord], lengths: Sequence[int]) -> dict[str, np.ndarray]:
+def _past(assembly: Assembly, layers: Sequence[LayerRecord], lengths: Sequence[int], capacity: int = 0) -> dict[str, np.ndarray]:
     """A cache with torch's keys and values of each request's first tokens, and stale numbers behind them."""
-    capacity = max(lengths) + _SPARE
+    capacity = max(capacity, max(lengths) + _SPARE)
     caches = {}
     for name in ("key", "value"):
-        heads, dim = getattr(layers[0], name).shape[1:]
+        heads, dim = getattr(layers[0], f"{name}s").shape[1:]
         cache = np.full((len(layers), heads, capacity, dim), _STALE, assembly.dtype)
         for row, (layer, length) in enumerate(zip(layers, lengths)):
-            cache[row, :, :length] = getattr(layer, name)[:length].swapaxes(0, 1)
+            cache[row, :, :length] = getattr(layer, f"{name}s")[:length].swapaxes(0, 1)
         caches[f"past_{name}"] = cache
     return {**caches, "past_lengths": np.array(lengths, np.int64)}
 
 
-def _expected(layer: LayerRecord, rows: slice) -> dict[str, np.ndarray]:
-    return {"key_out": layer.key[rows], "value_out": layer.value[rows], "attention": layer.attention[rows]}
+def _expected(layer: LayerRecord, rows: slice, num_past: int = 0) -> dict[str, np.ndarray]:
+    """What the graphs should give for the tokens `rows` of a record that comes behind `num_past` cache rows."""
+    cached = slice(num_past + rows.start, num_past + rows.stop)
+    return {"key_out": layer.keys[cached], "value_out": layer.values[cached], "attention": layer.attention[rows]}
 
 
 def _rows(env: Mapping[str, np.ndarray], rows: slice | np.ndarray) -> dict[str, np.ndarray]:

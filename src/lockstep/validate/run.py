@@ -1,7 +1,8 @@
 """The validate stage: graphs, weights and the model's config in; a report of how far the graphs are from torch out.
 
 The order is from cheap to dear, so that the first thing wrong is the thing reported: inputs and outputs as declared, ONNX checker,
-Polygraphy's lint and inspect, each layer teacher-forced, then the whole forward through Polygraphy's Comparator.
+Polygraphy's lint and inspect, each layer teacher-forced on short sequences, then behind long synthetic caches up to the length that the
+limits allow, then the whole forward through Polygraphy's Comparator.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import torch
 from polygraphy.backend.base import BaseRunner
 
 from lockstep import formats
-from lockstep.checks import Difference, finish
+from lockstep.boundaries import config_lengths, edges, synthetic_past
+from lockstep.checks import Difference, finish, largest
 from lockstep.comparator import BoundRunner
 from lockstep.errors import CheckError
 from lockstep.files import read_json
 from lockstep.validate.graphs import Assembly, Graph
-from lockstep.validate.parity import LayerErrors, embedding_error, forward, layer_errors
+from lockstep.validate.parity import LayerErrors, embedding_error, errors_behind, forward, layer_errors
 from lockstep.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
 from lockstep.validate.torch_trace import Record, TorchModel, sequences
 from lockstep.weights import Weights
 
+_NUM_BEHIND = 3  # tokens behind a long cache: at an edge, before it and after it
 _TEXT = "The river comes down from the hills, and the town lies where it is wide and slow."
 
 
@@ -35,6 +38,7 @@ def run(
     checkpoint_json: Path,
     layers: int | str,
     tolerance: Mapping[str, float],
+    max_seq_len: int,
     out: Path,
     model: str | None = None,
     threads: int | None = None,
@@ -42,7 +46,7 @@ def run(
     """Validate the graphs of an assembly cut after `layers` layers (or "all") and write the report to `out`, which is returned.
 
     tolerance: {"logits": the largest absolute error of a logit, "block": the same for what a layer computes, where values above one
-    have proportionally more room (`Difference.within_scaled`)}. model: its name in the report, by default the last part of the
+    have proportionally more room (`Difference.within_scaled`)}. max_seq_len: the most tokens of a request. model: its name in the report, by default the last part of the
     checkpoint's source. threads: None takes all cores.
 
     Raises CheckError, which names the first layer over tolerance, and then writes the report to `<out>.failed.json` instead;
@@ -62,6 +66,7 @@ def run(
         torch_model = TorchModel(checkpoint["config"], assembly.weights, layers)
         records = [torch_model.record(token_ids) for token_ids in _sequences(assembly)]
         _check_layers(assembly, records, tolerance, report)
+        _check_long_contexts(assembly, torch_model, records[0], checkpoint["config"], max_seq_len, tolerance["block"], report)
         uncut = assembly.uncut(threads)
         if uncut is not None:
             _check_graph("batchful", uncut, report["checks"])
@@ -97,15 +102,47 @@ def _check_layers(assembly: Assembly, records: list[Record], tolerance: Mapping[
     report["exit"] = {"block": assembly.exit["class"], "layer": assembly.num_layers - 1, "tensors": {"logits": _entry(logits, bound)}}
     if not embedding.within_scaled(block):
         raise CheckError(f"embedding ({assembly.embedding['class']}): {_found('hidden', embedding, block)}")
-    for entry in errors:
-        for name, error in entry.tensors.items():
-            if not error.within_scaled(block):
-                report["first_failing_layer"] = entry.layer
-                raise CheckError(f"layer {entry.layer} (block {entry.block}, {entry.kind}): {_found(name, error, block)}")
+    _check_errors(errors, block, "", report)
     if not logits.within(bound):
         report["first_failing_layer"] = assembly.num_layers - 1
         where = f"layer {assembly.num_layers - 1} (block {assembly.exit['class']}, behind the last attention)"
         raise CheckError(f"{where}: {_found('logits', logits, bound)}")
+
+
+def _check_long_contexts(
+    assembly: Assembly, torch_model: TorchModel, short: Record, config: Mapping[str, Any], max_seq_len: int, tolerance: float, report: dict[str, Any]
+) -> None:
+    """Each kind of layer behind synthetic caches that end at the edges of pages, windows, RoPE lengths and of `max_seq_len`, teacher-forced.
+
+    The layers are the first that show each block class with each kind; `short` has the shapes of their keys and values. Every second cache has
+    `max_seq_len` rows, the others have just enough.
+    """
+    pairs = [(layer["block"]["class"], layer["kind"]) for layer in assembly.layers]
+    count = 1 + max(pairs.index(pair) for pair in pairs)
+    windows = {assembly.manifest["kinds"][kind]["window"] for _, kind in pairs} - {0, None}
+    lengths = config_lengths(config) | windows
+    random = np.random.default_rng(0)
+    report["long_context"] = {"max_seq_len": max_seq_len, "layers": count, "caches": []}
+    with torch_model.first_layers(count):
+        for number, num_past in enumerate(sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})):
+            if num_past < 1:
+                continue
+            shapes = [(layer.keys.shape[1], (layer.keys.shape[2], layer.values.shape[2])) for layer in short.layers[:count]]
+            past = [synthetic_past(random, num_past, heads, dims, lengths) for heads, dims in shapes]
+            record = torch_model.record(random.integers(0, assembly.manifest["vocab_size"], _NUM_BEHIND), past)
+            errors = errors_behind(assembly, record, max_seq_len if number % 2 else 0)
+            worst = largest([error.relative_error for entry in errors for error in entry.tensors.values()])
+            report["long_context"]["caches"].append({"num_past": num_past, "relative_error": worst, "tolerance": tolerance})
+            _check_errors(errors, tolerance, f"behind {num_past} cached tokens, ", report)
+
+
+def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, report: dict[str, Any]) -> None:
+    """Raises CheckError for the first tensor over tolerance, and notes its layer."""
+    for entry in errors:
+        for name, error in entry.tensors.items():
+            if not error.within_scaled(tolerance):
+                report["first_failing_layer"] = entry.layer
+                raise CheckError(f"layer {entry.layer} (block {entry.block}, {entry.kind}): {where}{_found(name, error, tolerance)}")
 
 
 def _sequences(assembly: Assembly) -> list[np.ndarray]:

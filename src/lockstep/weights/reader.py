@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep import formats
 from lockstep.checkpoint.dtypes import DTYPE_BITS, numpy_dtype
 from lockstep.errors import InputError
-from lockstep.files import read_json
+from lockstep.manifests import read_weights
 from lockstep.seen import Expected, check_files
 
 
@@ -44,7 +43,7 @@ class Weights:
     def open(cls, manifest_path: str | os.PathLike) -> Weights:
         """Raises InputError when the manifest or a file it names is absent or has changed."""
         manifest_path = Path(manifest_path)
-        manifest = read_json(manifest_path, formats.WEIGHTS)
+        manifest = read_weights(manifest_path)
         paths = tuple(manifest_path.parent / file["path"] for file in manifest["files"])
         check_files(
             [Expected(path, file["sha256"], file["size"]) for path, file in zip(paths, manifest["files"])], "convert the checkpoint again"

@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.checkpoint.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
 from lockstep.errors import InputError
-from lockstep.files import atomic_path
+from lockstep.files import atomic_path, check_place
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source, SourceTensor, finite_pieces, pieces
 
@@ -31,6 +31,7 @@ def write_cast(source: Source, dtype: str, path: Path, before_rename: Callable[[
     """
     header, tensors = _layout(source, dtype)
     size = len(header) + sum(entry["length"] for entry in tensors.values())
+    check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
     if free < size:

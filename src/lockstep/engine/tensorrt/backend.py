@@ -91,8 +91,8 @@ class TensorRTBackend:
 
     def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Of kinds that fused attention can run only the rotary encoding is needed."""
-        if options["attention"] not in ATTENTIONS:
-            raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options['attention']!r}")
+        if options.get("attention") not in ATTENTIONS:
+            raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
         fused = {name for name, kind in assembly["kinds"].items() if options["attention"] == "fused" and can_fuse(kind, assembly["dtype"])}
         for name, graph in graphs_of(assembly):
             kind, _, phase = name.rpartition(".")

@@ -1,0 +1,173 @@
+"""What users of an engine set would see: requests of many kinds within the limits through the runtime, along given tokens. Needs no torch.
+
+In: a model, opened. Out: for each scenario the logits of its steps. What moves one of them by more than the tolerance is harm, whatever the gates say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lockstep.runtime import Advance, Model
+
+_SEED = 0
+_AROUND = (1, 16, 32, 64, 128, 200, 300)  # lengths: of pages, of the cache's capacity, of windows
+
+
+class _Requests:
+    """Advances of slots along their sequences, each token once."""
+
+    def __init__(self, model: Model, sequences: Sequence[np.ndarray]):
+        self.model, self.sequences = model, sequences
+        self.held = dict.fromkeys(range(model.max_batch_size), 0)
+        self.of = {slot: slot % len(sequences) for slot in self.held}
+
+    def step(self, *advances: tuple[int, int]) -> np.ndarray:
+        """Advance (slot, tokens) of each; the logits."""
+        made = []
+        for slot, count in advances:
+            start = self.held[slot]
+            made.append(Advance(slot, self.sequences[self.of[slot]][start : start + count], start))
+            self.held[slot] = start + count
+        return self.model.step(made)
+
+    def new(self, slot: int, sequence: int) -> None:
+        """The slot's next advance begins a request with another sequence."""
+        self.held[slot], self.of[slot] = 0, sequence % len(self.sequences)
+
+    def left(self, slot: int) -> int:
+        return self.model.max_seq_len - self.held[slot]
+
+
+Scenario = Callable[[_Requests], Iterator[np.ndarray]]
+
+
+def run(model: Model) -> dict[str, np.ndarray]:
+    """{scenario: logits [rows, vocab_size] of all its steps, one behind another}."""
+    random = np.random.default_rng(_SEED)
+    # Each token of the vocabulary comes in some request.
+    count = -(-model.vocab_size // model.max_seq_len) + model.max_batch_size
+    tokens = np.concatenate([random.permutation(model.vocab_size) for _ in range(-(-count * model.max_seq_len // model.vocab_size))])
+    sequences = [tokens[i * model.max_seq_len : (i + 1) * model.max_seq_len] for i in range(count)]
+    found = {}
+    for name, scenario in SCENARIOS.items():
+        for slot in range(model.max_batch_size):
+            model.release(slot)
+        found[name] = np.concatenate(list(scenario(_Requests(model, sequences))))
+    return found
+
+
+def _alone(requests: _Requests) -> Iterator[np.ndarray]:
+    """A short prompt, decoded to the longest length."""
+    yield requests.step((0, 5))
+    while requests.left(0):
+        yield requests.step((0, 1))
+
+
+def _from_nothing(requests: _Requests) -> Iterator[np.ndarray]:
+    """A prompt of one token in another slot, decoded."""
+    for _ in range(12):
+        yield requests.step((2, 1))
+
+
+def _pieces(requests: _Requests) -> Iterator[np.ndarray]:
+    """Prompts of many lengths, each in one piece, with two tokens behind it; among them every token of the vocabulary."""
+    most = min(requests.model.max_seq_len, requests.model.max_num_tokens or requests.model.max_seq_len)
+    lengths = sorted({length + off for length in (*_AROUND, most - 1) for off in (-1, 0, 1) if 1 <= length + off <= most})
+    for number, length in enumerate(lengths):
+        requests.new(1, number)
+        yield requests.step((1, length))
+        for _ in range(min(2, requests.left(1))):
+            yield requests.step((1, 1))
+    for number in range(len(requests.sequences)):
+        requests.new(0, number)
+        yield requests.step((0, most))
+
+
+def _chunks(*sizes: int) -> Scenario:
+    def scenario(requests: _Requests) -> Iterator[np.ndarray]:
+        number = 0
+        while requests.left(1):
+            yield requests.step((1, min(sizes[number % len(sizes)], requests.left(1))))
+            number += 1
+
+    return scenario
+
+
+def _batch(requests: _Requests) -> Iterator[np.ndarray]:
+    """Prompts of different lengths together, then decoded together until none has room."""
+    slots = range(requests.model.max_batch_size)
+    yield requests.step(*[(slot, 3 + 31 * slot) for slot in slots])
+    while rest := [slot for slot in slots if requests.left(slot)]:
+        yield requests.step(*[(slot, 1) for slot in rest])
+
+
+def _together(count: int) -> Scenario:
+    """So many requests decode together, of one length and of several."""
+
+    def scenario(requests: _Requests) -> Iterator[np.ndarray]:
+        slots = range(min(count, requests.model.max_batch_size))
+        yield requests.step(*[(slot, 20 + 7 * slot) for slot in slots])
+        for _ in range(12):
+            yield requests.step(*[(slot, 1) for slot in slots])
+
+    return scenario
+
+
+def _mixed(requests: _Requests) -> Iterator[np.ndarray]:
+    """Rows at both ends decode while those between bring chunks; the list is in no order."""
+    last = requests.model.max_batch_size - 1
+    yield requests.step((last, 9), (0, 40))
+    for size in (30, 2, 64, 1, 17, 50):
+        between = [(slot, min(size, requests.left(slot))) for slot in range(last - 1, 0, -1)]
+        yield requests.step((last, 1), *[(slot, count) for slot, count in between if count], (0, 1))
+    for _ in range(6):
+        yield requests.step((last, 1), (0, 1))
+    yield requests.step(*[(slot, 1) for slot in range(last, -1, -1)])
+
+
+def _full(requests: _Requests) -> Iterator[np.ndarray]:
+    """As many tokens in a step as the limits take, then a decoded token for each request."""
+    slots = range(requests.model.max_batch_size)
+    room = requests.model.max_num_tokens or requests.model.max_seq_len * len(slots)
+    each = min(room // len(slots), requests.model.max_seq_len - 1)
+    yield requests.step(*[(slot, each) for slot in slots])
+    yield requests.step(*[(slot, 1) for slot in slots])
+
+
+def _again(requests: _Requests) -> Iterator[np.ndarray]:
+    """Slots are taken again by shorter requests while others go on."""
+    slots = range(requests.model.max_batch_size)
+    yield requests.step(*[(slot, 70) for slot in slots])
+    for number, slot in enumerate(slots):
+        requests.new(slot, number + 3)
+        yield requests.step((slot, 6 + number), *[(other, 1) for other in slots if other != slot])
+        yield requests.step(*[(other, 1) for other in slots])
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "alone": _alone,
+    "from nothing": _from_nothing,
+    "pieces": _pieces,
+    "chunks": _chunks(50, 1, 37, 100, 5, 64),
+    "even chunks": _chunks(16),
+    "batch": _batch,
+    "two": _together(2),
+    "three": _together(3),
+    "mixed": _mixed,
+    "full": _full,
+    "again": _again,
+}
+
+
+def largest_difference(right: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> tuple[float | None, str]:
+    """(largest difference of a logit, scenario); None where a logit is NaN or infinite."""
+    worst, where = 0.0, next(iter(right))
+    for name, expected in right.items():
+        if not np.isfinite(found[name]).all():
+            return None, name
+        difference = float(np.abs(found[name].astype(np.float64) - expected).max())
+        if difference > worst:
+            worst, where = difference, name
+    return worst, where

@@ -1,0 +1,114 @@
+"""Check that a checkpoint's tensors fit its config.json, by headers and plain settings.
+
+In: the config as a mapping, names, dtypes and shapes. Out: nothing, or one line. The names and shapes that the model
+type asks for are known to transformers alone: `split.layout.check_tensors` holds the tensors to those when the model is
+made, before anything is traced or loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep import modelconfig
+from lockstep.checkpoint.dtypes import FLOAT_DTYPES
+from lockstep.checkpoint.safetensors_header import TensorRecord
+from lockstep.checkpoint.source_files import shorten
+from lockstep.checkpoint.tensors import CheckpointTensors
+from lockstep.errors import InputError
+
+_LAYER = re.compile(r"(.*?)\.?\b(\d+)\.")  # model.layers.12.mlp.up_proj.weight; h.0.attn of a bare GPT-2
+_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
+_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
+_OTHER_INPUTS = re.compile(r"vision|visual|image|audio|speech|encoder")
+_WIDTH_KEYS = re.compile(r"hidden_size|d_model|dim|.*embd|.*embed.*")
+# Layers behind the last that predict further tokens; transformers does not read them.
+_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def check_fit(folder: Path, config: Mapping[str, Any], found: CheckpointTensors) -> None:
+    """Hold layers, vocabulary and width of the weights to the config.
+
+    Raises InputError where they differ, and for weights that are no floats or hold no numbers.
+    """
+    for name, (file, record) in found.tensors.items():
+        if name.endswith(".weight"):
+            _check_weight(folder / file, name, record)
+    _check_layers(folder, config, found)
+    for name, (file, record) in found.tensors.items():
+        if len(record.shape) == 2 and not _OTHER_INPUTS.search(name):
+            _check_embedding(folder / file, config, name, record.shape)
+
+
+def _check_weight(path: Path, name: str, record: TensorRecord) -> None:
+    where = f"{path}: tensor {shorten(name)}"
+    if record.dtype not in FLOAT_DTYPES:
+        raise InputError(
+            f"{where}: expected one of {', '.join(FLOAT_DTYPES)}, found {record.dtype}, which is not supported; use a"
+            " checkpoint that is not quantized"
+        )
+    if 0 in record.shape:
+        raise InputError(
+            f"{where}: expected numbers, found none in shape {list(record.shape)}; download this file again"
+        )
+
+
+def _check_layers(folder: Path, config: Mapping[str, Any], found: CheckpointTensors) -> None:
+    """Hold the numbers in tensor names to the depth.
+
+    Where no list of layers holds most of the numbered tensors, nothing is said.
+    """
+    stacks: dict[str, set[int]] = defaultdict(set)
+    sizes: Counter[str] = Counter()
+    for name in found.tensors:
+        if (match := _LAYER.match(name)) and not _OTHER_INPUTS.search(match[1]):
+            stacks[match[1]].add(int(match[2][:9]))
+            sizes[match[1]] += 1
+    depth = modelconfig.setting(config, modelconfig.DEPTH_KEYS)
+    further = sum(value for key in _FURTHER_LAYERS if type(value := modelconfig.setting(config, (key,))) is int)
+    wanted, allowed = set(range(depth)), set(range(depth + further))
+    if not sizes or any(wanted <= numbers <= allowed for numbers in stacks.values()):
+        return
+    (stack, size), *_ = sizes.most_common(1)
+    if 2 * size <= sizes.total():
+        return
+    numbers = stacks[stack]
+    key = next(key for key in modelconfig.DEPTH_KEYS if modelconfig.setting(config, (key,)) is not None)
+    lacking = sorted(wanted - numbers)
+    if lacking:
+        counted = f"{len(numbers & wanted)} of them, without layer {lacking[0]}"
+        remedy = "use the config.json that came with these weights, or download all of them"
+    else:
+        counted = f"{len(numbers)}, up to layer {max(numbers)}"
+        remedy = f"correct {key}; to cut a model, use `layers` of its entry in the config"
+    raise InputError(
+        f"{folder}: expected {depth} layers ({key} in config.json), found tensors of {counted} ({stack}); {remedy}"
+    )
+
+
+def _check_embedding(path: Path, config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> None:
+    is_head = _HEAD.fullmatch(name)
+    if not is_head and not _EMBEDDING.fullmatch(name):
+        return
+    vocabulary, where = modelconfig.setting(config, ("vocab_size",)), f"{path}: tensor {shorten(name)}"
+    # Embeddings may have rows of their own, for padding or images; a head gives the vocabulary and nothing else.
+    if type(vocabulary) is int and (shape[0] < vocabulary or (is_head and shape[0] != vocabulary)):
+        raise InputError(
+            f"{where}: expected {vocabulary} rows (vocab_size in config.json), found {shape[0]}; use the config.json"
+            " that came with these weights"
+        )
+    widths = {
+        value
+        for part in modelconfig.parts(config)
+        for key, value in part.items()
+        if _WIDTH_KEYS.fullmatch(key) and type(value) is int
+    }
+    if widths and shape[1] not in widths:
+        size = modelconfig.setting(config, modelconfig.HIDDEN_KEYS)
+        raise InputError(
+            f"{where}: expected rows of {size} numbers (hidden_size in config.json), found {shape[1]}; use the"
+            " config.json that came with these weights"
+        )

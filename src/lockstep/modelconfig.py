@@ -1,0 +1,176 @@
+"""Check the values of a model's `config.json`: the mapping in, what is wrong out.
+
+Only what holds for every decoder is checked: sizes are positive integers, epsilons and RoPE settings are finite
+numbers, and the depth is one that can be worked with. What a single model type asks of its config is for transformers
+to say, when the model is made (`split.tracer`). No torch, no transformers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+POSITION_KEYS = ("max_position_embeddings", "n_positions")
+HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
+
+# Eight times the deepest model that is published (126 layers). Each layer is a module of the traced model and an entry
+# of the assembly: a billion of them would fill the memory before anything could be said about them.
+MAX_LAYERS = 1024
+# Sizes are int32 in engines.
+MAX_SIZE = 2**31 - 1
+# Thirty times the most experts of a layer that are published. Some classes make a module of each.
+MAX_EXPERTS = 1 << 16
+# Twelve times the longest context that is published (10 million tokens). Some models compute a table of all positions
+# when they are made.
+MAX_POSITIONS = 1 << 27
+
+_SIZES = frozenset({
+    *HIDDEN_KEYS, "vocab_size", "num_attention_heads", "n_head", "n_heads", "num_heads",
+    "num_key_value_heads", "num_kv_heads", "n_head_kv", "head_dim", "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "word_embed_proj_dim",
+})  # fmt: skip
+# What a class makes modules by, in the config and in those of encoders inside it.
+_COUNTS = {re.compile(r"(.*_)?(layers?|depth)"): MAX_LAYERS, re.compile(r"(.*_)?experts"): MAX_EXPERTS}
+_EPSILON = re.compile(r"(.*_)?eps(ilon)?")
+_POSITIVE = frozenset(
+    {
+        "rope_theta",
+        "rotary_emb_base",
+        "rope_local_base_freq",
+        "global_rope_theta",
+        "local_rope_theta",
+        "partial_rotary_factor",
+        "rotary_pct",
+    }
+)
+_ROPE = ("rope_parameters", "rope_scaling")
+_ROPE_LENGTH = "original_max_position_embeddings"
+# How transformers writes a float that JSON lacks. State-space models have bounds of time steps that are infinite, which
+# means none.
+_NOT_FINITE = "__float__"
+_MAY_BE_INFINITE = re.compile(r"time_step.*")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A value that cannot be right.
+
+    key: where it stands, such as `text_config.hidden_size`; expected: what is expected in its place; found: the value.
+    """
+
+    key: str
+    expected: str
+    found: Any
+
+    def shown(self) -> str:
+        """Return the value found, cut to fit on the one line of an error."""
+        text = repr(self.found)
+        return text if len(text) <= 60 else text[:57] + "..."
+
+
+def parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the mappings that describe the decoder.
+
+    The config, and the `text_config` in which models of text and images keep theirs.
+    """
+    text = config.get("text_config")
+    return (config, text) if isinstance(text, Mapping) else (config,)
+
+
+def setting(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    """Return the value of the first of `keys` that is there and not null, else None.
+
+    The config is looked at first, then its `text_config`.
+    """
+    return next((part[key] for part in parts(config) for key in keys if part.get(key) is not None), None)
+
+
+def fault(config: Mapping[str, Any]) -> Fault | None:
+    """Return the first value of a model's config that cannot be right, else None."""
+    return next(_faults(config), None)
+
+
+def _faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    if not isinstance(config.get("text_config", {}), Mapping | None):
+        yield Fault("text_config", "an object", config["text_config"])
+    for part in parts(config):
+        prefix = "" if part is config else "text_config."
+        for key, value in part.items():
+            if value is not None:
+                yield from _value_faults(prefix + key, key, value)
+    yield from _nested_faults(config)
+
+
+def _value_faults(path: str, key: str, value: Any) -> Iterator[Fault]:
+    if key in DEPTH_KEYS:
+        if not _is_size(value, MAX_LAYERS):
+            yield Fault(path, f"an integer from 1 to {MAX_LAYERS}", value)
+    elif key in (*POSITION_KEYS, _ROPE_LENGTH):
+        if not _is_size(value, MAX_POSITIONS):
+            yield Fault(path, f"an integer from 1 to {MAX_POSITIONS}", value)
+    elif key in _SIZES:
+        # Some models have a list with the size of each layer.
+        if not all(_is_size(item, MAX_SIZE) for item in (value if isinstance(value, list) and value else [value])):
+            yield Fault(path, "a positive integer", value)
+    elif _EPSILON.fullmatch(key):
+        if not _is_finite(value) or value < 0:
+            yield Fault(path, "a number of at least 0", value)
+    elif key in _POSITIVE:
+        if not _is_finite(value) or value <= 0:
+            yield Fault(path, "a number above 0", value)
+    elif key in _ROPE:
+        yield from _rope_faults(path, value)
+    elif key == "quantization_config":
+        kind = value.get("quant_method", value) if isinstance(value, Mapping) else value
+        yield Fault(
+            path,
+            "nothing (quantized weights are not supported; take the key out where they are in floating point)",
+            kind,
+        )
+
+
+def _rope_faults(path: str, value: Any) -> Iterator[Fault]:
+    """Check RoPE settings: those of the model, or an object of them for each kind of layer."""
+    if not isinstance(value, Mapping):
+        yield Fault(path, "an object", value)
+        return
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _rope_faults(f"{path}.{key}", item)
+        elif item is not None and key == _ROPE_LENGTH and not _is_size(item, MAX_POSITIONS):
+            yield Fault(f"{path}.{key}", f"an integer from 1 to {MAX_POSITIONS}", item)
+        elif item is not None and key in _POSITIVE | {"factor"} and (not _is_finite(item) or item <= 0):
+            yield Fault(f"{path}.{key}", "a number above 0", item)
+
+
+def _nested_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """Find what no value may be: infinite, or a number of modules that cannot be made."""
+    waiting: list[tuple[str, Any]] = [
+        ("", config)
+    ]  # a list and no recursion: a config may be nested as deeply as JSON is read
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        elif isinstance(value, Mapping):
+            if _NOT_FINITE in value:
+                yield Fault(path, "a finite value", value)
+            for key, item in value.items():
+                here = f"{path}.{key}".removeprefix(".")
+                for pattern, most in _COUNTS.items():
+                    if type(item) is int and item > most and pattern.fullmatch(key):
+                        yield Fault(here, f"an integer of at most {most}", item)
+                if not _MAY_BE_INFINITE.fullmatch(key):
+                    waiting.append((here, item))
+
+
+def _is_size(value: Any, largest: int) -> bool:
+    # `type` and not `isinstance`: JSON's true is an int in Python.
+    return type(value) is int and 1 <= value <= largest
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

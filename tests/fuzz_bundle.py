@@ -1,0 +1,231 @@
+"""Open and run bundles that are sealed as they should be and say absurd things; print what came of each.
+
+    python fuzz_bundle.py BUNDLE WEIGHTS WORK [FIRST] [EVERY]        # WEIGHTS: - where the bundle holds its own
+
+Of each value in each JSON document of the bundle that is read when it runs, many others are tried: `mutations`. Every digest
+and seal is made right again. One line of JSON a case: {"case", "path", "value", "outcome"}; the outcome is the text that was
+generated, the one line of the refusal, or what went wrong. A case that ends the process leaves no outcome. FIRST and EVERY:
+start at that case, and take each so many-th.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import tarfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep import worker
+from lockstep.bundle.archive import MANIFEST, header
+from lockstep.bundle.opened import opened
+from lockstep.errors import LockstepError
+from lockstep.files import SEAL, sha256_json
+
+DOCUMENTS = ("graphs/assembly.json", "engines/engines.json", "weights/weights.json", "graphs/tokenizer.json")
+MISSING, AGAIN = "(the key is missing)", "(the list again and again)"
+PROMPT, SECONDS, BYTES = "San Francisco is a", 20, 1 << 30  # of time and further memory that a case may take
+DIGESTS = re.compile(r"sha256$")
+
+
+def mutations(value: Any) -> list[Any]:
+    """Other values for `value`: of other types, of its type and out of range, and none."""
+    others = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        10**9,
+        2**63,
+        10**40,
+        0.5,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "../x",
+        "/etc/passwd",
+        "a\nb",
+        [],
+        [value],
+        {},
+        {"x": value},
+        [[[[0]]]],
+    ]
+    if isinstance(value, str):
+        others += [value + "x", value.upper(), "\ud800"]
+    elif isinstance(value, bool):
+        others += [not value]
+    elif isinstance(value, int):
+        others += [value + 1, value * 2, -value, float(value), str(value)]
+    elif isinstance(value, list):
+        others += [value[:-1], value + value[-1:], value[::-1], AGAIN]
+    elif isinstance(value, dict):
+        others += [{**value, "../x": 1}]
+    return [MISSING, *(other for other in others if json.dumps(other) != json.dumps(value))]
+
+
+def values(document: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+    """(path, value) of everything in a document."""
+    yield path, document
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    for key, item in items:
+        yield from values(item, (*path, key))
+
+
+def shape(path: tuple, document: Any) -> tuple:
+    """A path with what is one of many alike (layers, slots, tensors, tokens) left out: the first of each will do."""
+    named = {"slots", "tensors", "vocab", "isa", "engines"}
+    return tuple(
+        "*" if isinstance(key, int) or index and path[index - 1] in named else key for index, key in enumerate(path)
+    )
+
+
+def cases(documents: dict[str, Any]) -> Iterator[tuple[str, tuple, Any]]:
+    """(document, path, value) of each case, in the order of the documents."""
+    for name, document in documents.items():
+        seen = set()
+        for path, value in values(document):
+            kind = shape(path, document)
+            if not path or kind in seen or DIGESTS.search(str(path[-1])) or path[-1] in ("provenance", "batchful"):
+                continue
+            if name == MANIFEST and path[0] == "files":
+                continue  # test_bundle.py: headers follow from it
+            seen.add(kind)
+            yield from ((name, path, other) for other in mutations(value))
+
+
+def changed(document: Any, path: tuple, value: Any) -> Any:
+    document = copy.deepcopy(document)
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    if value is MISSING:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = place[path[-1]] * 1000 if value is AGAIN else value
+    return document
+
+
+def dump(value: Any) -> bytes:
+    """As a hostile writer would: Python's NaN, Infinity and lone surrogates as they are."""
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def sealed(document: Any) -> bytes:
+    if isinstance(document, dict) and SEAL in document:
+        document = {key: item for key, item in document.items() if key != SEAL}
+        with contextlib.suppress(ValueError):  # NaN and infinity have no seal
+            document[SEAL] = sha256_json(document)
+    return dump(document)
+
+
+class Bundle:
+    """The files of a bundle in memory."""
+
+    def __init__(self, path: Path) -> None:
+        with tarfile.open(path) as tar:
+            self.files = {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
+        self.documents = {name: json.loads(self.files[name]) for name in (MANIFEST, *DOCUMENTS)}
+
+    def write(self, out: Path, name: str, path: tuple, value: Any) -> None:
+        """The bundle with one value changed, and all that digests it made right."""
+        files, documents = dict(self.files), dict(self.documents)
+        documents[name] = changed(documents[name], path, value)
+        if name == "graphs/tokenizer.json":
+            files[name] = dump(documents[name])
+            documents["graphs/assembly.json"] = changed(
+                documents["graphs/assembly.json"], ("tokenizer", "sha256"), hashlib.sha256(files[name]).hexdigest()
+            )
+        for document in ("graphs/assembly.json", "engines/engines.json", "weights/weights.json"):
+            files[document] = sealed(documents[document])
+        files.pop(MANIFEST)
+        listed = [
+            {"path": file, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for file, data in sorted(files.items())
+        ]
+        manifest = {key: item for key, item in documents[MANIFEST].items() if key != SEAL} | {"files": listed}
+        with contextlib.suppress(ValueError):
+            manifest[SEAL] = sha256_json(manifest)
+        first = (json.dumps(manifest, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode(
+            errors="surrogatepass"
+        )
+        with open(out, "wb") as archive:
+            for file, data in ((MANIFEST, first), *sorted(files.items())):
+                archive.write(header(file, len(data)) + data + bytes(-len(data) % 512))
+            archive.write(bytes(1024))
+
+
+def run(path: Path, weights: Path | None) -> str:
+    """As `lockstep generate --bundle` does; gives the text."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()), opened(path, weights) as place:
+        worker.generate(
+            str(place.assembly), str(place.weights), str(place.engines), place.target.layers, dict(place.limits), PROMPT, 1,
+            {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}, [],
+        )  # fmt: skip
+    return text.getvalue()
+
+
+def outcome(path: Path, weights: Path | None) -> str:
+    try:
+        return f"text: {run(path, weights)}"
+    except LockstepError as error:
+        return f"refused: {error}"
+    except BaseException as error:  # a panic of the tokenizers package is no Exception
+        return f"FAILED: {type(error).__name__}: {error}: {traceback.extract_tb(error.__traceback__)[-1]}"
+
+
+def main(bundle: str, weights: str, work: str, first: str = "0", every: str = "1") -> None:
+    given, folder = None if weights == "-" else Path(weights), Path(work)
+    source, path = Bundle(Path(bundle)), folder / "case.tar"
+
+    def watch(event: str, arguments: tuple) -> None:
+        if (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            and isinstance(arguments[0], str)
+        ):
+            if not os.path.realpath(arguments[0]).startswith((str(folder.resolve()), "/dev/", "/proc/")):
+                print(json.dumps({"wrote": arguments[0]}), flush=True)
+
+    sys.addaudithook(watch)
+    print(
+        json.dumps({"case": -1, "outcome": outcome(Path(bundle), given)}), flush=True
+    )  # as it is; libraries are loaded then
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
+    for number, (name, place, value) in enumerate(cases(source.documents)):
+        if number < int(first) or number % int(every):
+            continue
+        about = {"case": number, "path": f"{name}: {'.'.join(map(str, place))}", "value": repr(value)[:80]}
+        print(json.dumps(about), flush=True)
+        try:
+            source.write(path, name, place, value)
+        except UnicodeEncodeError:
+            continue  # no such bundle can be written
+        # Of processor time, since other processes may take the machine; and of time, since one that waits for ever takes none.
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.alarm(30 * SECONDS)
+        found = outcome(path, given)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+        print(json.dumps({**about, "outcome": found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,36 @@
+"""A record of what processes ask of the network: names looked up and addresses called, each refused (data/network.c). Needs a C compiler."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("data") / "network.c"
+TELEMETRY = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")
+
+
+class Recorder:
+    """Processes started with `environment` are recorded, and all that they start. `folder` is also their folder of temporary and cached files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._library, self._log = folder / "network.so", folder / "network.log"
+        self._temporary, self._cache = folder / "tmp", folder / "cache"
+        folders = {"TMPDIR": str(self._temporary), "XDG_CACHE_HOME": str(self._cache)}
+        self.environment = {"LD_PRELOAD": str(self._library), "LOCKSTEP_NETWORK_LOG": str(self._log), **folders}
+
+    @classmethod
+    def make(cls, folder: Path) -> Recorder:
+        """A recorder whose record begins here; another process may read it as `Recorder(folder)`."""
+        recorder = cls(folder)
+        recorder._temporary.mkdir(parents=True)
+        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(recorder._library), str(SOURCE), "-ldl"], check=True)
+        return recorder
+
+    def calls(self) -> list[str]:
+        """`call host: program`, in the order in which they were made."""
+        return self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+
+    def traces(self) -> list[str]:
+        """What ONNX Runtime's telemetry keeps on disk, from its import on: the number of a session and of this machine, events not sent yet."""
+        kept = [path for name in (".ses", "Microsoft") for folder in (self._temporary, self._cache) for path in folder.rglob(name)]
+        return sorted(str(path) for path in kept)

@@ -1,0 +1,45 @@
+"""Folders that all processes of a test run read: each is made once, by the first test that asks for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.files import sha256_json
+
+WORKER = "PYTEST_XDIST_WORKER"  # set by pytest-xdist in each of its processes
+
+
+class Shared:
+    """Folders below `root`, by name. A test run has its own, so a name needs to tell apart what differs within one run only."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, name: str, make: Callable[[Path], Any]) -> Path:
+        """The folder `name`, not to be changed. `make` is given its path and makes it; what a failed or killed one left is removed first."""
+        from filelock import FileLock  # the tests on a GPU run in a Python that may not have it
+
+        folder, done = self.root / name, self.root / f"{name}.done"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    def exported(self, config: dict[str, Any], precision: str) -> Path:
+        """The folder with assembly.json and graphs of a config.json without a checkpoint, as `export_config` gives them."""
+        from lockstep.split.export import export_config  # loads torch
+
+        return self.folder(f"exported/{sha256_json([config, precision])}", lambda folder: export_config(config, precision, folder))
+
+
+def shared_root(own: Path) -> Path:
+    """`own` is the temporary folder of this process; those of a run's processes lie in one folder."""
+    return (own.parent if WORKER in os.environ else own) / "shared"

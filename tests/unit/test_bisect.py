@@ -1,0 +1,766 @@
+"""Planted faults, digests made right: bisect names which of the two is wrong, the block, the node and the position."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import handmade
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+from demo_model import CONFIG, GOLDEN, TOLERANCES
+from families import FAMILIES
+from onnx import helper, numpy_helper
+from safetensors.numpy import load_file, save_file
+
+from lockstep import formats, random_model, worker
+from lockstep.bisect import run
+from lockstep.bisect.engines import Engines
+from lockstep.bisect.explain import explain_failure, open_graphs
+from lockstep.bisect.faults import walk_stages
+from lockstep.bisect.nodes import first_fault
+from lockstep.bisect.report import text
+from lockstep.bisect.request import choose
+from lockstep.bisect.stages import Tokens
+from lockstep.bisect.streamed import StreamedModel
+from lockstep.checkpoint import resolve
+from lockstep.checks import failed_path
+from lockstep.cli import main
+from lockstep.engine import EngineSet, build
+from lockstep.errors import InputError
+from lockstep.files import read_json, sha256_file, write_json
+from lockstep.paths import Results, Target
+from lockstep.runtime import host
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.validate.torch_trace import TorchModel
+from lockstep.weights import Weights, convert
+
+LAYERS = 3
+PROMPT = "San Francisco is a city of hills and fog, and of streets that"
+
+
+@dataclass(frozen=True)
+class Copy(Results):
+    """The demo's results, with graphs and engines of its own to plant faults in."""
+
+    demo: Results = Results()
+
+    def checkpoint(self, model: str) -> Path:
+        return self.demo.checkpoint(model)
+
+    def weights(self, model: str, precision: str) -> Path:
+        return self.demo.weights(model, precision)
+
+
+@pytest.fixture
+def copied(demo, tmp_path) -> Copy:
+    results = Copy(tmp_path, demo)
+    for precision in ("fp32", "fp16"):
+        shutil.copytree(demo.assembly("demo-llama", precision).parent, results.assembly("demo-llama", precision).parent)
+        shutil.copytree(
+            demo.engines("demo-llama", precision, "onnxruntime").parent,
+            results.engines("demo-llama", precision, "onnxruntime").parent,
+        )
+    return results
+
+
+@pytest.fixture(scope="module")
+def right(demo) -> Callable[[str], run.Right]:
+    """What PyTorch and the export say, which no fault below touches: made once for each precision."""
+
+    @functools.cache
+    def made(precision: str) -> run.Right:
+        config, weights = read_json(demo.checkpoint("demo-llama"))["config"], Weights.open(
+            demo.weights("demo-llama", precision)
+        )
+        return run.make_right(
+            config, weights, LAYERS, Tokenizer.open(demo.assembly("demo-llama", precision)).encode(PROMPT), threads=1
+        )
+
+    return made
+
+
+def follow(results: Results, right, precision: str = "fp32") -> dict[str, Any]:
+    return run.bisect(
+        results,
+        Target("demo-llama", precision, LAYERS, "onnxruntime"),
+        TOLERANCES[precision],
+        prompt=PROMPT,
+        right=right(precision),
+    )
+
+
+# --- faults: each changes the node that makes `output` ---
+
+
+def node_of(graph: onnx.GraphProto, output: str) -> onnx.NodeProto:
+    return next(node for node in graph.node if output in node.output)
+
+
+def constant(scale: float, output: str, number: int = 1):
+    """Multiply the constant that a node reads by `scale`; the node gets a constant of its own."""
+
+    def change(graph):
+        node = node_of(graph, output)
+        array = numpy_helper.to_array(next(tensor for tensor in graph.initializer if tensor.name == node.input[number]))
+        graph.initializer.append(numpy_helper.from_array((array * scale).astype(array.dtype), "planted"))
+        node.input[number] = "planted"
+
+    return change
+
+
+def attribute(name: str, value: Any, output: str):
+    def change(graph):
+        node = node_of(graph, output)
+        kept = [each for each in node.attribute if each.name != name]
+        del node.attribute[:]
+        node.attribute.extend([*kept, helper.make_attribute(name, value)])
+
+    return change
+
+
+def operator(op_type: str, output: str):
+    return lambda graph: setattr(node_of(graph, output), "op_type", op_type)
+
+
+def swapped(output: str):
+    def change(graph):
+        node = node_of(graph, output)
+        node.input[:] = [node.input[1], node.input[0]]
+
+    return change
+
+
+def rewired(output: str, number: int, name: str):
+    def change(graph):
+        node_of(graph, output).input[number] = name
+
+    return change
+
+
+def put_before(reader: str, number: int, op_type: str, value: np.ndarray):
+    """Put an operator with a constant between a node and what it reads."""
+
+    def change(graph):
+        node = node_of(graph, reader)
+        graph.initializer.append(numpy_helper.from_array(value, "planted_value"))
+        graph.node.insert(
+            list(graph.node).index(node),
+            helper.make_node(op_type, [node.input[number], "planted_value"], ["planted"], name="planted"),
+        )
+        node_of(graph, reader).input[number] = "planted"
+
+    return change
+
+
+def window(graph):
+    """Only the last five positions are attended to."""
+    graph.initializer.append(numpy_helper.from_array(np.array(5, np.int64), "planted_value"))
+    mask = node_of(graph, "where_1").input[0]
+    at = list(graph.node).index(node_of(graph, "where_1"))
+    graph.node.insert(at, helper.make_node("Less", ["sub_0", "planted_value"], ["planted_near"], name="planted_near"))
+    graph.node.insert(at + 1, helper.make_node("And", [mask, "planted_near"], ["planted"], name="planted"))
+    node_of(graph, "where_1").input[0] = "planted"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """graph: where it is planted. layer, part: what must be named; node: too, by one of its outputs."""
+
+    graph: str
+    change: Callable
+    layer: int | None
+    part: str
+    node: str
+
+
+FAULTS = {
+    "embedding ids": Fault(
+        "embedding", put_before("hidden", 1, "Min", np.array(300, np.int64)), None, "embedding", "planted"
+    ),
+    "entry eps": Fault("entry", constant(2e5, "add_0"), 0, "block", "add_0"),
+    "entry value": Fault("entry", attribute("alpha", 1.02, "value"), 0, "block", "value"),
+    "entry query": Fault("entry", attribute("alpha", 1.02, "query"), 0, "block", "query"),
+    "middle gemm": Fault("middle", attribute("alpha", 1.02, "gemm_0"), 0, "block", "gemm_0"),
+    "middle residual": Fault("middle", rewired("hidden_out", 0, "hidden"), 0, "block", "hidden_out"),
+    "middle norm": Fault("middle", rewired("mul_1", 0, "current.input_layernorm.weight"), 0, "block", "mul_1"),
+    "middle key": Fault("middle", attribute("alpha", 1.02, "key"), 1, "block", "key"),
+    "exit eps": Fault("exit", constant(2e5, "add_3"), LAYERS - 1, "exit", "add_3"),
+    "exit rows": Fault("exit", put_before("gather_1", 1, "Mul", np.array(0, np.int64)), LAYERS - 1, "exit", "planted"),
+    "prefill scale": Fault("attention.prefill", constant(1.05, "mul_3"), 0, "attention", "mul_3"),
+    "prefill rope": Fault("attention.prefill", constant(1.01, "mul_0"), 0, "attention", "mul_0"),
+    "prefill mask": Fault("attention.prefill", swapped("sub_0"), 0, "attention", "sub_0"),
+    "prefill window": Fault("attention.prefill", window, 0, "attention", "planted_near"),
+    "prefill past": Fault("attention.prefill", operator("Greater", "less_0"), 0, "attention", "less_0"),
+    "decode position": Fault(
+        "attention.decode", put_before("unsqueeze_2", 0, "Add", np.array(1, np.int64)), 0, "attention", "planted"
+    ),
+    "decode stale row": Fault("attention.decode", operator("LessOrEqual", "less_0"), 0, "attention", "less_0"),
+    "decode softmax": Fault("attention.decode", attribute("axis", 2, "softmax_0"), 0, "attention", "softmax_0"),
+}
+# What ONNX Runtime writes in another way is one graph's and not the other's.
+GRAPH_FAULTS = FAULTS | {"middle silu": Fault("middle", operator("Tanh", "sigmoid_0"), 0, "block", "sigmoid_0")}
+ENGINE_FAULTS = FAULTS | {"middle silu": Fault("middle", attribute("alpha", 1.702, "mul_2"), 0, "block", "mul_2")}
+
+
+# One fault of each sort; the others are of the long run.
+SHORT_RUN = {
+    "embedding ids",
+    "entry query",
+    "middle residual",
+    "middle key",
+    "middle silu",
+    "exit eps",
+    "prefill scale",
+    "prefill rope",
+    "prefill mask",
+    "prefill window",
+    "decode position",
+    "decode stale row",
+}
+
+
+def runs(faults: dict[str, Fault], short: set[str]) -> list:
+    return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in faults]
+
+
+def plant_in_graph(results: Results, fault: Fault, precision: str = "fp32") -> None:
+    """Change the graph, set its digest right, and build its engine."""
+    path = results.assembly("demo-llama", precision)
+    assembly = read_json(path)
+    kind, _, phase = fault.graph.rpartition(".")
+    entry = assembly["kinds"][kind][phase] if kind else assembly["classes"][fault.graph]
+    entry["sha256"] = change_file(path.parent / entry["graph"], fault.change)
+    write_json(path, assembly)
+    build(path, "onnxruntime", results.engines("demo-llama", precision, "onnxruntime"))
+
+
+def plant_in_engine(results: Results, fault: Fault, precision: str = "fp32") -> None:
+    path = results.engines("demo-llama", precision, "onnxruntime")
+    engines = read_json(path)
+    entry = engines["engines"][fault.graph]
+    entry["sha256"] = change_file(path.parent / entry["file"], fault.change)
+    write_json(path, engines)
+
+
+def change_file(file: Path, change: Callable) -> str:
+    model = onnx.load(file)
+    change(model.graph)
+    onnx.save(model, file)
+    return sha256_file(file)
+
+
+def check_named(report: dict[str, Any], wrong: str, fault: Fault) -> None:
+    assert len(report["faults"]) == 1, report["answer"]
+    (found,) = report["faults"]
+    assert (report["wrong"], found["wrong"], found["graph"]) == (wrong, wrong, fault.graph)
+    assert (found["layer"], found["part"]) == (fault.layer, fault.part)
+    assert found["node"]["output"] == fault.node and found["node"]["reason"]
+    measured = found["measured"]
+    assert (
+        found["node"]["error_before"] <= 1e-5 < found["node"]["error_after"]
+    )  # rounding in fp32: what the node reads is right
+    assert measured["error_before"] < 1e-4 and not measured["error_after"] <= measured["tolerance"]
+    assert report["answer"] in text(report) and fault.node in report["answer"]
+
+
+@pytest.mark.parametrize("name", runs(GRAPH_FAULTS, SHORT_RUN))
+def test_a_fault_in_a_graph_is_named_by_block_and_node(copied, right, name):
+    fault = GRAPH_FAULTS[name]
+    plant_in_graph(copied, fault)
+    report = follow(copied, right)
+    check_named(report, "graph", fault)
+    assert "export again" in report["look_at"][1] and f"{fault.graph}.onnx" in report["look_at"][1]
+
+
+@pytest.mark.parametrize(
+    "name", runs(ENGINE_FAULTS, SHORT_RUN - {"entry query", "middle residual", "prefill mask", "prefill rope"})
+)
+def test_a_fault_in_an_engine_is_named_by_block_and_node(copied, right, name):
+    fault = ENGINE_FAULTS[name]
+    plant_in_engine(copied, fault)
+    report = follow(copied, right)
+    check_named(report, "engine", fault)
+    assert "build the engines again" in report["look_at"][1]
+
+
+# --- weights bound to the wrong slots ---
+
+
+def rebind(results: Results, layer: int, part: str, slot: str, tensor: str) -> None:
+    path = results.assembly("demo-llama", "fp32")
+    assembly = read_json(path)
+    assembly["layers"][layer][part]["slots"][slot] = [tensor]
+    write_json(path, assembly)
+
+
+@pytest.mark.parametrize(
+    ("place", "slot", "tensor", "expected"),
+    [
+        ((1, "block"), "previous.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight", (0, "gemm_1")),
+        ((2, "block"), "current.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj.weight", (2, "key")),
+        ((2, "block"), "current.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight", (2, "query")),
+        ((2, "exit"), "model.norm.weight", "model.layers.0.input_layernorm.weight", (2, "mul_5")),
+    ],
+)
+def test_a_slot_bound_to_another_tensor_is_named(copied, right, place, slot, tensor, expected):
+    rebind(copied, *place, slot, tensor)
+    report = follow(copied, right)
+    (found,) = report["faults"]
+    assert (found["wrong"], found["part"], found["layer"], found["node"]["output"]) == ("graph", place[1], *expected)
+    assert (
+        slot in found["node"]["reason"]
+        and f"slot {slot}: expected" in report["look_at"][1]
+        and f"found {tensor}" in report["look_at"][1]
+    )
+
+
+# --- what is said where there is less to go by ---
+
+
+def test_nothing_is_wrong_with_the_demo(copied, right):
+    for precision in ("fp32", "fp16"):
+        report = follow(copied, right, precision)
+        assert report["wrong"] == "nothing" and not report["faults"] and report["served"]["passed"]
+        assert {row["part"] for row in report["rows"]} == {"embedding", "block", "attention", "exit"}
+        assert {row["phase"] for row in report["rows"] if row["part"] == "attention"} == {
+            "prefill",
+            "chunked",
+            "decode",
+        }
+        assert "the largest error" in report["answer"]
+
+
+@pytest.mark.parametrize("wrong", ["graph", "engine"])
+def test_faults_are_named_in_fp16(copied, right, wrong):
+    fault = (
+        FAULTS["prefill scale"]
+        if wrong == "graph"
+        else Fault(
+            "exit",
+            attribute("alpha", 1.1, "InsertedPrecisionFreeCast_gemm_2"),
+            2,
+            "exit",
+            "InsertedPrecisionFreeCast_gemm_2",
+        )
+    )
+    (plant_in_graph if wrong == "graph" else plant_in_engine)(copied, fault, "fp16")
+    (found,) = follow(copied, right, "fp16")["faults"]
+    assert (found["wrong"], found["graph"], found["node"]["output"]) == (wrong, fault.graph, fault.node)
+
+
+def test_of_two_faults_the_first_is_the_answer_and_the_other_is_mentioned(copied, right):
+    plant_in_graph(copied, FAULTS["exit eps"])
+    plant_in_engine(copied, FAULTS["entry value"])
+    report = follow(copied, right)
+    assert [(fault["wrong"], fault["graph"]) for fault in report["faults"]] == [("engine", "entry"), ("graph", "exit")]
+    assert report["answer"].startswith("engine: layer 0") and report["look_at"][2].startswith(
+        "next, graph: layer 2, exit"
+    )
+
+
+def test_an_export_that_is_wrong_itself_is_named_by_block_only(copied, right):
+    """The export is what it is: what it gives stands in for the graphs that it would give."""
+    plant_in_graph(copied, FAULTS["middle key"])
+    graphs = open_graphs(copied.assembly("demo-llama", "fp32"), copied.weights("demo-llama", "fp32"), LAYERS)
+    report = follow(copied, lambda precision: run.Right(right(precision).record, graphs))
+    (found,) = report["faults"]
+    assert (found["wrong"], found["block_layer"], found["node"]) == ("graph", 1, None)
+    assert "the export itself is wrong" in found["look_at"] and "no node can be named" in found["look_at"]
+
+
+def test_without_engines_the_graphs_are_looked_at(copied, right):
+    plant_in_graph(copied, FAULTS["middle gemm"])
+    shutil.rmtree(copied.engines("demo-llama", "fp32", "onnxruntime").parent)
+    report = follow(copied, right)
+    check_named(report, "graph", FAULTS["middle gemm"])
+    assert report["served"] is None and "only the graphs were looked at" in text(report)
+
+
+@pytest.mark.parametrize("name", ["entry value", "middle silu", "prefill rope", "decode stale row"])
+def test_a_node_of_an_engine_is_named_beside_its_graph_too(copied, right, name):
+    """Where an engine is what its graph builds to, there is only the graph to compare with.
+
+    Other operators, and names that were kept.
+    """
+    fault = ENGINE_FAULTS[name]
+    plant_in_engine(copied, fault)
+    paths = [
+        path(copied, "demo-llama", "fp32", *rest)
+        for path, rest in ((Results.assembly, ()), (Results.engines, ("onnxruntime",)))
+    ]
+    graphs = open_graphs(paths[0], copied.weights("demo-llama", "fp32"), LAYERS)
+    engines = Engines(EngineSet.open(paths[1], paths[0]), graphs.weights)
+    walked = walk_stages(graphs, engines, Tokens(right("fp32").record.token_ids, 4), TOLERANCES["fp32"])
+    stage = walked.first("graph").stage
+    feeds, outputs = graphs.feeds(stage.graph, stage.inputs, stage.slots), list(
+        dict.fromkeys(row.tensor for row in walked.rows if row.stage is stage and not row.passed)
+    )
+    found = first_fault(
+        onnx.load(paths[1].parent / f"{fault.graph}.onnx"),
+        graphs.model(stage.graph),
+        (feeds, feeds),
+        "fp32",
+        outputs,
+        same_nodes=False,
+    )
+    assert found.output == fault.node
+
+
+# --- which request is followed ---
+
+
+def golden_report(references: Results, results: Results, prompts: list[dict[str, Any]]) -> Path:
+    path = failed_path(results.golden("demo-llama", "fp32", 2, "onnxruntime"))
+    write_json(path, {"format": formats.GOLDEN, "tolerance": 1e-3, "prompts": prompts, "result": "fail"})
+    return path
+
+
+def entry(text: str, **found: Any) -> dict[str, Any]:
+    passed = {
+        "text": text,
+        "expected": None,
+        "text_out": "",
+        "prompt_ids_equal": True,
+        "differences": [],
+        "max_logit_error": 1e-6,
+        "alone_differences": [],
+        "alone_max_logit_difference": 0.0,
+    }
+    return {**passed, **found}
+
+
+class Referenced(Copy):
+    def reference(self, model: str, layers: int | str) -> Path:
+        return self.demo.reference(model, layers)
+
+
+SHORT, LONG = GOLDEN.prompts[1].text, GOLDEN.prompts[3].text
+REJECTED = [{"step": 3, "reference": 1, "found": 2, "gap": 0.5, "accepted": False}]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"max_logit_error": 0.5},
+        {"max_logit_error": None},
+        {"differences": REJECTED},
+        {"generate_differences": REJECTED},
+        {"alone_max_logit_difference": 0.1},
+        {"prompt_ids_equal": False},
+        {"expected": "a", "text_out": "b"},
+    ],
+    ids=lambda found: next(iter(found)),
+)
+def test_the_prompt_that_failed_is_followed(references, tmp_path, found):
+    results = Referenced(tmp_path, references)
+    target = Target("demo-llama", "fp32", 2, "onnxruntime")
+    assert choose(results, target, None, 768).text == LONG  # the longest: it sees furthest
+    golden_report(
+        references, results, [entry(LONG, differences=[{**REJECTED[0], "accepted": True}]), entry(SHORT, **found)]
+    )
+    chosen = choose(results, target, None, 768)
+    assert chosen.text == SHORT and len(chosen.tokens.ids) > chosen.tokens.num_prompt == 1
+
+
+def test_a_failing_prompt_that_the_reference_lacks_is_one_line(references, tmp_path):
+    results = Referenced(tmp_path, references)
+    path = golden_report(references, results, [entry("of an older config", max_logit_error=None)])
+    with pytest.raises(
+        InputError,
+        match=rf"^{path}: expected a prompt of .*, found 'of an older config'; run the golden check again, or",
+    ):
+        choose(results, Target("demo-llama", "fp32", 2, "onnxruntime"), None, 768)
+
+
+def test_weights_that_are_not_the_checkpoints_are_told_by_the_reference(references, tmp_path, right):
+    """PyTorch, graphs and engines agree on any weights; the reference was computed on the checkpoint's own."""
+    copy_weights(references, tmp_path, lambda weights: weights["model.norm.weight"].__imul__(1.5))
+    results = Reweighed(tmp_path, references)
+    target = Target("demo-llama", "fp32", 2, "onnxruntime")
+    model = StreamedModel(
+        read_json(references.checkpoint("demo-llama"))["config"], Weights.open(results.weights("demo-llama", "fp32")), 2
+    )
+    record = model.record(choose(results, target, SHORT, 768).tokens.ids)
+    report = run.bisect(results, target, TOLERANCES["fp32"], prompt=SHORT, right=run.Right(record, right("fp32").clean))
+    assert report["wrong"] == "weights" and not report["faults"] and "convert again" in report["look_at"][0]
+
+
+class Reweighed(Referenced):
+    """Weights of its own."""
+
+    weights = Results.weights
+
+    def assembly(self, model: str, precision: str) -> Path:
+        return self.demo.assembly(model, precision)
+
+    def engines(self, model: str, precision: str, backend: str) -> Path:
+        return self.demo.engines(model, precision, backend)
+
+
+def copy_weights(demo: Results, folder: Path, change: Callable) -> None:
+    source, out = demo.weights("demo-llama", "fp32"), Results(folder).weights("demo-llama", "fp32")
+    manifest = read_json(source)
+    (file,) = manifest["files"]
+    arrays = dict(load_file(source.parent / file["path"]))
+    change(arrays)
+    out.parent.mkdir(parents=True)
+    save_file(arrays, out.parent / "weights.safetensors")
+    data = (out.parent / "weights.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    tensors = {
+        name: {**value, "offset": start + header[name]["data_offsets"][0]}
+        for name, value in manifest["tensors"].items()
+    }
+    write_json(
+        out,
+        {
+            **manifest,
+            "files": [
+                {**file, "path": "weights.safetensors", "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            ],
+            "tensors": tensors,
+        },
+    )
+
+
+# --- by itself, when a check fails ---
+
+
+def explained(results: Results, right, **options: Any) -> str:
+    paths = [
+        results.assembly("demo-llama", "fp32"),
+        results.weights("demo-llama", "fp32"),
+        results.engines("demo-llama", "fp32", "onnxruntime"),
+    ]
+    ids = right("fp32").record.token_ids.tolist()
+    return explain_failure(
+        *paths, LAYERS, TOLERANCES["fp32"], "demo-llama/fp32/3", **{"ids": ids, "num_prompt": 4, **options}
+    )
+
+
+def test_a_failed_check_is_explained_in_one_line(copied, right):
+    assert (
+        explained(copied, right) == "each engine alone agrees with its graph on these tokens; "
+        "graph against PyTorch: lockstep bisect demo-llama/fp32/3"
+    )
+    plant_in_engine(copied, FAULTS["entry value"])
+    for options in ({}, {"ids": None, "num_prompt": None}):  # a check with tokens of its own, and one without
+        line = explained(copied, right, **options)
+        assert (
+            line.startswith("engine: layer 0, block entry")
+            and "attribute alpha: expected 1.0" in line
+            and "build the engines again" in line
+            and "\n" not in line
+        )
+
+
+def test_an_explanation_ends_in_time_and_hides_nothing(copied, right):
+    assert explained(copied, right, seconds=0.0).startswith(
+        "engines agree with their graphs as far as 0 s took (embedding at layer None)"
+    )
+    copied.engines("demo-llama", "fp32", "onnxruntime").unlink()
+    assert explained(copied, right).startswith("bisect cannot run the engines beside their graphs: ")
+
+
+def test_a_fault_of_the_runtime_is_told_from_one_of_graphs_and_engines(copied, right, monkeypatch):
+    pack = host._pack
+
+    def first_token_wrong(plan, advances):
+        rows = pack(plan, advances)
+        plan.token_ids[0] = 7
+        return rows
+
+    monkeypatch.setattr(host, "_pack", first_token_wrong)
+    report = follow(copied, right)
+    assert report["wrong"] == "runtime" and not report["faults"] and not report["served"]["passed"]
+    assert "lockstep.runtime" in explained(copied, right)
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def tree(references, copied) -> Path:
+    """A results folder as the workflow leaves it: all in one place."""
+    made = Results(copied.root)
+    for path, names in ((Results.checkpoint, ()), (Results.weights, ("fp32",)), (Results.reference, (2,))):
+        there, here = (path(results, "demo-llama", *names) for results in (references, made))
+        here.parent.mkdir(exist_ok=True)
+        for file in there.parent.glob(f"{there.stem}.*"):
+            shutil.copy(file, here.parent)
+    write_json(made.config(), CONFIG.dump())
+    return copied.root
+
+
+def lockstep(*words: str | Path):
+    return CliRunner().invoke(main, list(map(str, words)))
+
+
+@pytest.mark.parametrize(
+    ("target", "break_it", "line"),
+    [
+        (
+            "demo-llama/fp32/7",
+            lambda tree: None,
+            "target: expected one of demo-llama/fp32/2, .*; found 'demo-llama/fp32/7'",
+        ),
+        ("demo-llama/fp32/2", lambda tree: tree.config().unlink(), "config.json: expected a file, found none"),
+        (
+            "demo-llama/fp32/2",
+            lambda tree: tree.weights("demo-llama", "fp32").unlink(),
+            "weights.json: expected the results of demo-llama/fp32/2/onnxruntime, found none; run snakemake first",
+        ),
+        (
+            "demo-llama/fp32/2",
+            lambda tree: tree.reference("demo-llama", 2).unlink(),
+            "reference/2.json: expected the reference of .*, found none; run snakemake first, or give --prompt",
+        ),
+        (
+            "demo-llama/fp32/2",
+            lambda tree: tree.assembly("demo-llama", "fp32").with_name("middle.onnx").write_bytes(b"x"),
+            "middle.onnx: expected sha256 .*; export again",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(tree, target, break_it, line):
+    break_it(Results(tree))
+    result = lockstep("bisect", target, "--results", tree)
+    assert result.exit_code == (1 if "sha256" in line else 2)
+    assert re.fullmatch(rf"lockstep: error: .*{line}.*\n", result.stderr) and not result.stdout
+
+
+def test_the_command_gives_json_and_changes_nothing(tree):
+    plant_in_engine(Results(tree), FAULTS["decode stale row"])
+    before = {path: path.read_bytes() for path in sorted(tree.rglob("*")) if path.is_file()}
+    report = json.loads(lockstep("bisect", "demo-llama/fp32/2/onnxruntime", "--results", tree, "--json").stdout)
+    assert (
+        report["format"] == "lockstep.bisect/1"
+        and report["target"] == "demo-llama/fp32/2/onnxruntime"
+        and report["prompt"] == LONG
+    )
+    assert report["answer"].startswith(
+        "engine: layer 0, attention (attention.decode, decode), node less_0 (LessOrEqual): attention is off its graph"
+    )
+    assert report["weights"]["passed"] and not report["served"]["passed"]
+    assert {path: path.read_bytes() for path in sorted(tree.rglob("*")) if path.is_file()} == before
+
+
+@pytest.mark.long
+def test_the_command_answers_first(tree):
+    result = lockstep("bisect", "demo-llama/fp32/2", "--results", tree, "--prompt", PROMPT)
+    assert result.exit_code == 0 and result.stdout.splitlines()[0].startswith("nothing: no graph and no engine is off")
+
+
+def test_a_prompt_without_tokens_or_too_long_is_one_line(tree):
+    assert (
+        "expected at least one token"
+        in lockstep("bisect", "demo-llama/fp32/2", "--results", tree, "--prompt", "").stderr
+    )
+    assert (
+        "expected at most"
+        in lockstep("bisect", "demo-llama/fp32/2", "--results", tree, "--prompt", "fog " * 600).stderr
+    )
+
+
+def test_engines_that_run_in_another_python_are_looked_at_there(copied, right):
+    plant_in_engine(copied, FAULTS["middle gemm"])
+    ask = lambda **arguments: worker.ask(sys.executable, "bisect", **arguments)
+    target = Target("demo-llama", "fp32", LAYERS, "onnxruntime")
+    report = run.bisect(copied, target, TOLERANCES["fp32"], ask, PROMPT, right=right("fp32"))
+    check_named(report, "engine", FAULTS["middle gemm"])
+    assert "their backend's own Python" in text(report)
+
+
+# --- PyTorch, a layer at a time ---
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "mixtral"])
+def test_a_streamed_model_computes_what_the_whole_one_does(tmp_path, family):
+    """Computed buffers (scaled embeddings, two ropes), parameters outside layers, tensors that are put together."""
+    (tmp_path / "shape.json").write_text(json.dumps(FAMILIES[family].config))
+    random_model.make(tmp_path / "shape.json", 0, tmp_path / "model")
+    checkpoint = resolve("model", tmp_path / "model", tmp_path / "checkpoint.json")
+    weights = Weights.open(convert(checkpoint, "fp16", tmp_path / "weights.json"))
+    config, ids = read_json(checkpoint)["config"], np.array([5, 9, 100, 33, 7, 250, 8])
+    whole, streamed = (model(config, weights, 2).record(ids) for model in (TorchModel, StreamedModel))
+    # The same operations on the same numbers, so no tolerance.
+    assert np.array_equal(whole.logits, streamed.logits) and np.array_equal(whole.embedded, streamed.embedded)
+    for one, other in zip(whole.layers, streamed.layers, strict=True):
+        assert all(
+            np.array_equal(getattr(one, name), getattr(other, name)) for name in ("hidden", "keys", "values", "attention")
+        )
+
+
+MEMORY = """
+import sys, threading, time
+from pathlib import Path
+from lockstep.bisect import run
+from lockstep.paths import Results, Target
+
+def anonymous():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+# torch's exporter, loaded and used once: what it keeps is no copy of weights
+run.export_again({config!r}, run.Weights.open({weights!r}), "all")
+before, peak, done = anonymous(), 0, threading.Event()
+
+def sample():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, anonymous())
+
+thread = threading.Thread(target=sample)
+thread.start()
+target, prompt = Target("tiny", "fp16", "all", "onnxruntime"), "Some text of thirty bytes, say."
+report = run.bisect(Results(Path({results!r})), target, {tolerance!r}, prompt=prompt)
+done.set()
+thread.join()
+print(report["wrong"], peak - before)
+"""
+
+
+@pytest.mark.long
+def test_memory_stays_below_the_weights_and_a_few_layers(tmp_path):
+    """Weights are mapped from their files.
+
+    What is allocated beside them is a layer in float32 where PyTorch, a graph or an engine computes.
+    """
+    sizes = {
+        "vocab_size": 2048,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    }
+    config = {**handmade.CONFIG, **sizes, "dtype": "float16"}
+    results = handmade.make(tmp_path, ["fp16"], config)
+    weights = sum(
+        file["size"] for file in read_json(results.checkpoint("tiny"))["files"] if file["path"].endswith(".safetensors")
+    )
+    script = MEMORY.format(
+        config=config,
+        weights=str(results.weights("tiny", "fp16")),
+        results=str(results.root),
+        tolerance=TOLERANCES["fp16"],
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    wrong, allocated = done.stdout.split()
+    layer = 2 * weights / 16  # one of 16 layers, in float32
+    # Measured: 4 to 5 layers: ONNX Runtime holds a graph's casts, an engine's folded constants and their repacked
+    # copy. The model in float32 would be 16.
+    assert wrong == "nothing" and int(allocated) < 7 * layer < weights

@@ -1,0 +1,60 @@
+"""Commands that need results, where there are none: one line that says what to do, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from demo_model import ROOT
+
+from lockstep.cli import main
+
+TARGET = "demo-llama/fp16/all"
+NEEDS_RESULTS = {
+    "summary": ("summary",),
+    "targets -v": ("targets", "-v"),
+    "show": ("show", "results/demo-llama/fp16/graphs/middle.onnx"),
+    "generate": ("generate", "--target", TARGET, "--prompt", "A"),
+    "bundle": ("bundle", TARGET),
+    "explain": ("explain", TARGET),
+    "reproduce": ("reproduce", TARGET),
+    "lock": ("lock",),
+    "lock of a model": ("lock", "demo-llama"),
+    "verify": ("verify",),
+    "verify of a model": ("verify", "demo-llama"),
+    "convert": ("convert",),
+    "export": ("export", TARGET),
+    "validate": ("validate",),
+    "build": ("build",),
+    "reference": ("reference",),
+    "golden": ("golden",),
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with config and checkpoint, where nothing has run."""
+    for name in ("config", "resources"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", NEEDS_RESULTS.values(), ids=NEEDS_RESULTS)
+def test_without_results_a_command_says_run_snakemake_first(
+    project: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(project.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments), prog_name="lockstep")
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    (line,) = said.err.splitlines()
+    assert line.startswith("lockstep: error: results") and "expected" in line and "run snakemake first" in line
+    assert sorted(project.rglob("*")) == before
+
+
+def test_targets_need_no_results(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["targets"], prog_name="lockstep", standalone_mode=False)
+    assert f"{TARGET}/onnxruntime" in capsys.readouterr().out.splitlines()

@@ -1,0 +1,246 @@
+"""Gates look as far as the limits allow: faults that begin behind 64 tokens, at a wide window, in chunks or in some rows only are caught."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from demo_model import CONFIG, DEMO, GOLDEN, LIMITS, TOLERANCES
+from families import _family
+from onnx import helper, numpy_helper
+
+from lockstep import compare, golden, validate, worker
+from lockstep.boundaries import both_sides, config_lengths, edges, synthetic_past
+from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.engine import build
+from lockstep.errors import CheckError
+from lockstep.files import read_json, sha256_file, write_json
+from lockstep.paths import Results, Target
+from lockstep.random_model import make
+from lockstep.split import export
+from lockstep.weights import convert
+
+WIDE = 300  # tokens
+WINDOWED = "windowed"
+
+
+# --- faults: changes of an attention graph, as exported or as an engine holds it ---
+
+
+def rename_input(graph, old, new):
+    for node in graph.node:
+        node.input[:] = [new if name == old else name for name in node.input]
+
+
+def constant(graph, value, name):
+    graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+    return name
+
+
+def positions_clamped_at_63(graph):
+    rename_input(graph, "position_ids", "clamped")
+    graph.node.insert(0, helper.make_node("Min", ["position_ids", constant(graph, np.int64(63), "last")], ["clamped"], name="planted"))
+
+
+def rows_from_64_on_forgotten(graph):
+    rename_input(graph, "past_lengths", "at_most")
+    graph.node.insert(0, helper.make_node("Min", ["past_lengths", constant(graph, np.int64(64), "most")], ["at_most"], name="planted"))
+
+
+def past_ignored(graph):
+    rename_input(graph, "past_lengths", "none")
+    graph.node.insert(0, helper.make_node("Sub", ["past_lengths", "past_lengths"], ["none"], name="planted"))
+
+
+def window_one_more(graph):
+    (window,) = [value for value in graph.initializer if value.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(value).tolist() == WIDE]
+    window.CopyFrom(numpy_helper.from_array(np.array(WIDE + 1), window.name))
+
+
+def window_removed(graph):
+    (window,) = [value for value in graph.initializer if value.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(value).tolist() == WIDE]
+    window.CopyFrom(numpy_helper.from_array(np.array(1 << 20), window.name))
+
+
+def third_row_sees_the_second(graph):
+    """Right for two requests, wrong for more."""
+    rename_input(graph, "past_value", "mixed")
+    made = (
+        helper.make_node("Shape", ["past_value"], ["shape"], start=0, end=1),
+        helper.make_node("Squeeze", ["shape"], ["rows"]),
+        helper.make_node("Range", ["zero", "rows", "one"], ["each"]),
+        helper.make_node("Equal", ["each", "two"], ["is_third"]),
+        helper.make_node("Where", ["is_third", "one", "each"], ["taken"]),
+        helper.make_node("Gather", ["past_value", "taken"], ["mixed"], axis=0, name="planted"),
+    )
+    for at, node in enumerate(made):
+        graph.node.insert(at, node)
+    for name, value in (("zero", 0), ("one", 1), ("two", 2)):
+        constant(graph, np.int64(value), name)
+
+
+# --- as a graph: validate ---
+
+
+def plant(folder: Path, phase: str, fault) -> None:
+    """Let `fault` change a phase of the assembly's attention, and make its digest right."""
+    assembly = read_json(folder / "assembly.json")
+    entry = assembly["kinds"]["attention"][phase]
+    model = onnx.load(folder / entry["graph"])
+    fault(model.graph)
+    onnx.save(model, folder / entry["graph"])
+    entry["sha256"] = sha256_file(folder / entry["graph"])
+    write_json(folder / "assembly.json", assembly)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("fault", "phase", "tensor"),
+    [
+        (positions_clamped_at_63, "prefill", r"behind 63 cached tokens, chunked\.key_out"),
+        (positions_clamped_at_63, "decode", r"behind 63 cached tokens, decode\.key_out"),
+        (rows_from_64_on_forgotten, "decode", r"behind 63 cached tokens, decode\.attention"),
+        (rows_from_64_on_forgotten, "prefill", r"behind 127 cached tokens, chunked\.attention"),
+    ],
+)
+def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, precision, fault, phase, tensor):
+    folder = shutil.copytree(demo.assembly("demo-llama", precision).parent, tmp_path / "graphs")
+    plant(folder, phase, fault)
+    with pytest.raises(CheckError, match=rf"^layer 0 \(block entry, attention\): {tensor}: expected an error of at most"):
+        validate.run(
+            folder / "assembly.json", demo.weights("demo-llama", precision), demo.checkpoint("demo-llama"), 2, TOLERANCES[precision],
+            LIMITS["max_seq_len"], tmp_path / "validate.json", threads=1,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> Results:
+    """A random Mistral whose layers have a window of 300 tokens, taken through all stages up to the engines, in fp32 and fp16."""
+    root = tmp_path_factory.mktemp("windowed")
+    config = {**_family("mistral", sliding_window=WIDE).config, "max_position_embeddings": 512, "num_hidden_layers": 2}
+    write_json(root / "shape.json", config)
+    folder = make(root / "shape.json", 0, root / "checkpoint")
+    results = Results(root / "results")
+    checkpoint = resolve(str(folder), folder, results.checkpoint(WINDOWED))
+    architecture = resolve_architecture(str(folder), folder, results.architecture(WINDOWED))
+    for precision in ("fp32", "fp16"):
+        convert(checkpoint, precision, results.weights(WINDOWED, precision))
+        export(architecture, precision, results.assembly(WINDOWED, precision))
+        build(results.assembly(WINDOWED, precision), "onnxruntime", results.engines(WINDOWED, precision, "onnxruntime"))
+    return results
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("fault", [None, window_one_more, window_removed], ids=lambda value: getattr(value, "__name__", "none"))
+def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precision, fault):
+    def validated():
+        return validate.run(
+            folder / "assembly.json", windowed.weights(WINDOWED, precision), windowed.checkpoint(WINDOWED), "all", TOLERANCES[precision],
+            512, tmp_path / "validate.json", threads=1,
+        )  # fmt: skip
+
+    folder = shutil.copytree(windowed.assembly(WINDOWED, precision).parent, tmp_path / "graphs")
+    if fault is None:
+        caches = read_json(validated())["long_context"]["caches"]
+        assert [cache["num_past"] for cache in caches] == [63, 127, 255, 299, 447, 509]
+        assert max(cache["relative_error"] for cache in caches) <= TOLERANCES[precision]["block"] / 4  # there is room
+        return
+    for phase, past in (("decode", "decode"), ("prefill", "chunked")):
+        plant(folder, phase, fault)
+        with pytest.raises(CheckError, match=rf"behind 299 cached tokens, {past}\.attention: expected an error of at most"):
+            validated()
+        shutil.rmtree(folder)
+        shutil.copytree(windowed.assembly(WINDOWED, precision).parent, folder)
+
+
+# --- as an engine: compare, and golden ---
+
+
+def plant_in_engine(engines: Path, phase: str, fault) -> None:
+    """Let `fault` change the engine of the attention's phase, and make its digest right."""
+    manifest = read_json(engines)
+    entry = manifest["engines"][f"attention.{phase}"]
+    model = onnx.load(engines.parent / entry["file"])
+    fault(model.graph)
+    onnx.save(model, engines.parent / entry["file"])
+    entry["sha256"] = sha256_file(engines.parent / entry["file"])
+    write_json(engines, manifest)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("fault", "phase", "said"),
+    [
+        (positions_clamped_at_63, "prefill", r"the long prompt', behind 240 tokens, in one piece"),
+        (positions_clamped_at_63, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
+        (rows_from_64_on_forgotten, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
+        (past_ignored, "prefill", r"the long prompt', behind \d+ tokens, in"),
+        (third_row_sees_the_second, "decode", r"prompt '.*, step 1"),
+    ],
+)
+def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_both_checks(references, tmp_path, precision, fault, phase, said):
+    engines = shutil.copytree(references.engines("demo-llama", precision, "onnxruntime").parent, tmp_path / "engines") / "engines.json"
+    plant_in_engine(engines, phase, fault)
+    assembly, weights = references.assembly("demo-llama", precision), references.weights("demo-llama", precision)
+    with pytest.raises(CheckError, match=rf"engine attention\.{phase}, profile 0 \(.*\), (attention|key_out): expected an error of at most"):
+        compare.run(assembly, weights, engines, TOLERANCES[precision]["block"], CONFIG.engine_limits(), tmp_path / "compare.json", threads=1)
+    with pytest.raises(CheckError, match=said):
+        golden.check(
+            assembly, weights, engines, references.reference("demo-llama", 2), Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision],
+            LIMITS, tmp_path / "golden.json", tmp_path / "golden.speed.json", [prompt.expected[2] for prompt in GOLDEN.prompts],
+        )  # fmt: skip
+
+
+def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references, tmp_path):
+    """Along the tokens that fail: here the long prompt alone does."""
+    engines = shutil.copytree(references.engines("demo-llama", "fp32", "onnxruntime").parent, tmp_path / "engines") / "engines.json"
+    plant_in_engine(engines, "decode", rows_from_64_on_forgotten)
+    names = {"assembly": references.assembly("demo-llama", "fp32"), "weights": references.weights("demo-llama", "fp32"), "engines": engines}
+    with pytest.raises(CheckError, match=r"the long prompt', behind .*golden\.failed\.json; engine: .*attention\.decode") as error:
+        worker.call(
+            None, "golden", **{name: str(path) for name, path in names.items()}, reference=str(references.reference("demo-llama", 2)),
+            target={"model": "demo-llama", "precision": "fp32", "layers": 2, "backend": "onnxruntime"}, tolerance=TOLERANCES["fp32"], limits=LIMITS,
+            out=str(tmp_path / "golden.json"), speed=str(tmp_path / "golden.speed.json"), expected=[prompt.expected[2] for prompt in GOLDEN.prompts],
+        )  # fmt: skip
+    assert "\n" not in str(error.value)
+
+
+def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
+    paths = (references.assembly("demo-llama", "fp32"), references.weights("demo-llama", "fp32"), references.engines("demo-llama", "fp32", "onnxruntime"))
+    report = read_json(golden.check(
+        *paths, references.reference("demo-llama", 2), Target("demo-llama", "fp32", 2, "onnxruntime"), TOLERANCES["fp32"], LIMITS,
+        tmp_path / "golden.json", tmp_path / "golden.speed.json",
+    ))  # fmt: skip
+    long = report["long_prompt"]
+    assert long["num_tokens"] == 240 and len(long["tokens"]) == 16 and long["generate_equal"]
+    for entry in (long, *report["prompts"]):
+        assert 0 < entry["mixed_max_logit_error"] <= report["max_logit_error"] <= TOLERANCES["fp32"]["logits"]
+    kept = read_json(references.reference("demo-llama", 2))["long"]
+    assert kept["edges"] == [63, 64, 65, 127, 128, 129, 191, 192, 193, 240] and kept["counts"] == list(range(1, 241))
+
+
+# --- what they are made of ---
+
+
+def test_lengths_are_those_that_a_config_names():
+    config = {"sliding_window": 300, "rope_parameters": {"full": {"original_max_position_embeddings": 96, "factor": 4.0}}, "use_sliding_window": True, "window_sizes": [0, 7]}
+    assert config_lengths(config) == {300, 96, 7}
+    assert edges(512, [300]) == [64, 128, 256, 300, 448, 512] and edges(40) == [40]
+    assert both_sides(130, [5]) == [4, 5, 6, 63, 64, 65, 127, 128, 129, 130]
+
+
+@pytest.mark.parametrize("rows", [63, 512, 20_000])
+def test_each_row_at_an_edge_of_a_synthetic_cache_shows(rows):
+    """Attention without one of them differs by a part of its own size that fp16's tolerance sees."""
+    keys, values = synthetic_past(np.random.default_rng(1), rows, 1, (32, 32), [300])
+    query = 0.5 / 32**0.5 * np.random.default_rng(2).standard_normal(32)
+    weights = np.exp(keys[:, 0] @ query)
+    whole = weights @ values[:, 0] / weights.sum()
+    shown = [row for row in {0, 63, 64, rows - 1, rows - 300, rows - 299} if 0 <= row < rows]
+    for row in shown:
+        kept = np.arange(rows) != row
+        without = weights[kept] @ values[kept, 0] / weights[kept].sum()
+        assert np.abs(without - whole).max() / max(1, np.sqrt(np.mean(whole**2))) > 0.03, row

@@ -1,0 +1,188 @@
+"""Documents and files damaged in every way that came to mind: verify, diff, explain and lock name each in one line."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_model import CONFIG
+
+from lockstep import formats
+from lockstep.errors import LockstepError
+from lockstep.files import SEAL, sha256_json, write_json
+from lockstep.lock import stage
+from lockstep.lock.diff import diff
+from lockstep.lock.explain import explain
+from lockstep.lock.lockfile import sections, write_lock
+from lockstep.lock.steps import step
+from lockstep.lock.verify import SAME, Finding, verify
+from lockstep.paths import Results, Target
+
+MODEL = "demo-llama"
+TARGET = Target(MODEL, "fp16", 2, "onnxruntime")
+
+
+def make(results: Results, name: str, value: dict[str, Any], **files: bytes) -> None:
+    """The stage `name`, recorded, of a manifest that names `files` that lie beside it."""
+    made = step(name, CONFIG, results, {"model": MODEL, "precision": "fp16", "layers": 2, "backend": "onnxruntime"})
+
+    def write() -> None:
+        for file, data in files.items():
+            made.output.parent.mkdir(parents=True, exist_ok=True)
+            made.output.with_name(file).write_bytes(data)
+        write_json(made.output, value)
+
+    stage.run(replace(made, inputs={key: path for key, path in made.inputs.items() if path.is_file()}), write)
+
+
+def named(file: str) -> dict[str, Any]:
+    return {"file": file, "sha256": sha256(file.encode()).hexdigest()}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with results/ of a model that has no more than its manifests, and locks/."""
+    root = tmp_path_factory.mktemp("damage")
+    results = Results(root / "results")
+    (root / "checkpoint").mkdir()
+    (root / "checkpoint" / "w").write_bytes(b"w")
+    weight = {"path": "w", "size": 1, "sha256": sha256(b"w").hexdigest()}
+    make(results, "resolve", {"format": formats.CHECKPOINT, "source": "checkpoint", "folder": "../../checkpoint", "files": [weight]})
+    make(results, "convert", {"format": formats.WEIGHTS, "files": [{**weight, "path": "../../../checkpoint/w"}], "tensors": {}})
+    make(results, "export", {"format": formats.ASSEMBLY, "classes": {"g": {**named("g"), "graph": "g"}}}, g=b"g")
+    engines = {"format": formats.ENGINES, "engines": {"e": named("e")}, "options": {}, "device": {"name": "d"}, "backend_version": "1"}
+    make(results, "build", engines, e=b"e")
+    make(results, "validate", {"format": formats.VALIDATION, "result": "pass"})
+    make(results, "reference", {"format": formats.REFERENCE, "prompts": [{"text": "A", "tokens": [1]}]})
+    make(results, "golden", {"format": formats.GOLDEN, "result": "pass", "prompts": [{"text": "A", "tokens": [1]}]})
+    write_lock(results.root, MODEL, root / "locks" / f"{MODEL}.lock.json")
+    assert {finding.status for finding in found(root)} == {SAME}
+    return root
+
+
+@pytest.fixture
+def damaged(tree: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tree, tmp_path / "tree"))
+
+
+def found(root: Path) -> list[Finding]:
+    return verify(root / "results", {MODEL: root / "locks" / f"{MODEL}.lock.json"})
+
+
+def look(root: Path) -> None:
+    """Everything that reads records and locks; errors are one line that names a file. Raises what is no such error."""
+    results, lock = root / "results", root / "locks" / f"{MODEL}.lock.json"
+    for call in (
+        lambda: diff(lock, lock), lambda: explain(CONFIG, Results(results), TARGET), lambda: write_lock(results, MODEL, root / "again.lock.json"),
+        lambda: list(sections(results, MODEL)),
+    ):  # fmt: skip
+        try:
+            call()
+        except LockstepError as error:
+            assert len(str(error).splitlines()) == 1 and str(root) in str(error)
+        except FileNotFoundError as error:
+            assert str(root) in str(error.filename)
+
+
+def documents(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*.json"))
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+RAW = {
+    "empty": b"", "half a document": None, "null": b"null", "a number": b"7", "a text": b'"text"', "a list": b"[]", "an object": b"{}", "not a number": b'{"format": NaN}',
+    "no text": b"\xff\xfe\x00", "half a character": b'{"format": "\\ud800"}', "deep": b"[" * 100_000, "deep and whole": b"[" * 900 + b"]" * 900,
+    "a number without end": b"1" * 5000, "a key of no kind": b'{"sealed_sha256": null, "format": null}', "a seal of nothing": b'{"format": "x", "sealed_sha256": {}}',
+}  # fmt: skip
+WRONG = (None, 1, "text", ["text"], {"text": None}, {"text": "text"}, [{"sha256": "x", "file": "\0"}], [{"sha256": "x", "file": "x" * 5000}], nested(400))
+
+
+def edited(value: Any) -> Iterator[Any]:
+    """`value` with one entry of another type, or without it: those at the top, and the first of those below."""
+    for name in sorted(value):
+        yield {key: item for key, item in value.items() if key != name}
+        for wrong in WRONG:
+            yield {**value, name: wrong}
+        inner = value[name]
+        if isinstance(inner, dict) and inner:
+            first = sorted(inner)[0]
+            for wrong in WRONG:
+                yield {**value, name: {**inner, first: wrong}}
+        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            for key in sorted(inner[0]):
+                yield {**value, name: [{**inner[0], key: None}, *inner[1:]]}
+
+
+def sealed(value: Any) -> Any:
+    """As if it had been written so: only what is in it is wrong."""
+    value = copy.deepcopy(value)
+    if "outputs" in value and "key" in value:
+        value["key"] = sha256_json({name: item for name, item in value.items() if name not in ("format", "key", "outputs", SEAL)})
+    if SEAL in value:
+        value[SEAL] = sha256_json({name: item for name, item in value.items() if name != SEAL})
+    return value
+
+
+@pytest.mark.parametrize("how", RAW)
+def test_a_document_that_is_none_is_named_in_one_line(damaged: Path, how: str) -> None:
+    for path in [path for path in documents(damaged) if path.name in ("checkpoint.json", "engines.json", "engines.build.json", "provenance.json", f"{MODEL}.lock.json")]:
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2] if RAW[how] is None else RAW[how])
+        named = [finding for finding in found(damaged) if finding.status != SAME]
+        assert any(path.name in str(finding) for finding in named), (path, named)
+        assert all(len(str(finding).splitlines()) == 1 for finding in named)
+        look(damaged)
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("each", [13, pytest.param(1, marks=pytest.mark.long)])
+def test_entries_of_another_type_are_named_in_one_line(damaged: Path, each: int) -> None:
+    """Under whole seals and keys, so that they are seen by whoever takes them for what they should be. Every `each`-th of them is tried."""
+    tried = 0
+    for path in documents(damaged):
+        data = path.read_bytes()
+        for value in itertools.islice(edited(json.loads(data)), 0, None, each):
+            path.write_text(json.dumps(sealed(value)))
+            findings = found(damaged)
+            assert all(len(str(finding).splitlines()) == 1 for finding in findings)
+            look(damaged)
+            tried += 1
+        path.write_bytes(data)
+    assert tried > 1500 / each
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "a folder": lambda path: path.mkdir(),
+    "links in a circle": lambda path: path.symlink_to(path.name),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a pipe": lambda path: os.mkfifo(path),
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_is_named_in_one_line(damaged: Path, kind: str) -> None:
+    for path in sorted(path for path in damaged.rglob("*") if path.is_file()):
+        moved = path.rename(damaged / "moved")
+        KINDS[kind](path)
+        named = [finding for finding in found(damaged) if finding.status != SAME]
+        assert any(path.name in str(finding) for finding in named), (path, named)
+        if kind not in ("a pipe", "an endless device"):
+            look(damaged)
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        moved.rename(path)

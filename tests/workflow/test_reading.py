@@ -1,0 +1,104 @@
+"""Calls that only look at a run: whatever is damaged there, they change nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+from test_kill import start, wait_for
+from test_locks import flip
+
+from lockstep.files import sha256_file, write_json
+from lockstep.sidefiles import failed_path
+
+MODEL = "demo-llama"
+FP16, FP32 = f"{MODEL}/fp16", f"{MODEL}/fp32"
+# Snakemake's own notes of each call, dry runs too.
+NOTES = (".snakemake/log/", ".snakemake/iocache/")
+
+
+def in_the_future(path: Path) -> None:
+    os.utime(path, (time.time() + 3600,) * 2)
+
+
+# Kind of damage: what it does to the results, and the rules that a run makes again for it.
+DAMAGES = {
+    "lost engine": (lambda results: (results / FP16 / "engines/onnxruntime/middle.onnx").unlink(), {"build", "compare", "golden", "summary", "plots"}),
+    "truncated weights": (lambda results: os.truncate(results / FP32 / "weights.safetensors", 1000), {"convert", "compare", "validate", "golden", "summary", "plots"}),
+    "lost graph": (lambda results: (results / FP32 / "graphs/middle.onnx").unlink(), {"export", "validate", "build", "compare", "golden", "summary", "plots"}),
+    "lost record": (lambda results: (results / FP16 / "validate/2.build.json").unlink(), {"validate", "summary", "plots"}),
+    "lost record of the first": (lambda results: (results / MODEL / "checkpoint.build.json").unlink(), {"resolve", "convert", "compare", "reference", "validate", "golden", "summary", "plots"}),
+    "lost record of the last": (lambda results: (results / "report/error_by_layer.build.json").unlink(), {"plots"}),
+    "lost record of the summary": (lambda results: (results / "summary.build.json").unlink(), {"summary", "plots"}),
+    "lost manifest": (lambda results: (results / FP16 / "golden/onnxruntime/2.json").unlink(), {"golden", "summary", "plots"}),
+    "from the future": (lambda results: in_the_future(results / FP16 / "graphs/assembly.json"), set()),
+    "flipped byte": (lambda results: flip(results / FP16 / "engines/onnxruntime/entry.onnx"), set()),
+    "failed since": (lambda results: write_json(failed_path(results / FP32 / "golden/onnxruntime/all.json"), {"format": "lockstep.failure/1", "failure": "planted"}),
+                     {"golden", "summary", "plots"}),
+}
+SNAKEMAKE = (
+    ("--dry-run",), ("--dry-run", "--config", "locked=true"), ("--lint",), ("--summary",), ("--detailed-summary",), ("--list-rules",), ("--dag",),
+    ("--list-params-changes",), ("--touch", "--dry-run"), ("--report", "../report.html"),
+)  # fmt: skip
+LOCKSTEP = (
+    ("verify", "--deep"), ("explain", f"{FP16}/all"), ("summary",), ("targets", "-v"), ("show", f"results/{FP16}/graphs/entry.onnx"),
+    ("diff", f"locks/{MODEL}.lock.json", f"locks/{MODEL}.lock.json"),
+)  # fmt: skip
+
+
+def state(folder: Path) -> dict[str, tuple]:
+    """Kind, digest or target, and time of everything below `folder`."""
+    found = {}
+    for path in folder.rglob("*"):
+        name, about = path.relative_to(folder).as_posix(), path.lstat()
+        if not name.startswith(NOTES) and not path.is_dir():
+            found[name] = (about.st_mode, about.st_mtime_ns, sha256_file(path) if path.is_file() else os.readlink(path))
+        elif path.is_dir() and name.startswith("results"):
+            found[name] = (about.st_mode, about.st_mtime_ns)
+    return found
+
+
+@pytest.fixture
+def damaged(demo: Checkout) -> Checkout:
+    """A locked run with all kinds of damage, and the lock of a run that was killed."""
+    demo.run("lockstep", "lock")
+    process = start(demo, "--forcerun", "plots", "results/report/speed.svg")
+    wait_for(lambda: list((demo.folder / ".snakemake/locks").glob("*.lock")))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list((demo.folder / ".snakemake/locks").glob("*.lock"))
+    for damage, _ in DAMAGES.values():
+        damage(demo.results)
+    return demo
+
+
+def test_looking_changes_nothing(damaged: Checkout) -> None:
+    before = state(damaged.folder)
+    for module, calls in (("snakemake", SNAKEMAKE), ("lockstep", LOCKSTEP)):
+        for arguments in calls:
+            process = damaged.run(module, *arguments, check=False)
+            assert state(damaged.folder) == before, (module, arguments)
+            assert "Traceback" not in process.stderr, (arguments, process.stderr)
+
+
+@pytest.mark.long
+def test_a_run_over_all_damages_repairs_them(damaged: Checkout, finished: Checkout) -> None:
+    (damaged.results / FP16 / "engines/onnxruntime/entry.onnx").unlink()  # a flipped byte is refused, which test_damage.py shows
+    planned = damaged.would_run()
+    said = damaged.finish()
+    for rule, words in {"build": "Build engines", "convert": "Convert", "validate": "Validate", "golden": "Golden check", "export": "Export"}.items():
+        assert said.count(f": {words}") == planned[rule], (rule, planned, said)
+    assert damaged.digests() == {name: digest for name, digest in finished.digests().items()}
+    assert not damaged.would_run()
+    damaged.run("lockstep", "verify")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_dry_run_names_what_is_made_again(demo: Checkout, damage: str) -> None:
+    act, rules = DAMAGES[damage]
+    act(demo.results)
+    assert set(demo.would_run()) == rules
