@@ -38,6 +38,9 @@ include: "workflow/rules/report.smk"
 
 
 onerror:
+    # Snakemake keeps the last of these blocks only.
+    if workflow.is_main_process:
+        summarise_failed_run()
     end_as_by_hand()
 
 

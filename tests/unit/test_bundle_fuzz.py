@@ -41,6 +41,7 @@ def tried(bundle: Path, weights: str, work: Path, every: int) -> list[dict[str, 
         "TMPDIR": str(work),
         "HOME": str(work),
         "LOCKSTEP_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # its cached files are no writes of the bundle's
         "PATH": "/usr/bin:/bin",
     }
     command = [sys.executable, fuzz_bundle.__file__, str(bundle), weights, str(work), "0", str(every)]

@@ -8,7 +8,9 @@ from lockstep.buildkey import STAGES, stage_key
 from lockstep.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
+from lockstep.errors import LockstepError
 from lockstep.lock.locked import is_locked
+from lockstep.lock.stage import summarise
 from lockstep.paths import Results, layer_count
 from lockstep.sources import FolderSource, HubSource, RandomSource, parse_source
 
@@ -139,6 +141,14 @@ def end_as_by_hand():
         EXIT_CODES.unlink(missing_ok=True)
     if codes and set(codes) == {"2"}:
         raise SystemExit(2)
+
+
+def summarise_failed_run():
+    """The job below does not run then; what failed, and what has not run, stands in the table all the same."""
+    try:
+        logger.info(f"Summary of what has run: {summarise(RESULTS, TARGETS)}")
+    except (LockstepError, OSError) as error:
+        logger.error(f"no summary of what has run: {error}")
 
 
 def log_of(rule, *wildcards):

@@ -4,19 +4,6 @@
 # makes: results/summary.json and .csv, results/report/targets.html and the plots
 
 
-from lockstep.errors import LockstepError
-from lockstep.lock.stage import summarise
-
-
-onerror:
-    # The job below does not run then; what failed, and what has not run, stands in the table all the same.
-    if workflow.is_main_process:
-        try:
-            logger.info(f"Summary of what has run: {summarise(RESULTS, TARGETS)}")
-        except (LockstepError, OSError) as error:
-            logger.error(f"no summary of what has run: {error}")
-
-
 rule summary:
     input:
         validations=VALIDATIONS,
