@@ -47,7 +47,7 @@ test-all: setup
 gpu: setup
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
 	$(BIN)/lockstep summary && cp results/summary.json docs/gpu/config-gpu.json
-	$(BIN)/lockstep bench gpu --python $(TENSORRT_PYTHON) --work $(WORK) --write docs --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
+	$(BIN)/python -m benchmarks gpu --python $(TENSORRT_PYTHON) --work $(WORK) --write docs --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
 
 setup: $(VENV)/.installed
 

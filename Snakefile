@@ -10,7 +10,7 @@ REPOSITORY = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
 # This checkout's package, installed or not: the one whose code the rules' keys are of.
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from lockstep.documents import check_config
+from lockstep.config.documents import check_config
 from lockstep.errors import guard
 
 # The demo, unless the command line names models: a second config file would add its models to these.

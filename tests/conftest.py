@@ -33,7 +33,7 @@ import lockstep  # noqa: F401  first: it switches off what other packages send w
 
 def _missing() -> str | None:
     """What this machine lacks to build with TensorRT."""
-    from lockstep.engine import get_backend
+    from lockstep.backends import get_backend
     from lockstep.errors import LockstepError
 
     try:

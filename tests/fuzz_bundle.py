@@ -26,11 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep import worker
+from lockstep.pipeline import worker
 from lockstep.bundle.archive import MANIFEST, header
 from lockstep.bundle.opened import opened
 from lockstep.errors import LockstepError
-from lockstep.files import SEAL, sha256_json
+from lockstep.artifacts.files import SEAL, sha256_json
 
 DOCUMENTS = ("graphs/assembly.json", "engines/engines.json", "weights/weights.json", "graphs/tokenizer.json")
 MISSING, AGAIN = "(the key is missing)", "(the list again and again)"

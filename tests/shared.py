@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import sha256_json
+from lockstep.artifacts.files import sha256_json
 
 WORKER = "PYTEST_XDIST_WORKER"  # set by pytest-xdist in each of its processes
 
@@ -35,7 +35,7 @@ class Shared:
 
     def exported(self, config: dict[str, Any], precision: str) -> Path:
         """The folder with assembly.json and graphs of a config.json without a checkpoint, as `export_config` gives them."""
-        from lockstep.split.export import export_config  # loads torch
+        from lockstep.export.run import export_config  # loads torch
 
         return self.folder(f"exported/{sha256_json([config, precision])}", lambda folder: export_config(config, precision, folder))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.paths import Results
+from lockstep.targets import Results
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """

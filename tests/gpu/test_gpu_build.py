@@ -6,10 +6,10 @@ import numpy as np
 import onnx.parser
 import pytest
 
-from lockstep.engine import get_backend
-from lockstep.engine.tensorrt import compat
+from lockstep.backends import get_backend
+from lockstep.backends.tensorrt import compat
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json, write_json
+from lockstep.artifacts.files import read_json, write_json
 
 pytestmark = pytest.mark.gpu
 
@@ -48,8 +48,8 @@ def test_an_engine_is_built_and_small(graph):
 @pytest.mark.parametrize("rows", [1, 3, 64])  # one for each profile
 def test_products_are_summed_in_fp32(tmp_path, rows):
     """Of 8192 products: rounding the result alone leaves 3e-4 of its size, sums in fp16 leave 5e-3."""
-    from lockstep.engine.tensorrt import cuda
-    from lockstep.engine.tensorrt.program import TensorRTExecutable, TensorRTProgram, Uploads
+    from lockstep.backends.tensorrt import cuda
+    from lockstep.backends.tensorrt.program import TensorRTExecutable, TensorRTProgram, Uploads
 
     onnx.save(onnx.parser.parse_model(BLOCK.replace("64]", "8192]", 2)), tmp_path / "block.onnx")
     build(tmp_path / "block.onnx")

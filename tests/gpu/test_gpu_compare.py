@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep import compare, engine
-from lockstep.files import read_json
+from lockstep.verify import compare
+from lockstep import backends
+from lockstep.artifacts.files import read_json
 
 pytestmark = pytest.mark.gpu
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.gpu
 def test_engines_compute_what_their_graphs_do(demo, tmp_path, precision, attention, tolerance):
     assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
     options = {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
-    engines = engine.build(assembly, "tensorrt", tmp_path / "engines" / "engines.json", options)
+    engines = backends.build(assembly, "tensorrt", tmp_path / "engines" / "engines.json", options)
     report = read_json(compare.run(assembly, tensors, engines, tolerance, {}, tmp_path / "compare.json"))
     assert set(report["engines"]) == {name for name in read_json(engines)["engines"] if not name.endswith(".rotary")}
     assert [run["profile"] for run in report["engines"]["middle"]["runs"]] == [0, 1, 2]

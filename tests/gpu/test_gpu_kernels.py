@@ -17,7 +17,7 @@ class OnDevice:
     """Host arrays on the device, and back."""
 
     def __init__(self):
-        from lockstep.engine.tensorrt import cuda
+        from lockstep.backends.tensorrt import cuda
 
         self.cuda, self.stream = cuda, cuda.Stream()
         self._held = []  # a kernel that was launched may still read them
@@ -51,8 +51,8 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
 @pytest.mark.parametrize("given", ["float16", "float32"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
-    from lockstep.engine.tensorrt.fused_form import Form, Rotation
-    from lockstep.engine.tensorrt.rotate_kernel import Rotate
+    from lockstep.backends.tensorrt.fused_form import Form, Rotation
+    from lockstep.backends.tensorrt.rope_kernel import Rotate
 
     device, random = OnDevice(), np.random.default_rng(0)
     own, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
@@ -76,7 +76,7 @@ def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
 
 @pytest.mark.parametrize(("dtype", "dim"), [("float16", 16), ("float16", 12), ("float32", 16)])  # 16 bytes at a time, 2 at a time
 def test_keys_and_values_are_cached_in_rows(dtype, dim):
-    from lockstep.engine.tensorrt.kernels import Kernels
+    from lockstep.backends.tensorrt.kernels import Kernels
 
     device, random = OnDevice(), np.random.default_rng(0)
     key, value = (random.standard_normal((len(AT), KV_HEADS, dim), np.float32).astype(dtype) for _ in range(2))
@@ -165,10 +165,10 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
 )
 def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, form, lengths, multiprocessors):
     """Captured once, and launched for other lengths too."""
-    from lockstep.engine.tensorrt import cuda
-    from lockstep.engine.tensorrt.decode_kernel import DecodeAttention, Scratch
-    from lockstep.engine.tensorrt.fused_form import Form, Rotation
-    from lockstep.engine.tensorrt.rotate_kernel import Rotate
+    from lockstep.backends.tensorrt import cuda
+    from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
+    from lockstep.backends.tensorrt.fused_form import Form, Rotation
+    from lockstep.backends.tensorrt.rope_kernel import Rotate
 
     monkeypatch.setattr(cuda, "multiprocessors", lambda: multiprocessors)
     device, form, count = OnDevice(), Form(**form), len(lengths[0])
@@ -206,7 +206,7 @@ def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, form, l
 def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     import ml_dtypes
 
-    from lockstep.engine.tensorrt.kernels import Kernels
+    from lockstep.backends.tensorrt.kernels import Kernels
 
     device, random = OnDevice(), np.random.default_rng(0)
     logits = random.uniform(-5, 5, (10, size)).astype(np.float32)

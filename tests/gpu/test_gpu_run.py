@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lockstep import engine
+from lockstep import backends
 from lockstep.runtime import Advance, Model, Tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -31,8 +31,8 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, precision, attention):
     assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
     options = {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
     built = {
-        "onnxruntime": engine.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"),
-        "tensorrt": engine.build(assembly, "tensorrt", tmp_path / "tensorrt" / "engines.json", options),
+        "onnxruntime": backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"),
+        "tensorrt": backends.build(assembly, "tensorrt", tmp_path / "tensorrt" / "engines.json", options),
     }
     tokenizer = Tokenizer.open(assembly)
     prompts = [tokenizer.encode(text) for text in PROMPTS]

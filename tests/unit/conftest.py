@@ -7,12 +7,12 @@ import pytest
 from demo_model import CONFIG, DEMO
 from shared import Shared
 
-from lockstep import golden
-from lockstep.cache.store import Cache
+from lockstep.verify import golden
+from lockstep.provenance.cache.store import Cache
 from lockstep.checkpoint import resolve
-from lockstep.engine import build
-from lockstep.paths import Results
-from lockstep.split import export
+from lockstep.backends import build
+from lockstep.targets import Results
+from lockstep.export import export
 from lockstep.weights import convert
 
 

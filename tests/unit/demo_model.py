@@ -4,11 +4,11 @@ from pathlib import Path
 
 import yaml
 
-from lockstep import config
+from lockstep.config import load
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "resources" / "demo-llama"
-CONFIG = config.load(yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
+CONFIG = load.load(yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
 GOLDEN = CONFIG.models["demo-llama"].golden
 LIMITS = CONFIG.limits.model_dump()
 TOLERANCES = {precision: CONFIG.tolerances[precision].model_dump() for precision in ("fp32", "fp16")}

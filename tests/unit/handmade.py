@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep import random_model
+from lockstep.export import random_model
 from lockstep.checkpoint import resolve
-from lockstep.engine import build
-from lockstep.paths import Results
-from lockstep.split import export
+from lockstep.backends import build
+from lockstep.targets import Results
+from lockstep.export import export
 from lockstep.weights import Weights, convert
 
 CONFIG = {

@@ -11,12 +11,12 @@ from typing import Any
 
 from demo_model import CONFIG
 
-from lockstep import engine, weights
+from lockstep import backends, weights
 from lockstep.checkpoint import checkpoint_folder
-from lockstep.files import read_json, write_json
-from lockstep.lock import stage
-from lockstep.lock.steps import step
-from lockstep.paths import Results
+from lockstep.artifacts.files import read_json, write_json
+from lockstep.provenance import run as stage
+from lockstep.pipeline.stages import step
+from lockstep.targets import Results
 
 MODEL, PRECISION, BACKEND = "demo-llama", "fp16", "onnxruntime"
 
@@ -37,5 +37,5 @@ def recorded(demo: Results, root: Path, options: Mapping[str, Any] | None = None
     run(results, "resolve", lambda: write_json(results.checkpoint(MODEL), moved))
     run(results, "convert", lambda: weights.convert(results.checkpoint(MODEL), PRECISION, results.weights(MODEL, PRECISION)))
     run(results, "export")
-    run(results, "build", lambda: engine.build(results.assembly(MODEL, PRECISION), BACKEND, results.engines(MODEL, PRECISION, BACKEND), options))
+    run(results, "build", lambda: backends.build(results.assembly(MODEL, PRECISION), BACKEND, results.engines(MODEL, PRECISION, BACKEND), options))
     return results

@@ -13,8 +13,8 @@ from checkpoints import write
 
 from lockstep import weights
 from lockstep.checkpoint import resolve
-from lockstep.lock import stage
-from lockstep.lock.record import Step
+from lockstep.provenance import run as stage
+from lockstep.pipeline.step import Step
 
 MB = 1 << 20
 RUN = """import sys

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-OURS = tuple(f"lockstep.engine.tensorrt.{name}" for name in ("cuda", "kernels", "fused_form", "decode_kernel", "rotate_kernel", "program", "attention", "fused", "executor"))
+OURS = tuple(f"lockstep.backends.tensorrt.{name}" for name in ("cuda", "kernels", "fused_form", "paged_decode_attention", "rope_kernel", "program", "attention", "fused_attention", "executor"))
 KINDS = enum.Enum("DataType", "FLOAT HALF INT32 INT8 UINT8 BOOL BF16 INT64")
 MODES = enum.Enum("TensorIOMode", "INPUT OUTPUT")
 ERRORS = enum.IntEnum("cudaError_t", {"cudaSuccess": 0, "cudaErrorMemoryAllocation": 2})
@@ -404,8 +404,8 @@ class Engine:
     """ICudaEngine of a graph whose profiles are made for the limits that it carries."""
 
     def __init__(self, gpu: Gpu, wide: bool, data: bytes):
-        from lockstep.engine.tensorrt.profiles import profiles
-        from lockstep.sessions import open_session
+        from lockstep.backends.tensorrt.profiles import profiles
+        from lockstep.onnx_tools.sessions import open_session
 
         self.gpu, self.wide, self.model = gpu, wide, onnx.ModelProto.FromString(data)
         self.session = open_session(data)
@@ -596,9 +596,9 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
 @contextlib.contextmanager
 def installed(version: str = "8.6.0") -> Iterator[Gpu]:
     """In place of what the machine has, or has not, until the end of the `with`: CUDA, cuDNN and TensorRT of this version, and our modules bound to them."""
-    from lockstep.engine.tensorrt import backend, compat
+    from lockstep.backends.tensorrt import backend, compat
 
-    gpu, package, bindings = Gpu(), sys.modules["lockstep.engine.tensorrt"], ModuleType("cuda.bindings")
+    gpu, package, bindings = Gpu(), sys.modules["lockstep.backends.tensorrt"], ModuleType("cuda.bindings")
     parts = {"runtime": runtime(gpu), "nvrtc": nvrtc(), "driver": driver(gpu)}
     vars(bindings).update(parts)
     outer = ModuleType("cuda")
@@ -627,9 +627,9 @@ def installed(version: str = "8.6.0") -> Iterator[Gpu]:
 
 
 def _build(self, real: Callable, graph: Path, out: Path, options: dict):
-    from lockstep.engine.backend import Built
-    from lockstep.engine.tensorrt.profiles import LIMITS
-    from lockstep.files import sha256_file
+    from lockstep.backends.base import Built
+    from lockstep.backends.tensorrt.profiles import LIMITS
+    from lockstep.artifacts.files import sha256_file
 
     if out.suffix != ".engine":
         return real(self, graph, out, options)

@@ -110,7 +110,7 @@ class Context:
         return True
 
     def execute_async_v3(self, stream):
-        from lockstep.sessions import open_session
+        from lockstep.onnx_tools.sessions import open_session
 
         session = open_session(self.engine.model.SerializeToString())
         feeds = {}
@@ -146,15 +146,15 @@ def main() -> None:
     sys.modules |= {"cudnn": None if request["fault"] == "cudnn" else cudnn}
     sys.modules |= {"tensorrt": tensorrt(), "cuda": ModuleType("cuda"), "cuda.bindings": bindings, "cuda.bindings.runtime": runtime}
 
-    from lockstep import engine
-    from lockstep.compare import run
-    from lockstep.engine import EngineSet
-    from lockstep.engine.backend import Built
-    from lockstep.engine.tensorrt import backend, compat
-    from lockstep.engine.tensorrt.profiles import profiles
-    from lockstep.engine.tensorrt.rotation import read_rotation
+    from lockstep import backends
+    from lockstep.verify.compare import run
+    from lockstep.backends import EngineSet
+    from lockstep.backends.base import Built
+    from lockstep.backends.tensorrt import backend, compat
+    from lockstep.backends.tensorrt.profiles import profiles
+    from lockstep.backends.tensorrt.rotation import read_rotation
     from lockstep.errors import guard
-    from lockstep.files import sha256_file
+    from lockstep.artifacts.files import sha256_file
 
     device = {"type": "gpu", "name": "none", "compute_capability": "8.0", "driver": "0"}
     backend.describe_gpu = lambda: device
@@ -178,7 +178,7 @@ def main() -> None:
     backend.TensorRTBackend.build, compat.deserialize = build, deserialize
     with guard():
         folder = Path(request["folder"])
-        engines = engine.build(request["assembly"], "tensorrt", folder / "engines.json", request["options"])
+        engines = backends.build(request["assembly"], "tensorrt", folder / "engines.json", request["options"])
         run(Path(request["assembly"]), Path(request["weights"]), engines, request["tolerance"], {}, folder / "compare.json")
         opened = EngineSet.open(engines, request["assembly"])
         files = {name: folder / entry["file"] for name, entry in opened.manifest["engines"].items() if entry["file"].endswith(".onnx")}

@@ -15,15 +15,15 @@ import torch
 from families import FAMILIES, WINDOW, Family
 from transformers import AutoModelForCausalLM
 
-from lockstep import golden, validate
+from lockstep.verify import golden, validate
 from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.engine import build
-from lockstep.paths import Results, Target
-from lockstep.random_model import make
+from lockstep.backends import build
+from lockstep.targets import Results, Target
+from lockstep.export.random_model import make
 from lockstep.runtime import Advance, Decoding, Model, Request
 from lockstep.runtime.sampling import greedy
-from lockstep.split import export
-from lockstep.torch_model import cut_config, load_folder
+from lockstep.export import export
+from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.weights import convert
 
 # Those that differ most: layers of two kinds, fused projections, learned positions, layers without rotary, experts and two sorts of layers.

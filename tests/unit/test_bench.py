@@ -10,14 +10,15 @@ import pytest
 import standin_cuda
 from click.testing import CliRunner
 
-from lockstep.bench import gpu, gpu_transformers, peers, peers_table
-from lockstep.bench.child import run_child
-from lockstep.cli import main
-from lockstep.engine import build
+from benchmarks import gpu, gpu_transformers, peers, peers_table
+from benchmarks.child import run_child
+from benchmarks.__main__ import bench
+from lockstep.backends import build
+from lockstep.provenance import code_identity
 from lockstep.errors import InputError
-from lockstep.files import read_json, write_json
+from lockstep.artifacts.files import read_json, write_json
 from lockstep.runtime import Advance, Model
-from lockstep.split.export import export_config
+from lockstep.export.run import export_config
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_size": 64, "intermediate_size": 96,
@@ -47,7 +48,7 @@ def record() -> dict:
         "genai": {"label": "onnxruntime-genai", "versions": {}, "notes": [], "reason": "skipped: 12 GB of free memory wanted, 3 GB found"},
     }
     return {
-        "benchmark": "peers", "command": "lockstep bench peers --work FOLDER", "shape": "llama-1.1b", "precision": "fp32",
+        "benchmark": "peers", "command": "python -m benchmarks peers --work FOLDER", "shape": "llama-1.1b", "precision": "fp32",
         "checkpoint_bytes": 4_400_000_000, "context": 64, "steps": 32, "rounds": 3, "repeats": 2, "load_average": {"min": 0.5, "median": 1.0, "max": 1.5}, "contestants": contestants, "threads": 2,
         "lockstep_relative_to": {key: {"optimum": three(value)} for key, value in (("seconds", 15.0), ("peak_memory", 7.0), ("decode", 0.91))},
         "cpu": {"architecture": "x86_64", "vendor": "V", "family": "6", "isa": ["avx2"]}, "versions": {},
@@ -127,7 +128,7 @@ def test_contestants_of_our_environment_agree_on_a_tiny_shape(tmp_path):
 
 
 def test_without_tensorrt_the_gpu_benchmark_says_so_before_it_makes_anything(tmp_path):
-    ended = subprocess.run([sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work")], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work")], capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.startswith("lockstep: error: backend tensorrt: ") and "Traceback" not in ended.stderr
     assert not (tmp_path / "work").exists()
 
@@ -198,7 +199,7 @@ def test_logits_that_are_not_finite_agree_with_nothing_and_can_be_recorded(tmp_p
 
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
-    command = [sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")]
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.splitlines() == [
         f"lockstep: error: {tmp_path}/gpt2.json: model_type: expected llama, which is what runs beside it in transformers, found 'gpt2'; name another shape"
@@ -209,7 +210,7 @@ def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     ("option", "found"), [("optimization_level", "'optimization_level'"), ("tactic_sources=[jit", "'tactic_sources=[jit'"), ("tactics=record", "'tactics=record'")]
 )
 def test_an_option_of_the_gpu_benchmark_that_is_no_json_is_one_line(tmp_path, option, found):
-    command = [sys.executable, "-m", "lockstep", "bench", "gpu", "--work", str(tmp_path / "work"), "--option", option]
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work"), "--option", option]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1] == f"Error: Invalid value for '--option': expected NAME=JSON, such as optimization_level=3 or tactics='\"record\"', found {found}"
@@ -221,8 +222,8 @@ exec {python} -c '
 import sys
 sys.path[:0] = {paths}
 import standin_cuda
-from lockstep import worker
-from lockstep.bench import gpu
+from lockstep.pipeline import worker
+from benchmarks import gpu
 gpu.CONTEXT, gpu.PREFILL, gpu.WARM, gpu.STEPS = 20, 40, 2, 4
 with standin_cuda.installed("8.6.0") as device:
     worker.main()
@@ -231,7 +232,7 @@ with standin_cuda.installed("8.6.0") as device:
 TRANSFORMERS = """#!{python}
 import json, sys
 sys.path[:0] = {paths}
-from lockstep.bench import gpu_transformers
+from benchmarks import gpu_transformers
 request = json.load(sys.stdin)
 for layers in request.get("layers", ()):
     gpu_transformers.reference({{**request, "device": "cpu"}}, layers)
@@ -243,15 +244,15 @@ print(json.dumps({{"torch": gpu_transformers.torch.__version__}}))
 def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     """The command, through interpreters that only their own scripts make what they are, as an environment for TensorRT 8.6 may be. References are real, of
     transformers on a CPU; its speeds need a GPU and are left out."""
-    paths = [str(Path(file).parent) for file in (standin_cuda.__file__, Path(gpu.__file__).parents[1])]
+    paths = [str(Path(standin_cuda.__file__).parent), str(Path(gpu.__file__).parents[1]), str(code_identity.SOURCES.parent)]
     python, transformers, shape, work = (tmp_path / name for name in ("python", "transformers", "tiny.json", "work"))
     for script, text in ((python, STANDIN), (transformers, TRANSFORMERS)):
         script.write_text(text.format(python=sys.executable, paths=json.dumps(paths)))
         script.chmod(0o755)
     shape.write_text(json.dumps({**TINY, "num_hidden_layers": 3, "max_position_embeddings": 2048}))
     monkeypatch.setattr(sys, "executable", str(transformers))
-    command = ["bench", "gpu", "--shape", shape, "--python", python, "--work", work, "--write", tmp_path, "--rounds", 1, "--option", "workspace_mb=64"]
-    ended = CliRunner().invoke(main, list(map(str, command)), catch_exceptions=False)
+    command = ["gpu", "--shape", shape, "--python", python, "--work", work, "--write", tmp_path, "--rounds", 1, "--option", "workspace_mb=64"]
+    ended = CliRunner().invoke(bench, list(map(str, command)), catch_exceptions=False)
     assert ended.exit_code == 0 and ended.stdout == f"{tmp_path}/gpu/tiny.json\n"
     record = read_json(tmp_path / "gpu" / "tiny.json")
     assert record == read_json(work / "parts.json") and record["options"]["workspace_mb"] == 64

@@ -9,15 +9,16 @@ import pytest
 from click.testing import CliRunner
 from onnx import helper
 
-from lockstep.bench import faults, faults_page
-from lockstep.bench.faults_case import Case, Setting, plant
-from lockstep.bench.faults_edit import Edit
-from lockstep.bench.faults_fault import Fault
-from lockstep.bench.faults_harm import largest_difference
-from lockstep.bench.faults_list import FAULTS
-from lockstep.cli import main
+from benchmarks.faults import page
+from benchmarks.faults import run as faults
+from benchmarks.faults.case import Case, Setting, plant
+from benchmarks.faults.edit import Edit
+from benchmarks.faults.fault import Fault
+from benchmarks.faults.harm import largest_difference
+from benchmarks.faults.list import FAULTS
+from benchmarks.__main__ import bench
 from lockstep.errors import InputError
-from lockstep.files import read_json
+from lockstep.artifacts.files import read_json
 
 
 def chosen(*names):
@@ -52,7 +53,7 @@ def test_a_fault_in_the_assembly_is_seen_by_validate(record):
 
 
 def test_a_fault_in_the_runtime_is_seen_by_golden_alone_and_gone_afterwards(record):
-    from lockstep.runtime.kv_cache import KVCache
+    from lockstep.step.kv_cache import KVCache
 
     rows = rows_of(record, "cache-late")
     assert list(rows) == ["runtime"] and rows["runtime"]["harmful"] and rows["runtime"]["caught_by"] == ["golden"]
@@ -73,8 +74,8 @@ def test_the_score_counts_the_harmful_and_messages_name_no_folder(record):
 
 def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(tmp_path):
     docs = tmp_path / "docs"
-    arguments = ["bench", "faults", "--only", "scale-1.01", "--precision", "fp32", "--loosen", "1e9", "--work", str(tmp_path), "--write", str(docs)]
-    ended = CliRunner().invoke(main, arguments)
+    arguments = ["faults", "--only", "scale-1.01", "--precision", "fp32", "--loosen", "1e9", "--work", str(tmp_path), "--write", str(docs)]
+    ended = CliRunner().invoke(bench, arguments)
     record = read_json(docs / "bench" / "faults.json")
     assert record["score"] == 0 and record["harmful"] == 2 and record["harmful_caught"] == 0
     assert ended.exit_code == 1
@@ -195,6 +196,6 @@ def test_the_page_shows_what_was_refused_and_what_is_not_finite(record):
     changed = json.loads(json.dumps(record))
     changed["faults"][0] |= {"refused": True, "largest_logit_difference": None, "message": "a | b" + "c" * 300}
     changed["faults"][1] |= {"largest_logit_difference": None}
-    page = faults_page.render([changed, {**changed, "backend": "tensorrt"}])
+    page = page.render([changed, {**changed, "backend": "tensorrt"}])
     assert "| not built | yes |" in page and "| not finite | yes |" in page and "a \\| bccc" in page
     assert "## onnxruntime" in page and "## tensorrt" in page and max(map(len, page.splitlines())) < 400

@@ -24,26 +24,28 @@ from families import FAMILIES
 from onnx import helper, numpy_helper
 from safetensors.numpy import load_file, save_file
 
-from lockstep import formats, random_model, worker
-from lockstep.bisect import run
-from lockstep.bisect.engines import Engines
-from lockstep.bisect.explain import explain_failure, open_graphs
-from lockstep.bisect.faults import walk_stages
-from lockstep.bisect.nodes import first_fault
-from lockstep.bisect.report import text
-from lockstep.bisect.request import choose
-from lockstep.bisect.stages import Tokens
-from lockstep.bisect.streamed import StreamedModel
+from lockstep.artifacts import formats
+from lockstep.export import random_model
+from lockstep.pipeline import worker
+from lockstep.verify.bisect import run
+from lockstep.verify.bisect.engines import Engines
+from lockstep.verify.bisect.explain import explain_failure, open_graphs
+from lockstep.verify.bisect.faults import walk_stages
+from lockstep.verify.bisect.nodes import first_fault
+from lockstep.verify.bisect.report import text
+from lockstep.verify.bisect.request import choose
+from lockstep.verify.bisect.stages import Tokens
+from lockstep.verify.bisect.streamed import StreamedModel
 from lockstep.checkpoint import resolve
-from lockstep.checks import failed_path
-from lockstep.cli import main
-from lockstep.engine import EngineSet, build
+from lockstep.verify.metrics import failed_path
+from lockstep.cli.main import main
+from lockstep.backends import EngineSet, build
 from lockstep.errors import InputError
-from lockstep.files import read_json, sha256_file, write_json
-from lockstep.paths import Results, Target
-from lockstep.runtime import host
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.targets import Results, Target
+from lockstep.step import host
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.validate.torch_trace import TorchModel
+from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.weights import Weights, convert
 
 LAYERS = 3
@@ -707,8 +709,8 @@ def test_a_streamed_model_computes_what_the_whole_one_does(tmp_path, family):
 MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from lockstep.bisect import run
-from lockstep.paths import Results, Target
+from lockstep.verify.bisect import run
+from lockstep.targets import Results, Target
 
 def anonymous():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -11,26 +11,26 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep import buildkey
+from lockstep.provenance import code_identity
 from lockstep.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STAGES = ("hub", "random_model", "checkpoint", "weights", "split", "validate", "engine", "compare", "golden.reference", "golden.check", "summary", "plots")
+STAGES = ("checkpoint.hub", "export.random_model", "checkpoint", "weights", "export", "verify.validate", "backends", "verify.compare", "verify.golden.reference", "verify.golden.check", "report.summary", "report.plots")
 # Which environment file the rules of a stage name, and so must hold what the stage imports.
 ENVIRONMENTS = {
-    "hub": "fetch", "random_model": "torch", "checkpoint": "checkpoint", "weights": "checkpoint", "split": "torch", "validate": "torch", "golden.reference": "torch",
-    "engine": "engine", "compare": "engine", "golden.check": "engine", "plots": "report",
+    "checkpoint.hub": "fetch", "export.random_model": "torch", "checkpoint": "checkpoint", "weights": "checkpoint", "export": "torch", "verify.validate": "torch", "verify.golden.reference": "torch",
+    "backends": "engine", "verify.compare": "engine", "verify.golden.check": "engine", "report.plots": "report",
 }  # fmt: skip
 
 
 def names(entry: str) -> set[str]:
-    return {path.relative_to(REPOSITORY / "src" / "lockstep").as_posix() for path in buildkey.module_files(entry)}
+    return {path.relative_to(REPOSITORY / "src" / "lockstep").as_posix() for path in code_identity.module_files(entry)}
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty package in place of this one."""
-    monkeypatch.setattr(buildkey, "_SOURCES", tmp_path)
+    monkeypatch.setattr(code_identity, "SOURCES", tmp_path)
     write(tmp_path, "__init__.py", "")
     forget()
     yield tmp_path
@@ -39,8 +39,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget() -> None:
-    buildkey._read.cache_clear()
-    buildkey._reach.cache_clear()
+    code_identity._read.cache_clear()
+    code_identity._reach.cache_clear()
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -68,37 +68,37 @@ def test_an_import_in_any_form_is_followed(package: Path, line: str, where: str)
     write(package, "other.py", "name = 1")
     write(package, "start/other.py" if where.startswith("start/") else "unused.py", "name = 1")
     write(package, "start/deep.py" if where.startswith("start/") else "unused.py", "from ..other import name")
-    before = buildkey.code_digest("start")
+    before = code_identity.code_digest("start")
     for name in ("other.py", "start/other.py"):
         if (package / name).exists():
             write(package, name, "name = 2")
-    assert buildkey.code_digest("start") != before
+    assert code_identity.code_digest("start") != before
 
 
 def test_what_is_not_imported_does_not_count(package: Path) -> None:
     write(package, "start.py", "import json, numpy")
-    before = buildkey.code_digest("start")
+    before = code_identity.code_digest("start")
     write(package, "other.py", "x = 1")
-    assert buildkey.code_digest("start") == before
+    assert code_identity.code_digest("start") == before
 
 
 def test_the_packages_above_a_module_count(package: Path) -> None:
     write(package, "inner/__init__.py", "")
     write(package, "inner/start.py", "")
-    before = buildkey.code_digest("inner.start")
+    before = code_identity.code_digest("inner.start")
     write(package, "inner/__init__.py", "x = 1")
-    assert buildkey.code_digest("inner.start") != before
+    assert code_identity.code_digest("inner.start") != before
 
 
 def test_imports_in_a_circle_end(package: Path) -> None:
     write(package, "start.py", "import lockstep.other")
     write(package, "other.py", "import lockstep.start")
-    assert {path.name for path in buildkey.module_files("start")} == {"__init__.py", "start.py", "other.py"}
+    assert {path.name for path in code_identity.module_files("start")} == {"__init__.py", "start.py", "other.py"}
 
 
 def test_a_stage_that_does_not_exist_is_named() -> None:
     with pytest.raises(InputError, match="lockstep.nothing"):
-        buildkey.code_digest("nothing")
+        code_identity.code_digest("nothing")
 
 
 # Third-party packages first, once: they take seconds, and load nothing of this package. Then each stage in a process of its own.
@@ -123,54 +123,54 @@ def test_what_a_stage_loads_is_in_its_digest() -> None:
     loaded = {stage: {Path(file) for file in files} for stage, files in map(json.loads, output.splitlines())}
     assert set(loaded) == set(STAGES)
     for stage, files in loaded.items():
-        assert files <= set(buildkey.module_files(stage)), stage
+        assert files <= set(code_identity.module_files(stage)), stage
 
 
 def test_the_check_does_not_depend_on_how_the_reference_is_made() -> None:
-    assert "golden/reference.py" not in names("golden.check") and "split/tracer.py" not in names("golden.check")
-    assert "torch" not in buildkey.third_party("golden.check")
+    assert "verify/golden/reference.py" not in names("verify.golden.check") and "export/tracer.py" not in names("verify.golden.check")
+    assert "torch" not in code_identity.third_party("verify.golden.check")
 
 
 def test_digests_are_the_same_in_another_process() -> None:
-    code = "from lockstep.buildkey import stage_key; print(*stage_key('split').values())"
+    code = "from lockstep.provenance.code_identity import stage_key; print(*stage_key('export').values())"
     output = {
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env={"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONHASHSEED": seed}).stdout
         for seed in ("1", "2")
     }
-    assert output == {" ".join(buildkey.stage_key("split").values()) + "\n"}
+    assert output == {" ".join(code_identity.stage_key("export").values()) + "\n"}
 
 
 def test_a_pin_changes_the_digest_of_those_who_ask_for_it(tmp_path: Path) -> None:
     pins = tmp_path / "requirements.txt"
     pins.write_text("# comment\nNumPy==1.0\nml_dtypes==2.0  # why\n\n")
-    numpy, both = (buildkey.environment_digest(names, pins) for names in (["numpy"], ["numpy", "ml-dtypes"]))
+    numpy, both = (code_identity.environment_digest(names, pins) for names in (["numpy"], ["numpy", "ml-dtypes"]))
     pins.write_text("numpy==1.0\nml-dtypes==3.0\n")
-    assert buildkey.environment_digest(["numpy"], pins) == numpy
-    assert buildkey.environment_digest(["ml_dtypes", "numpy"], pins) != both
+    assert code_identity.environment_digest(["numpy"], pins) == numpy
+    assert code_identity.environment_digest(["ml_dtypes", "numpy"], pins) != both
 
 
 def test_a_package_without_a_pin_is_named(tmp_path: Path) -> None:
     pins = tmp_path / "requirements.txt"
     pins.write_text("numpy==1.0\n")
     with pytest.raises(InputError, match="pin of torch"):
-        buildkey.environment_digest(["torch"], pins)
+        code_identity.environment_digest(["torch"], pins)
     pins.write_text("numpy>=1.0\n")
     with pytest.raises(InputError, match=r"requirements.txt:1: expected name==version, found 'numpy>=1.0'"):
-        buildkey.environment_digest(["numpy"], pins)
+        code_identity.environment_digest(["numpy"], pins)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_package_of_a_stage_is_pinned(stage: str) -> None:
-    assert buildkey.third_party(stage) <= set(buildkey.read_pins())
-    buildkey.stage_key(stage)
+    assert code_identity.third_party(stage) <= set(code_identity.read_pins())
+    code_identity.stage_key(stage)
 
 
 def test_this_environment_is_the_pinned_one() -> None:
     """Versions of what is installed, against the pins: else the digests would speak of other packages than those that run."""
     from importlib.metadata import distributions
 
-    installed = {buildkey._canonical(item.metadata["Name"]): item.version.partition("+")[0] for item in distributions() if item.metadata["Name"]}
-    pins = buildkey.read_pins()
+    installed = {code_identity._canonical(item.metadata["Name"]): item.version.partition("+")[0] for item in distributions() if item.metadata["Name"]}
+    pins = code_identity.read_pins()
     assert {name: installed.get(name) for name in pins} == pins
 
 
@@ -178,16 +178,16 @@ def test_this_environment_is_the_pinned_one() -> None:
 def test_the_environment_files_agree_with_the_pins(name: str) -> None:
     environment = yaml.safe_load((REPOSITORY / "envs" / f"{name}.yaml").read_text())
     (packages,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
-    listed = {buildkey._canonical(name): version for name, version in (line.split("==") for line in packages)}
-    pins = buildkey.read_pins()
+    listed = {code_identity._canonical(name): version for name, version in (line.split("==") for line in packages)}
+    pins = code_identity.read_pins()
     assert listed == {package: pins[package] for package in listed}
-    wanted = set().union(*(buildkey.third_party(stage) for stage, group in ENVIRONMENTS.items() if group == name))
+    wanted = set().union(*(code_identity.third_party(stage) for stage, group in ENVIRONMENTS.items() if group == name))
     assert wanted <= set(listed), "a stage imports what its environment lacks"
 
 
 def test_the_packages_are_real() -> None:
     """Import names that are no package's name must stand in the table."""
     for stage in STAGES:
-        for package in buildkey.third_party(stage):
-            module = {name: module for module, name in buildkey._DISTRIBUTIONS.items()}.get(package, package.replace("-", "_"))
+        for package in code_identity.third_party(stage):
+            module = {name: module for module, name in code_identity._DISTRIBUTIONS.items()}.get(package, package.replace("-", "_"))
             assert importlib.util.find_spec(module), package

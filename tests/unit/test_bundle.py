@@ -15,14 +15,14 @@ import pytest
 from demo_model import DEMO, LIMITS
 from recorded import recorded
 
-from lockstep import formats
+from lockstep.artifacts import formats
 from lockstep.bundle.archive import MANIFEST, Entry, header, read_archive, write_archive
 from lockstep.bundle.opened import opened
 from lockstep.bundle.pack import pack
 from lockstep.errors import InputError
-from lockstep.files import SEAL, dump_json, read_json, sha256_json, write_json
-from lockstep.lock.provenance import provenance_path
-from lockstep.paths import Results, Target
+from lockstep.artifacts.files import SEAL, dump_json, read_json, sha256_json, write_json
+from lockstep.provenance.slsa import provenance_path
+from lockstep.targets import Results, Target
 from lockstep.runtime import Model, Tokenizer, generate
 
 TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
@@ -300,7 +300,7 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-from lockstep.cli import main
+from lockstep.cli.main import main
 main(["generate", "--bundle", sys.argv[1], "--prompt", sys.argv[2], "--max-new-tokens", "16"])
 """
 

@@ -14,7 +14,7 @@ from demo_model import DEMO, LIMITS
 from recorded import recorded
 
 from lockstep.bundle.pack import pack
-from lockstep.paths import Results, Target
+from lockstep.targets import Results, Target
 
 TARGET = Target("demo-llama", "fp16", 2, "onnxruntime")
 ROOT = Path(__file__).parents[2]

@@ -16,14 +16,15 @@ import pytest
 from checkpoints import error_of
 from shared_cache import checkpoint, contents, convert, never, start
 
-from lockstep import engine
-from lockstep.cache.store import Cache, cache_folder
-from lockstep.cache.upkeep import IN_THE_MAKING, bytes_text, look, prune, verify
-from lockstep.files import read_json, sha256_file, write_json
-from lockstep.lock import stage
-from lockstep.lock.provenance import provenance_path, wrong_provenance
-from lockstep.lock.record import Step, read_record
-from lockstep.paths import Results
+from lockstep import backends
+from lockstep.provenance.cache.store import Cache, cache_folder
+from lockstep.provenance.cache.upkeep import IN_THE_MAKING, bytes_text, look, prune, verify
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.provenance import run as stage
+from lockstep.provenance.slsa import provenance_path, wrong_provenance
+from lockstep.pipeline.step import Step
+from lockstep.provenance.record import read_record
+from lockstep.targets import Results
 
 
 def test_what_one_made_another_takes_with_the_same_bytes(tmp_path: Path, cache: Cache, capsys) -> None:
@@ -82,7 +83,7 @@ def graphs(demo: Results, folder: Path) -> Path:
 def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path: Path, cache: Cache) -> None:
     def build(folder: Path, make) -> None:
         step = Step("build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {}, folder / "engines.json")
-        stage.run(step, make or (lambda: engine.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
+        stage.run(step, make or (lambda: backends.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
 
     assembly = graphs(demo, tmp_path)
     build(tmp_path / "one", None)
@@ -99,7 +100,7 @@ def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path
 def test_an_engine_set_that_is_taken_says_who_built_it_and_when(demo: Results, tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(folder: Path, make=None) -> dict:
         step = Step("build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {}, folder / "engines.json")
-        stage.run(step, make or (lambda: engine.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
+        stage.run(step, make or (lambda: backends.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
         assert wrong_provenance(provenance_path(step.output)) is None
         return json.loads(provenance_path(step.output).read_bytes())["predicate"]["runDetails"]["metadata"]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from shared_cache import MB, checkpoint, contents, convert, never, run, start
 
-from lockstep.cache.store import Cache
-from lockstep.cache.upkeep import IN_THE_MAKING, look, prune, verify
-from lockstep.files import write_json
+from lockstep.provenance.cache.store import Cache
+from lockstep.provenance.cache.upkeep import IN_THE_MAKING, look, prune, verify
+from lockstep.artifacts.files import write_json
 
 
 def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_path: Path, cache: Cache) -> None:
@@ -47,8 +47,8 @@ def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_pat
 
 PRUNE = """import sys, time
 from pathlib import Path
-from lockstep.cache.store import Cache
-from lockstep.cache.upkeep import prune
+from lockstep.provenance.cache.store import Cache
+from lockstep.provenance.cache.upkeep import prune
 cache = Cache(Path(sys.argv[1]))
 while True:
     if cache.folder.is_dir(): prune(cache, max_size=0)

@@ -10,7 +10,7 @@ from demo_model import DEMO
 
 from lockstep.checkpoint import resolve_architecture
 from lockstep.checkpoint.tokenizer_file import check_loads
-from lockstep.random_model import byte_tokenizer
+from lockstep.export.random_model import byte_tokenizer
 
 MODEL = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
 

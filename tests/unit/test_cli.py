@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from demo_model import ROOT
 
-from lockstep.cli import main
+from lockstep.cli.main import main
 
 TARGET = "demo-llama/fp16/all"
 NEEDS_RESULTS = {

@@ -15,16 +15,18 @@ import pytest
 from demo_model import CONFIG, DEMO, TOLERANCES
 from onnx import helper, numpy_helper
 
-from lockstep import config, worker
+from lockstep.config import load
+from lockstep.pipeline import worker
 from lockstep.checkpoint import resolve
-from lockstep.checks import failed_path
-from lockstep.compare import inputs, run
-from lockstep.engine import build, rotary
+from lockstep.verify.metrics import failed_path
+from lockstep.verify.compare import inputs, run
+from lockstep.backends import build
+from lockstep.onnx_tools import rope
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json, sha256_file, write_json
-from lockstep.lock import reproduce
-from lockstep.lock.steps import steps
-from lockstep.paths import Results, Target
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.provenance import reproduce
+from lockstep.pipeline.stages import steps
+from lockstep.targets import Results, Target
 
 STANDIN = Path(__file__).parent / "standin_tensorrt.py"
 MODEL = "demo-llama"
@@ -134,7 +136,7 @@ def test_a_precision_that_onnx_runtime_lacks_is_refused_and_not_asked_for(demo, 
     with pytest.raises(InputError, match="assembly.json: precision: expected one of fp32, fp16, which ONNX Runtime computes in, found 'bf16'"):
         run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), engines, 8e-2, CONFIG.engine_limits(), tmp_path / "out.json")
     model = {"source": "a", "layers": [2], "precisions": ["fp16", "bf16"], "backends": ["tensorrt"], "golden": {"prompts": [{"text": "a"}]}}
-    tensorrt = config.load({"models": {"m": model}})
+    tensorrt = load.load({"models": {"m": model}})
     stages = [[step.stage for step in steps(tensorrt, Results(tmp_path), target)] for target in tensorrt.targets()]
     assert stages[0] == ["resolve", "architecture", "convert", "export", "validate", "build", "compare", "reference", "golden"]
     assert stages[1] == [stage for stage in stages[0] if stage != "compare"]
@@ -329,7 +331,7 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(demo, tmp_path) -> No
     model = onnx.load(graphs / decode["graph"])
     dim = assembly["kinds"]["attention"]["head_dim"]
     model.graph.initializer.append(numpy_helper.from_array(np.roll(np.arange(dim), 1), "order"))
-    rotated = [rotary._rotated_query(model.graph, assembly["kinds"]["attention"], None)[0], "key_out"]
+    rotated = [rope._rotated_query(model.graph, assembly["kinds"]["attention"], None)[0], "key_out"]
     for value in rotated:
         at, maker = next((at, node) for at, node in enumerate(model.graph.node) if value in node.output)
         maker.output[:] = [f"{value}/first"]

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.config import Config, load, load_merged
+from lockstep.config.load import Config, load, load_merged
 from lockstep.errors import InputError
-from lockstep.files import write_json
-from lockstep.paths import Results, Target
+from lockstep.artifacts.files import write_json
+from lockstep.targets import Results, Target
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -310,7 +310,7 @@ def test_any_mapping_gives_a_config_or_one_line(value):
 
 
 def test_importing_the_config_is_light():
-    code = "import lockstep.config, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    code = "import lockstep.config.load, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     loaded = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "onnx", "onnxruntime", "numpy", "snakemake"} & set(loaded)

@@ -13,14 +13,14 @@ from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lockstep import modelconfig
+from lockstep.artifacts import model_config
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import InputError
-from lockstep.quiet import quiet
-from lockstep.split import export
-from lockstep.split.layout import check_tensors
-from lockstep.split.tracer import meta_model
+from lockstep.export.quiet import quiet
+from lockstep.export import export
+from lockstep.export.checkpoint_layout import check_tensors
+from lockstep.export.tracer import meta_model
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
 # Keys that the demo lacks and other models have.
@@ -155,5 +155,5 @@ def test_no_default_of_transformers_is_refused():
                 default = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
         except Exception:  # a class that refuses its own defaults
             continue
-        refused |= {model_type: found for found in [modelconfig.fault(default)] if found}
+        refused |= {model_type: found for found in [model_config.fault(default)] if found}
     assert not refused

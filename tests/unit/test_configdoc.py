@@ -11,9 +11,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from lockstep import configdoc
-from lockstep.config import load
-from lockstep.documents import read_document
+from lockstep.config import doc
+from lockstep.config.load import load
+from lockstep.config.documents import read_document
 from lockstep.errors import CheckError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,25 +21,25 @@ FOLDER = REPOSITORY / "config"
 
 
 def test_generated_files_are_up_to_date():
-    configdoc.check(FOLDER)
+    doc.check(FOLDER)
 
 
 def test_check_names_the_file_that_drifted(tmp_path):
-    configdoc.write(tmp_path)
-    configdoc.check(tmp_path)
+    doc.write(tmp_path)
+    doc.check(tmp_path)
     (tmp_path / "README.md").write_text("by hand")
-    with pytest.raises(CheckError, match="README.md: expected what src/lockstep/configtypes.py gives; found other content"):
-        configdoc.check(tmp_path)
+    with pytest.raises(CheckError, match="README.md: expected what src/lockstep/config/types.py gives; found other content"):
+        doc.check(tmp_path)
     (tmp_path / "config.schema.json").unlink()
     with pytest.raises(CheckError, match="config.schema.json: expected .*; found no file"):
-        configdoc.check(tmp_path)
+        doc.check(tmp_path)
 
 
 def test_the_command_writes_and_checks(tmp_path):
     def run(*arguments):
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
         return subprocess.run(
-            [sys.executable, "-m", "lockstep.configdoc", *arguments], env=environment, capture_output=True, text=True,
+            [sys.executable, "-m", "lockstep.config.doc", *arguments], env=environment, capture_output=True, text=True,
         )
 
     assert run("--write", tmp_path).returncode == 0
@@ -55,7 +55,7 @@ def test_the_demo_fits_its_checkpoint_and_the_schema():
     assert config.check_sources([REPOSITORY]) == {"demo-llama": REPOSITORY / "resources" / "demo-llama"}
     assert len(config.targets()) == 4
     assert (FOLDER / "config.yaml").read_text().startswith("# yaml-language-server: $schema=config.schema.json\n")
-    jsonschema.validate(as_json(read_document(FOLDER / "config.yaml")), configdoc.schema())
+    jsonschema.validate(as_json(read_document(FOLDER / "config.yaml")), doc.schema())
 
 
 def test_the_demo_expects_what_its_checkpoint_was_made_to_say():
@@ -68,11 +68,11 @@ def test_the_demo_expects_what_its_checkpoint_was_made_to_say():
 
 
 def test_the_example_in_the_readme_loads(tmp_path):
-    (tmp_path / "example.yaml").write_text(configdoc.EXAMPLE)
+    (tmp_path / "example.yaml").write_text(doc.EXAMPLE)
     config = load(tmp_path / "example.yaml")
     assert config.limits == load({"models": config.dump()["models"]}).limits, "the example says that these are the defaults"
-    jsonschema.validate(as_json(read_document(tmp_path / "example.yaml")), configdoc.schema())
-    assert configdoc.EXAMPLE in configdoc.readme()
+    jsonschema.validate(as_json(read_document(tmp_path / "example.yaml")), doc.schema())
+    assert doc.EXAMPLE in doc.readme()
 
 
 def test_the_readme_has_a_row_for_every_key():
@@ -83,7 +83,7 @@ def test_the_readme_has_a_row_for_every_key():
                 yield from keys(inner, f"{prefix}{name}.")
 
     model = {"source": "a", "golden": {"prompts": [{"text": "a"}]}}
-    readme = configdoc.readme()
+    readme = doc.readme()
     for key in keys(load({"models": {"m": model}}).dump()):
         row = f"| `{key.replace('models.m', 'models.<name>')}` |"
         assert key == "models.m" or row in readme
@@ -99,9 +99,9 @@ def test_the_readme_has_a_row_for_every_key():
 ])
 def test_editors_see_the_mistakes_too(change):
     good = {"models": {"m": {"source": "a", "golden": {"prompts": [{"text": "a", "expected": {"all": "b"}}]}}}}
-    jsonschema.validate(good, configdoc.schema())
+    jsonschema.validate(good, doc.schema())
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**good, **change}, configdoc.schema())
+        jsonschema.validate({**good, **change}, doc.schema())
 
 
 def test_the_schema_is_valid_and_names_its_draft():

@@ -12,7 +12,7 @@ import pytest
 from demo_model import DEMO
 
 from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.config import load
+from lockstep.config.load import load
 from lockstep.errors import InputError
 
 WEIGHTS = (DEMO / "model.safetensors").read_bytes()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.config import Config, load
-from lockstep.documents import read_document
+from lockstep.config.load import Config, load
+from lockstep.config.documents import read_document
 from lockstep.errors import InputError
 
 PITFALLS = {

@@ -13,14 +13,14 @@ import onnx
 import onnx.parser
 import pytest
 
-from lockstep.engine import EngineSet, build, builder, engine_set, get_backend
-from lockstep.engine.backend import Built
-from lockstep.engine.cpu import THREADS_VARIABLE, describe_cpu, thread_count
-from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
-from lockstep.engine.prepare import Prepared, check_same
-from lockstep.engine.tensorrt.device import gpu_key
+from lockstep.backends import EngineSet, build, builder, engine_set, get_backend
+from lockstep.backends.base import Built
+from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, describe_cpu, thread_count
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.onnx_tools.prepare import Prepared, check_same
+from lockstep.backends.tensorrt.device import gpu_key
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json, sha256_file, write_json
+from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.runtime import Advance, Model
 from lockstep.weights import Weights
 
@@ -240,8 +240,8 @@ def test_a_build_that_is_killed_has_said_in_which_engine(made, tmp_path):
     script = """
 import os, signal, sys
 from pathlib import Path
-from lockstep.engine import build, builder
-from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
+from lockstep.backends import build, builder
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 class Slow(OnnxRuntimeBackend):
     takes_long = True
     def build(self, graph_path, out_path, options):

@@ -107,10 +107,10 @@ def test_a_closed_terminal_ends_nothing_under_nohup(tmp_path: Path) -> None:
 
 PARENT = """
 import sys
-from lockstep import children
+from lockstep import processes
 from lockstep.errors import guard
 with guard():
-    children.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+    processes.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
 """
 DEAF = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); pathlib.Path(sys.argv[1]).write_text(''); time.sleep(60)"
 
@@ -126,6 +126,6 @@ def test_a_child_undoes_its_work_and_ends_too(tmp_path: Path, number: signal.Sig
 
 def test_a_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
     """It holds the pipe of its standard error, so that reading it to its end shows that it is gone."""
-    process = started(PARENT.replace("with guard", "children.GRACE = 0.3\nwith guard"), DEAF, ready=tmp_path / "here")
+    process = started(PARENT.replace("with guard", "processes.GRACE = 0.3\nwith guard"), DEAF, ready=tmp_path / "here")
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[1] == f"lockstep: error: ended by SIGTERM; {KEPT}" and process.returncode == 143

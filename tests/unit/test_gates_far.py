@@ -12,15 +12,16 @@ from demo_model import CONFIG, DEMO, GOLDEN, LIMITS, TOLERANCES
 from families import _family
 from onnx import helper, numpy_helper
 
-from lockstep import compare, golden, validate, worker
-from lockstep.boundaries import both_sides, config_lengths, edges, synthetic_past
+from lockstep.verify import compare, golden, validate
+from lockstep.pipeline import worker
+from lockstep.verify.boundaries import both_sides, config_lengths, edges, synthetic_past
 from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.engine import build
+from lockstep.backends import build
 from lockstep.errors import CheckError
-from lockstep.files import read_json, sha256_file, write_json
-from lockstep.paths import Results, Target
-from lockstep.random_model import make
-from lockstep.split import export
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.targets import Results, Target
+from lockstep.export.random_model import make
+from lockstep.export import export
 from lockstep.weights import convert
 
 WIDE = 300  # tokens

@@ -12,13 +12,13 @@ from demo_model import GOLDEN, LIMITS, TOLERANCES
 from onnx import numpy_helper
 from safetensors.numpy import load_file, save_file
 
-from lockstep import golden
-from lockstep.checks import failed_path
-from lockstep.engine import build
+from lockstep.verify import golden
+from lockstep.verify.metrics import failed_path
+from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json, sha256_file, write_json
-from lockstep.paths import Target
-from lockstep.runtime.host import HostExecutor
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.targets import Target
+from lockstep.step.host import HostExecutor
 
 
 
@@ -249,5 +249,5 @@ def test_a_reference_of_other_layers_or_without_its_logits_is_refused(copy, tmp_
 
 
 def test_the_check_needs_no_torch():
-    program = "import sys; from lockstep import golden; golden.check; bad = {'torch', 'transformers', 'snakemake', 'pydantic'} & set(sys.modules); assert not bad, bad"
+    program = "import sys; from lockstep.verify import golden; golden.check; bad = {'torch', 'transformers', 'snakemake', 'pydantic'} & set(sys.modules); assert not bad, bad"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent)

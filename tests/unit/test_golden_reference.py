@@ -10,12 +10,12 @@ from demo_model import DEMO
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep import golden
+from lockstep.verify import golden
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.files import read_json, sha256_file
-from lockstep.golden.reference import compute
-from lockstep.golden.text import new_text
+from lockstep.artifacts.files import read_json, sha256_file
+from lockstep.verify.golden.reference import compute
+from lockstep.verify.golden.text import new_text
 
 PROMPTS = ["San Francisco is a", "Ice floats because", "Light"]
 

@@ -11,9 +11,9 @@ from families import FAMILIES, WINDOW
 from transformers import masking_utils
 
 from lockstep.errors import InputError
-from lockstep.split.hook import HARMLESS, Mask, refused_arguments, window_of
-from lockstep.split.stamp import parts_of
-from lockstep.split.tracer import meta_model
+from lockstep.export.attention_hook import HARMLESS, Mask, refused_arguments, window_of
+from lockstep.export.unique_layers import parts_of
+from lockstep.export.tracer import meta_model
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 

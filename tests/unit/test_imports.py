@@ -8,36 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import buildkey
+from lockstep.provenance import code_identity
 
-PACKAGE = Path(buildkey.__file__).parent
-# From the bottom to the top: a module imports from its own row and the rows above it in this list.
-ROWS = (
-    ("__init__",),
-    ("errors", "children", "files", "formats", "seen"),
-    ("paths", "boundaries", "checks", "comparator", "sessions", "widened", "sidefiles", "modelconfig", "sources", "fetched", "documents", "configerrors", "configtypes", "config", "configdoc"),
-    ("checkpoint",),
-    ("hub",),
-    ("schema", "manifests"),
-    ("weights",),
-    ("quiet",),
-    ("split",),
-    ("torch_model", "random_model"),
-    ("validate",),
-    ("engine",),
-    ("runtime",),
-    ("bisect",),
-    ("compare",),
-    ("golden",),
-    ("summary", "plots", "show", "buildkey", "bench", "worker"),
-    ("lock", "cache"),
-    ("bundle",),
-    ("cli", "__main__"),
-)
-# What traces, what is compared with, and what times it. Nothing else may need torch to be installed.
-TORCH = ("split/", "validate/", "golden/reference.py", "torch_model.py", "random_model.py", "quiet.py", "bench/", "bisect/run.py", "bisect/streamed.py", "bisect/export_again.py")
+PACKAGE = code_identity.SOURCES
+# From the bottom to the top: a package imports from those above it in this list, as docs/design.md draws it.
+LAYERS = (
+    "__init__", "errors", "processes", "targets", "artifacts", "config", "checkpoint", "weights", "onnx_tools", "export", "step", "backends",
+    "runtime", "verify", "pipeline", "provenance", "bundle", "report", "cli", "__main__",
+)  # fmt: skip
+# What traces, and what is compared with. Nothing else may need torch to be installed.
+TORCH = ("export/", "verify/validate/", "verify/golden/reference.py", "verify/bisect/run.py", "verify/bisect/streamed.py", "verify/bisect/export_again.py")
 # What runs where only an engine's runtime is installed.
-RUNS_ALONE = ("errors", "files", "formats", "seen", "schema", "manifests", "weights", "engine", "runtime", "bisect.explain", "bundle.opened")
+RUNS_ALONE = ("errors", "artifacts.manifests", "artifacts.digest_cache", "weights", "backends", "runtime", "verify.bisect.explain", "bundle.opened")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -45,20 +27,19 @@ def name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def row(path: Path) -> int:
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return next(number for number, names in enumerate(ROWS) if first in names)
+def layer(path: Path) -> int:
+    return LAYERS.index(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
 
 
 def outside(path: Path) -> set[str]:
     """Top-level packages that a module imports, wherever in it."""
-    return {module.partition(".")[0] for module in buildkey._read(path).imports}
+    return {module.partition(".")[0] for module in code_identity._read(path).imports}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_imports_run_one_way(path: Path) -> None:
-    imported = {file for module in buildkey._read(path).imports if (file := buildkey._file_of(module))}
-    above = {name(file) for file in imported if row(file) > row(path)}
+    imported = {file for module in code_identity._read(path).imports if (file := code_identity._file_of(module))}
+    above = {name(file) for file in imported if layer(file) > layer(path)}
     assert not above, f"{name(path)} is below them"
 
 
@@ -80,15 +61,15 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_what_runs_engines_loads_no_torch() -> None:
-    loaded = loaded_by("import " + ", ".join(f"lockstep.{module}" for module in (*RUNS_ALONE, "golden.check", "worker")))
+    loaded = loaded_by("import " + ", ".join(f"lockstep.{module}" for module in (*RUNS_ALONE, "verify.golden.check", "pipeline.worker")))
     assert not loaded & {"torch", "transformers", "pydantic", "yaml", "snakemake", "matplotlib"}
 
 
 def test_the_program_explains_itself_without_loading_what_it_runs() -> None:
-    loaded = loaded_by("import lockstep.cli")
+    loaded = loaded_by("import lockstep.cli.main")
     assert not loaded & {"torch", "transformers", "numpy", "onnx", "onnxruntime", "pydantic", "rich"}
 
 
 def test_what_a_workflow_loads_when_it_starts_is_light() -> None:
-    loaded = loaded_by("import lockstep.config, lockstep.buildkey, lockstep.sidefiles, lockstep.checkpoint.resolve")
+    loaded = loaded_by("import lockstep.config.load, lockstep.provenance.code_identity, lockstep.artifacts.manifest_files, lockstep.checkpoint.resolve")
     assert not loaded & {"torch", "transformers", "onnx", "onnxruntime", "matplotlib", "scipy"}

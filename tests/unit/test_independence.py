@@ -14,13 +14,13 @@ from families import FAMILIES
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from lockstep.config import read_shape
+from lockstep.config.load import read_shape
 from lockstep.errors import InputError
-from lockstep.split.independence import check_independence
-from lockstep.split.proof import reference_model
-from lockstep.split.rope import freeze_ropes, position_limit
-from lockstep.split.stamp import parts_of
-from lockstep.split.tracer import build_config, meta_model
+from lockstep.export.independence import check_independence
+from lockstep.export.parity import reference_model
+from lockstep.export.rope import freeze_ropes, position_limit
+from lockstep.export.unique_layers import parts_of
+from lockstep.export.tracer import build_config, meta_model
 
 HEAD = """<ir_version: 8, opset_import: ["": 20]> g (float[num_tokens, 4] hidden, int64[num_tokens] position_ids) => (float[num_tokens, 4] out)
     <int64[1] zero = {0}, int64[1] one = {1}, int64[2] turned = {4, -1}, int64[2] back = {-1, 4}, int64[1] end = {9223372036854775807}, int64 first = {0}, int64 step = {1},

@@ -7,12 +7,12 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.engine import build
-from lockstep.random_model import byte_tokenizer
+from lockstep.backends import build
+from lockstep.export.random_model import byte_tokenizer
 from lockstep.runtime import Advance, Model
-from lockstep.split import export
-from lockstep.split.layout import checkpoint_layout, checkpoint_shapes
-from lockstep.split.tracer import meta_model
+from lockstep.export import export
+from lockstep.export.checkpoint_layout import checkpoint_layout, checkpoint_shapes
+from lockstep.export.tracer import meta_model
 from lockstep.weights import convert
 
 pytestmark = pytest.mark.exports

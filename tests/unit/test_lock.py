@@ -13,17 +13,20 @@ from pathlib import Path
 import pytest
 from demo_model import CONFIG, DEMO
 
-from lockstep import buildkey, engine, weights
+from lockstep.provenance import code_identity
+from lockstep import backends, weights
 from lockstep.checkpoint import resolve
-from lockstep.checks import finish
+from lockstep.verify.metrics import finish
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json, write_json
-from lockstep.lock import diff, explain, stage
-from lockstep.lock.record import Step, build_key, content, read_record, record_path
-from lockstep.lock.steps import step, steps
-from lockstep.lock.verify import verify
-from lockstep.paths import Results, Target
-from lockstep.sidefiles import failed_path
+from lockstep.artifacts.files import read_json, write_json
+from lockstep.provenance import diff, explain
+from lockstep.provenance import run as stage
+from lockstep.pipeline.step import Step
+from lockstep.provenance.record import build_key, content, read_record, record_path
+from lockstep.pipeline.stages import step, steps
+from lockstep.provenance.verify import verify
+from lockstep.targets import Results, Target
+from lockstep.artifacts.manifest_files import failed_path
 
 NAMES = {"model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
 
@@ -36,7 +39,7 @@ def built(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
     run(results, "resolve", lambda: resolve("resources/demo-llama", DEMO, results.checkpoint("demo-llama")))
     run(results, "convert", lambda: weights.convert(results.checkpoint("demo-llama"), "fp16", results.weights("demo-llama", "fp16")))
     run(results, "export", lambda: None)
-    run(results, "build", lambda: engine.build(results.assembly("demo-llama", "fp16"), "onnxruntime", results.engines("demo-llama", "fp16", "onnxruntime")))
+    run(results, "build", lambda: backends.build(results.assembly("demo-llama", "fp16"), "onnxruntime", results.engines("demo-llama", "fp16", "onnxruntime")))
     return results
 
 
@@ -60,8 +63,8 @@ def run(results: Results, name: str, make) -> None:
 def test_a_record_says_what_an_engine_set_was_made_of(built: Results) -> None:
     record = read_record(built.engines("demo-llama", "fp16", "onnxruntime"))
     assert record["inputs"] == {"assembly": content(built.assembly("demo-llama", "fp16"))}
-    assert "engine/builder.py" in record["code"] and "split/cut.py" not in record["code"]
-    assert record["environment"]["onnxruntime"] == record["backend"]["version"] == buildkey.read_pins()["onnxruntime"]
+    assert "backends/builder.py" in record["code"] and "export/cut.py" not in record["code"]
+    assert record["environment"]["onnxruntime"] == record["backend"]["version"] == code_identity.read_pins()["onnxruntime"]
     assert record["backend"]["device"]["architecture"]
     assert set(record["outputs"]) == {path.name for path in built.engines("demo-llama", "fp16", "onnxruntime").parent.iterdir()} - {"engines.build.json", "provenance.json"}
     assert str(built.root.parent) not in json.dumps(record)
@@ -148,9 +151,9 @@ def test_a_record_with_another_key_is_refused(copy: Results) -> None:
 ENDED = """
 import pathlib, sys, time
 from lockstep.errors import guard
-from lockstep.files import write_json
-from lockstep.lock import stage
-from lockstep.lock.record import Step
+from lockstep.artifacts.files import write_json
+from lockstep.provenance import run as stage
+from lockstep.pipeline.step import Step
 out = pathlib.Path(sys.argv[1])
 def make():
     write_json(out, {"made": 2})
@@ -212,12 +215,12 @@ def test_a_check_leaves_its_own_report_where_it_has_one(tmp_path: Path) -> None:
 def test_engines_without_a_record_are_not_gone_on_with(copy: Results) -> None:
     made = step("build", CONFIG, copy, NAMES)
     record_path(made.output).unlink()
-    stage.run(made, lambda: [pytest.fail("they were there") if made.output.exists() else engine.build(made.inputs["assembly"], "onnxruntime", made.output)])
+    stage.run(made, lambda: [pytest.fail("they were there") if made.output.exists() else backends.build(made.inputs["assembly"], "onnxruntime", made.output)])
     assert {finding.status for finding in verify(copy.root)} == {"same"}
 
 
 def test_verify_needs_the_standard_library_only() -> None:
-    code = "import lockstep.lock.verify, sys; print(*sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
+    code = "import lockstep.provenance.verify, sys; print(*sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not set(loaded) & {"numpy", "onnx", "onnxruntime", "torch", "transformers", "pydantic", "yaml", "click", "ml_dtypes"}
 

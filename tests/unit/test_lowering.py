@@ -4,15 +4,15 @@ import numpy as np
 import onnx
 import pytest
 
-from lockstep.engine.fusing import fuse
-from lockstep.engine.lowering import lower
-from lockstep.engine.prepare import Prepared, check_same
+from lockstep.onnx_tools.fuse_projections import fuse
+from lockstep.onnx_tools.lower_opset import lower
+from lockstep.onnx_tools.prepare import Prepared, check_same
 from lockstep.errors import CheckError, InputError
-from lockstep.files import write_json
-from lockstep.sessions import open_session
-from lockstep.show import layer_table, show
-from lockstep.split.export import assemble
-from lockstep.split.tracer import meta_model
+from lockstep.artifacts.files import write_json
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.show import layer_table, show
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
 
 pytestmark = pytest.mark.exports
 

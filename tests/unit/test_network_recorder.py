@@ -14,7 +14,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from network import TELEMETRY, Recorder
 
 from lockstep import NO_TELEMETRY
-from lockstep.quiet import quiet
+from lockstep.export.quiet import quiet
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 # Where one of these is set ONNX Runtime sends nothing by itself.
@@ -90,7 +90,7 @@ def test_onnx_runtime_alone_looks_up_its_collector(recorder: Recorder) -> None:
     assert recorder.calls() and f"getaddrinfo {COLLECTOR}" in recorder.calls()[0]
 
 
-@pytest.mark.parametrize("module", ["sessions", "engine.onnxruntime_cpu", "comparator"])
+@pytest.mark.parametrize("module", ["onnx_tools.sessions", "backends.onnxruntime.backend", "verify.comparator"])
 def test_what_imports_onnx_runtime_switches_its_telemetry_off_first(recorder: Recorder, module: str) -> None:
     run(f"import lockstep.{module}, onnxruntime", clean(recorder))
     assert not recorder.traces()

@@ -8,14 +8,14 @@ import onnx.parser
 import pytest
 from test_lowering import BASE, inputs_of, run
 
-from lockstep.engine.fusing import fuse
-from lockstep.engine.lowering import lower
-from lockstep.engine.tensorrt import one_region
-from lockstep.engine.tensorrt.one_region import as_one_region
+from lockstep.onnx_tools.fuse_projections import fuse
+from lockstep.onnx_tools.lower_opset import lower
+from lockstep.backends.tensorrt.v8_6 import one_region
+from lockstep.backends.tensorrt.v8_6.one_region import as_one_region
 from lockstep.errors import CheckError
-from lockstep.sessions import open_session
-from lockstep.split.export import assemble
-from lockstep.split.tracer import meta_model
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
 
 pytestmark = pytest.mark.exports
 

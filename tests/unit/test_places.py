@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from demo_model import DEMO
 
 from lockstep.checkpoint import resolve
-from lockstep.cli import main
-from lockstep.engine.cpu import THREADS_VARIABLE, thread_count
-from lockstep.files import write_bytes, write_json
-from lockstep.split import export
+from lockstep.cli.main import main
+from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, thread_count
+from lockstep.artifacts.files import write_bytes, write_json
+from lockstep.export import export
 from lockstep.weights import convert
 
 CONFIG = f"models: {{m: {{source: {DEMO}, golden: {{prompts: [{{text: Light}}]}}}}}}\n"

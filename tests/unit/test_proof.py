@@ -12,10 +12,10 @@ from onnx import numpy_helper
 from transformers.models.llama import modeling_llama
 
 from lockstep.errors import InputError
-from lockstep.split.export import assemble, export_config
-from lockstep.split.proof import TOLERANCE, depths_to_try, make_small, measure, prove
-from lockstep.split.small import small_configs
-from lockstep.split.tracer import meta_model
+from lockstep.export.run import assemble, export_config
+from lockstep.export.parity import TOLERANCE, depths_to_try, make_small, measure, prove
+from lockstep.export.small_configs import small_configs
+from lockstep.export.tracer import meta_model
 
 pytestmark = pytest.mark.exports
 

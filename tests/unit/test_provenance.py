@@ -11,16 +11,17 @@ import jsonschema
 import pytest
 from demo_model import CONFIG, DEMO
 
-from lockstep import buildkey, engine
+from lockstep.provenance import code_identity
+from lockstep import backends
 from lockstep.checkpoint import resolve_architecture
 from lockstep.errors import InputError
-from lockstep.files import read_json, sha256_file, write_json
-from lockstep.lock import stage
-from lockstep.lock.provenance import now, provenance_path
-from lockstep.lock.record import record_path
-from lockstep.lock.steps import step
-from lockstep.lock.verify import verify
-from lockstep.paths import Results
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.provenance import run as stage
+from lockstep.provenance.slsa import now, provenance_path
+from lockstep.provenance.record import record_path
+from lockstep.pipeline.stages import step
+from lockstep.provenance.verify import verify
+from lockstep.targets import Results
 
 NAMES = {"model": "demo-llama", "precision": "fp16", "backend": "onnxruntime"}
 NAME = "demo-llama/fp16/engines/onnxruntime/provenance.json"
@@ -82,7 +83,7 @@ SCHEMA = {
 
 def build(results: Results) -> Path:
     made = step("build", CONFIG, results, NAMES)
-    stage.run(made, lambda: engine.build(made.inputs["assembly"], "onnxruntime", made.output))
+    stage.run(made, lambda: backends.build(made.inputs["assembly"], "onnxruntime", made.output))
     return provenance_path(made.output)
 
 
@@ -138,11 +139,11 @@ def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:
     assert dependencies["graphs/middle.onnx"]["digest"]["sha256"] == sha256_file(results.assembly("demo-llama", "fp16").with_name("middle.onnx"))
     assert dependencies["checkpoint/config.json"]["digest"]["sha256"] == sha256_file(DEMO / "config.json")
     assert "checkpoint/model.safetensors" not in dependencies, "engines hold no weights"
-    assert dependencies["onnxruntime"]["uri"] == f"pkg:pypi/onnxruntime@{buildkey.read_pins()['onnxruntime']}"
+    assert dependencies["onnxruntime"]["uri"] == f"pkg:pypi/onnxruntime@{code_identity.read_pins()['onnxruntime']}"
     assert definition["externalParameters"] == {**NAMES, "options": read_json(engines / "engines.json")["options"]}
     assert definition["internalParameters"]["buildKey"] == read_json(record_path(engines / "engines.json"))["key"]
     code = {item["name"]: item["digest"]["sha256"] for item in details["builder"]["builderDependencies"]}
-    assert code["lockstep/engine/builder.py"] == sha256_file(Path(engine.__file__).with_name("builder.py"))
+    assert code["lockstep/backends/build.py"] == sha256_file(Path(backends.__file__).with_name("builder.py"))
     assert str(results.root) not in path.read_text()
 
 

@@ -12,12 +12,12 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from lockstep import random_model
+from lockstep.export import random_model
 from lockstep.checkpoint import describe, resolve_fetched
 from lockstep.errors import InputError
-from lockstep.fetched import read_fetched
-from lockstep.files import sha256_file
-from lockstep.quiet import quiet
+from lockstep.artifacts.fetched import read_fetched
+from lockstep.artifacts.files import sha256_file
+from lockstep.export.quiet import quiet
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -140,7 +140,7 @@ def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
     """A model of 240 MB, whose largest tensor has 100 MB. Pieces have 16 MB: a few at a time, and what the page cache does not count."""
     config = shape(tmp_path, vocab_size=100_000, hidden_size=512, dtype="float16", tie_word_embeddings=False)
     code = (
-        "import resource, sys; from lockstep import random_model; from pathlib import Path\n"
+        "import resource, sys; from lockstep.export import random_model; from pathlib import Path\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
         "random_model.make(sys.argv[2], 0, sys.argv[3] + 'small'); before = peak()\n"
         "random_model.make(sys.argv[1], 0, sys.argv[3]); print(peak() - before)"

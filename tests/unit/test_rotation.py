@@ -16,14 +16,14 @@ import pytest
 import torch
 from families import FAMILIES
 
-from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
-from lockstep.engine.rotary import rotary
-from lockstep.engine.tensorrt.attention_kinds import can_fuse
-from lockstep.engine.tensorrt.rotation import Tables, check_rotation, read_rotation
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.onnx_tools.rope import rotary
+from lockstep.backends.tensorrt.attention_kinds import can_fuse
+from lockstep.backends.tensorrt.rotation import Tables, check_rotation, read_rotation
 from lockstep.errors import CheckError
-from lockstep.sessions import open_session
-from lockstep.split.export import assemble
-from lockstep.split.tracer import meta_model
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
 
 pytestmark = pytest.mark.exports
 
@@ -215,7 +215,7 @@ def test_an_encoding_that_depends_on_the_length_is_refused(tmp_path, limit) -> N
 def test_numbers_are_turned_in_pieces(tmp_path, monkeypatch) -> None:
     run = executable(handmade(), tmp_path)
     whole = read_rotation(run, POSITIONS, "here")
-    monkeypatch.setattr("lockstep.engine.tensorrt.rotation._NUMBERS", 7 * 12)
+    monkeypatch.setattr("lockstep.backends.tensorrt.rotation._NUMBERS", 7 * 12)
     check_rotation(run, POSITIONS, "here")
     for name, values in vars(read_rotation(run, POSITIONS, "here")).items():
         np.testing.assert_allclose(values, getattr(whole, name), rtol=0, atol=2**-23, err_msg=name)  # sine of one number or of eight at a time: the last bit

@@ -7,8 +7,8 @@ import pytest
 from handmade import CONFIG, llama, make
 
 from lockstep.errors import InputError
-from lockstep.files import read_json, write_json
-from lockstep.paths import Results
+from lockstep.artifacts.files import read_json, write_json
+from lockstep.targets import Results
 from lockstep.runtime import Advance, Model
 from lockstep.weights import Weights
 

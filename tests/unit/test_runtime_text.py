@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models
 
 from lockstep.errors import CheckError, InputError
-from lockstep.files import write_json
+from lockstep.artifacts.files import write_json
 from lockstep.runtime.generate import StopFilter
 from lockstep.runtime.tokenizer import Tokenizer
 

@@ -11,16 +11,16 @@ import pytest
 from demo_model import LIMITS, TOLERANCES
 from recorded import recorded
 
-from lockstep import golden
-from lockstep.engine import CanonicalBytes, EngineSet, backend
-from lockstep.engine.inspected import inspected
-from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
+from lockstep.verify import golden
+from lockstep.backends import CanonicalBytes, EngineSet, base
+from lockstep.backends.inspected import inspected
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.errors import InputError
-from lockstep.files import read_json, sha256_file, write_json
-from lockstep.lock.record import record_path
-from lockstep.lock.reproduce import print_table
-from lockstep.lock.sameness import LEVELS, Facts, compare, facts, reached
-from lockstep.paths import Results, Target
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.provenance.record import record_path
+from lockstep.provenance.reproduce import print_table
+from lockstep.provenance.sameness import LEVELS, Facts, compare, facts, reached
+from lockstep.targets import Results, Target
 
 TARGET = Target("demo-llama", "fp16", 2, "onnxruntime")
 NAMES = ("demo-llama", "fp16", 2, "onnxruntime")
@@ -51,7 +51,7 @@ def same(first: Results, second: Results) -> tuple[dict[str, bool], dict[str, li
 
 
 def use(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    monkeypatch.setitem(backend._BACKENDS, "onnxruntime", (__name__, kind.__name__))
+    monkeypatch.setitem(base._BACKENDS, "onnxruntime", (__name__, kind.__name__))
 
 
 def test_two_builds_on_the_cpu_are_the_same_at_every_level(references: Results, first: Results, tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import seen
+from lockstep.artifacts import digest_cache
 from lockstep.errors import InputError
-from lockstep.files import SEAL, read_json, sha256_file, write_json
-from lockstep.seen import Expected, check_files
+from lockstep.artifacts.files import SEAL, read_json, sha256_file, write_json
+from lockstep.artifacts.digest_cache import Expected, check_files
 
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that counts as large, and a user's cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(seen, "LARGE", 100)
+    monkeypatch.setattr(digest_cache, "LARGE", 100)
     path = tmp_path / "weights"
     path.write_bytes(b"a" * 200)
     return path
@@ -34,27 +34,27 @@ def flip(path: Path, position: int = 0) -> None:
 
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list:
     calls = []
-    monkeypatch.setattr(seen, "sha256_file", lambda path: calls.append(path) or sha256_file(path))
+    monkeypatch.setattr(digest_cache, "sha256_file", lambda path: calls.append(path) or sha256_file(path))
     return calls
 
 
 def test_a_large_file_is_hashed_once(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = hashed(monkeypatch)
-    assert seen.digest(large) == seen.digest(large) == sha256_file(large)
+    assert digest_cache.digest(large) == digest_cache.digest(large) == sha256_file(large)
     assert len(calls) == 1
-    seen.digest(large, deep=True)
+    digest_cache.digest(large, deep=True)
     assert len(calls) == 2
 
 
 def test_what_this_process_wrote_is_not_hashed_again(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen.remember(large, sha256_file(large))
+    digest_cache.remember(large, sha256_file(large))
     calls = hashed(monkeypatch)
-    assert seen.digest(large) == sha256_file(large) and not calls
+    assert digest_cache.digest(large) == sha256_file(large) and not calls
 
 
 @pytest.mark.parametrize("restore", [False, True], ids=["time as it comes", "time set back"])
 def test_a_flipped_byte_is_named_though_the_file_is_large(large: Path, restore: bool) -> None:
-    expected = Expected(large, seen.digest(large), 200)
+    expected = Expected(large, digest_cache.digest(large), 200)
     check_files([expected], "convert again")
     before = large.stat()
     flip(large)
@@ -65,25 +65,25 @@ def test_a_flipped_byte_is_named_though_the_file_is_large(large: Path, restore: 
 
 
 def test_another_file_in_its_place_is_hashed(large: Path, tmp_path: Path) -> None:
-    expected = seen.digest(large)
+    expected = digest_cache.digest(large)
     other = tmp_path / "other"
     other.write_bytes(b"b" * 200)
     os.utime(other, ns=(large.stat().st_atime_ns, large.stat().st_mtime_ns))
     os.replace(other, large)
-    assert seen.digest(large) != expected
+    assert digest_cache.digest(large) != expected
 
 
 @pytest.mark.parametrize("damage", [b"{", b"{}", b'{"format": "lockstep.seen/1"}', b"\xff"])
 def test_a_damaged_memory_means_that_files_are_hashed(large: Path, tmp_path: Path, damage: bytes) -> None:
-    seen.digest(large)
+    digest_cache.digest(large)
     (kept,) = (tmp_path / "cache").rglob("*.json")
     kept.write_bytes(damage)
-    assert seen.digest(large) == sha256_file(large)
+    assert digest_cache.digest(large) == sha256_file(large)
 
 
 def test_a_memory_that_cannot_be_written_is_no_error(large: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
-    assert seen.digest(large) == sha256_file(large)
+    assert digest_cache.digest(large) == sha256_file(large)
 
 
 def test_a_manifest_is_given_as_it_was_written(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.files import write_json
-from lockstep.sidefiles import lost_files
+from lockstep.artifacts.files import write_json
+from lockstep.artifacts.manifest_files import lost_files
 
 
 @pytest.mark.parametrize(

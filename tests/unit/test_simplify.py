@@ -5,8 +5,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from lockstep.sessions import open_session
-from lockstep.split.simplify import pack
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.export.simplify import pack
 
 N, H, D = 5, 2, 4
 GRAPHS = {

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import load
+from lockstep.config.load import load
 from lockstep.errors import InputError
-from lockstep.fetched import write_fetched
-from lockstep.paths import Results
-from lockstep.sources import (
-    REPOSITORY, CheckpointShape, FolderSource, HubSource, RandomSource, SourceError, parse_source, read_shape, resolve_source, source_folders,
-)
+from lockstep.artifacts.fetched import write_fetched
+from lockstep.targets import Results
+from lockstep.config.sources import REPOSITORY, CheckpointShape, FolderSource, HubSource, RandomSource, SourceError, parse_source, read_shape, resolve_source, source_folders
 
 CONFIG = {"models": {"m": {
     "source": "checkpoint", "layers": [2, "all"], "golden": {"max_new_tokens": 8, "prompts": [{"text": "Hello"}]},

@@ -19,13 +19,13 @@ import pytest
 from hub_server import HubServer
 from safetensors.numpy import save
 
-from lockstep import formats
+from lockstep.artifacts import formats
 from lockstep.checkpoint import resolve_fetched
 from lockstep.errors import InputError
-from lockstep.files import sha256_file
-from lockstep.fetched import read_fetched
-from lockstep.random_model import byte_tokenizer
-from lockstep.sidefiles import lost_files
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.fetched import read_fetched
+from lockstep.export.random_model import byte_tokenizer
+from lockstep.artifacts.manifest_files import lost_files
 
 NAME = "acme/tiny"
 TOKENIZER = byte_tokenizer().to_str().encode()

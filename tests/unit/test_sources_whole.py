@@ -17,14 +17,15 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from shared import Shared
 
-from lockstep import random_model, validate
+from lockstep.export import random_model
+from lockstep.verify import validate
 from lockstep.checkpoint import resolve
-from lockstep.engine import build
+from lockstep.backends import build
 from lockstep.errors import InputError
-from lockstep.paths import Results
-from lockstep.quiet import quiet
+from lockstep.targets import Results
+from lockstep.export.quiet import quiet
 from lockstep.runtime import Model, Tokenizer, generate
-from lockstep.split import export
+from lockstep.export import export
 from lockstep.weights import convert
 
 SHAPE = {

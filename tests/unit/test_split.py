@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.sessions import open_session
-from lockstep.split import export
-from lockstep.split.cut import _Flow
-from lockstep.split.export import assemble
-from lockstep.split.stamp import parts_of
-from lockstep.split.tracer import meta_model
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.export import export
+from lockstep.export.cut import _Flow
+from lockstep.export.run import assemble
+from lockstep.export.unique_layers import parts_of
+from lockstep.export.tracer import meta_model
 from lockstep.weights import Weights, convert
 
 pytestmark = pytest.mark.exports
@@ -109,7 +109,7 @@ def digests(folder):
 
 
 def test_another_process_with_another_hash_seed_gives_the_same_bytes(exported, tmp_path):
-    code = "import sys; from lockstep.split import export; export(sys.argv[1], 'fp16', sys.argv[2])"
+    code = "import sys; from lockstep.export import export; export(sys.argv[1], 'fp16', sys.argv[2])"
     arguments = [str(exported / "checkpoint.json"), str(tmp_path / "again" / "assembly.json")]
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, env={**os.environ, "PYTHONHASHSEED": "12345"})
     assert digests(tmp_path / "again") == digests(exported / "fp16" / "graphs")

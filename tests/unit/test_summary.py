@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import plots, summary
-from lockstep.checks import finish
+from lockstep.report import plots, summary
+from lockstep.verify.metrics import finish
 from lockstep.errors import CheckError
-from lockstep.files import write_json
-from lockstep.paths import Results, Target
-from lockstep.sidefiles import content, record_path
+from lockstep.artifacts.files import write_json
+from lockstep.targets import Results, Target
+from lockstep.artifacts.manifest_files import content, record_path
 
 TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "onnxruntime")]
 

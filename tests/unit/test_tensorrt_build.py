@@ -21,21 +21,21 @@ import numpy as np
 import onnx.parser
 import pytest
 
-import lockstep.engine.tensorrt
-from lockstep.engine.tensorrt import backend as tensorrt_backend
-from lockstep.engine.tensorrt import compat
-from lockstep.engine.tensorrt.backend import TensorRTBackend
-from lockstep.engine.tensorrt.compat import Tensor
-from lockstep.engine.tensorrt.contract import check_contract, tensor_types
-from lockstep.engine.tensorrt.device import driver_version, gpu_key
-from lockstep.engine.tensorrt.layers import check_precision, compare, datatype, differences, fingerprint, fp16_sums, read_layers
-from lockstep.engine.tensorrt.memory import PeakMemory
-from lockstep.engine.tensorrt.needs import require_capability, require_cudnn
-from lockstep.engine.tensorrt.profiles import profiles
-from lockstep.engine.tensorrt.regions import region_layers
-from lockstep.engine.tensorrt.tactics import CACHE, RECORD, Tactics
+import lockstep.backends.tensorrt
+from lockstep.backends.tensorrt import backend as tensorrt_backend
+from lockstep.backends.tensorrt import compat
+from lockstep.backends.tensorrt.backend import TensorRTBackend
+from lockstep.backends.tensorrt.compat import Tensor
+from lockstep.backends.tensorrt.contract import check_contract, tensor_types
+from lockstep.backends.tensorrt.device import driver_version, gpu_key
+from lockstep.backends.tensorrt.layers import check_precision, compare, datatype, differences, fingerprint, fp16_sums, read_layers
+from lockstep.backends.tensorrt.memory import PeakMemory
+from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn
+from lockstep.backends.tensorrt.profiles import profiles
+from lockstep.backends.tensorrt.v8_6.regions import region_layers
+from lockstep.backends.tensorrt.tactics import CACHE, RECORD, Tactics
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json, sha256_file, sha256_json
+from lockstep.artifacts.files import read_json, sha256_file, sha256_json
 
 LIMITS = {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 32}
 BLOCK = onnx.parser.parse_model(
@@ -669,16 +669,16 @@ def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatc
             raise answer
         return answer
 
-    module = ModuleType("lockstep.engine.tensorrt.cuda")
+    module = ModuleType("lockstep.backends.tensorrt.cuda")
     module.memory_used = memory_used
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(lockstep.engine.tensorrt, "cuda", module, raising=False)
+    monkeypatch.setattr(lockstep.backends.tensorrt, "cuda", module, raising=False)
     with PeakMemory() as peak:
         assert looked.wait(60)
     assert peak.nbytes == found and not capfd.readouterr().err
 
 
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
-    modules = "backend", "compat", "contract", "device", "layers", "memory", "needs", "profiles", "tactics"
-    code = "import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n" + "".join(f"import lockstep.engine.tensorrt.{name}\n" for name in modules)
+    modules = "backend", "compat", "contract", "device", "layers", "memory", "v8_6.needs", "profiles", "tactics"
+    code = "import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n" + "".join(f"import lockstep.backends.tensorrt.{name}\n" for name in modules)
     subprocess.run([sys.executable, "-c", code], check=True)

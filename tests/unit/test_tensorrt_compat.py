@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.tensorrt import compat
+from lockstep.backends.tensorrt import compat
 
 FOLDER = Path(compat.__file__).parent
 LISTING = Path(__file__).parents[1] / "data" / "tensorrt_api.txt"
@@ -165,7 +165,7 @@ def test_no_other_module_calls_a_method_of_tensorrt(path):
 
 
 def test_without_tensorrt_the_backend_says_so_in_one_line():
-    code = "import sys; sys.modules['tensorrt'] = None\nfrom lockstep.engine import get_backend\nfrom lockstep.errors import guard\nwith guard(): get_backend('tensorrt')"
+    code = "import sys; sys.modules['tensorrt'] = None\nfrom lockstep.backends import get_backend\nfrom lockstep.errors import guard\nwith guard(): get_backend('tensorrt')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 2
     assert ended.stderr == "lockstep: error: backend tensorrt: the Python package tensorrt is not installed for this Python; install what is missing, or name another interpreter in backends.tensorrt.python\n"

@@ -14,13 +14,13 @@ import pytest
 import standin_cuda
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
-from lockstep import golden
-from lockstep.bench import gpu as bench
-from lockstep.bisect.explain import engine_report
-from lockstep.engine import build
+from lockstep.verify import golden
+from benchmarks import gpu as bench
+from lockstep.verify.bisect.explain import engine_report
+from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json, sha256_file, write_json
-from lockstep.paths import Target
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.targets import Target
 from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer, generate
 from lockstep.weights import Weights
 
@@ -49,7 +49,7 @@ def form(request):
 @pytest.fixture
 def gpu(form):
     with standin_cuda.installed(form[0]) as gpu:
-        from lockstep.engine.tensorrt import program
+        from lockstep.backends.tensorrt import program
 
         program._PIECE = 1 << 15  # several pieces of the demo's small weights
         yield gpu
@@ -175,7 +175,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
 
 def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu, monkeypatch):
     """And whatever is asked for in its place gets what it should."""
-    from lockstep.engine.tensorrt import cuda
+    from lockstep.backends.tensorrt import cuda
 
     both = Both(demo, open_model, form[1], more=True)
     both.step(prompts=[(0, 8), (1, 5), (2, 50)])
@@ -223,7 +223,7 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
 
 def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form, gpu, monkeypatch):
     """No memory for the step ahead; an interrupt while its predecessor is waited for."""
-    from lockstep.engine.tensorrt import cuda
+    from lockstep.backends.tensorrt import cuda
 
     both = Both(demo, open_model, form[1], more=True)
     both.step(prompts=[(0, 61), (1, 5)])
@@ -323,7 +323,7 @@ def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, f
     both.step(prompts=[(0, 8)])
     for _ in range(3):
         both.step(0)
-    from lockstep.engine.tensorrt import compat
+    from lockstep.backends.tensorrt import compat
 
     needed = compat.device_memory_size
     monkeypatch.setattr(compat, "device_memory_size", lambda engine: 2 * needed(engine))
@@ -351,7 +351,7 @@ def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
         gc.enable()
     # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's.
     assert left <= 2 < held
-    from lockstep.engine.tensorrt.program import Device
+    from lockstep.backends.tensorrt.program import Device
 
     Device.get().stream.synchronize()  # nothing is at work any more in what was freed
 
@@ -374,7 +374,7 @@ def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engi
 
 def down(array) -> np.ndarray:
     """What a device array holds, once the uploads before are through."""
-    from lockstep.engine.tensorrt import cuda
+    from lockstep.backends.tensorrt import cuda
 
     host, stream = np.empty(array.shape, array.dtype), cuda.Stream()
     stream.download(host, array)
@@ -383,7 +383,7 @@ def down(array) -> np.ndarray:
 
 
 def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, gpu):
-    from lockstep.engine.tensorrt import program
+    from lockstep.backends.tensorrt import program
 
     weights, DeviceWeights = Weights.open(demo.weights(MODEL, form[1])), program.DeviceWeights
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -400,7 +400,7 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
 
 
 def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch):
-    from lockstep.engine.tensorrt import program
+    from lockstep.backends.tensorrt import program
 
     weights, go_on = Weights.open(demo.weights(MODEL, form[1])), threading.Event()
     copy = program._Uploader._piece
@@ -413,7 +413,7 @@ def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch)
 
 
 def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monkeypatch):
-    from lockstep.engine.tensorrt import program
+    from lockstep.backends.tensorrt import program
 
     def fail(*arguments):
         raise CheckError("CUDA: cudaErrorUnknown")
@@ -466,7 +466,7 @@ def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu)
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
-    from lockstep.engine.tensorrt import cuda
+    from lockstep.backends.tensorrt import cuda
 
     executor, lengths, table = open_model()._executor, np.zeros(4, np.int64), cuda.pinned((4, 4), "i4")
     (attention,) = executor._forms
@@ -509,7 +509,7 @@ def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
 @pytest.mark.parametrize("form", FORMS[:1], indirect=True)
 @pytest.mark.parametrize(("call", "arguments"), [("set_profile", (1, 0)), ("set_input_shape", ("x", (1,))), ("set_tensor_address", ("x", 1)), ("enqueue", (0,))])
 def test_what_tensorrt_said_before_is_not_told_as_the_error(gpu, call, arguments):
-    from lockstep.engine.tensorrt import compat
+    from lockstep.backends.tensorrt import compat
 
     def refuse(*arguments):
         compat.LOG.errors.append("what is wrong now")

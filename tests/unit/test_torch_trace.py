@@ -10,10 +10,10 @@ from demo_model import DEMO
 from families import FAMILIES
 
 from lockstep.errors import InputError
-from lockstep.files import read_json
-from lockstep.random_model import make
-from lockstep.torch_model import cut_config, load_folder
-from lockstep.validate.torch_trace import TorchModel, sequences
+from lockstep.artifacts.files import read_json
+from lockstep.export.random_model import make
+from lockstep.export.torch_model import cut_config, load_folder
+from lockstep.verify.validate.torch_trace import TorchModel, sequences
 from lockstep.weights import Weights
 
 CONFIG = json.loads((DEMO / "config.json").read_text())

@@ -8,12 +8,12 @@ import torch
 import transformers
 from demo_model import DEMO, LIMITS, TOLERANCES
 
-from lockstep import validate
+from lockstep.verify import validate
 from lockstep.checkpoint import resolve
-from lockstep.checks import difference, failed_path, largest
+from lockstep.verify.metrics import difference, failed_path, largest
 from lockstep.errors import InputError
-from lockstep.files import read_json
-from lockstep.split import export
+from lockstep.artifacts.files import read_json
+from lockstep.export import export
 from lockstep.weights import convert
 
 

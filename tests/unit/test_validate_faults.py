@@ -8,10 +8,10 @@ import pytest
 from demo_model import LIMITS, TOLERANCES
 from onnx import numpy_helper
 
-from lockstep import validate
-from lockstep.checks import failed_path
+from lockstep.verify import validate
+from lockstep.verify.metrics import failed_path
 from lockstep.errors import CheckError
-from lockstep.files import read_json, sha256_file, write_json
+from lockstep.artifacts.files import read_json, sha256_file, write_json
 
 FAULTY_LAYER = 3
 

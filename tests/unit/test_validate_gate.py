@@ -7,9 +7,9 @@ import onnx
 import pytest
 
 from lockstep.errors import CheckError
-from lockstep.files import sha256_file
-from lockstep.validate.gate import check_arrays, check_graph, check_signature
-from lockstep.validate.polygraphy_checks import GraphRunner, compare, inspect, lint
+from lockstep.artifacts.files import sha256_file
+from lockstep.verify.validate.gate import check_arrays, check_graph, check_signature
+from lockstep.verify.validate.polygraphy_checks import GraphRunner, compare, inspect, lint
 
 FLOAT = {"dtype": "float32"}
 INPUTS = [{"name": "hidden", "shape": ["num_tokens", 4], **FLOAT}, {"name": "weight", "shape": [3, 4], **FLOAT}]

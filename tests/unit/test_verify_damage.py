@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from demo_model import CONFIG
 
-from lockstep import formats
+from lockstep.artifacts import formats
 from lockstep.errors import LockstepError
-from lockstep.files import SEAL, sha256_json, write_json
-from lockstep.lock import stage
-from lockstep.lock.diff import diff
-from lockstep.lock.explain import explain
-from lockstep.lock.lockfile import sections, write_lock
-from lockstep.lock.steps import step
-from lockstep.lock.verify import SAME, Finding, verify
-from lockstep.paths import Results, Target
+from lockstep.artifacts.files import SEAL, sha256_json, write_json
+from lockstep.provenance import run as stage
+from lockstep.provenance.diff import diff
+from lockstep.provenance.explain import explain
+from lockstep.provenance.lockfile import sections, write_lock
+from lockstep.pipeline.stages import step
+from lockstep.provenance.verify import SAME, Finding, verify
+from lockstep.targets import Results, Target
 
 MODEL = "demo-llama"
 TARGET = Target(MODEL, "fp16", 2, "onnxruntime")

@@ -14,8 +14,8 @@ from checkpoints import NUMPY, error_of, hub_cache, safetensors_bytes, tensors, 
 from safetensors.numpy import save_file
 
 from lockstep.checkpoint import resolve
-from lockstep.checkpoint.dtypes import DTYPE_BITS
-from lockstep.files import sha256_file
+from lockstep.artifacts.dtypes import DTYPE_BITS
+from lockstep.artifacts.files import sha256_file
 from lockstep.weights import Weights, convert
 from lockstep.weights.source import PIECE_BYTES
 

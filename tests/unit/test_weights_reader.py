@@ -13,7 +13,7 @@ import pytest
 from checkpoints import error_of, hub_cache, safetensors_bytes, tensors, write
 
 from lockstep.checkpoint import resolve
-from lockstep.files import write_json
+from lockstep.artifacts.files import write_json
 from lockstep.weights import Weights, check_slots, convert, slot_array
 
 

@@ -10,18 +10,18 @@ import pytest
 from demo_model import CONFIG, DEMO
 from onnx import TensorProto, helper, numpy_helper
 
-from lockstep import validate
+from lockstep.verify import validate
 from lockstep.checkpoint import resolve
-from lockstep.engine.onnxruntime_cpu import OnnxRuntimeBackend
-from lockstep.engine.prepare import check_same, prepare
-from lockstep.engine.rotary import rotary
-from lockstep.engine.tensorrt.rotation import check_rotation, read_rotation
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.onnx_tools.prepare import check_same, prepare
+from lockstep.onnx_tools.rope import rotary
+from lockstep.backends.tensorrt.rotation import check_rotation, read_rotation
 from lockstep.errors import CheckError
-from lockstep.files import read_json, sha256_file, write_json
-from lockstep.paths import Results
-from lockstep.split import export
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.targets import Results
+from lockstep.export import export
 from lockstep.weights import convert
-from lockstep.widened import widened
+from lockstep.onnx_tools.widened import widened
 
 
 @pytest.fixture

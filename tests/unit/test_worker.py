@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from demo_model import GOLDEN, LIMITS
 
-from lockstep import worker
+from lockstep.pipeline import worker
 from lockstep.errors import CheckError, InputError
-from lockstep.files import read_json
-from lockstep.paths import Results
+from lockstep.artifacts.files import read_json
+from lockstep.targets import Results
 
 
 @pytest.fixture

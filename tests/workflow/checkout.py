@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.files import sha256_file
+from lockstep.artifacts.files import sha256_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PARTS = ("Snakefile", "config", "envs", "profiles", "resources", "src", "workflow")

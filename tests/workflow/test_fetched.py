@@ -12,7 +12,7 @@ import yaml
 from checkout import Checkout
 from hub_server import HubServer
 
-from lockstep import random_model
+from lockstep.export import random_model
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -15,7 +15,7 @@ import pytest
 from checkout import Checkout
 from test_locks import edit_pin, flip
 
-from lockstep.files import read_json, write_json
+from lockstep.artifacts.files import read_json, write_json
 
 MODEL = "demo-llama"
 LOCKED = ("--config", "locked=true")
@@ -60,7 +60,7 @@ def edit_prompt(checkout: Checkout) -> None:
 
 BEFORE = {
     "a pin": (edit_pin, r"export: transformers \S+ -> 9\.9\.9; locked by locks/demo-llama\.lock\.json: undo the change, or run without locked"),
-    "a module": (lambda demo: demo.append("src/lockstep/engine/fusing.py", "# edited\n"), r"build: code of the stage \w{12} -> \w{12}"),
+    "a module": (lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "# edited\n"), r"build: code of the stage \w{12} -> \w{12}"),
     "a weight": (lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100), r"resolve: model\.safetensors differs: \w{12} -> \w{12}"),
     "a prompt": (edit_prompt, r"reference: prompt 'Dark' differs: new"),
     "a layer count": (lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["layers"].append(3)), r"demo-llama/fp32/3/onnxruntime: reference/3 is not in the lock"),
@@ -71,7 +71,7 @@ BEFORE = {
     "an expected text": (lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["golden"]["prompts"][0]["expected"].update({2: "x"})),
                          rf"golden {MODEL}/fp32/2/onnxruntime: expected\.000 differs: cars on fog .* -> x; locked by"),
     "a limit": (lambda demo: demo.edit_config(lambda config: config["limits"].update(max_batch_size=1)), r"\w+ \S+: limits\.max_batch_size differs: 4 -> 1; locked by"),
-    "a check's code": (lambda demo: demo.append("src/lockstep/validate/__init__.py", "# edited\n"), r"validate: code of the stage \w{12} -> \w{12}"),
+    "a check's code": (lambda demo: demo.append("src/lockstep/verify/validate/__init__.py", "# edited\n"), r"validate: code of the stage \w{12} -> \w{12}"),
     "no lock": (lambda demo: (demo.folder / "locks" / f"{MODEL}.lock.json").unlink(), r"locked: expected demo-llama\.lock\.json in locks or \S+/locks, found none; write it with `lockstep lock`"),
 }  # fmt: skip
 

@@ -27,10 +27,9 @@ def explained(checkout: Checkout, target: str = TARGET) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in checkout.run("lockstep", "explain", target).stdout.splitlines():
         if line.startswith("  "):
-            found[stage].append(line.strip())
+            found[next(reversed(found))].append(line.strip())
         elif line.endswith(":"):
-            stage = line.split()[0]
-            found[stage] = []
+            found[line.split()[0]] = []
     return found
 
 
@@ -107,7 +106,7 @@ def edit_pin(checkout: Checkout) -> None:
 
 EDITS = {
     "a pin": (edit_pin, "export", r"transformers \S+ -> 9\.9\.9"),
-    "a module": (lambda demo: demo.append("src/lockstep/engine/fusing.py", "# edited\n"), "build", r"code engine/fusing\.py \w{12} -> \w{12}"),
+    "a module": (lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "# edited\n"), "build", r"code onnx_tools/fuse_projections\.py \w{12} -> \w{12}"),
     "a weight": (lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100), "resolve", r"model\.safetensors changed: sha256 \w{12} -> \w{12}"),
     "a tokenizer": (lambda demo: demo.append(f"resources/{MODEL}/tokenizer.json", "\n"), "architecture", r"tokenizer\.json changed: sha256 \w{12} -> \w{12}"),
     "a tolerance": (lambda demo: demo.edit_config(lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 0.09, "logits": 0.09})),

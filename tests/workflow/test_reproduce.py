@@ -34,7 +34,7 @@ def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Che
 def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(demo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
-    demo.append("src/lockstep/split/export.py", "\nraise RuntimeError('planted')\n")
+    demo.append("src/lockstep/export/run.py", "\nraise RuntimeError('planted')\n")
     before = demo.digests()
     process = demo.run("lockstep", "reproduce", TARGET, "--rounds", "1", check=False)
     assert process.returncode == 1

@@ -88,12 +88,12 @@ def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
 @pytest.mark.parametrize(
     ("module", "rules"),
     [
-        ("plots.py", {"plots"}),
-        ("summary.py", {"summary", "plots"}),
-        ("golden/check.py", {"golden", "summary", "plots"}),
+        ("report/plots.py", {"plots"}),
+        ("report/summary.py", {"summary", "plots"}),
+        ("verify/golden/check.py", {"golden", "summary", "plots"}),
         ("runtime/model.py", {"golden", "summary", "plots"}),
-        ("validate/__init__.py", {"validate", "summary", "plots"}),
-        ("cli.py", set()),
+        ("verify/validate/__init__.py", {"validate", "summary", "plots"}),
+        ("cli/main.py", set()),
     ],
 )
 def test_an_edited_module_reruns_the_stages_that_use_it(demo: Checkout, module: str, rules: set[str]) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from checkout import Checkout
 
-from lockstep.cache.store import Cache
-from lockstep.cache.upkeep import look, verify
-from lockstep.files import sha256_file
+from lockstep.provenance.cache.store import Cache
+from lockstep.provenance.cache.upkeep import look, verify
+from lockstep.artifacts.files import sha256_file
 
 MODEL = "demo-llama"
 # What is made of weights and graphs; fp16 is the checkpoint's own precision, so that its weights are not copied.

@@ -3,16 +3,16 @@
 # needs: config (Snakemake's merged mapping), REPOSITORY
 # makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
 
-from lockstep import config as lockstep_config
-from lockstep.buildkey import STAGES, stage_key
-from lockstep.cache.store import cache_folder
+from lockstep.config import load as lockstep_config
+from lockstep.provenance.code_identity import STAGES, stage_key
+from lockstep.provenance.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
-from lockstep.lock.locked import is_locked
-from lockstep.lock.stage import summarise
-from lockstep.paths import Results, layer_count
-from lockstep.sources import FolderSource, HubSource, RandomSource, parse_source
+from lockstep.provenance.locked import is_locked
+from lockstep.report.renew import summarise
+from lockstep.targets import Results, layer_count
+from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
 
 RESULTS = Results(Path("results"))
 MODEL, PRECISION, LAYERS, BACKEND = "{model}", "{precision}", "{layers}", "{backend}"

@@ -7,10 +7,10 @@
 import fcntl
 import functools
 
-from lockstep.lock.again import not_as_locked, untrusted
-from lockstep.lock.locked import check_project, find_lock
-from lockstep.lock.steps import steps
-from lockstep.summary import is_stale
+from lockstep.provenance.again import not_as_locked, untrusted
+from lockstep.provenance.locked import check_project, find_lock
+from lockstep.pipeline.stages import steps
+from lockstep.report.summary import is_stale
 
 
 def check_locks():

@@ -8,7 +8,7 @@ def architecture():
     from pathlib import Path
 
     from lockstep import checkpoint
-    from lockstep.fetched import folder_of
+    from lockstep.artifacts.fetched import folder_of
 
     fetched = snakemake.input.fetched
     folder = folder_of(Path(fetched[0])) if fetched else Path(snakemake.input.sides[0]).parent

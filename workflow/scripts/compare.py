@@ -5,7 +5,7 @@ from job import job
 
 @job(snakemake)
 def compare():
-    from lockstep import worker
+    from lockstep.pipeline import worker
 
     worker.call(
         snakemake.params.python,

@@ -5,6 +5,6 @@ from job import job
 
 @job(snakemake)
 def config():
-    from lockstep.files import write_json
+    from lockstep.artifacts.files import write_json
 
     write_json(snakemake.output[0], snakemake.params.config)

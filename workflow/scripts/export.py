@@ -7,6 +7,6 @@ from job import job
 def export():
     from pathlib import Path
 
-    from lockstep import split
+    from lockstep import export
 
-    split.export(Path(snakemake.input.architecture), snakemake.wildcards.precision, Path(snakemake.output[0]))
+    export.export(Path(snakemake.input.architecture), snakemake.wildcards.precision, Path(snakemake.output[0]))

@@ -7,8 +7,8 @@ from job import job
 def golden():
     from dataclasses import asdict
 
-    from lockstep import worker
-    from lockstep.paths import Target, layer_count
+    from lockstep.pipeline import worker
+    from lockstep.targets import Target, layer_count
 
     names = snakemake.wildcards
     worker.call(

@@ -10,9 +10,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from lockstep.errors import PREFIX, guard  # noqa: E402
-from lockstep.lock import stage  # noqa: E402
-from lockstep.lock.locked import find_lock, is_locked  # noqa: E402
-from lockstep.paths import Results  # noqa: E402
+from lockstep.provenance import run as stage  # noqa: E402
+from lockstep.provenance.locked import find_lock, is_locked  # noqa: E402
+from lockstep.report import renew  # noqa: E402
+from lockstep.targets import Results  # noqa: E402
 
 RESULTS = Results(Path("results"))
 
@@ -27,8 +28,8 @@ def job(snakemake):
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         try:
-            with guard(), stage.refreshed(RESULTS):
-                stage.refresh(RESULTS)  # Snakemake has deleted what the job makes
+            with guard(), renew.refreshed(RESULTS):
+                renew.refresh(RESULTS)  # Snakemake has deleted what the job makes
                 take_back_from_the_future(snakemake.input)
                 stage.run(_step(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
         except SystemExit as ended:

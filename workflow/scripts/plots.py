@@ -7,7 +7,7 @@ from job import job
 def plots():
     from pathlib import Path
 
-    from lockstep import plots
+    from lockstep.report import plots
 
     plots.error_by_layer([Path(path) for path in snakemake.input.validations], Path(snakemake.output.errors))
     plots.speed(Path(snakemake.input.summary), Path(snakemake.output.speed))

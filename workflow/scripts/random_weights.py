@@ -5,6 +5,6 @@ from job import job
 
 @job(snakemake)
 def random_weights():
-    from lockstep import random_model
+    from lockstep.export import random_model
 
     random_model.fetch(snakemake.params.source, snakemake.input.config[0], snakemake.output[0])

@@ -7,8 +7,8 @@ from job import job
 def summary():
     from pathlib import Path
 
-    from lockstep import summary
-    from lockstep.paths import Results, Target
+    from lockstep.report import summary
+    from lockstep.targets import Results, Target
 
     summary.write(
         Results(Path(snakemake.output.json).parent),

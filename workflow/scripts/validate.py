@@ -7,8 +7,8 @@ from job import job
 def validate():
     from pathlib import Path
 
-    from lockstep import validate
-    from lockstep.paths import layer_count
+    from lockstep.verify import validate
+    from lockstep.targets import layer_count
 
     validate.run(
         Path(snakemake.input.assembly),

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from lockstep import formats
+from lockstep.artifacts import formats
 from lockstep.errors import InputError
-from lockstep.files import SEAL, atomic_path, dump_json, sha256_json
+from lockstep.artifacts.files import SEAL, atomic_path, dump_json, sha256_json
 
 MANIFEST = "bundle.json"
 _BLOCK = 512

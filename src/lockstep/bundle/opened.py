@@ -22,11 +22,11 @@ from typing import Any
 
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
-from lockstep.files import write_json
-from lockstep.manifests import DTYPES, LARGEST, read_assembly, read_engines, read_weights
-from lockstep.paths import Target
-from lockstep.schema import check, either, integer, one_of, record, text
-from lockstep.seen import remember
+from lockstep.artifacts.files import write_json
+from lockstep.artifacts.manifests import DTYPES, LARGEST, read_assembly, read_engines, read_weights
+from lockstep.targets import Target
+from lockstep.artifacts.schema import check, either, integer, one_of, record, text
+from lockstep.artifacts.digest_cache import remember
 
 _REMEDY = "make the bundle again"
 _LIMIT = integer(1, LARGEST)

@@ -10,12 +10,12 @@ from typing import Any
 
 from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
-from lockstep.files import SEAL, dump_json, sha256_json
-from lockstep.lock.provenance import provenance_path, wrong_provenance
-from lockstep.lock.record import read_record, record_path
-from lockstep.manifests import read_assembly, read_engines, read_weights
-from lockstep.paths import Results, Target
-from lockstep.seen import digest
+from lockstep.artifacts.files import SEAL, dump_json, sha256_json
+from lockstep.provenance.slsa import provenance_path, wrong_provenance
+from lockstep.provenance.record import read_record, record_path
+from lockstep.artifacts.manifests import read_assembly, read_engines, read_weights
+from lockstep.targets import Results, Target
+from lockstep.artifacts.digest_cache import digest
 
 WEIGHTS = "weights"
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep import modelconfig
-from lockstep.checkpoint.dtypes import FLOAT_DTYPES
+from lockstep.artifacts import model_config
+from lockstep.artifacts.dtypes import FLOAT_DTYPES
 from lockstep.checkpoint.safetensors_header import TensorRecord
 from lockstep.checkpoint.source_files import shorten
 from lockstep.checkpoint.tensors import CheckpointTensors
@@ -67,8 +67,8 @@ def _check_layers(folder: Path, config: Mapping[str, Any], found: CheckpointTens
         if (match := _LAYER.match(name)) and not _OTHER_INPUTS.search(match[1]):
             stacks[match[1]].add(int(match[2][:9]))
             sizes[match[1]] += 1
-    depth = modelconfig.setting(config, modelconfig.DEPTH_KEYS)
-    further = sum(value for key in _FURTHER_LAYERS if type(value := modelconfig.setting(config, (key,))) is int)
+    depth = model_config.setting(config, model_config.DEPTH_KEYS)
+    further = sum(value for key in _FURTHER_LAYERS if type(value := model_config.setting(config, (key,))) is int)
     wanted, allowed = set(range(depth)), set(range(depth + further))
     if not sizes or any(wanted <= numbers <= allowed for numbers in stacks.values()):
         return
@@ -76,7 +76,7 @@ def _check_layers(folder: Path, config: Mapping[str, Any], found: CheckpointTens
     if 2 * size <= sizes.total():
         return
     numbers = stacks[stack]
-    key = next(key for key in modelconfig.DEPTH_KEYS if modelconfig.setting(config, (key,)) is not None)
+    key = next(key for key in model_config.DEPTH_KEYS if model_config.setting(config, (key,)) is not None)
     lacking = sorted(wanted - numbers)
     if lacking:
         counted = f"{len(numbers & wanted)} of them, without layer {lacking[0]}"
@@ -93,7 +93,7 @@ def _check_embedding(path: Path, config: Mapping[str, Any], name: str, shape: tu
     is_head = _HEAD.fullmatch(name)
     if not is_head and not _EMBEDDING.fullmatch(name):
         return
-    vocabulary, where = modelconfig.setting(config, ("vocab_size",)), f"{path}: tensor {shorten(name)}"
+    vocabulary, where = model_config.setting(config, ("vocab_size",)), f"{path}: tensor {shorten(name)}"
     # Embeddings may have rows of their own, for padding or images; a head gives the vocabulary and nothing else.
     if type(vocabulary) is int and (shape[0] < vocabulary or (is_head and shape[0] != vocabulary)):
         raise InputError(
@@ -102,12 +102,12 @@ def _check_embedding(path: Path, config: Mapping[str, Any], name: str, shape: tu
         )
     widths = {
         value
-        for part in modelconfig.parts(config)
+        for part in model_config.parts(config)
         for key, value in part.items()
         if _WIDTH_KEYS.fullmatch(key) and type(value) is int
     }
     if widths and shape[1] not in widths:
-        size = modelconfig.setting(config, modelconfig.HIDDEN_KEYS)
+        size = model_config.setting(config, model_config.HIDDEN_KEYS)
         raise InputError(
             f"{where}: expected rows of {size} numbers (hidden_size in config.json), found {shape[1]}; use the"
             " config.json that came with these weights"

@@ -11,15 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep import formats, modelconfig
+from lockstep.artifacts import formats
+from lockstep.artifacts import model_config
 from lockstep.checkpoint.fit import check_fit
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
 from lockstep.checkpoint.tokenizer_file import check_loads, check_present
 from lockstep.errors import InputError
-from lockstep.fetched import read_fetched
-from lockstep.files import dump_json, remove_leftovers, sha256_file, write_json
-from lockstep.seen import Expected, check_files, remember
+from lockstep.artifacts.fetched import read_fetched
+from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file, write_json
+from lockstep.artifacts.digest_cache import Expected, check_files, remember
 
 # What a hub model brings beside its weights, as transformers names it.
 SIDE_FILES = (
@@ -133,7 +134,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         found = shorten(config.get("model_type"))
         raise InputError(f"{path}: expected a model_type such as 'llama', found {found}; use the config.json that came with the weights")
-    wrong = modelconfig.fault(config)
+    wrong = model_config.fault(config)
     if wrong is not None:
         raise InputError(f"{path}: expected {wrong.expected} as {wrong.key}, found {wrong.shown()}; correct it")
     try:
@@ -145,7 +146,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _layer_count(folder: Path, config: dict[str, Any]) -> int:
     """Under the name that the architecture gives it; models of text and images keep it in `text_config`."""
-    depth = modelconfig.setting(config, modelconfig.DEPTH_KEYS)
+    depth = model_config.setting(config, model_config.DEPTH_KEYS)
     if depth is None:
         raise InputError(
             f"{folder / 'config.json'}: expected num_hidden_layers, found none; write the model's layer count there"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.checkpoint.dtypes import DTYPE_BITS
+from lockstep.artifacts.dtypes import DTYPE_BITS
 from lockstep.checkpoint.source_files import cut, shorten
 from lockstep.errors import InputError
 

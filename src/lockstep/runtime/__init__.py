@@ -4,7 +4,7 @@ from lockstep.runtime.decoding import Decoding, Request, Speed, Token
 from lockstep.runtime.generate import Generation, Piece, generate
 from lockstep.runtime.model import Model
 from lockstep.runtime.sampling import Sampler, Sampling
-from lockstep.runtime.step import Advance
+from lockstep.step.advance import Advance
 from lockstep.runtime.tokenizer import Tokenizer
 
 __all__ = ["Advance", "Decoding", "Generation", "Model", "Piece", "Request", "Sampler", "Sampling", "Speed", "Token", "Tokenizer", "generate"]

@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime.model import Model
 from lockstep.runtime.sampling import greedy
-from lockstep.runtime.step import Advance
+from lockstep.step.advance import Advance
 
 DEFAULT_NUM_TOKENS = 512
 

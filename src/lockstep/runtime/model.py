@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engine import EngineSet
+from lockstep.backends import EngineSet
 from lockstep.errors import InputError
-from lockstep.runtime.host import HostExecutor
-from lockstep.runtime.network import open_network
-from lockstep.runtime.sampling import most_likely
-from lockstep.runtime.step import Advance, Executor, check
+from lockstep.step.host import HostExecutor
+from lockstep.runtime.binding import open_network
+from lockstep.step.greedy import most_likely
+from lockstep.step.advance import Advance, Executor, check
 
 _DEFAULTS = {"max_batch_size": 4, "max_seq_len": 256, "max_num_tokens": None}
 

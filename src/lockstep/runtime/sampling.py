@@ -48,11 +48,6 @@ class Sampler:
         return int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
 
 
-def most_likely(logits: np.ndarray) -> np.ndarray:
-    """logits [rows, vocab_size] -> of each row the first of its largest, [rows] int64; -1 where that is NaN or infinite."""
-    return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
-
-
 def greedy(logits: np.ndarray) -> int:
     """The most likely token, the lowest of equals. Raises CheckError when it is NaN or infinite."""
     best = int(np.argmax(logits))  # NaN counts as the largest

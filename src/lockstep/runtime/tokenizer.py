@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.errors import CheckError, InputError
-from lockstep.files import sha256_file
-from lockstep.manifests import read_tokenizer
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.manifests import read_tokenizer
 
 
 @contextlib.contextmanager

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import formats
-from lockstep.checkpoint.dtypes import FLOAT_DTYPES, PRECISION_DTYPES
+from lockstep.artifacts import formats
+from lockstep.artifacts.dtypes import FLOAT_DTYPES, PRECISION_DTYPES
 from lockstep.errors import InputError
-from lockstep.files import remove_leftovers, write_json
-from lockstep.seen import remember
+from lockstep.artifacts.files import remove_leftovers, write_json
+from lockstep.artifacts.digest_cache import remember
 from lockstep.weights.source import PIECE_BYTES, Source, finite_pieces, open_source
 from lockstep.weights.writer import write_cast
 

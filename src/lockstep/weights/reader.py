@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.checkpoint.dtypes import DTYPE_BITS, numpy_dtype
+from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
 from lockstep.errors import InputError
-from lockstep.manifests import read_weights
-from lockstep.seen import Expected, check_files
+from lockstep.artifacts.manifests import read_weights
+from lockstep.artifacts.digest_cache import Expected, check_files
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from lockstep.checkpoint.dtypes import graph_dtype
+from lockstep.artifacts.dtypes import graph_dtype
 from lockstep.errors import InputError
 from lockstep.weights.reader import Weights
 

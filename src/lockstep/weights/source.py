@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import formats
+from lockstep.artifacts import formats
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
-from lockstep.checkpoint.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES
+from lockstep.artifacts.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES
 from lockstep.checkpoint.safetensors_header import TensorRecord, read_header
 from lockstep.errors import InputError
-from lockstep.files import read_json
+from lockstep.artifacts.files import read_json
 from lockstep.weights.scan import NonFinite, count_non_finite, is_finite, largest_bits
 
 # Large enough that calls cost nothing, small enough that a piece is still in the cache when it is scanned, cast and hashed.

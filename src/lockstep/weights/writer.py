@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.checkpoint.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
+from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
 from lockstep.errors import InputError
-from lockstep.files import atomic_path, check_place
+from lockstep.artifacts.files import atomic_path, check_place
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source, SourceTensor, finite_pieces, pieces
 

@@ -1,0 +1,157 @@
+"""How fast is a decode step: the engine set, one monolithic with-past ONNX graph, and transformers eager, in one process, in turn.
+
+In: a checkpoint folder (and the precision). Out: seconds a step of each contestant at each batch size, and the ratios.
+All three get the same prompts, threads and number of steps, and their logits are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.export import SHAPES, shape_names
+from benchmarks.measure import in_turn, ratios, spread, surroundings
+from benchmarks.monolithic import Monolithic
+from lockstep.checkpoint import resolve
+from lockstep.backends import build
+from lockstep.backends.onnxruntime.cpu import thread_count
+from lockstep.errors import CheckError
+from lockstep.targets import Results
+from lockstep.export.random_model import make
+from lockstep.runtime import Advance, Model
+from lockstep.export import export
+from lockstep.weights import convert
+
+PACKAGES = ("numpy", "onnxruntime", "torch", "transformers")
+_BACKEND = "onnxruntime"
+
+
+def run_models(models: Sequence[str], precision: str, batches: Sequence[int], **settings: Any) -> dict[str, Any]:
+    """`run` for each of `models`, a checkpoint folder or the name of a shape, which gets random weights. Works in a temporary folder."""
+    measured = {}
+    for model in models:
+        with tempfile.TemporaryDirectory() as work:
+            folder = make(SHAPES / f"{model}.json", 0, Path(work) / model) if model in shape_names() else Path(model)
+            measured[folder.name] = run(folder, precision, batches, Path(work) / "results", **settings)
+    surrounding = surroundings(*PACKAGES, threads=settings.get("threads"))
+    return {"benchmark": "decode", "precision": precision, "models": measured, **surrounding}
+
+
+def run(
+    folder: Path, precision: str, batches: Sequence[int], work: Path, context: int = 64, steps: int = 32, rounds: int = 7, threads: int | None = None
+) -> dict[str, Any]:
+    """Measure at each batch size; `context` tokens are in the cache when the `steps` timed steps of a round begin.
+
+    Raises CheckError when the contestants do not agree, since then the times would mean nothing.
+    """
+    paths = prepare(folder, precision, work)
+    measured = {}
+    for batch in batches:
+        contestants, agreement = _contestants(folder, paths, precision, batch, context, steps, thread_count(threads))
+        times = in_turn(contestants, rounds)
+        measured[str(batch)] = {
+            "seconds_per_step": {name: spread(values) for name, values in times.items()},
+            "speed_of_lockstep_relative_to": ratios(times, "lockstep"),
+            "largest_logit_difference": agreement,
+        }
+    return {"context": context, "steps": steps, "rounds": rounds, "batch": measured}
+
+
+def prepare(folder: Path, precision: str, work: Path) -> dict[str, Path]:
+    """Take the checkpoint through resolve, convert, export and build below `work`; gives the paths of what they made."""
+    results, name = Results(work), folder.name
+    checkpoint, weights = results.checkpoint(name), results.weights(name, precision)
+    assembly, engines = results.assembly(name, precision), results.engines(name, precision, _BACKEND)
+    resolve(str(folder.resolve()), folder.resolve(), checkpoint)
+    convert(checkpoint, precision, weights)
+    export(checkpoint, precision, assembly)
+    build(assembly, _BACKEND, engines)
+    return {"weights": weights, "assembly": assembly, "engines": engines}
+
+
+def _contestants(folder, paths, precision, batch, context, steps, threads) -> tuple[dict[str, Callable[[], float]], dict[str, float]]:
+    prompt = np.random.default_rng(0).integers(0, 256, (batch, context))
+    makers = {
+        "lockstep": _lockstep(paths, batch, context + steps, threads),
+        "onnxruntime, one graph": _monolithic(paths, batch, context + steps),
+        "transformers, eager": _transformers(folder, precision, threads),
+    }
+    logits, timed = {}, {}
+    for name, start in makers.items():
+        step, last = start(prompt)
+        logits[name] = last
+        timed[name] = lambda start=start: _time(start, prompt, steps)
+    expected = logits.pop("transformers, eager")
+    difference = {name: float(np.abs(values - expected).max()) for name, values in logits.items()}
+    # fp32 differs by the order of sums; fp16 products are rounded at other places by each.
+    allowed = {"fp32": 1e-3, "fp16": 1e-1}[precision]
+    if not all(value <= allowed for value in difference.values()):
+        raise CheckError(f"{folder}: expected contestants whose logits differ by at most {allowed}, found {difference}")
+    return timed, difference
+
+
+def _time(start: Callable, prompt: np.ndarray, steps: int) -> float:
+    step, logits = start(prompt)
+    began = time.perf_counter()
+    for _ in range(steps):
+        logits = step(logits.argmax(-1))
+    return (time.perf_counter() - began) / steps
+
+
+def _lockstep(paths, batch: int, capacity: int, threads: int) -> Callable:
+    model = Model.open(paths["engines"], paths["assembly"], paths["weights"], "all", max_batch_size=batch, max_seq_len=capacity, threads=threads)
+
+    def start(prompt: np.ndarray):
+        lengths = [prompt.shape[1]]
+        logits = model.step([Advance(slot, row, 0) for slot, row in enumerate(prompt)])
+
+        def step(tokens: np.ndarray) -> np.ndarray:
+            result = model.step([Advance(slot, tokens[slot : slot + 1], lengths[0]) for slot in range(batch)])
+            lengths[0] += 1
+            return result
+
+        return step, logits
+
+    return start
+
+
+def _monolithic(paths, batch: int, capacity: int) -> Callable:
+    model = Monolithic(paths["assembly"], paths["weights"], batch, capacity)
+
+    def start(prompt: np.ndarray):
+        model.length = 0
+        for column in prompt.T:  # it decodes only: the prompt goes in token by token, untimed
+            logits = model.step(np.ascontiguousarray(column))
+        return model.step, logits.copy()
+
+    return start
+
+
+def _transformers(folder: Path, precision: str, threads: int) -> Callable:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lockstep.export.quiet import quiet
+
+    torch.set_num_threads(threads)
+    with quiet():
+        dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", local_files_only=True).eval()
+
+    def start(prompt: np.ndarray):
+        with torch.inference_mode():
+            first = model(torch.from_numpy(prompt), use_cache=True)
+        cache = first.past_key_values
+
+        def step(tokens: np.ndarray) -> np.ndarray:
+            with torch.inference_mode():
+                return model(torch.from_numpy(tokens[:, None]), past_key_values=cache, use_cache=True).logits[:, -1].numpy()
+
+        return step, first.logits[:, -1].float().numpy()
+
+    return start

@@ -1,0 +1,18 @@
+"""All faults by name, in the order of the table."""
+
+from __future__ import annotations
+
+from benchmarks.faults import attention, binding, blocks, neighbours, rope, runtime
+from benchmarks.faults.fault import Fault
+
+TOPICS: dict[str, tuple[Fault, ...]] = {
+    "attention": attention.FAULTS,
+    "rotary encoding": rope.FAULTS,
+    "neighbours": neighbours.FAULTS,
+    "blocks": blocks.FAULTS,
+    "binding": binding.FAULTS,
+    "runtime": runtime.FAULTS,
+}
+FAULTS: dict[str, Fault] = {fault.name: fault for faults in TOPICS.values() for fault in faults}
+if len(FAULTS) != sum(map(len, TOPICS.values())):
+    raise ValueError("faults: expected names of their own, found one twice")

@@ -1,0 +1,93 @@
+"""The models that faults are planted in, and what is made of them once: checkpoint, graphs, weights, reference. Needs torch where that is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.gates import make_reference
+from lockstep.artifacts.files import write_json
+from lockstep.targets import Results
+from lockstep.config.sources import REPOSITORY
+
+LIMITS = {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 256, "max_num_tokens": 512}  # the config's defaults
+MAX_NEW_TOKENS = 16
+# Those of config/config.yaml: of 8, 1, 24 and 45 tokens in the demo.
+PROMPTS = (
+    "San Francisco is a",
+    "Light",
+    "Lake Zürich is long and narrow, and on clear days the snow",
+    "A bridge must carry its own weight before it can carry anything else. An arch turns that weight into a push against the ground, while a "
+    "cable turns it into a pull, and so stone",
+)
+_SIZES = {
+    "dtype": "float32", "vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 0,
+    "pad_token_id": 0, "tie_word_embeddings": False, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FaultModel:
+    """A model at one depth: the demo's folder, or a config.json that gets random weights."""
+
+    about: str
+    layers: int | str
+    config: Mapping[str, Any] | None = None
+    prompts: tuple[str, ...] = PROMPTS
+    limits: Mapping[str, int] = field(default_factory=lambda: LIMITS)
+
+
+# A random model's tokens are bytes: its prompts are as long in tokens as in characters, and must fit max_input_len.
+_SHORT = (*PROMPTS[:3], PROMPTS[3][:100])
+MODELS = {
+    "demo": FaultModel("the demo, cut after 2 layers", 2),
+    "gemma2": FaultModel(
+        "random Gemma 2: soft caps, a window of 16 in one of 2 layers, tied lm_head", "all",
+        {**_SIZES, "model_type": "gemma2", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 2.0,
+         "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}, _SHORT,
+    ),
+    "window": FaultModel(
+        "random Mistral: a window of 300 in both layers, requests of up to 384 tokens", "all", {**_SIZES, "model_type": "mistral", "sliding_window": 300}, _SHORT,
+        {**LIMITS, "max_seq_len": 384},
+    ),
+    "bias": FaultModel("random Qwen 2: biases, as many KV heads as query heads", "all", {**_SIZES, "model_type": "qwen2", "num_key_value_heads": 4}, _SHORT),
+}  # fmt: skip
+
+
+def source_of(name: str, work: Path) -> Path:
+    """The checkpoint's folder, made where its weights are random."""
+    from lockstep.export import random_model
+
+    config = MODELS[name].config
+    if config is None:
+        return REPOSITORY / "resources" / "demo-llama"
+    folder = work / "sources" / name
+    write_json(folder / "shape.json", dict(config))
+    return random_model.make(folder / "shape.json", 0, folder)
+
+
+def start(name: str, work: Path) -> None:
+    """A model's checkpoint, its manifest and its reference, under `work`/right."""
+    from lockstep.checkpoint import resolve
+
+    results, model, source = right(work), MODELS[name], source_of(name, work)
+    resolve(str(source), source, results.checkpoint(name))
+    make_reference(results, name, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
+
+
+def make(name: str, precision: str, work: Path) -> None:
+    """Graphs and weights of a model that was started."""
+    from lockstep.export import export
+    from lockstep.weights import convert
+
+    results = right(work)
+    export(results.checkpoint(name), precision, results.assembly(name, precision))
+    convert(results.checkpoint(name), precision, results.weights(name, precision))
+
+
+def right(work: Path) -> Results:
+    """Where everything without a fault lies."""
+    return Results(work / "right")

@@ -1,0 +1,257 @@
+"""Faults of the runtime: the KV cache and the packing of a step on the host, and the page table of fused attention on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from benchmarks.faults.fault import Fault
+from lockstep.step import host, kv_cache, plan
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def _wrapped(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
+    """`wrap(right)` in place of a function, for as long as this is open."""
+    right = getattr(owner, name)
+    setattr(owner, name, wrap(right))
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+def _in(owner: Any, name: str, wrap: Wrap) -> Callable[[], AbstractContextManager[None]]:
+    return lambda: _wrapped(owner, name, wrap)
+
+
+# The cache on the host
+
+
+def _written_late(right):
+    def write(self, layer, row, start, key, value):
+        late = start + 1 if start + 1 + len(key) <= self.capacity else start
+        right(self, layer, row, late, key, value)
+
+    return write
+
+
+def _written_to_row_before(right):
+    return lambda self, layer, row, start, key, value: right(self, layer, max(row - 1, 0), start, key, value)
+
+
+def _second_chunk_lost(right):
+    def write(self, layer, row, start, key, value):
+        if not start:
+            right(self, layer, row, start, key, value)
+
+    return write
+
+
+def _growth_forgets(right):
+    def resize(self, capacity):
+        right(self, capacity)
+        for array in (*self.keys, *self.values):
+            array[:] = 0
+
+    return resize
+
+
+def _growth_loses_last(right):
+    def resize(self, capacity):
+        used = min(int(self.lengths.max()), self.capacity)
+        right(self, capacity)
+        if used:
+            for array in (*self.keys, *self.values):
+                array[:, :, :, used - 1] = 0
+
+    return resize
+
+
+def _plans_outlive_growth(right):
+    def reserve(self, length):
+        right(self, length)
+        return False
+
+    return reserve
+
+
+def _stale_after_reset(right):
+    def reset(self, row):
+        self.lengths[row] = 0
+
+    return reset
+
+
+def _view_of_row_before(right):
+    def view(self, layer, low, high):
+        return right(self, layer, low - 1, high - 1) if high - low == 1 and low else right(self, layer, low, high)
+
+    return view
+
+
+def _row_3_not_written(right):
+    def write_each(self, group, rows, starts, key, value):
+        kept = rows != 3
+        right(self, group, rows[kept], starts[kept], key[:, kept], value[:, kept])
+
+    return write_each
+
+
+def _rows_written_swapped(right):
+    def write_each(self, group, rows, starts, key, value):
+        step = -1 if len(rows) > 2 else 1
+        right(self, group, rows, starts, key[:, ::step], value[:, ::step])
+
+    return write_each
+
+
+def _last_layer_not_written(right):
+    def write_each(self, group, rows, starts, key, value):
+        kept = self.keys[group][-1].copy(), self.values[group][-1].copy()
+        right(self, group, rows, starts, key, value)
+        self.keys[group][-1], self.values[group][-1] = kept
+
+    return write_each
+
+
+# The packing of a step
+
+
+def _gaps_closed(right):
+    def write_decoded(self, rows):
+        if len(rows):
+            starts = self.position_ids[rows - self.layout.low]
+            for group, (keys, values) in enumerate(self._new):
+                self._cache.write_each(group, rows, starts, keys[:, : len(rows)], values[:, : len(rows)])
+
+    return write_decoded
+
+
+def _chunks_from_zero(right):
+    def pack(made, advances):
+        rows = right(made, advances)
+        for chunk, first in zip(made.layout.chunks, made.layout.offsets()):
+            made.position_ids[first : first + chunk.count] = np.arange(chunk.count)
+        return rows
+
+    return pack
+
+
+def _row_before_of_chunks(right):
+    def pack(made, advances):
+        rows = right(made, advances)
+        for i, advance in enumerate(advances):
+            made.logit_rows[i] -= len(advance.tokens) > 1
+        return rows
+
+    return pack
+
+
+def _in_order_of_slots(right):
+    def logits(self, advances):
+        found = right(self, advances)
+        return found[np.argsort([advance.slot for advance in advances], kind="stable")]
+
+    return logits
+
+
+# The page table of fused attention
+
+
+def _fused(name: str, wrap: Wrap) -> Callable[[], AbstractContextManager[None]]:
+    def opened() -> AbstractContextManager[None]:
+        from lockstep.backends.tensorrt.fused_attention import FusedAttention  # loads cuDNN
+
+        return _wrapped(FusedAttention, name, wrap)
+
+    return opened
+
+
+def _table(change: Callable[[np.ndarray], None]) -> Callable[[], AbstractContextManager[None]]:
+    """`change` the table [rows, pages of a row] whenever a row has grown, before it goes to the device."""
+
+    def wrap(right):
+        def reserve(self, ends, lengths, stream):
+            held = sum(map(len, self._pages.values()))
+            moved = right(self, ends, lengths, stream)
+            if sum(map(len, self._pages.values())) > held:
+                self._sent.wait()
+                change(self._host_table)
+                stream.upload(self._table, self._host_table)
+                self._sent.record(stream)
+            return moved
+
+        return reserve
+
+    return _fused("reserve", wrap)
+
+
+def _second_page_is_first(table: np.ndarray) -> None:
+    table[:, 1] = table[:, 0]
+
+
+def _row_1_has_row_0s(table: np.ndarray) -> None:
+    table[1] = table[0]
+
+
+def _row_3_has_row_2s_first(table: np.ndarray) -> None:
+    table[3, 0] = table[2, 0]
+
+
+def _third_page_missing(table: np.ndarray) -> None:
+    table[:, 2] = 0
+
+
+def _last_pages_swapped(table: np.ndarray) -> None:
+    """Only what is written before the row has its fourth page is found elsewhere behind that."""
+    grown = table[:, 3] != 0
+    table[grown, 2], table[grown, 3] = table[grown, 3], table[grown, 2]
+
+
+def _pages_given_twice(right):
+    def reset(self, row, stream):
+        pages = list(self._pages[row])
+        right(self, row, stream)
+        self._free += pages
+
+    return reset
+
+
+def _chunk_length_short(right):
+    def begin(self, chunks, stream):
+        return right(self, [(row, start - 1 if start else start, low, high) for row, start, low, high in chunks], stream)
+
+    return begin
+
+
+_HOST, _GPU = {"backends": ("onnxruntime",)}, {"backends": ("tensorrt",)}
+FAULTS = (
+    Fault("cache-late", "a prompt's keys and values one row too far", runtime=_in(kv_cache.KVCache, "write", _written_late), **_HOST),
+    Fault("cache-row-before", "a prompt's keys and values in the row of the request before", runtime=_in(kv_cache.KVCache, "write", _written_to_row_before), **_HOST),
+    Fault("cache-second-chunk", "only a prompt's first chunk is written", runtime=_in(kv_cache.KVCache, "write", _second_chunk_lost), **_HOST),
+    Fault("cache-growth", "what the cache held is lost when it grows", runtime=_in(kv_cache.KVCache, "_resize", _growth_forgets), **_HOST),
+    Fault("cache-growth-last", "the last row is lost when the cache grows", runtime=_in(kv_cache.KVCache, "_resize", _growth_loses_last), **_HOST),
+    Fault("cache-growth-plans", "bound calls still read the cache as it was before it grew", runtime=_in(kv_cache.KVCache, "reserve", _plans_outlive_growth), **_HOST),
+    Fault("cache-stale", "a row is not cleared for the next request, which masks what it holds", runtime=_in(kv_cache.KVCache, "reset", _stale_after_reset), **_HOST),
+    Fault("cache-view", "a request that is alone reads the cache of the one before", runtime=_in(kv_cache.KVCache, "view", _view_of_row_before), **_HOST),
+    Fault("cache-row-3", "decoded tokens of the fourth request are not written", runtime=_in(kv_cache.KVCache, "write_each", _row_3_not_written), **_HOST),
+    Fault("cache-swapped", "decoded tokens of more than two requests in reverse order", runtime=_in(kv_cache.KVCache, "write_each", _rows_written_swapped), **_HOST),
+    Fault("cache-last-layer", "decoded tokens are not written in the last layer", runtime=_in(kv_cache.KVCache, "write_each", _last_layer_not_written), **_HOST),
+    Fault("step-gaps", "decoding rows with a gap between them are written as if there were none", runtime=_in(plan.Plan, "write_decoded", _gaps_closed), **_HOST),
+    Fault("step-chunk-positions", "positions of each chunk begin at 0", runtime=_in(host, "_pack", _chunks_from_zero), **_HOST),
+    Fault("step-chunk-row", "logits of a prompt's last token but one", runtime=_in(host, "_pack", _row_before_of_chunks), **_HOST),
+    Fault("step-order", "logits in the order of the slots, not of the list", runtime=_in(host.HostExecutor, "logits", _in_order_of_slots), **_HOST),
+    Fault("pages-second", "a row's second page is its first", runtime=_table(_second_page_is_first), **_GPU),
+    Fault("pages-row-1", "the second request has the first's pages", runtime=_table(_row_1_has_row_0s), **_GPU),
+    Fault("pages-row-3", "the fourth request's first page is the third's", runtime=_table(_row_3_has_row_2s_first), **_GPU),
+    Fault("pages-third", "a row's third page is page 0", runtime=_table(_third_page_missing), **_GPU),
+    Fault("pages-swapped", "a row's third and fourth page swapped when it has four", runtime=_table(_last_pages_swapped), **_GPU),
+    Fault("pages-twice", "pages of a request that ended are given out twice", runtime=_fused("reset", _pages_given_twice), **_GPU),
+    Fault("pages-length", "a chunk's past one token short", runtime=_fused("begin", _chunk_length_short), **_GPU),
+)  # fmt: skip

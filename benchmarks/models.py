@@ -1,0 +1,134 @@
+"""Which models work: every causal-LM type of the installed transformers, each as a tiny random model through all stages.
+
+In: model types (default: all). Out: for each whether it works (with the error of its logits against transformers' eager forward, and the
+numbers of block classes and kinds), is refused (with the reason), or why no tiny model could be made. Each type has a process of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import surroundings
+from lockstep.errors import InputError
+
+PACKAGES = ("onnx", "onnxruntime", "onnxscript", "torch", "transformers")
+WORKS, REFUSED, NO_MODEL, WRONG, BROKEN = "works", "refused", "no tiny model", "wrong", "broken"
+RESULTS = {
+    WORKS: "logits equal those of transformers",
+    REFUSED: "the export says why",
+    NO_MODEL: "transformers makes no model of the type's default config, however small",
+    WRONG: "passes the export's gates and gives other logits than transformers",
+    BROKEN: "ends in an error that is no refusal",
+}
+TOLERANCE = 1e-4  # of the logits' standard deviation; fp32 sums in another order give 1e-6 to 2e-5
+_CPU_SECONDS = 300
+_WALL_SECONDS = 1500  # for machines that do other work too
+_MEMORY = 8 << 30
+
+
+def run(types: Iterable[str] | None = None, jobs: int = 1, progress: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+    """Try `types`, `jobs` at a time. `progress`, if given, is called with each record as it is made."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
+
+    chosen = sorted(known) if types is None else list(types)
+    unknown = sorted(set(chosen) - set(known))
+    if unknown:
+        raise InputError(f"expected causal-LM types of transformers, found {', '.join(unknown)}")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.tiny"])
+
+    def one(model_type: str) -> dict[str, Any]:
+        record = _in_a_process(context, model_type)
+        if progress is not None:
+            progress(record)
+        return record
+
+    with ThreadPoolExecutor(jobs) as pool:
+        records = list(pool.map(one, chosen))
+    counts = Counter(record["result"] for record in records)
+    return {
+        "benchmark": "models", "tolerance": TOLERANCE, "counts": {result: counts[result] for result in RESULTS if counts[result]},
+        "models": {record.pop("type"): record for record in records}, **surroundings(*PACKAGES, threads=1),
+    }  # fmt: skip
+
+
+def _in_a_process(context: Any, model_type: str) -> dict[str, Any]:
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(model_type, send))
+    began = time.perf_counter()
+    process.start()
+    send.close()
+    record = None
+    if receive.poll(_WALL_SECONDS):
+        try:
+            record = receive.recv()
+        except EOFError:
+            pass
+    if record is None:
+        process.kill()
+    process.join()
+    if record is None:
+        what = {-signal.SIGXCPU: f"more than {_CPU_SECONDS} s of processor time", -signal.SIGKILL: f"more than {_WALL_SECONDS} s"}
+        record = {"type": model_type, "result": BROKEN, "reason": what.get(process.exitcode, f"the process ended with exit code {process.exitcode}")}
+    return record | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _child(model_type: str, send: Any) -> None:
+    """Runs in a process forked from one that has the imports."""
+    from benchmarks.tiny import try_type
+
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc/self/statm").exists() else 0
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY, in_use + _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+    with tempfile.TemporaryDirectory() as folder:
+        record = try_type(model_type, Path(folder))
+    send.send({"type": model_type, **record})
+
+
+def write_page(report: dict[str, Any], path: Path) -> Path:
+    """The report as a page for people."""
+    versions = report["versions"]
+    lines = [
+        "# Which models work",
+        "",
+        f"Every causal-LM type of transformers {versions['transformers']}, each as a tiny random model through all stages (fp32, ONNX Runtime",
+        f"{versions['onnxruntime']}): `python -m benchmarks models` made this page. A type works when the logits of four requests (one of 300 tokens), prefilled",
+        "together and then decoded, and of the long one again, in chunks of 97 tokens beside the others' decoding, equal those of each request alone and whole:",
+        f"they differ from transformers' eager forward by at most {report['tolerance']:.0e} of their standard deviation, or by at most twice what",
+        "transformers in fp32 differs from itself in fp64 (the third column; random weights may make a model that sensitive).",
+        "",
+        "| result | types | meaning |",
+        "|---|---|---|",
+        *(f"| {result} | {count} | {RESULTS[result]} |" for result, count in report["counts"].items()),
+        "",
+        "## Works",
+        "",
+        "| type | logit error | of transformers itself | block classes | kinds |",
+        "|---|---|---|---|---|",
+    ]
+    models = report["models"]
+    lines += [
+        f"| {name} | {model['logit_error']:.1e} | {model['transformers_error']:.1e} | {model['classes']} | {model['kinds']} |"
+        for name, model in models.items()
+        if model["result"] == WORKS
+    ]
+    for result in (REFUSED, NO_MODEL, WRONG, BROKEN):
+        rows = [f"| {name} | {_cell(model['reason'])} |" for name, model in models.items() if model["result"] == result]
+        if rows:
+            lines += ["", f"## {result.capitalize()}", "", "| type | reason |", "|---|---|", *rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,111 @@
+"""Is a file still the one that was recorded? A path and its digest in; nothing out, or one line that names the file.
+
+Small files are hashed each time. A large one is hashed once: its digest is kept with its size and times in the user's cache, and while
+these stay as they were that digest holds. `deep` hashes in any case. What is kept speeds things up and decides nothing else: it may be
+deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.artifacts import formats
+from lockstep.errors import InputError
+from lockstep.artifacts.files import check_file, read_json, sha256_file, write_json
+
+LARGE = 16 << 20  # hashed in about 10 ms: below this, looking at times saves nothing that is felt
+THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A file, the hex sha256 that a manifest names it with, and its size in bytes; None where the manifest does not say."""
+
+    path: Path
+    sha256: str
+    size: int | None = None
+
+
+def digest(path: str | os.PathLike, deep: bool = False) -> str:
+    """Hex sha256 of a file. A large file that has not changed since it was hashed is not read. Raises FileNotFoundError, and InputError for what is no file."""
+    path = os.path.realpath(path)
+    before = _state(path)
+    if before["size"] < LARGE:
+        return sha256_file(path)
+    record = None if deep else _recall(path, before)
+    if record is not None:
+        return record
+    found = sha256_file(path)
+    if _state(path) == before:  # else it was written to meanwhile
+        _keep(path, before, found)
+    return found
+
+
+def remember(path: str | os.PathLike, sha256: str) -> None:
+    """Take the digest of a file that this process has just written or hashed, so that the next reader need not hash it."""
+    path = os.path.realpath(path)
+    state = _state(path)
+    if state["size"] >= LARGE:
+        _keep(path, state, sha256)
+
+
+def check_files(files: Iterable[Expected], remedy: str, deep: bool = False) -> None:
+    """Raises InputError naming the first of `files` that is absent, of another size or of another digest, with `remedy`."""
+    files = list(files)
+    for file in files:
+        check_size(file.path, file.size, remedy)
+    with ThreadPoolExecutor(THREADS) as pool:  # hashlib lets go of the interpreter lock
+        digests = list(pool.map(lambda file: digest(file.path, deep), files))
+    for file, found in zip(files, digests):
+        if found != file.sha256:
+            raise InputError(f"{file.path}: expected sha256 {file.sha256}, found {found}: the file has changed; restore it or {remedy}")
+
+
+def check_size(path: Path, size: int | None, remedy: str) -> None:
+    """Raises InputError when the file `path` is absent or not of `size` bytes."""
+    try:
+        found = check_file(path).st_size
+    except FileNotFoundError:
+        what = "a file" if size is None else f"a file of {size} bytes"
+        raise InputError(f"{path}: expected {what}, found none; restore it or {remedy}") from None
+    if size is not None and found != size:
+        raise InputError(f"{path}: expected {size} bytes, found {found}: the file has changed; restore it or {remedy}")
+
+
+def size_of(path: str | os.PathLike) -> int | None:
+    """Bytes of a file; None where there is no file of this name."""
+    try:
+        return check_file(path).st_size
+    except (FileNotFoundError, InputError):
+        return None
+
+
+def _state(path: str) -> dict[str, int]:
+    """Two times: a program may set the first back, not the second, which also changes with the inode."""
+    found = check_file(path)
+    return {"size": found.st_size, "inode": found.st_ino, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
+
+
+def _place(path: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base, "lockstep", "seen", f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json")
+
+
+def _recall(path: str, state: dict[str, int]) -> str | None:
+    try:
+        known = read_json(_place(path), formats.SEEN)
+    except (InputError, OSError):
+        return None  # none yet, or damaged: it is hashed again
+    return known["sha256"] if known.get("path") == path and known.get("state") == state else None
+
+
+def _keep(path: str, state: dict[str, int], sha256: str) -> None:
+    try:
+        write_json(_place(path), {"format": formats.SEEN, "path": path, "state": state, "sha256": sha256})
+    except (InputError, OSError, UnicodeError):
+        pass  # no home, a full disk: it is hashed again next time

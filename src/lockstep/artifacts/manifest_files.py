@@ -1,0 +1,100 @@
+"""What a manifest stands for: a manifest in; its files, those of them that are gone, its record's place and its content out. Snakemake looks at the manifest only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts import formats
+from lockstep.errors import InputError
+from lockstep.artifacts.files import read_json, sha256_json
+from lockstep.artifacts.digest_cache import Expected, digest, size_of
+
+SUFFIX = ".build.json"  # of the record of how a manifest was made
+_NAMES = ("file", "graph", "path")
+# What of a manifest is no content: places, and whose CPU it was. By format.
+_NO_CONTENT = {
+    formats.CHECKPOINT: ("source", "folder", "commit"),
+    formats.SOURCE: ("source", "commit"),
+    formats.ENGINES: ("device",),
+}
+
+
+def lost_files(manifest: str | os.PathLike) -> list[Path]:
+    """The files that a manifest (assembly, engines, weights) names with a digest, and that are absent or of another size.
+
+    A manifest that cannot be read is lost itself. Contents are not read: that is for whoever opens the files.
+    """
+    manifest = Path(manifest)
+    try:
+        files = {file.path: file for file in named_files(manifest)}
+    except InputError:
+        return [manifest]
+    sizes = {path: size_of(path) for path in files}
+    return sorted(path for path, file in files.items() if sizes[path] is None or file.size not in (None, sizes[path]))
+
+
+def named_files(manifest: str | os.PathLike) -> list[Expected]:
+    """The files that a manifest names with a digest, each once. Raises InputError for a manifest that cannot be read.
+
+    A checkpoint's lie in the folder that it names, those of others are relative to the manifest.
+    """
+    manifest = Path(manifest)
+    value = read_json(manifest)
+    with manifest_entries(manifest):
+        folder = manifest.parent
+        if isinstance(value, dict) and value.get("format") == formats.CHECKPOINT:
+            folder = folder / value["folder"]
+        found = {name: Expected(folder / name, sha256, size) for name, sha256, size in _named(value)}
+        return [found[name] for name in sorted(found)]
+
+
+@contextlib.contextmanager
+def manifest_entries(manifest: Path) -> Iterator[None]:
+    """Where entries of a manifest are taken as what they should be: raises InputError, naming the manifest, where one is absent or of another type."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        found = f"no {error}" if isinstance(error, KeyError) else "entries of another type"
+        raise InputError(f"{manifest}: expected a manifest of this version, found {found}; delete it and run again") from None
+
+
+def _named(value: Any) -> Iterator[tuple[str, str, int | None]]:
+    """(name, sha256, size or None) of each object that has a sha256 and a file name."""
+    if isinstance(value, dict):
+        if isinstance(value.get("sha256"), str):
+            yield from ((value[key], value["sha256"], value.get("size")) for key in _NAMES if isinstance(value.get(key), str))
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _named(item)
+
+
+def record_path(output: str | Path) -> Path:
+    """`assembly.json` -> `assembly.build.json`."""
+    output = Path(output)
+    return output.with_name(f"{output.stem}{SUFFIX}")
+
+
+def failed_path(out: str | os.PathLike) -> Path:
+    """Where the report of a failed check lies: `2.failed.json` beside `2.json`."""
+    out = Path(out)
+    return out.with_name(f"{out.stem}.failed{out.suffix}")
+
+
+def content(path: Path) -> str:
+    """Hex sha256 of what a manifest says, or of a file's bytes. Where files lie is no content, for they are named with their digests."""
+    if path.suffix != ".json":
+        return digest(path)
+    value = read_json(path)
+    kind = value.get("format") if isinstance(value, dict) else None
+    if kind is None:
+        return digest(path)
+    value = {key: item for key, item in value.items() if key not in _NO_CONTENT.get(kind, ())}
+    with manifest_entries(path):
+        if kind == formats.WEIGHTS:
+            value["files"] = [{**file, "path": Path(file["path"]).name} for file in value["files"]]
+        return sha256_json(value)

@@ -1,0 +1,128 @@
+"""Attention over the KV cache on a GPU. Both forms have one signature: `reserve`, `reset`, `calls`.
+
+TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any kind, any version, three to ten times slower
+than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads, capacity, head_dim], whose capacity doubles.
+FusedAttention (fused.py) has a paged cache: rows that decode are one kernel of our own a layer; a prompt's tokens are turned by a kernel, and then cuDNN's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lockstep.backends.tensorrt import cuda
+from lockstep.backends.tensorrt.kernels import Kernels
+
+FIRST_CAPACITY = 64
+SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
+Call = Callable[[], None]
+Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
+
+
+class Attention(Protocol):
+    """The cache of some layers, and attention over it."""
+
+    capacity: int  # a decode graph that was captured holds for this capacity only
+
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
+        """Make room: row `r` will hold `ends[r]` tokens after this step; `lengths` of all rows before it. True when what plans hold has moved."""
+        ...
+
+    def reset(self, row: int, stream: cuda.Stream) -> None:
+        """Forget a row."""
+        ...
+
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
+        """The calls of a step before its first layer: the lengths of its chunks."""
+        ...
+
+    def calls(
+        self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
+        buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
+    ) -> list[tuple[str, Call]]:  # fmt: skip
+        """The calls of one layer, each with what its time goes to ("attention" ...): attention of the packed tokens (`num_decode` rows of one, request i in
+        row i, then chunks), keys and values into the cache."""
+        ...
+
+
+def make_attention(network: Any, rows: int, max_seq_len: int, kernels: Kernels) -> list[Attention]:
+    """For each layer the attention that its kind was built for; layers of one form share it."""
+    fused = {index for index, (_, kind) in enumerate(network.layers) if "rotary" in kind.engines}
+    made: dict[bool, Attention] = {}
+    for index in range(len(network.layers)):
+        if (index in fused) not in made:
+            layers = {i: kind for i, (_, kind) in enumerate(network.layers) if (i in fused) == (index in fused)}
+            if index in fused:
+                from lockstep.backends.tensorrt.fused_attention import FusedAttention  # loads cuDNN
+
+                made[True] = FusedAttention(layers, network.dtype, rows, max_seq_len, kernels)
+            else:
+                made[False] = TracedAttention(layers, network.dtype, rows, max_seq_len, kernels)
+    return [made[index in fused] for index in range(len(network.layers))]
+
+
+class TracedAttention:
+    """The exported graphs as engines, over a contiguous cache."""
+
+    def __init__(self, layers: Mapping[int, Any], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
+        self._layers = layers
+        self._dtype, self._rows, self._max, self._kernels = dtype, rows, max_seq_len, kernels
+        self.capacity = 0
+        self._cache: dict[int, tuple[cuda.Array, cuda.Array]] = {}
+
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
+        needed = max(*ends.values(), int(lengths.max()))
+        bucket = FIRST_CAPACITY
+        while bucket < needed:
+            bucket *= 2
+        bucket = min(bucket, self._max)
+        if self._cache and bucket <= self.capacity < 3 * bucket:
+            return False
+        make = lambda kind, dim: cuda.zeros((self._rows, kind.cache.num_kv_heads, bucket, dim), self._dtype, "the KV cache")
+        grown = {index: (make(kind, kind.cache.head_dim), make(kind, kind.cache.value_head_dim)) for index, kind in self._layers.items()}
+        used = int(lengths.max())
+        for index, pair in self._cache.items() if used else ():
+            for old, new in zip(pair, grown[index]):
+                width, heads = new.shape[3] * new.dtype.itemsize, new.shape[1]
+                stream.copy_rows(new.address, bucket * width, old.address, self.capacity * width, used * width, self._rows * heads)
+        stream.synchronize()  # the old arrays are freed now
+        self._cache, self.capacity = grown, bucket
+        return True
+
+    def reset(self, row: int, stream: cuda.Stream) -> None:
+        """It is cleared: masked numbers weigh 0, but 0 times a stale infinity would be NaN."""
+        for array in (array for pair in self._cache.values() for array in pair):
+            row_array = array[row : row + 1]
+            stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
+
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
+        return []
+
+    def calls(
+        self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
+        buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
+    ) -> list[tuple[str, Call]]:  # fmt: skip
+        shape, total = kind.cache, values["attention"].shape[0]
+        keys, cached = self._cache[index]
+        new_key = buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
+        new_value = buffer("value_out", (total, shape.num_kv_heads, shape.value_head_dim), self._dtype)
+        calls: list[tuple[str, Call]] = []
+
+        def add(phase: str, tokens: slice, past: tuple[cuda.Array, cuda.Array], lengths: cuda.Array) -> None:
+            inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
+            inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": lengths}
+            inputs = {name: inputs[name] for name in kind.inputs[phase]}
+            outputs = {"attention": values["attention"][tokens], "key_out": new_key[tokens], "value_out": new_value[tokens]}
+            calls.append(("attention", kind.engines[phase].prepare(inputs, outputs, own)))
+
+        if num_decode:
+            decoding = slice(0, num_decode)
+            add("decode", decoding, (keys[decoding], cached[decoding]), values["position_ids"][decoding])  # a token's position is the length of its past
+        for row, start, low, high in chunks:
+            past = (keys[row : row + 1], cached[row : row + 1])
+            add("prefill", slice(low, high), past, values["position_ids"][low : low + 1])  # likewise: that of a chunk's first token
+        positions = values["position_ids"]
+        calls.append(("cache", lambda: self._kernels.write_cache(stream, new_key, new_value, keys, cached, rows, positions)))
+        return calls

@@ -1,0 +1,58 @@
+"""Does an engine take and give what its graph says: names, dtypes, shapes, and the sizes that its profiles allow?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx
+
+from lockstep.onnx_tools.graph_types import typed_values
+from lockstep.onnx_tools.prepare import dtype_name
+from lockstep.backends.tensorrt.compat import Tensor
+from lockstep.backends.tensorrt.profiles import Profile
+from lockstep.errors import CheckError
+
+
+def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: Sequence[Profile], has_int64: bool, where: str) -> None:
+    """Raises CheckError for the first input or output that is absent, new, or other than the graph and the profiles say."""
+    found = {(tensor.is_input, tensor.name): tensor for tensor in tensors}
+    declared = {(True, value.name): value for value in model.graph.input} | {(False, value.name): value for value in model.graph.output}
+    for is_input, what in ((True, "inputs"), (False, "outputs")):
+        names = [sorted(name for side, name in side_names if side == is_input) for side_names in (declared, found)]
+        if names[0] != names[1]:
+            raise CheckError(f"{where}: {what}: expected {', '.join(names[0])} as in the assembly, found {', '.join(names[1])}")
+    # Where the first profile has one size, 8.6 gives that size for the dynamic dimensions of outputs: they cannot be checked then.
+    one_size = any(smallest == largest for profile in profiles[:1] for smallest, _, largest in profile.values())
+    for key, value in declared.items():
+        tensor, kind = found[key], value.type.tensor_type
+        dtype = dtype_name(kind.elem_type)
+        if dtype == "int64" and not has_int64:
+            dtype = "int32"
+        shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in kind.shape.dim)
+        told = tensor.shape
+        if one_size and not tensor.is_input and len(told) == len(shape):
+            told = tuple(-1 if size == -1 else found_size for size, found_size in zip(shape, told))
+        if (tensor.dtype.name, told) != (dtype, shape):
+            raise CheckError(
+                f"{where}: {'input' if tensor.is_input else 'output'} {tensor.name}: expected {dtype} {list(shape)} as in the assembly, "
+                f"found {tensor.dtype.name} {list(tensor.shape)}"
+            )
+        if tensor.is_input:
+            _check_profiles(tensor, [profile.get(tensor.name, (shape, shape, shape)) for profile in profiles], where)
+
+
+def _check_profiles(tensor: Tensor, expected: Sequence[tuple[Sequence[int], ...]], where: str) -> None:
+    if len(tensor.profiles) != len(expected):
+        raise CheckError(f"{where}: expected {len(expected)} optimization profiles, found {len(tensor.profiles)}")
+    for number, (asked, found) in enumerate(zip(expected, tensor.profiles)):
+        if tuple(map(tuple, asked)) != tuple(map(tuple, found)):
+            raise CheckError(f"{where}: input {tensor.name}, profile {number}: expected {_bounds(asked)}, found {_bounds(found)}")
+
+
+def _bounds(shapes: Sequence[Sequence[int]]) -> str:
+    return " to ".join(str(list(shape)) for shape in (shapes[0], shapes[-1])) + f", tuned for {list(shapes[1])}" if len(shapes) == 3 else str(shapes)
+
+
+def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:
+    """{tensor: dtype} of all tensors of a graph that ONNX's shape inference knows, constants too."""
+    return {name: dtype_name(element) for name, (element, _) in typed_values(model).items()}

@@ -1,0 +1,100 @@
+"""What the kernels of fused attention share: the form that they are compiled for, the rotary encoding as numbers, and their words for numbers of a form.
+
+decode_kernel.py: rows that decode. rotate_kernel.py: tokens of prompts. Both need compute capability 8.0 or higher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.backends.tensorrt.cuda import Array
+from lockstep.backends.tensorrt.kernels import NUMBERS
+
+PAGE = 64  # tokens of a page of the cache
+THREADS = 128  # of a block
+# In CUDA C++, with the macros of Form.options.
+WORDS = r"""
+typedef unsigned short Bits;  // a number of KIND
+struct __align__(16) Piece { unsigned w[4]; };  // 8 numbers of KIND
+struct __align__(16) Four { float w[4]; };
+
+#if GIVEN == 0
+typedef float Given;
+#else
+typedef unsigned short Given;
+#endif
+
+__device__ __forceinline__ float number(float given) { return given; }
+__device__ __forceinline__ float number(unsigned short given) {
+    float result;
+    if (GIVEN == 1) asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(given));
+    else result = __uint_as_float((unsigned)given << 16);
+    return result;
+}
+
+#if KIND == 1
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned result;
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+
+// Of a rotary encoding: in words that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
+__device__ __forceinline__ float rotated(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
+"""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotary encoding as numbers: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads.
+
+    own, other [positions, head_dim] float32; partner [head_dim] int32.
+    """
+
+    own: Array
+    other: Array
+    partner: Array
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for. dtype: of the cache, and of all but queries and keys, which are `given`; both by NumPy's names. wide: positions are
+    int64. window: the tokens that a token sees, itself among them; 0: all before it."""
+
+    dtype: str
+    given: str
+    wide: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        values = {
+            "KIND": NUMBERS[self.dtype], "GIVEN": NUMBERS[self.given], "WIDE": int(self.wide), "KV_HEADS": self.kv_heads, "GROUP": self.heads // self.kv_heads,
+            "HEADS": self.block_heads, "DIM": self.head_dim, "VALUE_DIM": self.value_dim, "WINDOW": self.window, "PAGE": PAGE, "THREADS": THREADS,
+        }  # fmt: skip
+        return tuple(f"-D{name}={value}" for name, value in values.items())
+
+    @property
+    def block_heads(self) -> int:
+        """Query heads of a block: a product's eight columns, or as many as its registers hold."""
+        return min(self.heads // self.kv_heads, 4 if self.head_dim > 128 else 8)
+
+    @property
+    def blocks(self) -> int:
+        """Of a request, and split: KV heads times the chunks of their query heads."""
+        return self.kv_heads * -(-self.heads // self.kv_heads // self.block_heads)
+
+    def splits(self, requests: int, multiprocessors: int) -> int:
+        """Of a row: a power of two from 2 to 16, the largest with at most two blocks for each of the GPU's multiprocessors."""
+        splits = 2
+        while splits < 16 and 2 * splits * requests * self.blocks <= 2 * multiprocessors:
+            splits *= 2
+        return splits

@@ -1,0 +1,102 @@
+"""The few small kernels of our own: keys and values into the cache, and the next token out of the logits. (Of fused attention: decode_kernel.py, rotate_kernel.py.)
+
+Token ids and positions are int32 or int64, as the engine wants them: `wide` says which.
+"""
+
+from __future__ import annotations
+
+from lockstep.backends.tensorrt.cuda import Array, Kernel, Stream, compile_kernels
+
+_SOURCE = r"""
+__device__ long long integer(const void* values, int wide, long long i) {
+    return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
+}
+
+__device__ float number(const void* values, int kind, long long i) {
+    if (kind == 0) return ((const float*)values)[i];
+    unsigned short bits = ((const unsigned short*)values)[i];
+    float result;
+    if (kind == 1) asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
+    else result = __uint_as_float((unsigned)bits << 16);
+    return result;
+}
+
+// One block a token and head. Sizes are counted in units of T. A token of row -1 is not written.
+template <typename T>
+__device__ void write_cache(const T* key, const T* value, T* keys, T* values, const int* rows, const void* positions, int wide,
+                            int capacity, int heads, int key_size, int value_size) {
+    int token = blockIdx.x, head = blockIdx.y, row = rows[token];
+    if (row < 0) return;
+    long long place = ((long long)row * heads + head) * capacity + integer(positions, wide, token);
+    long long from = (long long)token * heads + head;
+    for (int i = threadIdx.x; i < key_size; i += blockDim.x) keys[place * key_size + i] = key[from * key_size + i];
+    for (int i = threadIdx.x; i < value_size; i += blockDim.x) values[place * value_size + i] = value[from * value_size + i];
+}
+
+#define WRITE(NAME, T) \
+extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values, const int* rows, const void* positions, int wide, \
+                                int capacity, int heads, int key_size, int value_size) { \
+    write_cache<T>(key, value, keys, values, rows, positions, wide, capacity, heads, key_size, value_size); }
+WRITE(write_cache_2, unsigned short)
+WRITE(write_cache_16, uint4)
+
+// One block a row: the first of the largest logits is what was found, -1 where that is NaN, which counts as the largest, or infinite. It becomes the row's next
+// token, or 0, so that a step may follow whatever was found; one position further. Rows of -1 stay as they are.
+extern "C" __global__ void advance(const void* logits, int kind, int size, const int* rows, int* found_tokens, void* tokens, void* positions, int wide) {
+    int row = blockIdx.x;
+    if (rows[row] < 0) return;
+    float best = __int_as_float(0xff800000);  // minus infinity
+    int at = size;
+    for (int i = threadIdx.x; i < size; i += blockDim.x) {
+        float found = number(logits, kind, (long long)row * size + i);
+        if (isnan(found)) found = __int_as_float(0x7f800000);  // infinity
+        if (found > best || at == size) { best = found; at = i; }
+    }
+    for (int offset = 16; offset; offset >>= 1) {
+        float other = __shfl_down_sync(~0u, best, offset);
+        int place = __shfl_down_sync(~0u, at, offset);
+        if (other > best || (other == best && place < at)) { best = other; at = place; }
+    }
+    __shared__ float bests[32];
+    __shared__ int places[32];
+    int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) { bests[warp] = best; places[warp] = at; }
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int i = 1; i < blockDim.x / 32; ++i)
+        if (bests[i] > best || (bests[i] == best && places[i] < at)) { best = bests[i]; at = places[i]; }
+    found_tokens[row] = isinf(best) ? -1 : at;
+    if (isinf(best)) at = 0;
+    if (wide) { ((long long*)tokens)[row] = at; ++((long long*)positions)[row]; }
+    else { ((int*)tokens)[row] = at; ++((int*)positions)[row]; }
+}
+"""
+NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+
+class Kernels:
+    """The kernels, compiled for this GPU. `wide`: token ids and positions are int64."""
+
+    def __init__(self, wide: bool):
+        module = compile_kernels(_SOURCE)
+        self.wide = int(wide)
+        self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
+        self._advance = module["advance"]
+
+    def write_cache(self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array) -> None:
+        """key [num_tokens, num_kv_heads, head_dim] and value into keys, values [rows, num_kv_heads, capacity, head_dim], each token into row `rows[token]`
+        (int32; -1: nowhere) at `positions[token]`."""
+        tokens, heads, key_dim = key.shape
+        sizes = [dim * key.dtype.itemsize for dim in (key_dim, value.shape[2])]
+        unit = 16 if all(size % 16 == 0 for size in sizes) else 2
+        key_size, value_size = (size // unit for size in sizes)
+        self._write[unit].launch(
+            stream, (tokens, heads, 1), min(128, max(32, key_size, value_size)), key, value, keys, values, rows, positions, self.wide,
+            keys.shape[2], heads, key_size, value_size,
+        )  # fmt: skip
+
+    def advance(self, stream: Stream, logits: Array, rows: Array, found: Array, tokens: Array, positions: Array) -> None:
+        """logits [num_requests, vocab_size] -> found [num_requests] int32, the most likely, -1 for one that is NaN or infinite, and tokens, the same, but 0 for
+        -1; positions go one further. Where rows is -1: nothing."""
+        count, size = logits.shape
+        self._advance.launch(stream, count, 1024, logits, NUMBERS[logits.dtype.name], size, rows, found, tokens, positions, self.wide)

@@ -1,0 +1,39 @@
+"""How much device memory a build takes: the most that was in use while it ran, by looking again and again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from lockstep.errors import CheckError
+
+_SECONDS = 0.02
+
+
+class PeakMemory:
+    """`nbytes` after the `with`: bytes in use at most, above what was in use before. Other processes on the device are counted too. None where
+    CUDA failed meanwhile."""
+
+    nbytes: int | None = 0
+
+    def __enter__(self) -> PeakMemory:
+        from lockstep.backends.tensorrt.cuda import memory_used
+
+        self._used, self._stop = memory_used, threading.Event()
+        self._before = self._used()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            while True:
+                self.nbytes = max(self.nbytes, self._used() - self._before)
+                if self._stop.wait(_SECONDS):
+                    return
+        except CheckError:  # whoever builds meets the same error, and says it
+            self.nbytes = None

@@ -1,0 +1,205 @@
+"""A loaded engine, its weights on the device, and calls of it.
+
+Weights are uploaded once each, whichever layers share them, from the mapped checkpoint through page-locked memory; the parts of a fused slot lie one after
+another. An engine runs in contexts: one that takes any shape, and one for each shape that a CUDA graph is captured with, because a captured
+graph holds only while its context keeps its shapes. All contexts of a process work in one piece of device memory: calls follow each other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.backends.tensorrt import compat, cuda
+from lockstep.errors import CheckError
+from lockstep.step.executable import Run
+from lockstep.weights import Weights
+
+_PIECE = 32 << 20  # bytes; larger pieces copy no faster
+_UPLOADERS = 4
+
+
+class Device:
+    """What all programs of a process share: a stream, and the memory that contexts work in."""
+
+    _instance: Device | None = None
+
+    def __init__(self) -> None:
+        self.stream = cuda.Stream()
+        self._scratch = cuda.empty((1,), "u1")
+
+    @classmethod
+    def get(cls) -> Device:
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the shared memory large enough for the contexts to come. Those that are there, and graphs captured with them, keep what they have."""
+        if nbytes > self._scratch.nbytes:
+            self._scratch = cuda.empty((nbytes,), "u1", "engines to work in")
+
+    def context(self, engine: Any, profile: int, where: str) -> tuple[Any, cuda.Array]:
+        """A context, and the memory that must live as long as it runs."""
+        context = compat.create_context(engine, where)
+        compat.set_device_memory(context, self._scratch.address, self._scratch.nbytes)
+        compat.set_profile(context, profile, self.stream.handle)
+        return context, self._scratch
+
+
+class TensorRTProgram:
+    """An engine file on the device, without weights."""
+
+    def __init__(self, engine_path: Path, slots: Sequence[Mapping[str, Any]]):
+        self.path = engine_path
+        self.slots = {slot["name"]: (tuple(slot["shape"]), np.dtype(slot["dtype"])) for slot in slots}
+        self.device = Device.get()
+        self.engine = compat.deserialize(engine_path.read_bytes(), str(engine_path))
+        self.tensors = {tensor.name: tensor for tensor in compat.tensors(self.engine)}
+        missing = set(self.slots) - set(self.tensors)
+        if missing:
+            raise CheckError(f"{engine_path}: expected weight inputs {sorted(self.slots)}, found none for {sorted(missing)}; build the engines again")
+        self.device.reserve(compat.device_memory_size(self.engine))
+        self._contexts: dict[tuple, tuple[Any, cuda.Array]] = {}
+
+    def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
+        """Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the slot's."""
+        if set(slots) != set(self.slots):
+            raise CheckError(f"{self.path}: expected weights for the slots {sorted(self.slots)}, found {sorted(slots)}; export and build again")
+        if not slots:
+            return TensorRTExecutable(self, {}, Uploads())
+        store = DeviceWeights.of(weights)
+        arrays = {slot: store.put(names, *self.slots[slot], f"{self.path}: slot {slot}") for slot, names in slots.items()}
+        return TensorRTExecutable(self, arrays, store.uploads)
+
+    def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        """The first profile that takes these input shapes. Raises CheckError where none does."""
+        for profile in range(compat.num_profiles(self.engine)):
+            bounds = {name: self.tensors[name].profiles[profile] for name in shapes}
+            if all(low <= size <= high for name, shape in shapes.items() for low, size, high in zip(bounds[name][0], shape, bounds[name][2])):
+                return profile
+        raise CheckError(f"{self.path}: expected shapes within a profile of the engine, found {dict(shapes)}; raise the limits of the config and build again")
+
+    def context_for(self, shapes: Mapping[str, tuple[int, ...]], own: bool) -> tuple[Any, cuda.Array]:
+        """A context for these input shapes, and its memory. `own`: no other shapes will be set in it."""
+        profile = self.profile_for(shapes)
+        key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
+        if key not in self._contexts:
+            self._contexts[key] = self.device.context(self.engine, profile, str(self.path))
+        return self._contexts[key]
+
+
+class TensorRTExecutable:
+    """An engine with the addresses of its weights. Wait for `uploads`, which bring them there, before the first run."""
+
+    def __init__(self, program: TensorRTProgram, weights: Mapping[str, cuda.Array], uploads: Uploads):
+        self.program = program
+        self.uploads = uploads
+        self._weights = weights
+
+    def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
+        """A call that reads `inputs` and writes `outputs` on the device's stream. `own`: for a captured graph."""
+        program, tensors = self.program, self.program.tensors
+        declared = {name for name in tensors if name not in self._weights}
+        if declared != {*inputs, *outputs}:
+            raise CheckError(f"{program.path}: expected arrays for {sorted(declared)}, found {sorted({*inputs, *outputs})}")
+        for name, array in {**inputs, **outputs}.items():
+            if array.dtype != tensors[name].dtype:
+                raise CheckError(f"{program.path}: {name!r}: expected {tensors[name].dtype.name}, found {array.dtype.name}")
+        shapes = {name: array.shape for name, array in inputs.items()}
+        context, scratch = program.context_for(shapes, own)
+        addresses = {name: array.address for name, array in {**self._weights, **inputs, **outputs}.items()}
+        stream = program.device.stream.handle
+
+        def run() -> None:
+            for name, shape in shapes.items():
+                compat.set_input_shape(context, name, shape)
+            for name, address in addresses.items():
+                compat.set_tensor_address(context, name, address)
+            compat.enqueue(context, stream)
+
+        run.arrays = (*inputs.values(), *outputs.values(), *self._weights.values(), scratch)  # keeps the memory alive: a context holds addresses
+        return run
+
+
+class Uploads:
+    """Copies to the device that go on in the background."""
+
+    def __init__(self) -> None:
+        self._pending: list[Future] = []
+
+    def add(self, copies: Sequence[Future]) -> None:
+        self._pending += copies
+
+    def wait(self) -> None:
+        """Until all are through. Raises what one of them raised, each time: without it there is nothing to go on with."""
+        while self._pending:
+            self._pending[-1].result()
+            self._pending.pop()
+
+
+class DeviceWeights:
+    """Tensors of one weights manifest on the device. Wait for `uploads` before the first use."""
+
+    _stores: weakref.WeakKeyDictionary[Weights, DeviceWeights] = weakref.WeakKeyDictionary()
+
+    def __init__(self, weights: Weights):
+        self.uploads = Uploads()
+        self._weights = weakref.ref(weights)
+        self._arrays: weakref.WeakValueDictionary[tuple[str, ...], cuda.Array] = weakref.WeakValueDictionary()
+        self._uploader = _Uploader()
+
+    @classmethod
+    def of(cls, weights: Weights) -> DeviceWeights:
+        store = cls._stores.get(weights)
+        if store is None:
+            store = cls._stores[weights] = cls(weights)
+        return store
+
+    def put(self, names: Sequence[str], shape: tuple[int, ...], dtype: np.dtype, where: str) -> cuda.Array:
+        """The tensors `names`, one after another, as one array of `shape`; uploaded if they are not there yet."""
+        key = tuple(names)
+        array = self._arrays.get(key)
+        if array is not None:
+            return array.reshape(*shape)
+        weights = self._weights()
+        parts = [weights[name] for name in names]
+        if sum(part.size for part in parts) != math.prod(shape) or any(part.dtype != dtype for part in parts):
+            found = ", ".join(f"{part.dtype.name} {list(part.shape)}" for part in parts)
+            raise CheckError(f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are graphs and weights of one model and precision?")
+        array = self._arrays[key] = cuda.empty(shape, dtype, "weights")
+        flat, start = array.reshape(math.prod(shape)), 0
+        for part in parts:
+            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part))
+            start += part.size
+        return array
+
+
+class _Uploader:
+    """Threads that copy from mapped files into page-locked memory and on to the device: while one reads, another sends."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(_UPLOADERS, os.cpu_count() or 1))
+        self._own = threading.local()
+
+    def upload(self, array: cuda.Array, part: np.ndarray) -> list[Future]:
+        """Each piece holds the memory that it is copied to."""
+        values, numbers = part.reshape(-1), _PIECE // part.itemsize
+        return [self._pool.submit(self._piece, array[at : at + numbers], values[at : at + numbers]) for at in range(0, values.size, numbers)]
+
+    def _piece(self, array: cuda.Array, values: np.ndarray) -> None:
+        own = self._own
+        if not hasattr(own, "stream"):
+            own.stream, own.host = cuda.Stream(), cuda.pinned((_PIECE,), np.uint8)
+        host = own.host[: values.nbytes].view(values.dtype)
+        np.copyto(host, values)
+        own.stream.upload(array, host)
+        own.stream.synchronize()

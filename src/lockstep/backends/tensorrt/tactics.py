@@ -1,0 +1,103 @@
+"""Which tactics an engine set is built with: chosen freely, recorded, or those of a record and no other.
+
+A record lies beside the engines: `timing.cache`, which TensorRT chooses by, and `tactics.json`, what was chosen, layer by layer. TensorRT does not promise
+that the same cache makes the same engine: what was chosen is compared after the build, not assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.backends.tensorrt.layers import compare
+from lockstep.artifacts import formats
+from lockstep.errors import CheckError, InputError
+from lockstep.artifacts.files import read_json, sha256_file, sha256_json, write_bytes, write_json
+
+MODES = ("free", "record", "verified")
+CACHE, RECORD = "timing.cache", "tactics.json"
+_AGAIN = "build with tactics: record"
+
+
+class Tactics:
+    """The tactics of one engine set in `folder`. made_by: JSON of all else that decides them (version, device, options)."""
+
+    def __init__(self, mode: str, folder: Path, made_by: Mapping[str, Any]):
+        """Raises InputError for an unknown mode; with `verified` CheckError for a record that is absent, damaged or made otherwise."""
+        if mode not in MODES:
+            raise InputError(f"tactics: expected one of {', '.join(MODES)}, found {mode!r}")
+        self.mode, self.folder, self.made_by = mode, folder, made_by
+        self.engines: dict[str, Any] = {}
+        self.cached: dict[str, str] = {}
+        self.cache = b""
+        problem = self._read() if mode != "free" else None
+        if problem and mode == "verified":
+            raise CheckError(f"{problem}; {_AGAIN}")
+
+    def keeps(self, name: str, digest: str) -> bool:
+        """Whether an engine whose tactics have this digest is the one that the record speaks of."""
+        return self.mode == "free" or name in self.engines and sha256_json(self.engines[name]["layers"]) == digest
+
+    def _read(self) -> str | None:
+        """Take the record that lies there; gives what is wrong with it."""
+        path, cache = self.folder / RECORD, self.folder / CACHE
+        try:
+            record = read_json(path, formats.TACTICS)
+        except InputError as error:
+            return str(error).partition(";")[0]
+        for key in sorted({*record["made_by"], *self.made_by}):
+            recorded, found = record["made_by"].get(key), self.made_by.get(key)
+            if recorded != found:
+                return f"{path}: {key}: expected {_text(found, recorded)}, found {_text(recorded, found)}"
+        if not cache.is_file() or sha256_file(cache) != record["cache_sha256"]:
+            return f"{cache}: expected sha256 {record['cache_sha256']}, found {'other bytes' if cache.is_file() else 'no file'}"
+        self.engines, self.cached, self.cache = record["engines"], record["cached"], cache.read_bytes()
+        return None
+
+    def take(self, name: str, graph_sha256: str, layers: Sequence[Mapping[str, Any]], where: str) -> str:
+        """Compare what was chosen for an engine with the record, or record it; gives its digest. Raises CheckError naming the layer that differs."""
+        if self.mode == "verified":
+            recorded = self.engines.get(name)
+            if recorded is None or recorded["graph_sha256"] != graph_sha256:
+                found = "none of this engine" if recorded is None else "those of another graph"
+                raise CheckError(f"{self.folder / RECORD}: expected the tactics of {name}, found {found}; {_AGAIN}")
+            compare(recorded["layers"], layers, where)
+        self.engines[name] = {"graph_sha256": graph_sha256, "layers": list(layers)}
+        return sha256_json(list(layers))
+
+    def take_cache(self, cache: bytes, cached: Mapping[str, str], where: str) -> None:
+        """The timing cache after an engine. A record is written each time, so that a build that is interrupted goes on from it.
+
+        With `verified`: raises CheckError naming an entry that the record lacks or has another tactic for.
+        """
+        if self.mode == "verified":
+            for key, tactic in cached.items():
+                if self.cached.get(key) != tactic:
+                    raise CheckError(f"{where}: timing cache, {key}: expected tactic {self.cached.get(key, 'none')} as recorded, found {tactic}")
+        elif self.mode == "record":
+            write_bytes(self.folder / CACHE, cache)
+            self.cached = dict(cached)
+            self._write()
+
+    def finish(self, names: Sequence[str]) -> dict[str, Any]:
+        """What the engine set's manifest says: the mode and the record's files. Forgets engines that are not of the set."""
+        if self.mode == "free":
+            return {"mode": self.mode}
+        if self.mode == "record" and set(self.engines) != set(names):
+            self.engines = {name: self.engines[name] for name in names}
+            self._write()
+        files = [{"file": name, "sha256": sha256_file(self.folder / name)} for name in (CACHE, RECORD)]
+        return {"mode": self.mode, "files": files}
+
+    def _write(self) -> None:
+        record = {"format": formats.TACTICS, "made_by": self.made_by, "cache_sha256": sha256_file(self.folder / CACHE), "engines": self.engines, "cached": self.cached}
+        write_json(self.folder / RECORD, record)
+
+
+def _text(value: Any, other: Any) -> str:
+    """A mapping by those of its values that differ from the other's, and those that it lacks."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        differing = [f"{key} {item}" for key, item in value.items() if key not in other or other[key] != item]
+        return ", ".join(differing + [f"no {key}" for key in other if key not in value])
+    return str(value)

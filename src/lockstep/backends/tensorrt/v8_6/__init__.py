@@ -1,0 +1,1 @@
+"""What only TensorRT 8.6 needs."""

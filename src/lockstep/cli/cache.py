@@ -1,0 +1,108 @@
+"""The commands about the shared cache: what is in it, whether it is whole, and dropping what is not used."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.errors import CheckError, InputError
+
+if TYPE_CHECKING:
+    from lockstep.provenance.cache.store import Cache
+
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_CACHE = click.option("--cache", "folder", metavar="FOLDER", help="The cache.  [default: LOCKSTEP_CACHE, else the config's]")
+_CONFIG = click.option("--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]")
+
+
+class _Amount(click.ParamType):
+    """A number with a unit: bytes or seconds."""
+
+    def __init__(self, name: str, units: dict[str, int], end: str, example: str) -> None:
+        self.name, self.units, self.end, self.example = name, units, end, example
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) *({'|'.join(self.units)}){self.end}", str(value), re.IGNORECASE)
+        if not found:
+            self.fail(f"expected a number and a unit, such as {self.example}; found {value!r}", param, ctx)
+        return float(found[1]) * self.units[found[2].lower()]
+
+
+@click.group()
+def cache() -> None:
+    """The shared cache of artefacts: what is in it, whether it is whole, and dropping what is not used."""
+
+
+@cache.command()
+@_CACHE
+@_CONFIG
+def ls(folder: str | None, config_file: Path | None) -> None:
+    """What is in it: stage, build key, size, last use."""
+    from lockstep.provenance.cache.upkeep import bytes_text, look, summary
+
+    contents = look(_opened(folder, config_file))
+    rows = [("stage", "of", "build key", "files", "size", "last use (UTC)")]
+    for used in contents.entries:
+        entry, when = used.entry, time.strftime("%Y-%m-%d %H:%M", time.gmtime(used.last_use))
+        stage, _, of = str(entry).partition(" ")
+        rows.append((stage, of, entry.key[:12], str(len(entry.files)), bytes_text(entry.size), when))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        stage, of, key, files, size, when = (text.rjust(width) if column in (3, 4) else text.ljust(width) for column, (text, width) in enumerate(zip(row, widths)))
+        click.echo(f"{stage}  {of}  {key}  {files}  {size}  {when}".rstrip())
+    click.echo(summary(contents))
+
+
+@cache.command()
+@click.option("--max-size", type=_Amount("size", _SIZES, "b?", "10GB"), help="Keep so much of what was used last, such as 10GB.")
+@click.option("--older-than", type=_Amount("time", _TIMES, "", "30d"), help="Drop what was not used for so long, such as 30d or 12h.")
+@_CACHE
+@_CONFIG
+def prune(max_size: float | None, older_than: float | None, folder: str | None, config_file: Path | None) -> None:
+    """Drop what is not used, what is damaged, what nothing names."""
+    from lockstep.provenance.cache.upkeep import bytes_text, look, summary
+    from lockstep.provenance.cache.upkeep import prune as drop
+
+    opened = _opened(folder, config_file)
+    dropped = drop(opened, max_size, older_than)
+    click.echo(f"dropped: {dropped.entries} entries, {dropped.files} files of {bytes_text(dropped.size)}")
+    click.echo(f"left: {summary(look(opened))}")
+
+
+@cache.command()
+@_CACHE
+@_CONFIG
+def verify(folder: str | None, config_file: Path | None) -> None:
+    """Hash all of it. Exit code 0 if it is whole, else 1."""
+    from lockstep.provenance.cache.upkeep import look, summary
+    from lockstep.provenance.cache.upkeep import verify as check
+
+    opened = _opened(folder, config_file)
+    lines = check(opened)
+    for line in lines:
+        click.echo(line)
+    click.echo(summary(look(opened)))
+    if lines:
+        raise CheckError(f"{opened.folder}: expected a whole cache, found {len(lines)} files that are not as they should be: delete them, or let prune do it")
+
+
+def _opened(folder: str | None, config_file: Path | None) -> Cache:
+    from lockstep.provenance.cache.store import VARIABLE, Cache, cache_folder
+
+    if folder is not None:
+        return Cache(Path(folder).expanduser())
+    configured = ""
+    if VARIABLE not in os.environ:
+        from lockstep.config.load import load_given
+
+        configured = load_given(config_file).cache
+    found = cache_folder(configured)
+    if found is None:
+        raise InputError(f"cache: expected a folder, found none: give it with --cache, {VARIABLE} or `cache` in the config")
+    return Cache(found)

@@ -1,0 +1,22 @@
+"""What all groups of commands share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from lockstep.errors import guard
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+class GuardedGroup(click.Group):
+    """Users' mistakes as one line and an exit code, Ctrl-C too, before click makes something else of them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with guard():
+            return super().invoke(ctx)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # as they are written below, which is the order of the stages

@@ -1,0 +1,74 @@
+"""The commands about locks: what was made, what it must be, whether it still is, and why it would be made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lockstep.errors import CheckError, InputError
+from lockstep.targets import Results
+
+_RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True, help="The results tree.")
+_LOCKS = click.option("--locks", type=click.Path(path_type=Path), default=Path("locks"), show_default=True, help="The folder of the lock files.")
+
+
+@click.command()
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@_LOCKS
+@_RESULTS
+def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
+    """Write locks/<model>.lock.json of finished models."""
+    from lockstep.artifacts.files import read_json
+    from lockstep.provenance.lockfile import lock_path, write_lock
+    from lockstep.artifacts.manifest_files import manifest_entries
+
+    config = Results(results).config()
+    with manifest_entries(config):
+        chosen = models or sorted(read_json(config)["models"])
+    for model in chosen:
+        click.echo(write_lock(results, model, lock_path(locks, model)))
+
+
+@click.command()
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--deep", is_flag=True, help="Hash large files too that have the size and times of when they were hashed last.")
+@click.option("-v", "--verbose", is_flag=True, help="Also what is the same.")
+@_LOCKS
+@_RESULTS
+def verify(models: tuple[str, ...], deep: bool, verbose: bool, locks: Path, results: Path) -> None:
+    """Is every artefact what was recorded and locked? Exit code 0 if all are, else 1."""
+    from lockstep.provenance.verify import SAME
+    from lockstep.provenance.verify import verify as check
+
+    known = {path.name.removesuffix(".lock.json"): path for path in sorted(locks.glob("*.lock.json"))}
+    for model in models:
+        if model not in known and not (results / model).is_dir():
+            raise InputError(f"{results / model}: expected results of a model, or a lock in {locks}, found neither; run snakemake first, or correct the name")
+    findings = check(results, {model: path for model, path in known.items() if not models or model in models}, models, deep)
+    if not findings:
+        raise InputError(f"{results}: expected results to verify, found none; run snakemake first")
+    wrong = [finding for finding in findings if finding.status != SAME]
+    for finding in findings if verbose else wrong:
+        click.echo(finding)
+    held = f", with {len(known)} lock{'s' * (len(known) != 1)}" if known else ", without a lock"
+    click.echo(f"{len(findings) - len(wrong)} of {len(findings)} the same{held}")
+    if wrong:
+        raise CheckError(f"{len(wrong)} of {len(findings)} artefacts are not what was recorded: {wrong[0].name}{' and others' * (len(wrong) > 1)}")
+
+
+@click.command()
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+def diff(first: Path, second: Path) -> None:
+    """What differs between two lock files. Exit code 1 if anything does."""
+    from lockstep.provenance.diff import diff as compare
+
+    lines = compare(first, second)
+    for line in lines:
+        click.echo(line)
+    if lines:
+        raise SystemExit(1)
+
+
+COMMANDS = (lock, verify, diff)

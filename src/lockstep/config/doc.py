@@ -1,0 +1,216 @@
+"""From the config's classes to what is read about it: `config.schema.json` for editors, `README.md` for people.
+
+    python -m lockstep.config.doc --write config
+    python -m lockstep.config.doc --check config      # exit code 1 where a file is not what --write makes
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.load import Config
+from lockstep.config.types import BACKEND_PRECISIONS, INT32_MAX
+from lockstep.errors import CheckError, guard
+from lockstep.artifacts.files import dump_json, write_bytes
+
+Schema = dict[str, Any]
+
+EXAMPLE = """\
+# yaml-language-server: $schema=config.schema.json
+models:
+  my-llama:                          # your name for it: a folder in results/, and the first part of a target's name
+    source: checkpoints/my-llama     # a Hugging Face model folder: config.json, *.safetensors, tokenizer.json
+    layers: [2, all]                 # the first two layers, and the whole model: no engine is built twice
+    precisions: [fp32, fp16]
+    backends: [onnxruntime]
+    golden:
+      max_new_tokens: 16
+      prompts:
+        - text: San Francisco is a   # any text; quotes are needed around yes, no, on, off, numbers and `a: b`
+        - text: "The sea:"
+          expected:                  # optional: what must come after the prompt, by layer count
+            all: " wide and cold, and the ships come home"
+
+limits:                              # all optional from here on: these are the defaults
+  max_batch_size: 4
+  max_input_len: 128                 # at most max_seq_len
+  max_seq_len: 256                   # at most the model's max_position_embeddings
+  max_num_tokens: 512                # at least max_batch_size
+
+tolerances:
+  fp16:
+    logits: 2.0e-2                   # keys left out, here block, fp32 and bf16, keep their defaults
+"""
+
+README = """\
+<!-- Made from src/lockstep/config/types.py by `python -m lockstep.config.doc --write config`: edit there. -->
+# Configuration
+
+`config.yaml` is the demo. For models of your own, write a file like the one below and name it:
+`snakemake --cores 4 --configfile my.yaml --directory out`. Threads, memory and the output folder are not in it: they are
+Snakemake's `--cores`, `--resources` and `--directory`.
+
+Everything is checked before any job starts. An unknown key, a wrong type, a layer count above the model's or a precision
+that a backend lacks gives one line that names the key, what was found and what is allowed.
+
+## Example
+
+```yaml
+{example}```
+
+With the first line in place, editors that have a YAML language server complete and check the keys from
+`config.schema.json`.
+
+## Keys
+
+{keys}
+
+A model gives one target for each combination of its layer counts, precisions and backends, named
+`<model>/<precision>/<layers>/<backend>`. Without `/<backend>` the name means the model's first backend.
+Some names are taken by what lies beside the models' folders in `results/`: `config.json`, `summary` and `report` with or
+without an ending, `logs` and `benchmarks`.
+
+| backend | precisions |
+|---|---|
+{backends}
+
+## Where a relative `source` is looked up
+
+First from the working directory (which is the folder given as `--directory`, if one is), then from the repository. The
+first of the two that is a folder is taken; if neither is, the error names both. An absolute path is taken as it is.
+"""
+
+
+def schema() -> Schema:
+    """The JSON schema of the config (draft 2020-12). It knows keys, types and bounds, not the rules across keys."""
+    body = _closed(Config.model_json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **body, "title": "Lockstep configuration"}
+
+
+def readme() -> str:
+    """The text of `config/README.md`."""
+    whole = schema()
+    rows = [f"| `{key}` | {kind} | {default} | {meaning} |" for key, kind, default, meaning in _rows(whole, whole, "")]
+    keys = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
+    backends = "\n".join(f"| `{name}` | {', '.join(precisions)} |" for name, precisions in BACKEND_PRECISIONS.items())
+    return README.format(example=EXAMPLE, keys=keys, backends=backends)
+
+
+def generated() -> dict[str, str]:
+    """File name to content of all that is generated."""
+    return {"config.schema.json": dump_json(schema()), "README.md": readme()}
+
+
+def write(folder: Path) -> None:
+    """Write the generated files to `folder`."""
+    for name, text in generated().items():
+        write_bytes(folder / name, text.encode())
+
+
+def check(folder: Path) -> None:
+    """Raise CheckError where a file in `folder` is absent or is not what `write` makes."""
+    for name, text in generated().items():
+        path = folder / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            found = "other content" if path.is_file() else "no file"
+            raise CheckError(
+                f"{path}: expected what src/lockstep/config/types.py gives; found {found}: run python -m lockstep.config.doc --write {folder}"
+            )
+
+
+def _closed(node: Any) -> Any:
+    """The schema without pydantic's made-up titles, and with mappings of named entries closed to other names."""
+    if isinstance(node, list):
+        return [_closed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    # Under "properties" the keys are the config's own, so that one named `title` would stay.
+    closed = {
+        key: {name: _closed(item) for name, item in value.items()} if key in ("properties", "$defs") else _closed(value)
+        for key, value in node.items() if key not in ("title", "default")
+    }
+    if "default" in node:
+        closed["default"] = node["default"]
+    if "patternProperties" in closed:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _rows(whole: Schema, section: Schema, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    """One row for each key under `section`, depth first: key, type, default, meaning."""
+    for name, node in section["properties"].items():
+        key = f"{prefix}{name}"
+        inner = _resolve(whole, node)
+        below, prefix_below = _below(whole, inner, key)
+        shown = _default(node, optional=name not in section.get("required", ()), is_section="properties" in inner)
+        yield key, _kind(whole, inner), shown, node.get("description", inner.get("description", ""))
+        if below:
+            yield from _rows(whole, below, prefix_below)
+
+
+def _below(whole: Schema, node: Schema, key: str) -> tuple[Schema | None, str]:
+    """The section inside a key (directly, in a list or by name) and the prefix of its keys."""
+    if "properties" in node:
+        return node, f"{key}."
+    if "patternProperties" in node:
+        entry = _resolve(whole, next(iter(node["patternProperties"].values())))
+        return (entry, f"{key}.<name>.") if "properties" in entry else (None, "")
+    entry = _resolve(whole, node.get("items", {}))
+    return (entry, f"{key}[].") if "properties" in entry else (None, "")
+
+
+def _resolve(whole: Schema, node: Schema) -> Schema:
+    reference = node.get("$ref")
+    return whole["$defs"][reference.rpartition("/")[2]] if reference else node
+
+
+def _kind(whole: Schema, node: Schema) -> str:
+    """A schema's type in words."""
+    node = _resolve(whole, node)
+    if "anyOf" in node:
+        return " or ".join(_kind(whole, item) for item in node["anyOf"])
+    if "const" in node or "enum" in node:
+        return ", ".join(f"`{word}`" for word in node.get("enum", [node.get("const")]))
+    if node["type"] == "array":
+        return f"list of {_several(_kind(whole, node['items']))}"
+    if node["type"] == "object":
+        named = node.get("patternProperties")
+        return f"mapping to {_several(_kind(whole, next(iter(named.values()))))}" if named else "mapping"
+    bounds = [f"≥ {node['minimum']}"] if "minimum" in node else []
+    bounds += [f"> {node['exclusiveMinimum']:g}"] if "exclusiveMinimum" in node else []
+    bounds += [f"≤ {node['maximum']}"] if node.get("maximum", INT32_MAX) != INT32_MAX else []
+    return " ".join([{"string": "text"}.get(node["type"], node["type"]), *bounds])
+
+
+def _several(kind: str) -> str:
+    return "mappings" if kind == "mapping" else kind
+
+
+def _default(node: Schema, optional: bool, is_section: bool) -> str:
+    """A default as it is written in YAML."""
+    if not optional:
+        return "required"
+    if is_section:
+        return "see below"
+    value = node["default"]
+    if isinstance(value, list):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{value}`" if value not in ({}, None, "") else "none"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line: `--write FOLDER` or `--check FOLDER`."""
+    parser = argparse.ArgumentParser(prog="python -m lockstep.config.doc", description=__doc__.splitlines()[0])
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", metavar="FOLDER", type=Path, help="write the generated files")
+    action.add_argument("--check", metavar="FOLDER", type=Path, help="fail where they differ from what would be written")
+    options = parser.parse_args(arguments)
+    with guard():
+        write(options.write) if options.write else check(options.check)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The typed configuration: a YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line on what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from lockstep.config.messages import Problem, Problems, describe, join, nearest, one_line
+from lockstep.config.types import BACKEND_LACKS, BACKEND_PRECISIONS, Backends, Golden, Limits, ModelConfig, ModelName, PathText, Prompt, Section, TensorRTConfig, Tolerance, Tolerances
+from lockstep.config.documents import read_document
+from lockstep.errors import InputError
+from lockstep.artifacts.fetched import known
+from lockstep.targets import Results, Target
+from lockstep.config.sources import FolderSource, RandomSource, parse_source, read_shape, resolve_random, resolve_source, source_folders
+
+__all__ = [
+    "BACKEND_PRECISIONS", "Backends", "Config", "Golden", "Limits", "ModelConfig", "Prompt", "Tolerance", "Tolerances",
+    "load", "load_given", "load_merged", "resolve_source", "source_folders",
+]
+
+# Names beside the models' folders in the results tree (lockstep.targets), which no model may take.
+_RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|reports?(\..*)?|logs?|benchmarks?", re.IGNORECASE)
+
+_DEMO = Path("config/config.yaml")
+
+
+class Config(Section):
+    """What is made: models, and for all of them limits and tolerances."""
+
+    models: dict[ModelName, ModelConfig] = Field(
+        min_length=1, description="The models by name. A name is also a folder in `results/`.",
+    )
+    limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
+    tolerances: Tolerances = Field(default=Tolerances(), description="Largest absolute errors that pass, by precision.")
+    cache: PathText = Field(
+        default="",
+        description="A folder of artefacts shared between checkouts and machines (docs/cache.md); a relative path is looked up from the working "
+        "directory. The environment variable `LOCKSTEP_CACHE` goes before it, and turns it off where it is empty.",
+    )
+
+    backends: Backends = Field(default=Backends(), description="Settings of each backend; which models use it stands with them.")
+
+    @model_validator(mode="after")
+    def _across_fields(self) -> Config:
+        problems = [*_limit_problems(self.limits)]
+        problems += _tensorrt_problems(self.backends.tensorrt)
+        problems += _name_problems(self.models)
+        for name, model in self.models.items():
+            problems += _model_problems(name, model, self.limits)
+        if problems:
+            raise Problems(problems)
+        return self
+
+    def targets(self) -> list[Target]:
+        """All targets: models by name, then precisions, layer counts and backends in the order of the config."""
+        return [
+            Target(name, precision, layers, backend)
+            for name, model in sorted(self.models.items())
+            for precision in model.precisions
+            for layers in model.layers
+            for backend in model.backends
+        ]
+
+    def is_compared(self, target: Target) -> bool:
+        """Whether its engines are compared with their graphs in ONNX Runtime: where the precision is one that it computes in."""
+        return target.precision in BACKEND_PRECISIONS["onnxruntime"]
+
+    def reference_terms(self, model: str) -> dict[str, Any]:
+        """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long prompt. Plain JSON."""
+        golden = self.models[model].golden
+        fills = self.limits.max_seq_len - golden.max_new_tokens
+        long_prompt = fills if golden.long_prompt is None else golden.long_prompt
+        return {"max_new_tokens": golden.max_new_tokens, "prompts": [prompt.text for prompt in golden.prompts], "long_prompt": long_prompt}
+
+    def parse_target(self, text: str) -> Target:
+        """The target named `<model>/<precision>/<layers>` (on the model's first backend) or with `/<backend>` after it.
+
+        Raises InputError listing the targets there are.
+        """
+        by_name: dict[str, Target] = {}
+        for target in self.targets():
+            by_name[str(target)] = target
+            by_name.setdefault(str(target).rpartition("/")[0], target)
+        if text in by_name:
+            return by_name[text]
+        names = [str(target).rpartition("/")[0] for target in self.targets()]
+        allowed = list(dict.fromkeys(names))
+        more = f" (and {len(allowed) - 20} more)" if len(allowed) > 20 else ""
+        guess = nearest(text, by_name).removeprefix(",")
+        raise InputError(
+            f"target: expected one of {', '.join(allowed[:20])}{more}; found {describe(text)}{';' + guess if guess else ''}"
+        )
+
+    def check_sources(
+        self, folders: Sequence[str | os.PathLike] | None = None, where: str = "config", results: Results = Results(),
+    ) -> dict[str, Path]:
+        """Hold the config against the `config.json` of each model; gives the folder, or for random weights the config.json, of each.
+
+        `folders` is where relative sources are looked up (default: working directory, then repository), `where` opens the
+        message. No network is used: a model on the hub is held against what `results` has of it, and left out before that.
+        Raises InputError when a folder is not there, or is a model with fewer layers or positions than asked.
+        """
+        found: dict[str, Path] = {}
+        problems: list[Problem] = []
+        for name, model in self.models.items():
+            try:
+                place = _place(model.source, folders, results.source(name))
+                if place:
+                    found[name] = place
+                    problems += _shape_problems(name, model, self.limits, place)
+            except InputError as error:
+                problems.append(Problem(("models", name, "source"), str(error)))
+        if problems:
+            raise InputError(f"{where}: {join(Config, problems)}")
+        return found
+
+    def check_model(self, name: str, place: Path, where: str = "config") -> None:
+        """As `check_sources` for one model, with the folder of its checkpoint or its config.json at hand."""
+        problems = [*_shape_problems(name, self.models[name], self.limits, place)]
+        if problems:
+            raise InputError(f"{where}: {join(Config, problems)}")
+
+    def tolerance(self, model: str, precision: str) -> Tolerance:
+        """What passes for targets of a model in a precision: its own where it has one, else that of all models."""
+        own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
+        return self.tolerances[precision].model_copy(update=own)
+
+    def compare_tolerance(self, model: str, precision: str) -> float:
+        """The largest error of an engine beside its graph, relative to its output: that of a block, in fp32 half of it.
+
+        Two libraries' fp32 differ by the order of their sums alone (1e-5 is seen with TensorRT, 0 with ONNX Runtime); fp16 rounds where one of
+        them does not (4e-3 is seen).
+        """
+        block = self.tolerance(model, precision).block
+        return block / 2 if precision == "fp32" else block
+
+    def build_options(self, backend: str) -> dict[str, Any]:
+        """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on them. Plain JSON."""
+        if backend != "tensorrt":
+            return {}
+        return {**self.backends.tensorrt.model_dump(mode="json", exclude={"python"}), **self.engine_limits()}
+
+    def engine_limits(self) -> dict[str, int]:
+        """The limits that sizes of engines' inputs come from."""
+        return self.limits.model_dump(include={"max_batch_size", "max_num_tokens", "max_seq_len"})
+
+    def interpreter(self, backend: str) -> str | None:
+        """The Python that builds and runs a backend's engines; None: this one."""
+        return self.backends.tensorrt.python if backend == "tensorrt" else None
+
+    def dump(self) -> dict[str, Any]:
+        """Plain JSON types, with all defaults filled in; `load` of it gives the same config. Not the cache: results do not hang on where it lies."""
+        return self.model_dump(mode="json", exclude={"cache"})
+
+
+def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None) -> Config:
+    """The config in a YAML (or `.json`) file, or in a mapping such as Snakemake's merged config.
+
+    Raises InputError, one line that opens with `where` (default: the path, or `config` for a mapping) and names the first
+    mistake: its key, what is expected and what was found.
+    """
+    if isinstance(config, Mapping):
+        where, value = where or "config", dict(config)
+    else:
+        where, value = where or os.fspath(config), read_document(config)
+    if value is None:
+        raise InputError(f"{where}: expected a mapping of {', '.join(Config.model_fields)}; found an empty file")
+    try:
+        return Config.model_validate(value)
+    except ValidationError as error:
+        raise InputError(f"{where}: {one_line(Config, error)}") from None
+
+
+def load_given(path: Path | None) -> Config:
+    """The config at `path`, by default the demo: of the working directory, else of the repository. Raises InputError as `load` does."""
+    found = (folder / _DEMO for folder in source_folders() if (folder / _DEMO).is_file())
+    return load(path or next(found, _DEMO))
+
+
+def load_merged(
+    merged: Mapping[str, Any], files: Sequence[str | os.PathLike], where: str | None = None,
+) -> Config:
+    """Snakemake's merged config, and the config files it was merged from.
+
+    Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again, strictly.
+    Messages open with `where` (default: the file, where one file is all of the config, else `config`). Raises InputError as
+    `load` does.
+    """
+    values = [read_document(file) for file in files]
+    only_one = len(values) == 1 and values[0] == merged
+    return load(merged, where=where or (os.fspath(files[0]) if only_one else None))
+
+
+def _limit_problems(limits: Limits) -> Iterator[Problem]:
+    if limits.max_input_len > limits.max_seq_len:
+        text = f"expected at most max_seq_len ({limits.max_seq_len}); found {limits.max_input_len}"
+        yield Problem(("limits", "max_input_len"), text)
+    if limits.max_num_tokens < limits.max_batch_size:
+        text = f"expected at least max_batch_size ({limits.max_batch_size}), a token for each request; found {limits.max_num_tokens}"
+        yield Problem(("limits", "max_num_tokens"), text)
+
+
+def _name_problems(names: Iterable[str]) -> Iterator[Problem]:
+    """A name is a folder: where a file system does not tell capitals from small letters, two models would share one."""
+    first: dict[str, str] = {}
+    for name in names:
+        other = first.setdefault(name.casefold(), name)
+        if other != name:
+            yield Problem(
+                ("models", name), f"expected names that differ in more than capitals; found {other!r} and {name!r}"
+            )
+
+
+def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[Problem]:
+    here = ("models", name)
+    if _RESERVED_NAMES.fullmatch(name):
+        yield Problem(here, f"expected another name, for results/{name} is used for results; found {name!r}")
+    for key in ("layers", "precisions", "backends"):
+        items = getattr(model, key)
+        for index, item in enumerate(items):
+            if item in items[:index]:
+                yield Problem((*here, key, index), f"expected each item once; found {item!r} again")
+    for index, precision in enumerate(model.precisions):
+        for backend in model.backends:
+            if precision not in BACKEND_PRECISIONS[backend]:
+                allowed = ", ".join(BACKEND_PRECISIONS[backend])
+                text = f"expected one of {allowed} for backend {backend} ({BACKEND_LACKS[backend]}); found {precision!r}"
+                yield Problem((*here, "precisions", index), text)
+    if model.golden.max_new_tokens >= limits.max_seq_len:
+        text = f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; found {model.golden.max_new_tokens}"
+        yield Problem((*here, "golden", "max_new_tokens"), text)
+    elif (model.golden.long_prompt or 0) + model.golden.max_new_tokens > limits.max_seq_len:
+        text = f"expected at most limits.max_seq_len less max_new_tokens ({limits.max_seq_len - model.golden.max_new_tokens}); found {model.golden.long_prompt}"
+        yield Problem((*here, "golden", "long_prompt"), text)
+    for index, prompt in enumerate(model.golden.prompts):
+        for key in prompt.expected:
+            if key not in model.layers:
+                text = f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the key; found {key!r}"
+                yield Problem((*here, "golden", "prompts", index, "expected", key), text)
+
+
+def _tensorrt_problems(settings: TensorRTConfig) -> Iterator[Problem]:
+    here, sources = ("backends", "tensorrt"), settings.tactic_sources or ()
+    for index, source in enumerate(sources):
+        if source in sources[:index]:
+            yield Problem((*here, "tactic_sources", index), f"expected each item once; found {source!r} again")
+    if settings.tactics != "free" and settings.optimization_level == 0:
+        yield Problem((*here, "optimization_level"), f"expected at least 1 with tactics: {settings.tactics}, since level 0 ignores the timing cache; found 0")
+
+
+def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:
+    """What holds the model's shape: a folder or a config.json. None for a model on the hub that was not fetched yet."""
+    kind = parse_source(source)
+    if isinstance(kind, FolderSource):
+        return resolve_source(source, folders)
+    if isinstance(kind, RandomSource):
+        return resolve_random(kind, folders)
+    fetched = known(manifest, source)
+    return fetched.folder if fetched and (fetched.folder / "config.json").is_file() else None
+
+
+def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) -> Iterator[Problem]:
+    """`layers` and `limits` against the depth and the positions in a `config.json`, or that of a folder."""
+    shape, path = read_shape(place), place / "config.json" if place.is_dir() else place
+    depth, positions = shape.num_hidden_layers, shape.max_position_embeddings
+    for index, layers in enumerate(model.layers):
+        where = ("models", name, "layers", index)
+        if layers != "all" and layers > depth:
+            yield Problem(where, f"expected at most {depth} (num_hidden_layers in {path}) or all; found {layers}")
+        if layers == depth and "all" in model.layers:
+            yield Problem(where, f"expected each target once; found {layers}, which is all of this model's layers, beside all")
+    if positions is not None and limits.max_seq_len > positions:
+        text = f"expected at most {positions} ({shape.limited_by} in {path}); found {limits.max_seq_len}"
+        yield Problem(("limits", "max_seq_len"), text)

@@ -1,0 +1,210 @@
+"""From a model's `source` in the config to what it names, and the few facts of a model the config is checked against.
+
+Three kinds: a checkpoint folder; `hf:org/name@revision`, a repository on the Hugging Face hub; `random:config.json?seed=0`, random
+weights in the shape of a config. Nothing is fetched or made here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts import model_config
+from lockstep.errors import InputError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+HUB_PREFIX, RANDOM_PREFIX = "hf:", "random:"
+BYTES = 256  # tokens that a random model needs, so that any prompt can be spelled
+_LONGROPE = ("longrope", "su")  # Phi-3's first name for it
+# The hub's own rules for names, and those of git for branches and tags as far as they can stand in a URL and a file name.
+_REPOSITORY_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9][\w.+/-]{0,199}", re.ASCII)
+# What is taken for something else than a folder, where there is no such folder.
+_HUB_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([\w.-]+).*)?/?", re.ASCII
+)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|git@|www\.", re.ASCII)
+_ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w.+/-]+)?", re.ASCII)
+_SEED = re.compile(r"[0-9]{1,18}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """A checkpoint folder, as the config writes it."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A model repository on the Hugging Face hub, at a branch, a tag or a commit."""
+
+    repository: str
+    revision: str = "main"
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Random weights for the model of a `config.json`, as the config writes its path."""
+
+    config: str
+    seed: int = 0
+
+
+class SourceError(InputError):
+    """A source that is of no kind; `expected` says what its kind looks like."""
+
+    def __init__(self, expected: str, text: str) -> None:
+        super().__init__(f"expected {expected}; found {text!r}")
+        self.expected = expected
+
+
+def parse_source(text: str) -> FolderSource | HubSource | RandomSource:
+    """What `source` in the config names. Raises SourceError when it opens like a hub or random source and is none."""
+    if text.startswith(HUB_PREFIX):
+        repository, at, revision = text.removeprefix(HUB_PREFIX).partition("@")
+        fits = _REPOSITORY_ID.fullmatch(repository) and not re.search(r"\.\.|--|\.git$", repository)
+        if not fits or (at and not (_REVISION.fullmatch(revision) and ".." not in revision)):
+            raise SourceError("hf:org/name or hf:org/name@revision (a branch, a tag or a commit)", text)
+        return HubSource(repository, revision or "main")
+    if text.startswith(RANDOM_PREFIX):
+        path, question, query = text.removeprefix(RANDOM_PREFIX).partition("?")
+        name, _, seed = query.partition("=")
+        if not path or (question and not (name == "seed" and _SEED.fullmatch(seed))):
+            raise SourceError("random:path/to/config.json or random:path/to/config.json?seed=0", text)
+        return RandomSource(path, int(seed or 0))
+    return FolderSource(text)
+
+
+def source_folders() -> tuple[Path, ...]:
+    """Where a relative source is looked up, in this order: the working directory, then the repository."""
+    return (Path.cwd(), REPOSITORY)
+
+
+def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = None) -> Path:
+    """The absolute path of the checkpoint folder that `source` names; it holds a `config.json`.
+
+    A relative source is looked up in `folders` (default: `source_folders()`), and the first that exists is taken.
+    Raises InputError naming every place looked at.
+    """
+    if not isinstance(parse_source(source), FolderSource):
+        raise InputError(f"expected a folder; found {source!r}, which is fetched or made first")
+    places = _places(source, folders)
+    for place in places:  # os.path, not Path: false, not an error, for a name that no file can have
+        if os.path.isdir(place):
+            if not os.path.isfile(place / "config.json"):
+                raise InputError(f"expected a checkpoint folder with a config.json; found none in {place}")
+            return place
+    looked = " and ".join(map(str, places))
+    files = [place for place in places if os.path.exists(place)]
+    if files:
+        raise InputError(f"expected a folder; found a file at {files[0]}: give the folder that holds it")
+    raise InputError(f"expected a checkpoint folder; found none at {looked}{_hint(source)}")
+
+
+def _hint(path: str, hub: bool = True) -> str:
+    """Return what to write instead of a path that is meant as something else.
+
+    Empty for a plain path. hub: whether a model's name is a source here.
+    """
+    if hub and (url := _HUB_URL.fullmatch(path)):
+        revision = f"@{url[2]}" if url[2] else ""
+        return f"; for a model on the hub write hf:{url[1]}{revision}"
+    if _URL.match(path):
+        return (
+            "; nothing is fetched by URL: download it and give its path, or write hf:org/name@revision for a model on"
+            " the hub"
+        )
+    if path.startswith("~") or "$" in path:
+        return (
+            "; ~ and variables are not expanded: write the path out, such as"
+            f" {os.path.expandvars(os.path.expanduser(path))}"
+        )
+    if "\\" in path:
+        return "; write the path with /"
+    if hub and _ORG_AND_NAME.fullmatch(path):
+        return f"; for a model on the hub write hf:{path}"
+    return ""
+
+
+def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | None = None) -> Path:
+    """The absolute path of the `config.json` that a random source names, looked up as `resolve_source` does.
+
+    Raises InputError when it is not there, and for a vocabulary that cannot spell a prompt: fewer than 256 tokens, one for each
+    byte, and no tokenizer.json beside the config.
+    """
+    places = _places(source.config, folders)
+    path = next((place for place in places if os.path.isfile(place)), None)
+    if path is None:
+        found = next((f"a folder at {place}: give the config.json in it" for place in places if os.path.isdir(place)), None)
+        raise InputError(
+            "expected a model's config.json; found"
+            f" {found or 'none at ' + ' and '.join(map(str, places)) + _hint(source.config, hub=False)}"
+        )
+    vocabulary = model_config.setting(_read_object(path), ("vocab_size",))
+    if not path.with_name("tokenizer.json").is_file() and vocabulary is not None and vocabulary < BYTES:
+        raise InputError(f"expected a vocab_size of {BYTES} or more in {path}, a token for each byte, or a tokenizer.json beside it; found {vocabulary}")
+    return path
+
+
+def _places(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path]:
+    bases = source_folders() if folders is None else [Path(folder).absolute() for folder in folders]
+    # dict.fromkeys: started in the repository, both places are one; an absolute path ignores the base.
+    return list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in bases))
+
+
+@dataclass(frozen=True)
+class CheckpointShape:
+    """What the config is held against: the model's depth, and how many positions it knows (None: it does not say), with the key that says so."""
+
+    num_hidden_layers: int
+    max_position_embeddings: int | None
+    limited_by: str = "max_position_embeddings"
+
+
+def read_shape(path: Path) -> CheckpointShape:
+    """Read a model's `config.json`, or that of a checkpoint folder.
+
+    Raises InputError when it is not JSON, gives no depth, or has a value that no model can have.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    value = _read_object(path)
+    depth = model_config.setting(value, model_config.DEPTH_KEYS)
+    if depth is None:
+        raise InputError(f"expected num_hidden_layers in {path}; found none")
+    positions, first = model_config.setting(value, model_config.POSITION_KEYS), _first_frequencies(value)
+    if first is not None and (positions is None or first < positions):
+        return CheckpointShape(depth, first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions")
+    return CheckpointShape(depth, positions)
+
+
+def _first_frequencies(value: dict[str, Any]) -> int | None:
+    """How many positions keep the first frequencies of a `longrope` rope, the only ones that a KV cache allows; None for other ropes."""
+    for part in model_config.parts(value):
+        rope = part.get("rope_parameters") or part.get("rope_scaling")
+        if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in _LONGROPE:
+            # Beside the rope's own settings it counts first, as in transformers.
+            found = (place.get("original_max_position_embeddings") for place in (part, rope))
+            return next((length for length in found if length is not None), None)
+    return None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a model's `config.json`. Raises InputError for a value that no model can have."""
+    try:
+        value = json.loads(path.read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"expected JSON in {path}; found {error}") from None
+    except OSError as error:
+        raise InputError(f"expected a readable file at {path}; found {error.strerror}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"expected a JSON object in {path}; found {type(value).__name__}")
+    wrong = model_config.fault(value)
+    if wrong is not None:
+        raise InputError(f"expected {wrong.expected} as {wrong.key} in {path}; found {wrong.shown()}")
+    return value

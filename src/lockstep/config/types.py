@@ -1,0 +1,241 @@
+"""The sections of the config as types: every key with its type, bounds, default and meaning.
+
+`config/config.schema.json` and `config/README.md` are generated from them (`python -m lockstep.config.doc`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from lockstep.config.sources import SourceError, parse_source
+
+Precision = Literal["fp32", "fp16", "bf16"]
+# What each backend computes in, and why it lacks the others. A new backend is a new line here.
+BACKEND_PRECISIONS: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32", "fp16"), "tensorrt": ("fp32", "fp16", "bf16")}
+BACKEND_LACKS = {"onnxruntime": "ONNX Runtime on CPU has no bf16 kernels"}
+Backend = Literal[tuple(BACKEND_PRECISIONS)]  # type: ignore[valid-type]
+
+TacticSource = Literal["cublas", "cublas_lt", "cudnn", "edge_mask_convolutions", "jit_convolutions"]  # TensorRT's names, in lower case
+
+INT32_MAX = 2**31 - 1  # dimensions and lengths are int32 in engines
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _layer_count(value: Any) -> Any:
+    if value == "all" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= INT32_MAX):
+        return value
+    raise PydanticCustomError("layer_count", "a positive integer or the word all")
+
+
+def _layer_key(value: Any) -> Any:
+    """JSON and Snakemake's command line have text for keys: "2" is 2."""
+    is_digits = isinstance(value, str) and re.fullmatch(r"[1-9][0-9]{0,9}", value)
+    return _layer_count(int(value) if is_digits else value)
+
+
+def _no_key_twice(value: Any) -> Any:
+    """2 and "2" are the same layer count; as keys of one mapping, the second would silently win."""
+    if isinstance(value, dict):
+        for key in value:
+            if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) and int(key) in value:
+                raise PydanticCustomError("whole", "expected each layer count once; found {key} as a number and as text", {"key": key})
+    return value
+
+
+def _number(value: Any) -> Any:
+    """1e-4 is a number in YAML 1.2 and JSON, but text to PyYAML, which wants 1.0e-4."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}(\.[0-9]{0,20})?[eE][+-]?[0-9]{1,3}", value)
+    return float(value) if is_number else value
+
+
+def _path(value: Any) -> Any:
+    if isinstance(value, str) and "\0" in value:
+        raise PydanticCustomError("path", "a path without the character U+0000")
+    return value
+
+
+def _source(value: Any) -> Any:
+    if isinstance(_path(value), str):
+        try:
+            parse_source(value)
+        except SourceError as error:
+            raise PydanticCustomError("source", "{expected}", {"expected": error.expected}) from None
+    return value
+
+
+_LAYER_KEY_SCHEMA = {"type": "string", "pattern": "^([1-9][0-9]*|all)$"}
+Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+LayerCount = Annotated[Count | Literal["all"], BeforeValidator(_layer_count)]
+LayerKey = Annotated[int | Literal["all"], BeforeValidator(_layer_key), WithJsonSchema(_LAYER_KEY_SCHEMA)]
+ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+Error = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+PathText = Annotated[str, BeforeValidator(_path)]
+AsTuple = BeforeValidator(_as_tuple)
+UNIQUE = {"uniqueItems": True}
+
+
+class Section(BaseModel):
+    """A mapping of the config: no unknown keys, no conversion of types, nothing changes afterwards."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Prompt(Section):
+    """A golden prompt."""
+
+    text: str = Field(min_length=1, description="The prompt.")
+    expected: Annotated[dict[LayerKey, str], BeforeValidator(_no_key_twice)] = Field(
+        default={},
+        description="The text that greedy decoding must give after the prompt, by layer count (one of the model's `layers`).",
+    )
+
+
+class Golden(Section):
+    """What is decoded to compare an engine set with the reference."""
+
+    max_new_tokens: Count = Field(default=16, description="How many tokens are decoded, greedily, after each prompt.")
+    prompts: Annotated[tuple[Prompt, ...], AsTuple] = Field(
+        min_length=1, description="The golden prompts. They are run in one batch, alone, and in chunks beside other requests; take different lengths.",
+    )
+    long_prompt: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Tokens of one more prompt, made of pseudo-random ids, that shows what happens far into the KV cache; 0 leaves it out. "
+        "None: as many as fill `limits.max_seq_len` together with `max_new_tokens`.",
+    )
+
+
+class OwnTolerance(Section):
+    """Errors that pass for one model; what is left out is as for all models."""
+
+    block: Error | None = Field(default=None, description="Instead of that of all models, for this one.")
+    logits: Error | None = Field(default=None, description="Instead of that of all models, for this one.")
+
+
+class OwnTolerances(Section):
+    """Errors that pass for one model, by precision."""
+
+    fp32: OwnTolerance = Field(default=OwnTolerance(), description="For targets in fp32.")
+    fp16: OwnTolerance = Field(default=OwnTolerance(), description="For targets in fp16.")
+    bf16: OwnTolerance = Field(default=OwnTolerance(), description="For targets in bf16.")
+
+
+class ModelConfig(Section):
+    """A checkpoint and the targets made of it: every combination of layer count, precision and backend."""
+
+    source: Annotated[str, BeforeValidator(_source)] = Field(
+        min_length=1,
+        description="The checkpoint: a Hugging Face model folder; `hf:org/name@revision`, a model on the hub; or "
+        "`random:path/to/config.json?seed=0`, random weights. A relative path is looked up from the working directory, "
+        "then from the repository.",
+    )
+    layers: Annotated[tuple[LayerCount, ...], AsTuple] = Field(
+        default=("all",), min_length=1, json_schema_extra=UNIQUE,
+        description="Layer counts: the first so many layers of the model, or the word `all`.",
+    )
+    precisions: Annotated[tuple[Precision, ...], AsTuple] = Field(
+        default=("fp32",), min_length=1, json_schema_extra=UNIQUE, description="Precisions of weights and computation.",
+    )
+    backends: Annotated[tuple[Backend, ...], AsTuple] = Field(
+        default=("onnxruntime",), min_length=1, json_schema_extra=UNIQUE,
+        description="What builds and runs the engines. The first is meant where a target names none.",
+    )
+    golden: Golden = Field(description="Prompts, and what is expected of them.")
+    tolerances: OwnTolerances = Field(default=OwnTolerances(), description="Where this model needs others than `tolerances` of all models.")
+
+
+class Limits(Section):
+    """Sizes that engines and caches are made for."""
+
+    max_batch_size: Count = Field(default=4, description="Requests that are in flight together.")
+    max_input_len: Count = Field(default=128, description="Tokens of one prompt.")
+    max_seq_len: Count = Field(default=256, description="Tokens of one request, prompt and answer: the length of its KV cache.")
+    max_num_tokens: Count = Field(default=512, description="Tokens of all requests that one step takes, packed.")
+
+
+class Tolerance(Section):
+    """The largest absolute errors that pass."""
+
+    block: Error = Field(description="Largest error of a block, a kind or a layer against torch in fp32 on the same weights: absolute for values up to one, relative to the size of larger ones.")
+    logits: Error = Field(description="Largest absolute error of the logits: whole forward, and golden check.")
+
+
+class Fp32Tolerance(Tolerance):
+    # Measured against transformers: 1e-5 on logits of standard deviation 1; sums in another order, ten times and more of room.
+    block: Error = Field(default=1e-4, description=Tolerance.model_fields["block"].description)
+    logits: Error = Field(default=1e-3, description=Tolerance.model_fields["logits"].description)
+
+
+class Fp16Tolerance(Tolerance):
+    # fp16 carries 11 bits. Measured 1e-2 on logits of standard deviation 1, the same as transformers' own fp16.
+    block: Error = Field(default=1e-2, description=Tolerance.model_fields["block"].description)
+    logits: Error = Field(default=5e-2, description=Tolerance.model_fields["logits"].description)
+
+
+class Bf16Tolerance(Tolerance):
+    # bf16 carries 8 bits, three fewer than fp16: eight times its errors.
+    block: Error = Field(default=8e-2, description=Tolerance.model_fields["block"].description)
+    logits: Error = Field(default=4e-1, description=Tolerance.model_fields["logits"].description)
+
+
+class Tolerances(Section):
+    """The largest absolute errors that pass, by precision."""
+
+    fp32: Fp32Tolerance = Field(default=Fp32Tolerance(), description="For targets in fp32.")
+    fp16: Fp16Tolerance = Field(default=Fp16Tolerance(), description="For targets in fp16.")
+    bf16: Bf16Tolerance = Field(default=Bf16Tolerance(), description="For targets in bf16.")
+
+    def __getitem__(self, precision: str) -> Tolerance:
+        if precision not in get_args(Precision):
+            raise KeyError(precision)
+        return getattr(self, precision)
+
+
+class TensorRTConfig(Section):
+    """How engines are built with TensorRT. Sizes come from `limits`."""
+
+    python: Annotated[PathText, StringConstraints(min_length=1)] | None = Field(
+        default=None,
+        description="The Python interpreter that builds and runs the engines, where it is not this one: a path, or a command. TensorRT 8.6.0 needs "
+        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime, polygraphy and tokenizers, and the "
+        "library NVRTC; with `attention: fused` also nvidia-cudnn-frontend and the library cuDNN 9.",
+    )
+    workspace_mb: Count = Field(default=4096, description="Device memory that a tactic may use while it runs, in MiB.")
+    optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
+        default=4,
+        description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing cache. TensorRT 8.6 adds up fp16 products in fp16 "
+        "where it does not fuse them, which at levels 4 and 5 is seldom; the build says so. What is built as one region (`one_region`) is at level 3 at most.",
+    )
+    one_region: bool = Field(
+        default=True,
+        description="With TensorRT 8.6, have the fp16 graphs of blocks compiled as one fused region each, which builds them sooner than the search at levels 4 and 5, and fuses all products, "
+        "which are then added up in fp32 but for a few that the build names. A graph that TensorRT cannot build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
+    )
+    tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
+        default=None, json_schema_extra=UNIQUE,
+        description="Which libraries tactics may come from; none: TensorRT's own choice. Without cuBLAS and cuDNN: "
+        "`[edge_mask_convolutions, jit_convolutions]`. TensorRT 11 knows these two only.",
+    )
+    tactics: Literal["free", "record", "verified"] = Field(
+        default="free",
+        description="`record` keeps the timing cache and what was chosen for each layer beside the engines, and goes on from them; `verified` builds from "
+        "such a record and fails where anything else is chosen; with TensorRT 8.6, which chooses the kernels of fused regions anew in each build, that is often.",
+    )
+    attention: Literal["fused", "traced"] = Field(
+        default="fused",
+        description="`fused`: on a paged KV cache, cuDNN's attention for prompts and a kernel of our own for rows that decode, for the kinds that these can run (needs "
+        "nvidia-cudnn-frontend and cuDNN 9); "
+        "`traced`: the model's own graph, in TensorRT.",
+    )
+
+
+class Backends(Section):
+    """Settings of each backend."""
+
+    tensorrt: TensorRTConfig = Field(default=TensorRTConfig(), description="How engines are built with TensorRT. Sizes come from `limits`.")

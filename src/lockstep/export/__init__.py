@@ -1,0 +1,12 @@
+"""The split export: from a checkpoint's config.json to weight-free graphs and the recipe that assembles them."""
+
+import gc
+
+from lockstep.export import collector
+
+with collector.paused():
+    from lockstep.export.run import export
+
+    gc.freeze()  # what was loaded stays: later collections, and the one at exit, need not walk it
+
+__all__ = ["export"]

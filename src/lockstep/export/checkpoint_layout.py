@@ -1,0 +1,96 @@
+"""Under which names, and in which order, a checkpoint holds the parameters of a model.
+
+Current transformers keeps some parameters together that checkpoints hold apart: the experts of a layer are one tensor in the model and
+one file entry each on disk. In: a meta model. Out: for each parameter the checkpoint tensors whose bytes, one after another, are its
+own. transformers' own conversion for saving says which those are: it is run on small tensors whose elements are numbered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from lockstep.artifacts.dtypes import FLOAT_DTYPES
+from lockstep.checkpoint.safetensors_header import TensorRecord
+from lockstep.errors import InputError
+from lockstep.export.quiet import quiet
+
+_SMALL = 4  # size of a shrunk dimension: even, so that a tensor of two halves can be cut
+
+
+def checkpoint_layout(meta: torch.nn.Module) -> dict[str, list[str]]:
+    """{parameter: names of the checkpoint tensors that it is made of, in order}, tied parameters left out.
+
+    Raises InputError for a model whose checkpoint tensors would have to be transposed or mixed, not only placed side by side.
+    """
+    numbered, spans, count = {}, {}, 0
+    for name, tensor in _parameters(meta).items():
+        # Experts are stacked along the first of three dimensions, and each has names of its own.
+        shape = [size if len(tensor.shape) > 2 and axis == 0 else min(size, _SMALL) for axis, size in enumerate(tensor.shape)]
+        numbered[name] = torch.arange(count, count + math.prod(shape)).view(shape)
+        spans[name] = range(count, count + math.prod(shape))
+        count += math.prod(shape)
+    starts: dict[int, tuple[str, int]] = {}
+    for name, tensor in _saved(meta, numbered).items():
+        numbers = tensor.reshape(-1)
+        first, size = int(numbers[0]), numbers.numel()
+        if not torch.equal(numbers, torch.arange(first, first + size)):
+            raise InputError(f"model type {meta.config.model_type!r} cannot be split: its checkpoint holds {name} in another order than the model")
+        starts[first] = (name, size)
+    layout = {}
+    for name, span in spans.items():
+        parts, at = [], span.start
+        while at < span.stop and at in starts:
+            part, size = starts[at]
+            parts.append(part)
+            at += size
+        if at != span.stop:
+            raise InputError(f"model type {meta.config.model_type!r} cannot be split: its checkpoint holds {name} in a way that is not known")
+        layout[name] = parts
+    return layout
+
+
+def checkpoint_shapes(meta: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a checkpoint of the model holds, sorted, tied ones once."""
+    saved = _saved(meta, {name: tensor.to("meta") for name, tensor in _parameters(meta).items()})
+    return {name: tuple(tensor.shape) for name, tensor in sorted(saved.items())}
+
+
+def check_tensors(meta: torch.nn.Module, tensors: Mapping[str, tuple[str, TensorRecord]], folder: Path) -> None:
+    """Hold a checkpoint's tensors to what a checkpoint of the model holds.
+
+    tensors: file and record by name, of the checkpoint in `folder`. Raises InputError for a tensor that is absent, of
+    another shape or no float. Tensors that the model does not know are no fault.
+    """
+    for name, shape in checkpoint_shapes(meta).items():
+        # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
+        file, record = tensors.get(name) or tensors.get(name.partition(".")[2]) or (None, None)
+        if record is None:
+            raise InputError(
+                f"{folder}: expected tensor {name!r} {list(shape)}, found none of this name; does config.json belong to"
+                " these weights?"
+            )
+        if record.shape != shape:
+            raise InputError(
+                f"{folder / file}: tensor {name!r}: expected shape {list(shape)}, found {list(record.shape)}; does"
+                " config.json belong to these weights?"
+            )
+        if record.dtype not in FLOAT_DTYPES:
+            raise InputError(
+                f"{folder / file}: tensor {name!r}: expected one of {', '.join(FLOAT_DTYPES)}, found {record.dtype};"
+                " use a checkpoint that is not quantized"
+            )
+
+
+def _parameters(meta: torch.nn.Module) -> dict[str, torch.Tensor]:
+    tied = set(getattr(meta, "all_tied_weights_keys", None) or {})
+    return {name: tensor for name, tensor in meta.state_dict().items() if name not in tied}
+
+
+def _saved(meta: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    with quiet():
+        return revert_weight_conversion(meta, dict(tensors))

@@ -1,0 +1,101 @@
+"""Put the blocks together again: the uncut `batchful.onnx`.
+
+In: the blocks of all layers with the tensors that their slots take, and each layer's attention without a cache. Out: one graph
+`hidden, position_ids, logit_rows` and every weight (named as in the checkpoint) -> `logits`, in which attention is an ONNX local
+function of the domain "lockstep". It is what the split must equal, and what tools that want one file can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+
+from lockstep.export.canonical import IR_VERSION, OPSET, Graph
+
+DOMAIN = "lockstep"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One block in the sequence: its graph, {slot: checkpoint tensors}, and the kind of the attention after it (None after the exit)."""
+
+    graph: Graph
+    slots: Mapping[str, Sequence[str]]
+    kind: str | None
+
+
+def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
+    """The uncut model, and {weight input: checkpoint tensors}; `functions` maps a kind to its attention without a cache."""
+    graph = onnx.GraphProto(name="batchful")
+    constants: dict[tuple, str] = {}
+    weights: dict[str, dict] = {}
+    slots: dict[str, list[str]] = {}
+    env: dict[str, str] = {}
+    inputs: dict[str, dict] = {}
+    for index, step in enumerate(steps):
+        names = {}
+        for value in step.graph.inputs:
+            names[value["name"]] = env.setdefault(value["name"], value["name"])
+            if env[value["name"]] == value["name"]:
+                inputs.setdefault(value["name"], value)
+        for slot in step.graph.slots:
+            tensors = list(step.slots[slot["name"]])
+            name = tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
+            names[slot["name"]] = name
+            weights[name], slots[name] = slot, tensors
+        block = step.graph.proto.graph
+        for initializer in block.initializer:
+            key = (initializer.data_type, tuple(initializer.dims), initializer.raw_data)
+            if key not in constants:
+                constants[key] = f"const_{len(constants)}"
+                graph.initializer.add().CopyFrom(initializer)
+                graph.initializer[-1].name = constants[key]
+            names[initializer.name] = constants[key]
+        last = step.kind is None
+        for node in block.node:
+            new = graph.node.add()
+            new.CopyFrom(node)
+            new.name = f"block_{index}/{node.name}"
+            new.input[:] = [names[i] if i else "" for i in node.input]
+            for output in node.output:
+                names[output] = output if last and output == "logits" else f"block_{index}/{output}"
+            new.output[:] = [names[o] if o else "" for o in node.output]
+        for value in step.graph.outputs:
+            env[value["name"].removesuffix("_out")] = names[value["name"]]
+        if not last:
+            env.setdefault("position_ids", "position_ids")
+            attention = f"layer_{index}/attention"
+            graph.node.add(op_type=step.kind, domain=DOMAIN, name=attention, input=[env[n] for n in _CALL], output=[attention])
+            env["attention"] = attention
+    inputs["position_ids"] = {"name": "position_ids", "dtype": "int64", "shape": ["num_tokens"]}
+    graph.input.extend(_value_info(inputs[name], name) for name in ("hidden", "position_ids", "logit_rows") if name in inputs)
+    graph.input.extend(_value_info(weights[name], name) for name in weights)
+    graph.output.extend(_value_info(value, value["name"]) for value in steps[-1].graph.outputs)
+    opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, 1)]
+    model = onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=opsets)
+    model.functions.extend(_function(name, functions[name]) for name in sorted(functions))
+    return model.SerializeToString(deterministic=True), slots
+
+
+_CALL = ("query", "key", "value", "position_ids")
+
+
+def _function(name: str, attention: Graph) -> onnx.FunctionProto:
+    source = attention.proto.graph
+    constants = [onnx.helper.make_node("Constant", [], [tensor.name], name=tensor.name, value=tensor) for tensor in source.initializer]
+    return onnx.helper.make_function(
+        DOMAIN, name, list(_CALL), ["attention"], [*constants, *source.node], [onnx.helper.make_opsetid("", OPSET)]
+    )  # fmt: skip
+
+
+def _value_info(value: dict, name: str) -> onnx.ValueInfoProto:
+    return onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(_numpy_dtype(value["dtype"])), value["shape"])
+
+
+def _numpy_dtype(name: str):
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)

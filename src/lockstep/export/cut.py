@@ -1,0 +1,333 @@
+"""Cut a packed trace at its attention nodes, by data flow.
+
+In: a packed trace (simplify.pack). Out: a block before each attention, the exit block after the last, and for each layer its
+batchless region: the nodes between the block's flat query, key, value and the attention that see positions (rotary encoding) and
+hold no weight, with the data movement around them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir import convenience
+
+from lockstep.errors import InputError
+from lockstep.export.canonical import Graph, canonical
+from lockstep.export.simplify import merge_movement
+from lockstep.export.tracer import DOMAIN
+
+_MOVEMENT = {"Reshape", "Transpose", "Slice", "Split", "Concat", "Unsqueeze", "Squeeze", "Neg", "Identity", "Expand", "Cast"}
+INPUT_ORDER = ("hidden", "attention", "token_ids", "position_ids", "logit_rows")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A layer's batchless part, not yet a prefill or decode graph.
+
+    graph: query, key, value (flat), position_ids -> rotated query, key and value `[num_tokens, heads, head_dim]`.
+    """
+
+    graph: ir.Graph
+    scale: float
+    softcap: float
+    window: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """blocks[i] comes before the attention of layer i, exit after the last; regions[i] is layer i's batchless part."""
+
+    blocks: tuple[Graph, ...]
+    exit: Graph
+    regions: tuple[Region, ...]
+
+
+def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
+    """Cut `model` (changed on the way). Raises InputError with the reason where a clean cut does not exist."""
+    graph = model.graph
+    _flatten_attention(graph)
+    flow = _Flow(graph, weights)
+    markers = [node for node in graph if node.domain == DOMAIN]
+    flat: set[ir.Value] = set()
+    plans = [_plan(graph, flow, marker, flat) for marker in markers]
+    spans = _spans(graph, flow, markers, plans)
+    regions = tuple(_region(graph, marker, cuts) for marker, (cuts, _) in zip(markers, plans, strict=True))
+    blocks = []
+    for layer, (inputs, outputs) in enumerate(spans):
+        part = convenience.extract(graph, list(inputs), list(outputs.values()))
+        for value, name in zip(part.inputs, inputs.values(), strict=True):
+            value.name = name
+            value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
+        for value, name in zip(part.outputs, outputs, strict=True):
+            value.name = name
+            value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
+        last = layer == len(markers)
+        if last:
+            _pick_rows(part)
+        slots = {name: _slot(name, layer, layer_prefix) for name in part.initializers if name in weights}
+        blocks.append(canonical(part, "exit" if last else "entry" if layer == 0 else "middle", (*INPUT_ORDER, *_carried(inputs)), slots))
+    return Cut(tuple(blocks[:-1]), blocks[-1], regions)
+
+
+def _flatten_attention(graph: ir.Graph) -> None:
+    """Let each attention give `[num_tokens, num_heads*head_dim]`; the reshapes behind it then mostly vanish."""
+    for marker in [node for node in graph if node.domain == DOMAIN]:
+        out = marker.outputs[0]
+        _, heads, width = out.shape
+        split = ir.Node("", "Reshape", [out, _shape(graph, f"{out.name}/heads", -1, heads, width)], num_outputs=1)
+        split.outputs[0].shape, split.outputs[0].type = out.shape, out.type
+        out.shape = ir.Shape([out.shape[0], heads * width])
+        out.replace_all_uses_with(split.outputs[0])
+        split.replace_input_with(0, out)
+        graph.insert_after(marker, split)
+    merge_movement(graph)
+
+
+class _Flow:
+    """Which values depend on tokens, and which of those see positions without a weight in between."""
+
+    def __init__(self, graph: ir.Graph, weights: frozenset[str]):
+        self.weights = {value for value in graph.initializers.values() if value.name in weights}
+        self.positions = next((value for value in graph.inputs if value.name == "position_ids"), None)
+        self.tokens = {value for value in graph.inputs if value is not self.positions}
+        self.positional: set[ir.Value] = set()
+        for node in graph:
+            if any(value in self.tokens for value in node.inputs):
+                self.tokens.update(node.outputs)
+            if node.domain != DOMAIN and not self.weighted(node) and any(v is self.positions or v in self.positional for v in node.inputs):
+                self.positional.update(node.outputs)
+
+    def weighted(self, node: ir.Node) -> bool:
+        return any(value in self.weights for value in node.inputs)
+
+    def position_only(self, value: ir.Value) -> bool:
+        """Computed from positions alone: cheap, so that every block that needs it computes it."""
+        return value in self.positional and value not in self.tokens
+
+    def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
+        """The token values that `value` is made of by positions and movement alone, and the nodes in between."""
+        found, region, seen, stack = [], set(), set(), [value]
+        while stack:
+            value = stack.pop()
+            if value in seen or value is None or value is self.positions:
+                continue
+            seen.add(value)
+            node = value.producer()
+            moved = value in self.tokens and node is not None and node.op_type in _MOVEMENT and not self.weighted(node)
+            if value not in stops and (value in self.positional or moved):
+                region.add(node)
+                stack.extend(node.inputs)
+            elif value in self.tokens:
+                found.append(value)
+        return found, region
+
+    def cut_value(self, value: ir.Value) -> ir.Value:
+        """Where to cut for one input of an attention: of the single values that hold just its numbers in the narrowest type, the earliest.
+
+        Rotary encoding then falls into the batchless part. Where no such value exists before positions come in (a key that is
+        put together from two tensors), the cut is at the attention and the rotary encoding stays batchful.
+        """
+        width = value.shape[1] * value.shape[2]
+        _, region = self.walk(value)
+        made = {output for node in region for output in node.outputs} | {v for node in region for v in node.inputs if v is not None}
+        candidates = [v for v in made if v in self.tokens and v not in self.positional and _layout(v, width) is not None]
+        order = {output: index for index, node in enumerate(value.producer().graph) for output in node.outputs}
+        for candidate in sorted(candidates, key=lambda v: (v.dtype.itemsize, order.get(v, -1))):
+            found, _ = self.walk(value, stops={candidate})
+            if found == [candidate]:
+                return candidate
+        return value
+
+
+def _layout(value: ir.Value, width: int) -> str | None:
+    """How `width` numbers a token lie: "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim]; None for anything else."""
+    if value.shape is None:
+        return None
+    fixed = [isinstance(dim, int) for dim in value.shape]
+    if fixed == [False, True]:
+        return "flat" if value.shape[1] == width else None
+    if fixed == [False, True, True]:
+        return "tokens" if value.shape[1] * value.shape[2] == width else None
+    if fixed == [True, False, True]:
+        return "heads" if value.shape[0] * value.shape[2] == width else None
+    return None
+
+
+def _plan(graph: ir.Graph, flow: _Flow, marker: ir.Node, flat: set[ir.Value]) -> tuple[list[ir.Value], set[ir.Node]]:
+    """Make query, key and value flat where they are cut; give the three flat values (added to `flat`) and the batchless nodes behind."""
+    cuts = []
+    for role, value in zip(("query", "key", "value"), list(marker.inputs), strict=True):
+        at = flow.cut_value(value)
+        width = value.shape[1] * value.shape[2]
+        layout = _layout(at, width)
+        if layout is None:
+            raise InputError(f"cannot be split: expected the {role} of a layer as [num_tokens, heads, head_dim], found shape {at.shape}")
+        _, region = flow.walk(value, stops={at})
+        cuts.append(at if layout == "flat" else _flatten(graph, flow, at, layout, {marker, *region}))
+    flat.update(cuts)
+    merge_movement(graph, flat)
+    if len(set(cuts)) != 3:
+        raise InputError("cannot be split: expected query, key and value of a layer as three tensors, found one shared by two of them")
+    region = set()
+    for value in marker.inputs:
+        region |= flow.walk(value, stops=set(cuts))[1]
+    return cuts, region
+
+
+def _flatten(graph: ir.Graph, flow: _Flow, value: ir.Value, layout: str, readers: Collection[ir.Node]) -> ir.Value:
+    """Put `value` through [num_tokens, width] for `readers`; give the flat value. Others go on reading `value`."""
+    heads, dim = (value.shape[0] if layout == "heads" else value.shape[1]), value.shape[2]
+    tokens = value.shape[1] if layout == "heads" else value.shape[0]
+    last = value.producer()
+
+    def emit(op_type: str, inputs, shape, attributes=()) -> ir.Value:
+        nonlocal last
+        node = ir.Node("", op_type, inputs, list(attributes), num_outputs=1)
+        node.outputs[0].shape, node.outputs[0].type = ir.Shape(shape), value.type
+        graph.insert_after(last, node)
+        flow.tokens.add(node.outputs[0])
+        last = node
+        return node.outputs[0]
+
+    swap = [ir.AttrInt64s("perm", [1, 0, 2])]
+    uses = [(node, index) for node, index in value.uses() if node in readers]
+    flat = emit("Transpose", [value], [tokens, heads, dim], swap) if layout == "heads" else value
+    flat = emit("Reshape", [flat, _shape(graph, f"{value.name}/flat", -1, heads * dim)], [tokens, heads * dim])
+    back = emit("Reshape", [flat, _shape(graph, f"{value.name}/heads", -1, heads, dim)], [tokens, heads, dim])
+    back = emit("Transpose", [back], [heads, tokens, dim], swap) if layout == "heads" else back
+    for node, index in uses:
+        node.replace_input_with(index, back)
+    return flat
+
+
+def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
+    """An initializer that a Reshape takes its target from."""
+    while name in graph.initializers:
+        name += "_"
+    value = ir.Value(name=name, const_value=ir.tensor(list(dims)), shape=ir.Shape([len(dims)]), type=ir.TensorType(ir.DataType.INT64))
+    graph.register_initializer(value)
+    return value
+
+
+def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
+    """For each block its inputs {value: name} and outputs {name: value}.
+
+    A value belongs to the stage after the last attention it depends on; what a later stage reads crosses the cut between them.
+    """
+    level = {marker: index for index, marker in enumerate(markers)}
+    batchless = set(markers).union(*(region for _, region in plans))
+    hidden = next(value for value in graph.inputs if value is not flow.positions)
+    stage = {hidden: 0}
+    for node in graph:
+        known = [stage[value] for value in node.inputs if value in stage]
+        if node in level:
+            if max(known) != level[node]:
+                raise InputError(f"cannot be split: the attentions of layers {max(known)} and {level[node]} do not follow one another")
+            stage[node.outputs[0]] = level[node] + 1
+        elif known:
+            stage.update((output, max(known)) for output in node.outputs if not flow.position_only(output))
+    reads: list[dict[ir.Value, None]] = [{} for _ in range(len(markers) + 1)]
+    for node in graph:
+        here = next((stage[output] for output in node.outputs if output in stage), None)
+        if node in batchless or here is None:
+            continue
+        for value in node.inputs:
+            if value is None or value not in stage:
+                continue
+            made_by_attention = value.producer() in level
+            if value is hidden or made_by_attention or stage[value] < here:
+                reads[here][value] = None
+    first = [v for v in reads[1] if v.producer() not in level]
+    hidden_role = first.index(hidden) if hidden in first else 0
+    spans = []
+    names: dict[ir.Value, str] = {hidden: "hidden"}
+    for index in range(len(markers) + 1):
+        inputs = {v: "attention" if v.producer() in level else names.get(v) for v in reads[index]}
+        if any(v.producer() in level and level[v.producer()] != index - 1 for v in inputs) or None in inputs.values():
+            raise InputError(f"cannot be split: the block before layer {index} reads what an earlier block than the one before it made")
+        if index == len(markers):
+            outputs = {"logits": graph.outputs[0]}
+        else:
+            # Roles are told apart by the order in which the next block reads them, so that equal blocks get equal names.
+            crossing = [v for v in reads[index + 1] if v.producer() not in level]
+            roles = [n for n in range(len(crossing)) if n != hidden_role]
+            names = {v: "hidden" if n == hidden_role else f"carry_{roles.index(n) + 1}" for n, v in enumerate(crossing)}
+            cuts = plans[index][0]
+            if any(stage.get(v) != index for v in cuts):
+                raise InputError(f"cannot be split: query, key or value of layer {index} is made before the attention of layer {index - 1}")
+            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden} | dict(zip(("query", "key", "value"), cuts, strict=True))
+            if names.get(hidden, "hidden") != "hidden":
+                raise InputError("cannot be split: the layers after the first read the embedding in another place than the first")
+        if flow.positions is not None and _needs_positions(outputs.values(), set(inputs), flow.positions):
+            inputs[flow.positions] = "position_ids"
+        spans.append((inputs, outputs))
+    return spans
+
+
+def _needs_positions(outputs, stops: set[ir.Value], positions: ir.Value) -> bool:
+    stack, seen = list(outputs), set()
+    while stack:
+        value = stack.pop()
+        if value is positions:
+            return True
+        if value is None or value in seen or value in stops:
+            continue
+        seen.add(value)
+        if (node := value.producer()) is not None:
+            stack.extend(node.inputs)
+    return False
+
+
+def _carried(inputs: dict[ir.Value, str]) -> list[str]:
+    return sorted(name for name in inputs.values() if name not in INPUT_ORDER)
+
+
+def _region(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Region:
+    positions = next(value for value in graph.inputs if value.name == "position_ids")
+    part = convenience.extract(graph, [*cuts, positions], list(marker.inputs))
+    for value, name in zip(part.inputs, ("query", "key", "value", "position_ids"), strict=True):
+        value.name = name
+        value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
+    query, key, value = (v.shape for v in marker.inputs)
+    attributes = marker.attributes
+    return Region(
+        part, attributes["scale"].as_float(), attributes["softcap"].as_float(), attributes["window"].as_int(), query[1], key[1], query[2], value[2]
+    )
+
+
+def _pick_rows(part: ir.Graph) -> None:
+    """Let the exit block start by taking the rows of `logit_rows [num_requests]`: nothing else needs computing for them."""
+    rows = ir.Value(name="logit_rows", shape=ir.Shape(["num_requests"]), type=ir.TensorType(ir.DataType.INT64))
+    first = next(iter(part))
+    for value in list(part.inputs):
+        pick = ir.Node("", "Gather", [value, rows], [ir.AttrInt64("axis", 0)], num_outputs=1)
+        pick.outputs[0].shape, pick.outputs[0].type = ir.Shape(["num_requests", *value.shape[1:]]), value.type
+        value.replace_all_uses_with(pick.outputs[0])
+        pick.replace_input_with(0, value)
+        part.insert_before(first, pick)
+    part.inputs.append(rows)
+    part.outputs[0].shape = ir.Shape(["num_requests", *part.outputs[0].shape[1:]])
+
+
+def _slot(name: str, layer: int, prefix: str) -> str:
+    """A weight's name relative to its block: "current." for layer `layer`, "previous." for the one before, else the full name."""
+    match = re.fullmatch(rf"{re.escape(prefix)}\.(\d+)\.(.+)", name)
+    if match is None:
+        return name
+    relative = {0: "current", -1: "previous"}.get(int(match[1]) - layer)
+    if relative is None:
+        raise InputError(f"cannot be split: the block before layer {layer} reads {name}, a weight of another layer")
+    return f"{relative}.{match[2]}"
+
+
+def bind_slot(slot: str, layer: int, prefix: str) -> str:
+    """The inverse of the naming above: the parameter that `slot` takes in the block before layer `layer`."""
+    where, _, rest = slot.partition(".")
+    return f"{prefix}.{layer - (where == 'previous')}.{rest}" if where in ("current", "previous") else slot

@@ -1,0 +1,262 @@
+"""Prove that no value of a traced graph is carried from one token to another outside attention.
+
+In: a packed trace (simplify.pack). Out: nothing, or an InputError that names the first operator that mixes tokens. In a step the tokens
+of all requests lie one after another, and a prompt may come in pieces: a value that depends on another token depends on the other
+requests and on the cut of the prompt, even when it does so only from some length on, where no test may look.
+
+Method: the only dimension of a packed trace that is not a fixed number is that of the tokens. Each value is followed from the inputs:
+one that depends on tokens must have exactly one such dimension, and each operator has a rule that says along which axes it mixes. An
+operator without a rule is refused. Sizes (how many tokens a step has) may shape values, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from lockstep.errors import InputError
+from lockstep.export.simplify import ELEMENTWISE, REDUCTIONS
+
+
+class _Mixes(Exception):
+    """What an operator does along the tokens."""
+
+
+def check_independence(graph: ir.Graph, domain: str, model_type: str) -> None:
+    """Raise InputError when a token-wise part of `graph` mixes tokens; operators of `domain` (attention) may."""
+    tokens, sizes = set(graph.inputs), _Sizes()
+    for node in graph:
+        try:
+            if node.domain == domain:
+                tokens.update(node.outputs)
+            elif node.op_type == "Shape":
+                sizes.add_shape(node)
+            elif any(value in tokens for value in node.inputs):
+                if any(value in sizes for index, value in enumerate(node.inputs) if index not in _SHAPE_INPUTS.get(node.op_type, ())):
+                    raise _Mixes("computes with the number of tokens in a step")
+                _rule(node, tokens)
+                used = [output for output in node.outputs if output.uses() or output.is_graph_output()]
+                for output in used:
+                    _axis(output)
+                tokens.update(used)
+            elif any(value in sizes for value in node.inputs):
+                tokens.update(sizes.follow(node))
+        except _Mixes as reason:
+            raise InputError(
+                f"model type {model_type!r} cannot be split: outside attention its {node.op_type} {reason}; a request's result would depend on the "
+                "requests beside it, and on how its prompt is cut"
+            ) from None
+
+
+# Operators that take a shape, and where.
+_SHAPE_INPUTS = {"Reshape": (1,), "Expand": (1,)}
+_ARITHMETIC = frozenset("Gather Slice Squeeze Unsqueeze Concat Cast Identity Add Sub Mul Div Mod Min Max Reshape".split())
+
+
+class _Sizes:
+    """Values computed from how many tokens a step has. They may say how large something is, and nothing else."""
+
+    def __init__(self) -> None:
+        self.dims: dict[ir.Value, list] = {}  # of those that are a shape, or part of one
+        self.others: set[ir.Value] = set()
+
+    def __contains__(self, value: ir.Value | None) -> bool:
+        return value in self.others or any(not isinstance(dim, int) for dim in self.dims.get(value, ()))
+
+    def add_shape(self, node: ir.Node) -> None:
+        shape = node.inputs[0].shape
+        if shape is None:
+            raise _Mixes("takes the size of a value of unknown shape")
+        start, end = (node.attributes[name].as_int() if name in node.attributes else None for name in ("start", "end"))
+        self.dims[node.outputs[0]] = list(shape)[start:end]
+
+    def follow(self, node: ir.Node) -> list[ir.Value]:
+        """Note what a node that reads sizes gives; constants that are as long as the tokens are returned, to be followed as tokens are."""
+        if node.op_type == "ConstantOfShape" and node.inputs[0] in self.dims:
+            node.outputs[0].shape = ir.Shape(self.dims[node.inputs[0]])  # what inference may have left open
+        if node.op_type in ("ConstantOfShape", "Expand") and (node.op_type != "Expand" or node.inputs[0] not in self):
+            return [output for output in node.outputs if output.shape is None or any(not isinstance(dim, int) for dim in output.shape)]
+        if node.op_type not in _ARITHMETIC:
+            raise _Mixes("computes with the number of tokens in a step")
+        index = _ints(node, 1)
+        if node.op_type == "Gather" and node.inputs[0] in self.dims and index is not None:
+            self.dims[node.outputs[0]] = [self.dims[node.inputs[0]][i] for i in index]
+        else:
+            self.others.update(node.outputs)
+        return []
+
+
+def _axis(value: ir.Value) -> int:
+    """Where the tokens of a value that depends on them lie."""
+    if value.shape is None:
+        raise _Mixes("gives a value of unknown shape")
+    found = [axis for axis, dim in enumerate(value.shape) if not isinstance(dim, int)]
+    if len(found) != 1:
+        raise _Mixes("combines all tokens into one value" if not found else "combines each token with each other")
+    return found[0]
+
+
+def _moving(node: ir.Node, tokens: set[ir.Value]) -> list[tuple[int, ir.Value, int]]:
+    """(position, value, token axis) of the inputs that depend on tokens."""
+    return [(position, value, _axis(value)) for position, value in enumerate(node.inputs) if value in tokens]
+
+
+def _rule(node: ir.Node, tokens: set[ir.Value]) -> None:
+    if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()):
+        raise _Mixes("branches on values of tokens")
+    op = node.op_type
+    rule = _RULES.get(op) or (_elementwise if op in ELEMENTWISE else _reduction if op in REDUCTIONS else None)
+    if rule is None or node.domain not in ("", "ai.onnx"):
+        raise _Mixes("may mix tokens: it is not known to keep them apart")
+    rule(node, _moving(node, tokens))
+
+
+def _elementwise(node: ir.Node, moving: list) -> None:
+    """Trailing dimensions are aligned: all tokens must lie at the same place from the end."""
+    if len({len(value.shape) - axis for _, value, axis in moving}) != 1:
+        raise _Mixes("combines each token with each other")
+
+
+def _along(node: ir.Node, moving: list, axes: list[int]) -> None:
+    """An operator that mixes along `axes` of its first input, which alone may depend on tokens."""
+    (position, value, axis), *more = moving
+    if position or more:
+        raise _Mixes("chooses by the values of tokens")
+    if axis in [a % len(value.shape) for a in axes]:
+        raise _Mixes("mixes along the tokens")
+
+
+def _reduction(node: ir.Node, moving: list) -> None:
+    axes = _ints(node, 1)
+    if axes is None and "axes" in node.attributes:
+        axes = list(node.attributes["axes"].as_ints())
+    _along(node, moving, list(range(len(node.inputs[0].shape))) if not axes else axes)
+
+
+def _attribute_axis(default: int) -> Callable[[ir.Node, list], None]:
+    def rule(node: ir.Node, moving: list) -> None:
+        _along(node, moving, [_axis_attribute(node, default)])
+
+    return rule
+
+
+def _from_axis_on(node: ir.Node, moving: list) -> None:
+    """Normalisation over an axis and all that follow."""
+    rank = len(node.inputs[0].shape)
+    _along(node, moving, list(range(_axis_attribute(node, -1) % rank, rank)))
+
+
+def _slice(node: ir.Node, moving: list) -> None:
+    starts = _ints(node, 1) or []
+    _along(node, moving, (_ints(node, 3) if len(node.inputs) > 3 else None) or list(range(len(starts) or len(node.inputs[0].shape))))
+
+
+def _concat(node: ir.Node, moving: list) -> None:
+    rank = len(node.outputs[0].shape)
+    if len({axis for _, _, axis in moving}) != 1 or moving[0][2] == _axis_attribute(node, 0) % rank:
+        raise _Mixes("puts tokens beside others")
+
+
+def _transpose(node: ir.Node, moving: list) -> None:
+    """Moves whole dimensions."""
+
+
+def _reshape(node: ir.Node, moving: list) -> None:
+    """What stands before the tokens must go on standing there, and what follows each token must go on following it."""
+    (position, value, axis), *more = moving
+    out = node.outputs[0]
+    if position or more:
+        raise _Mixes("shapes values by the values of tokens")
+    if _product(value.shape[:axis]) != _product(out.shape[: _axis(out)]):
+        raise _Mixes("moves values from token to token")
+
+
+def _expand(node: ir.Node, moving: list) -> None:
+    (position, value, axis), *more = moving
+    if position or more or len(value.shape) - axis != len(node.outputs[0].shape) - _axis(node.outputs[0]):
+        raise _Mixes("repeats tokens")
+
+
+def _matmul(node: ir.Node, moving: list) -> None:
+    for position, value, axis in moving:
+        rank = len(value.shape)
+        if axis == (rank - 1 if position == 0 or rank == 1 else rank - 2):
+            raise _Mixes("sums over the tokens")
+    if len(moving) == 2 and len({len(value.shape) - axis for _, value, axis in moving}) != 1:
+        raise _Mixes("combines each token with each other")
+
+
+def _gemm(node: ir.Node, moving: list) -> None:
+    """Tokens are the rows of the first factor, and of what is added."""
+    if any(position == 1 for position, _, _ in moving) or ("transA" in node.attributes and node.attributes["transA"].as_int()):
+        raise _Mixes("multiplies tokens with tokens")
+
+
+def _gather(node: ir.Node, moving: list) -> None:
+    """Tokens may choose rows of a table, or fixed columns be taken of each token; not rows of tokens."""
+    if len(moving) != 1 or (moving[0][0] == 0 and moving[0][2] == _axis_attribute(node, 0) % len(node.inputs[0].shape)):
+        raise _Mixes("takes tokens by their number")
+
+
+def _gather_nd(node: ir.Node, moving: list) -> None:
+    """Each token's indices into a table; with batch dimensions, into its own values."""
+    batch = node.attributes["batch_dims"].as_int() if "batch_dims" in node.attributes else 0
+    for position, value, axis in moving:
+        if (position == 0 and axis >= batch) or (position == 1 and axis == len(value.shape) - 1):
+            raise _Mixes("takes tokens by their number")
+
+
+def _by_element(node: ir.Node, moving: list) -> None:
+    """Takes or puts elements along one axis; in all others indices and values lie at the same place. Tokens may choose from a table."""
+    axis = _axis_attribute(node, 0) % len(node.inputs[0].shape)
+    if node.op_type == "GatherElements" and [(position, found) for position, _, found in moving] == [(1, axis)]:
+        return
+    if len({found for _, _, found in moving}) != 1 or moving[0][2] == axis:
+        raise _Mixes("takes tokens by their number")
+
+
+def _scatter_nd(node: ir.Node, moving: list) -> None:
+    """Puts slices in places that fixed indices name: the tokens must lie in the slices, at the same place in values and updates."""
+    rank, indices = len(node.inputs[0].shape), node.inputs[1].shape
+    for position, value, axis in moving:
+        if position == 1 or axis < (indices[-1] if position == 0 else len(indices) - 1):
+            raise _Mixes("takes tokens by their number")
+    if len({len(value.shape) - axis for _, value, axis in moving}) != 1 or len(node.outputs[0].shape) != rank:
+        raise _Mixes("takes tokens by their number")
+
+
+def _einsum(node: ir.Node, moving: list) -> None:
+    terms, _, result = node.attributes["equation"].as_string().replace(" ", "").partition("->")
+    letters = {terms.split(",")[position][axis] for position, _, axis in moving if "." not in terms}
+    if len(letters) != 1 or not letters <= set(result):
+        raise _Mixes("sums over the tokens")
+
+
+_RULES: dict[str, Callable[[ir.Node, list], None]] = {
+    "ArgMax": _attribute_axis(0), "CumSum": lambda node, moving: _along(node, moving, _ints(node, 1) or [0]), "Concat": _concat, "Einsum": _einsum,
+    "Expand": _expand, "Flatten": _reshape, "Gather": _gather, "GatherElements": _by_element, "GatherND": _gather_nd, "Gemm": _gemm,
+    "LayerNormalization": _from_axis_on, "LogSoftmax": _attribute_axis(-1), "MatMul": _matmul, "OneHot": _transpose, "RMSNormalization": _from_axis_on,
+    "Reshape": _reshape, "ScatterElements": _by_element, "ScatterND": _scatter_nd, "Slice": _slice, "Softmax": _attribute_axis(-1), "Split": _attribute_axis(0),
+    "Squeeze": _transpose, "TopK": _attribute_axis(-1), "Transpose": _transpose, "Unsqueeze": _transpose,
+}  # fmt: skip
+
+
+def _axis_attribute(node: ir.Node, default: int) -> int:
+    return node.attributes["axis"].as_int() if "axis" in node.attributes else default
+
+
+def _ints(node: ir.Node, position: int) -> list[int] | None:
+    """A constant input as numbers; None when it is absent or no constant."""
+    if len(node.inputs) <= position or node.inputs[position] is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(node.inputs[position])
+    return None if tensor is None else np.atleast_1d(tensor.numpy()).tolist()
+
+
+def _product(dims) -> int:
+    result = 1
+    for dim in dims:
+        result *= dim
+    return result

@@ -1,0 +1,168 @@
+"""A checkpoint of any shape with random weights: a config.json in, a checkpoint folder out.
+
+For shape work, speed and tests. Each tensor is drawn from a generator seeded by (seed, tensor name), streamed into sharded
+safetensors; the scales keep logits near a standard deviation of 1. Needs torch and transformers to know the tensors' names and shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from lockstep.checkpoint.tensors import INDEX, SINGLE
+from lockstep.errors import InputError
+from lockstep.artifacts.fetched import clear, folder_of, write_fetched
+from lockstep.artifacts.files import atomic_path, sha256_file, write_json
+from lockstep.config.sources import parse_source
+
+_DTYPES = {"float32": ("F32", np.dtype(np.float32)), "float16": ("F16", np.dtype(np.float16)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
+SHARD_BYTES = 4 << 30
+_PIECE = 1 << 22  # numbers drawn at a time: 16 MB
+
+
+def fetch(source: str, config_json: str | os.PathLike, out: str | os.PathLike) -> Path:
+    """Make the checkpoint of a `random:` source, whose config is `config_json`, in `checkpoint/` beside the manifest `out`."""
+    out, seed = Path(out), parse_source(source).seed
+    out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
+    clear(folder_of(out))
+    make(config_json, seed, folder_of(out))
+    files = sorted(path.name for path in folder_of(out).iterdir())
+    return write_fetched(out, source, {name: sha256_file(folder_of(out) / name) for name in files}, seed=seed)
+
+
+def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write the checkpoint of `config_json` with random weights of `seed` to `folder`; the dtype is the config's (float32 if it names none).
+
+    A tokenizer.json beside the config is copied, else one of single bytes is made. What an earlier call left in the folder is
+    replaced. Raises InputError for a config that is no causal LM's, and when the disk has no room for the weights.
+    """
+    config_json, folder = Path(config_json), Path(folder)
+    config = _read(config_json)
+    label, dtype = _DTYPES[_dtype_name(config_json, config)]
+    shapes = tensor_shapes(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config_json.resolve() != (folder / "config.json").resolve():
+        (folder / "config.json").unlink(missing_ok=True)
+    for old in _earlier(folder):
+        old.unlink()
+    total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    free = shutil.disk_usage(folder).free
+    if free < total:
+        raise InputError(f"{folder}: expected {total} bytes free for random weights, found {free}; free space or choose another output folder")
+    shards = _shards(shapes, dtype.itemsize, shard_bytes)
+    index: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(folder / file, {name: shapes[name] for name in names}, seed, label, dtype)
+        index |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+    beside = config_json.with_name("tokenizer.json")
+    if beside.is_file():
+        if beside.resolve() != (folder / "tokenizer.json").resolve():
+            shutil.copyfile(beside, folder / "tokenizer.json")
+    else:
+        with atomic_path(folder / "tokenizer.json") as temporary:
+            byte_tokenizer().save(str(temporary))
+        # Else transformers takes the class of the model's type, which looks for tokens that this one does not have.
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    write_json(folder / "config.json", config)  # last: a folder with a config.json is whole
+    return folder
+
+
+def _earlier(folder: Path) -> list[Path]:
+    """Weights that an earlier call left in `folder`, whole or not. Of another shape, they would be read beside or before the new ones."""
+    return [path for path in folder.iterdir() if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|\.model.*\.safetensors.*\.tmp", path.name)]
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a checkpoint of the model of `config` holds."""
+    from lockstep.export.checkpoint_layout import checkpoint_shapes
+    from lockstep.export.tracer import meta_model
+
+    return checkpoint_shapes(meta_model(config, "fp32"))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token for each byte, nothing merged: any text, any vocabulary of 256 or more."""
+    vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{path}: expected a config.json of a model, found none; correct the source") from None
+    except ValueError as error:
+        raise InputError(f"{path}: expected JSON, found {error}; correct it") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(config).__name__}; give a model's config.json")
+    return config
+
+
+def _dtype_name(path: Path, config: Mapping[str, Any]) -> str:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in _DTYPES:
+        raise InputError(f"{path}: dtype: expected one of {', '.join(sorted(_DTYPES))}, found {name!r}")
+    return name
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        length = math.prod(shape) * itemsize
+        if size and size + length > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += length
+    return shards
+
+
+def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, label: str, dtype: np.dtype) -> None:
+    """safetensors: 8-byte header length, JSON header padded to 8 bytes, then the tensors one after another."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        length = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": label, "shape": list(shape), "data_offsets": [offset, offset + length]}
+        offset += length
+    text = json.dumps({"__metadata__": {"format": "pt"}} | header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            for piece in _draw(name, shape, seed):
+                file.write(piece.astype(dtype, copy=False).view(np.uint8))
+
+
+def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
+    """float32 pieces of the tensor: gains near 1, biases near 0, matrices scaled by 1/sqrt(inputs) so that they keep a vector's size."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    random = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
+    if len(shape) < 2:
+        mean, scale = (0.0, 0.02) if "bias" in name else (1.0, 0.05)
+    else:
+        mean, scale = 0.0, 1.0 / math.sqrt(shape[-1])
+    count = math.prod(shape)
+    for start in range(0, count, _PIECE):
+        piece = random.standard_normal(min(_PIECE, count - start), dtype=np.float32)
+        piece *= np.float32(scale)
+        piece += np.float32(mean)
+        yield piece

@@ -1,0 +1,108 @@
+"""Walk an assembly's graphs in ONNX Runtime, in memory: what the runtime does, in its plainest form.
+
+In: the bytes of the graphs, the assembly, tensors by checkpoint name. Out: logits of every token of a step. A step takes any mix of
+requests; one that brings several tokens goes through the prefill graph of each kind, those that bring one through decode together.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.onnx_tools.sessions import open_session
+
+
+@dataclass(frozen=True)
+class Part:
+    """A request's share of a step: `tokens` (int64) of request `request`, behind the tokens that it already brought."""
+
+    request: int
+    tokens: np.ndarray
+
+
+class Walk:
+    """`num_requests` requests with room for `capacity` tokens each. fp32 only. What no token has filled holds noise, not zeros."""
+
+    def __init__(self, files: Mapping[str, bytes], assembly: Mapping[str, Any], tensors: Mapping[str, np.ndarray], num_requests: int, capacity: int):
+        self.assembly, self.tensors = assembly, tensors
+        entries = dict(assembly["classes"])
+        entries |= {f"{name}.{phase}": kind[phase] for name, kind in assembly["kinds"].items() for phase in ("prefill", "decode")}
+        self.inputs = {name: [value["name"] for value in entry["inputs"]] for name, entry in entries.items()}
+        self.outputs = {name: [value["name"] for value in entry["outputs"]] for name, entry in entries.items()}
+        self.sessions = {name: open_session(files[entry["graph"]], threads=1) for name, entry in entries.items()}
+        self.lengths = np.zeros(num_requests, np.int64)
+        self.shift = np.zeros(num_requests, np.int64)  # of each request's positions from its number of cached tokens
+        noise = np.random.default_rng(0)
+        self.caches = []
+        for layer in assembly["layers"]:
+            kind = assembly["kinds"][layer["kind"]]
+            shapes = [(num_requests, kind["num_kv_heads"], capacity, kind[dim]) for dim in ("head_dim", "value_head_dim")]
+            self.caches.append([10 * noise.standard_normal(shape, np.float32) for shape in shapes])
+
+    def behind(self, caches: Sequence[list[np.ndarray]], lengths: Sequence[int], shift: np.ndarray) -> Walk:
+        """The same graphs with other requests: for each layer [key, value] stores of [num_requests, num_kv_heads, capacity, dim], of which
+        `lengths` tokens are filled; new tokens stand `shift` positions further than that."""
+        other = copy.copy(self)
+        other.caches, other.lengths, other.shift = list(caches), np.array(lengths, np.int64), np.array(shift, np.int64)
+        return other
+
+    def step(self, parts: Sequence[Part]) -> list[np.ndarray]:
+        """Advance the requests; gives for each part the logits of all its tokens, [len(tokens), vocab_size] float32."""
+        parts = [*parts]
+        env: dict[str, np.ndarray] = {
+            "token_ids": np.concatenate([part.tokens for part in parts]),
+            "position_ids": np.concatenate([self._positions(part) + self.shift[part.request] for part in parts]),
+        }
+        env["cache_rows"] = np.concatenate([self._positions(part) for part in parts])
+        env["logit_rows"] = np.arange(len(env["token_ids"]))
+        self._block(self.assembly["embedding"], env)
+        for layer, cache in zip(self.assembly["layers"], self.caches, strict=True):
+            self._block(layer["block"], env)
+            env["attention"] = self._attention(layer["kind"], cache, parts, env)
+        self._block(self.assembly["layers"][-1]["exit"], env)
+        for part in parts:
+            self.lengths[part.request] += len(part.tokens)
+        return np.split(env["logits"], np.cumsum([len(part.tokens) for part in parts])[:-1])
+
+    def _positions(self, part: Part) -> np.ndarray:
+        return self.lengths[part.request] + np.arange(len(part.tokens))
+
+    def _run(self, name: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(zip(self.outputs[name], self.sessions[name].run(self.outputs[name], dict(feeds)), strict=True))
+
+    def _block(self, part: Mapping[str, Any], env: dict[str, np.ndarray]) -> None:
+        feeds = {name: env[name] for name in self.inputs[part["class"]]}
+        for slot, names in part["slots"].items():
+            arrays = [self.tensors[name] for name in names]
+            feeds[slot] = arrays[0] if len(arrays) == 1 else self._joined(part["class"], slot, arrays)
+        env.update({name.removesuffix("_out"): value for name, value in self._run(part["class"], feeds).items()})
+
+    def _joined(self, name: str, slot: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """A slot of several tensors takes their bytes one after another."""
+        shape = next(value["shape"] for value in self.assembly["classes"][name]["slots"] if value["name"] == slot)
+        return np.concatenate([array.reshape(-1) for array in arrays]).reshape(shape)
+
+    def _attention(self, kind: str, cache: list[np.ndarray], parts: Sequence[Part], env: Mapping[str, np.ndarray]) -> np.ndarray:
+        starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
+        calls = [([part.request], np.arange(first, last)) for part, first, last in zip(parts, starts, starts[1:]) if last - first > 1]
+        single = [(part.request, first) for part, first, last in zip(parts, starts, starts[1:]) if last - first == 1]
+        if single:
+            calls.append(([request for request, _ in single], np.array([first for _, first in single])))
+        result: np.ndarray | None = None
+        for requests, rows in calls:
+            several = len(rows) > len(requests)
+            feeds = {name: env[name][rows] for name in ("query", "key", "value", "position_ids")}
+            feeds |= {"past_key": cache[0][requests], "past_value": cache[1][requests], "past_lengths": self.lengths[requests]}
+            name = f"{kind}.{'prefill' if several else 'decode'}"
+            found = self._run(name, {key: feeds[key] for key in self.inputs[name]})
+            if result is None:
+                result = np.empty((starts[-1], found["attention"].shape[1]), np.float32)
+            result[rows] = found["attention"]
+            for store, new in zip(cache, (found["key_out"], found["value_out"]), strict=True):
+                owners = requests * len(rows) if several else requests
+                store[owners, :, env["cache_rows"][rows]] = new
+        return result

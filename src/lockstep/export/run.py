@@ -1,0 +1,212 @@
+"""The export stage: checkpoint manifest -> assembly.json, block classes, kinds, embedding, tokenizer, uncut batchful.onnx.
+
+Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy), never
+its weights: only the headers, where they are there, to refuse names and shapes that are not the model's before hours
+are spent on them.
+Two exports of one checkpoint are byte-identical. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from lockstep.artifacts import formats
+from lockstep.checkpoint import check_checkpoint, checkpoint_folder
+from lockstep.checkpoint.tensors import find_tensors, has_weights
+from lockstep.errors import InputError
+from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes, write_json
+from lockstep.export import attention
+from lockstep.export.canonical import Graph, describe
+from lockstep.export.compose import Step, compose
+from lockstep.export.cut import Region
+from lockstep.export.checkpoint_layout import check_tensors
+from lockstep.export.parity import prove
+from lockstep.export.rope import position_limit
+from lockstep.export.unique_layers import parts_of
+from lockstep.export.tracer import meta_model
+
+_READ = ("generation_config.json", "tokenizer.json")  # of the checkpoint's folder; config.json stands in the manifest
+
+
+@dataclass
+class _Registry:
+    """Distinct graphs by digest, each under a name: "middle", "middle_2" ..."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    graphs: dict[str, Graph] = field(default_factory=dict)
+
+    def add(self, graph: Graph, label: str) -> str:
+        if graph.sha256 not in self.names:
+            taken = sum(name == label or name.startswith(f"{label}_") for name in self.graphs)
+            name = label if not taken else f"{label}_{taken + 1}"
+            self.names[graph.sha256], self.graphs[name] = name, graph
+        return self.names[graph.sha256]
+
+
+def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike) -> Path:
+    """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie beside it.
+
+    Raises InputError for a model that cannot be split, with the reason.
+    """
+    checkpoint, out = Path(checkpoint), Path(out)
+    check_place(out)
+    manifest = read_json(checkpoint, formats.CHECKPOINT)
+    folder, config = checkpoint_folder(checkpoint, manifest), manifest["config"]
+    check_checkpoint(folder, {**manifest, "files": [file for file in manifest["files"] if file["path"] in _READ]})
+    stops = _eos_token_ids(folder, config)
+    files, assembly = _proven(config, precision, folder)
+    assembly["eos_token_ids"] = stops
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    files["tokenizer.json"] = tokenizer
+    assembly["tokenizer"] = {"file": "tokenizer.json", "sha256": hashlib.sha256(tokenizer).hexdigest()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out.parent.iterdir():  # graphs of an earlier export of other classes
+        if stale.is_file() and stale.name not in files:
+            stale.unlink()
+    for name, data in sorted(files.items()):
+        write_bytes(out.parent / name, data)
+    write_json(out, assembly)
+    return out
+
+
+def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives {file: size, sha256}."""
+    files, assembly = _proven(config, precision)
+    assembly["eos_token_ids"] = _token_ids(config.get("eos_token_id"), "config.json")
+    files["assembly.json"] = dump_json(assembly).encode()
+    for name, data in sorted(files.items()):
+        write_bytes(folder / name, data)
+    return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
+
+
+def _proven(
+    config: dict[str, Any], precision: str, folder: Path | None = None
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does.
+
+    folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
+    """
+    meta = meta_model(config, precision)
+    if folder is not None and has_weights(folder):
+        check_tensors(meta, find_tensors(folder).tensors, folder)
+    files, assembly = assemble(meta, config, precision)
+    prove(config, meta, files, assembly, assemble)
+    return files, assembly
+
+
+def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stamp: bool = True) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
+    parts = parts_of(meta, stamp)
+    layers = parts.layers
+    classes, kinds = _Registry(), _Kinds()
+    entries = []
+    for index, layer in enumerate(layers):
+        entries.append(
+            {
+                "block": {"class": classes.add(layer.block, "entry" if index == 0 else "middle"), "slots": layer.block_slots},
+                "kind": kinds.add(layer.region),
+                "exit": {"class": classes.add(layer.exit, "exit"), "slots": layer.exit_slots},
+            }
+        )
+    classes.add(parts.embedding, "embedding")
+    steps = [Step(layer.block, layer.block_slots, entry["kind"]) for layer, entry in zip(layers, entries, strict=True)]
+    steps.append(Step(layers[-1].exit, layers[-1].exit_slots, None))
+    batchful, batchful_slots = compose(steps, kinds.functions)
+    files = {"batchful.onnx": batchful}
+    for name, graph in {**classes.graphs, **kinds.graphs}.items():
+        files[f"{name}.onnx"] = graph.data
+        onnx.checker.check_model(graph.proto, full_check=True)
+    hidden = layers[0].block.inputs[0]
+    positions, limited_by = position_limit(meta.config)
+    assembly = {
+        "format": formats.ASSEMBLY,
+        "model_type": config["model_type"],
+        "precision": precision,
+        "dtype": hidden["dtype"],
+        "hidden_size": hidden["shape"][1],
+        "vocab_size": layers[-1].exit.outputs[0]["shape"][1],
+        "num_layers": len(layers),
+        "max_position_embeddings": positions,
+        **({"positions_limited_by": limited_by} if limited_by else {}),
+        "classes": {name: _describe(graph, name) for name, graph in classes.graphs.items()},
+        "kinds": kinds.described,
+        "embedding": {"class": "embedding", "slots": parts.embedding_slots},
+        "layers": entries,
+        "batchful": _describe_batchful(batchful, batchful_slots),
+    }
+    return files, assembly
+
+
+class _Kinds:
+    """Distinct batchless behaviours, each with its prefill and decode graph and its form without a cache."""
+
+    def __init__(self) -> None:
+        self.names: dict[tuple[str, str], str] = {}
+        self.graphs: dict[str, Graph] = {}
+        self.functions: dict[str, Graph] = {}
+        self.described: dict[str, dict] = {}
+        self._seen: dict[int, str] = {}
+
+    def add(self, region: Region) -> str:
+        if id(region) in self._seen:  # stamped layers share one region
+            return self._seen[id(region)]
+        prefill, decode = attention.prefill(region), attention.decode(region)
+        key = (prefill.sha256, decode.sha256)
+        if key not in self.names:
+            name = "attention" if not self.names else f"attention_{len(self.names) + 1}"
+            self.names[key] = name
+            self.functions[name] = attention.without_cache(region)
+            self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
+            self.described[name] = {
+                "num_heads": region.num_heads,
+                "num_kv_heads": region.num_kv_heads,
+                "head_dim": region.head_dim,
+                "value_head_dim": region.value_head_dim,
+                "scale": region.scale,
+                "softcap": region.softcap,
+                "window": region.window,
+                "prefill": _describe(prefill, f"{name}.prefill"),
+                "decode": _describe(decode, f"{name}.decode"),
+            }
+        self._seen[id(region)] = self.names[key]
+        return self.names[key]
+
+
+def _describe(graph: Graph, name: str) -> dict[str, Any]:
+    described = {"graph": f"{name}.onnx", "sha256": graph.sha256, "inputs": list(graph.inputs), "outputs": list(graph.outputs)}
+    return described | ({"slots": list(graph.slots)} if graph.slots else {})
+
+
+def _describe_batchful(data: bytes, tensors: dict[str, list[str]]) -> dict[str, Any]:
+    graph = onnx.ModelProto.FromString(data).graph
+    inputs = [describe(value) for value in graph.input]
+    return {
+        "graph": "batchful.onnx",
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "inputs": [value for value in inputs if value["name"] not in tensors],
+        "slots": [value for value in inputs if value["name"] in tensors],
+        "outputs": [describe(value) for value in graph.output],
+        "tensors": tensors,
+    }
+
+
+def _eos_token_ids(folder: Path, config: dict[str, Any]) -> list[int]:
+    """End-of-sequence ids as `generate` takes them: generation_config.json before config.json."""
+    generation = folder / "generation_config.json"
+    source = read_json(generation) if generation.is_file() else config
+    return _token_ids(source.get("eos_token_id", config.get("eos_token_id")), str(folder))
+
+
+def _token_ids(found: Any, where: str) -> list[int]:
+    """One id, several or none, as generation_config.json and config.json have them."""
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise InputError(f"{where}: eos_token_id: expected token ids, found {found!r}; correct generation_config.json or config.json")
+    return sorted(set(ids))

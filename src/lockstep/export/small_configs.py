@@ -1,0 +1,147 @@
+"""Small models of the same class and settings: a config.json in, config.json mappings of smaller models out.
+
+Kept: the class, norms, biases, activations, caps, tied weights, rotary settings, head size, the sequence of layer looks. Made small:
+depth, width, heads, experts, vocabulary, and windows that are wider than the proof's longest context. Keys are told by their names, which
+transformers' models share, so no model needs code of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lockstep.export.tracer import NOT_PER_LAYER, build_config
+
+WINDOW = 4096  # tokens: far.py looks at both sides of it
+_VOCABULARY = 160
+_INTERMEDIATE = 96
+_KV_HEADS = (2, 4)  # more than one, so that heads taken in a wrong order show; some classes want a multiple of four
+_GROUP = 3  # query heads for each key head: another number than those above, so that the two are not mistaken for each other
+_KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_experts|num_local_experts")
+_EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+_INNER = re.compile(r"intermediate_(size|dim)|ffn_dim|ffn_hidden_size|n_inner|d_ff$|mlp_dim|share_expert_dim")
+_WINDOWS = re.compile(r"window(_size)?$|sliding_window_size|attention_chunk_size|local_attention$")
+
+
+def small_configs(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:
+    """Configs of the first `depth` layers, the smallest first; a class that refuses one may take a later one."""
+    for kv_heads in _KV_HEADS:
+        yield _small(config, depth, kv_heads, experts=True)
+    for experts in (True, False):
+        yield _small(config, depth, None, experts)
+
+
+def shallow_config(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """The first `depth` layers, a small vocabulary, and windows of at most WINDOW; all else as it is."""
+    return _small(config, depth, None, experts=False, inner=False)
+
+
+def _small(config: Mapping[str, Any], depth: int, kv_heads: int | None, experts: bool, inner: bool = True) -> dict[str, Any]:
+    """kv_heads: how many are left of them, None for all."""
+    made = build_config(config)
+    text = made.get_text_config()
+    result = copy.deepcopy(dict(config))
+    for name in sorted(made.sub_configs):
+        part = getattr(made, name, None)
+        if part is not None:
+            section = _Section(part, result.get(name) or {})
+            section.shrink(depth if part is text else 1, kv_heads, experts, inner)
+            result[name] = section.values
+    if text is made:
+        section = _Section(made, result)
+        section.shrink(depth, kv_heads, experts, inner)
+        result = section.values
+    return result
+
+
+class _Section:
+    """One config with the mapping that it is made from: the mapping's values win, so that derived settings are derived anew."""
+
+    def __init__(self, made: Any, values: Mapping[str, Any]):
+        self.made, self.values = made, copy.deepcopy(dict(values))
+        self.settings = {key: value for key, value in made.to_dict().items() if key != "model_type"}
+
+    def name(self, key: str) -> str:
+        """A key as this config.json spells it (GPT-2's `n_embd` is `hidden_size`)."""
+        return (self.made.attribute_map or {}).get(key, key)
+
+    def get(self, *keys: str) -> Any:
+        return next((self.settings[self.name(key)] for key in keys if self.settings.get(self.name(key)) is not None), None)
+
+    def set(self, key: str, value: Any) -> None:
+        for other, name in (self.made.attribute_map or {}).items():
+            if name == self.name(key):
+                self.values.pop(other, None)
+        self.values[self.name(key)] = self.settings[self.name(key)] = value
+
+    def shrink(self, depth: int, kv_heads: int | None, experts: bool, inner: bool) -> None:
+        self._depth(depth)
+        for key, value in list(self.settings.items()):
+            if isinstance(value, int) and not isinstance(value, bool):
+                if "vocab_size" in key and key != "type_vocab_size":
+                    self.set(key, min(value, _VOCABULARY))
+                elif _WINDOWS.search(key) and key != "max_window_layers" and value > 0:
+                    self.set(key, min(value, WINDOW))
+            if key.endswith(("token_id", "token_ids")):
+                self.set(key, _each(value, lambda number: number % _VOCABULARY if number >= 0 else number))
+            if inner and _INNER.search(key):
+                self.set(key, _each(value, lambda number: min(number, _INTERMEDIATE)))
+        if experts:
+            self._experts()
+        if kv_heads is not None:
+            self._width(kv_heads)
+
+    def _depth(self, depth: int) -> None:
+        full = self.get("num_hidden_layers")
+        if not isinstance(full, int):
+            return
+        self.set("num_hidden_layers", min(depth, full))
+        for key, value in list(self.settings.items()):
+            if isinstance(value, (list, tuple)) and len(value) == full and key not in NOT_PER_LAYER:
+                self.set(key, list(value)[:depth])
+            if isinstance(value, Mapping) and value and all(str(number).isdecimal() for number in value) and key not in NOT_PER_LAYER | {"id2label"}:
+                self.set(key, {number: setting for number, setting in value.items() if int(number) < depth})
+
+    def _experts(self) -> None:
+        taken, groups, used = self.get(*_EXPERTS_TAKEN) or 2, self.get("n_group") or 1, self.get("topk_group") or 1
+        needed = max(groups * max(2, -(-taken // used)), taken + 2)
+        needed += -needed % groups
+        for key, value in list(self.settings.items()):
+            if _EXPERTS.fullmatch(key) and isinstance(value, int):
+                self.set(key, min(value, needed))
+
+    def _width(self, most: int) -> None:
+        """Fewer heads of the same size; the hidden size shrinks by the same factor."""
+        heads, hidden = self.get("num_attention_heads"), self.get("hidden_size")
+        if not isinstance(heads, int) or not isinstance(hidden, int):
+            return
+        kv_heads = self.get(*_KV_HEAD_KEYS) or heads
+        if not isinstance(kv_heads, int) or heads % kv_heads:
+            return
+        small_kv = min(kv_heads, most)
+        small = small_kv * min(heads // kv_heads, _GROUP)
+        size, rest = divmod(hidden * small, heads)
+        if rest and not self.get("head_dim"):
+            return
+        size = max(size - size % 8, 32) if self.get("head_dim") else size
+        self.set("num_attention_heads", small)
+        for key in _KV_HEAD_KEYS:
+            if self.get(key):
+                self.set(key, small_kv)
+        self.set("hidden_size", min(size, hidden))
+        for key, value in list(self.settings.items()):  # a second name for the hidden size, such as the size of the embeddings
+            if value == hidden and key != self.name("hidden_size") and re.search(r"dim$|size$|width$|d_model", key) and not _INNER.search(key):
+                self.set(key, min(size, hidden))
+
+
+def _each(value: Any, change: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return change(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_each(item, change) for item in value]
+    return value

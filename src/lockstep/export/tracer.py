@@ -1,0 +1,325 @@
+"""Trace the batchful part of a transformers causal LM, and its embedding, without its weights.
+
+In: a model's config.json as a mapping and a dtype. Out: an ONNX graph (onnx_ir) of `hidden [num_tokens, hidden_size]`,
+`position_ids [num_tokens]` -> `logits [num_tokens, vocab_size]` in which each attention is one `lockstep::Attention` node and
+each weight is an initializer without a value, named as in the checkpoint.
+
+Method: parameters are fake tensors (shape and dtype only); attention is replaced through transformers' `AttentionInterface`,
+so no model needs code of its own; `aten.linear` becomes `Gemm(transB=1)`, which reads weights in checkpoint layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import onnxscript
+import torch
+import transformers
+from onnx_ir import convenience
+from onnxscript import opset20
+from onnxscript.function_libs.torch_lib.registration import torch_op
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.onnx._internal.exporter import _core as onnx_exporter
+from torch.onnx._internal.exporter._capture_strategies import TorchExportNonStrictStrategy
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+from transformers import AutoModelForCausalLM
+
+from lockstep.errors import InputError
+from lockstep.export.quiet import quiet
+from lockstep.export import collector
+from lockstep.export.attention_hook import HOOK, unpacked
+from lockstep.export.refusals import known_reason
+from lockstep.export.rope import freeze_ropes
+
+DOMAIN = "lockstep"
+OPSET = 20
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_WEIGHT_PREFIX = "model_under_trace."
+# Numbers in a computed buffer (1 GB): parameters stay without values, rotary frequencies and position tables do not.
+_MAX_TABLE = 1 << 28
+_TRACE_TOKENS = 7  # any number that no dimension of a model equals by chance
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one trace gives.
+
+    graph: the ONNX model; weights: names of its weight initializers (as in the checkpoint, ties resolved);
+    layer_prefix: what precedes the layer's number in weight names ("model.layers"). Numbers count the traced layers.
+    embedding: `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`, and the names of its weights.
+    """
+
+    graph: ir.Model
+    weights: frozenset[str]
+    layer_prefix: str
+    embedding: ir.Model
+    embedding_weights: frozenset[str]
+
+
+def _register_schema() -> None:
+    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
+    kind = onnx.defs.OpSchema.AttrType
+    onnx.defs.register_schema(  # onnxscript looks operators up by schema
+        onnx.defs.OpSchema(
+            "Attention", DOMAIN, 1, "parameter-free causal attention",
+            inputs=[parameter(name, "T") for name in ("query", "key", "value")],
+            outputs=[parameter("attention", "T")],
+            type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+            attributes=[attribute("layer", kind.INT), attribute("scale", kind.FLOAT), attribute("softcap", kind.FLOAT), attribute("window", kind.INT)],
+        )
+    )  # fmt: skip
+
+
+_register_schema()
+_MARKER = onnxscript.values.Opset(DOMAIN, 1)
+
+
+def _to_marker(query, key, value, layer, scale, softcap, window):
+    return _MARKER.Attention(query, key, value, layer=layer, scale=scale, softcap=softcap, window=window)
+
+
+def _to_gemm(x, weight, bias=None):
+    """aten.linear as Gemm(transB=1): the weight stays in its checkpoint layout [out_features, in_features]."""
+    out_features, in_features = weight.shape
+    if len(x.shape) == 2:
+        return opset20.Gemm(x, weight, bias, transB=1) if bias is not None else opset20.Gemm(x, weight, transB=1)
+    lead = [1, -1] if len(x.shape) == 3 else [0] * (len(x.shape) - 1)
+    rows = opset20.Reshape(x, opset20.Constant(value_ints=[-1, int(in_features)]))
+    rows = opset20.Gemm(rows, weight, bias, transB=1) if bias is not None else opset20.Gemm(rows, weight, transB=1)
+    return opset20.Reshape(rows, opset20.Constant(value_ints=[*lead, int(out_features)]))
+
+
+@torch_op("aten::unsqueeze", complex=True, trace_only=True)
+def _complex_unsqueeze(x, dim: int):
+    """A complex tensor travels as pairs of real numbers in one more dimension, the last; onnxscript has this rule for other operators."""
+    return opset20.Unsqueeze(x, opset20.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
+
+
+@functools.cache
+def _registry() -> ONNXRegistry:
+    """What each torch operator becomes: the exporter's own table, and ours before it."""
+    registry = ONNXRegistry.from_torchlib(OPSET)
+    registry.register_op(torch.ops.lockstep.attention.default, _to_marker)
+    registry.register_op(torch.ops.aten.linear.default, _to_gemm)
+    return registry
+
+
+# --- models without weights ---
+
+
+def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
+    """The transformers config of a config.json mapping.
+
+    Raises InputError for a model type that the installed transformers does not know as a causal LM, and for values that
+    its class refuses.
+    """
+    model_type = config.get("model_type")
+    if model_type not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise InputError(
+            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, found {model_type!r}; "
+            "encoder-decoders and models with code of their own cannot be used"
+        )
+    values = copy.deepcopy(dict(config))
+    values["_experts_implementation"] = "batched_mm"
+    with quiet():
+        try:
+            return transformers.CONFIG_MAPPING[model_type].from_dict(values)
+        except Exception as error:  # each class checks its settings in its own way
+            raise InputError(
+                f"config.json: expected the config of a {model_type!r} model, found one that it refuses:"
+                f" {_root_cause(error)}"
+            ) from error
+
+
+def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
+    """The model of a config.json mapping: parameters on the meta device, real values in computed buffers (rotary frequencies ...).
+
+    precision: "fp32", "fp16" or "bf16". Raises InputError for a model that is no causal LM of transformers.
+    """
+    config, dtype = build_config(config), DTYPES[precision]
+    with quiet():
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except Exception as error:  # a config that contradicts itself fails anywhere in the model's code
+            raise InputError(f"config.json: expected the config of a {config.model_type!r} model, found one that it refuses: {_root_cause(error)}") from error
+        for module in model.modules():
+            computed = [
+                n
+                for n in sorted(module._non_persistent_buffers_set)
+                if module._buffers.get(n) is not None and module._buffers[n].is_meta
+            ]
+            for name in computed:
+                if (numbers := module._buffers[name].numel()) > _MAX_TABLE:
+                    raise InputError(
+                        f"config.json: expected sizes of a model, found ones that make {name} a table of {numbers}"
+                        " numbers; correct head_dim or max_position_embeddings"
+                    )
+                module._buffers[name] = torch.full(module._buffers[name].shape, math.nan).to(module._buffers[name].dtype)
+            if computed:
+                try:
+                    model._init_weights(module)
+                except AttributeError as error:  # a composite class looks for its language model's settings in itself
+                    raise InputError(f"model type {config.model_type!r} cannot be split: transformers gives no value for its buffers: {error}") from error
+                unset = [n for n in computed if module._buffers[n].is_floating_point() and module._buffers[n].isnan().any()]
+                if unset:
+                    raise InputError(f"model type {config.model_type!r} cannot be split: transformers gives no value for its buffers {unset}")
+    freeze_ropes(model)
+    model.config._attn_implementation = HOOK
+    return model.eval()
+
+
+def layer_list(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
+    """Name and module of the list of decoder layers. Raises InputError where there is none of the config's length."""
+    depth = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
+            return name, module
+    raise InputError(f"model type {model.config.model_type!r} cannot be split: expected a list of {depth} decoder layers, found none")
+
+
+def select_layers(model: torch.nn.Module, indices: Sequence[int]) -> torch.nn.Module:
+    """A copy of a meta model that runs only the layers `indices`, in that order; the config's per-layer lists follow."""
+    name, layers = layer_list(model)
+    parent, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    setattr(owner, attribute, torch.nn.ModuleList([layers[index] for index in indices]))
+    try:
+        selected = copy.deepcopy(model)
+    finally:
+        setattr(owner, attribute, layers)
+    text = selected.config.get_text_config()
+    for key, value in per_layer_settings(text, len(layers)).items():
+        setattr(text, key, [value[index] for index in indices])
+    text.num_hidden_layers = len(indices)
+    return selected
+
+
+def per_layer_settings(config: transformers.PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
+    """The config's lists with one entry for each layer; a list of the layers' own numbers is none."""
+    lists = {key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == depth}
+    return {key: value for key, value in lists.items() if key not in NOT_PER_LAYER and list(value) != list(range(depth))}
+
+
+# Lists of a config that can be as long as the model is deep by chance.
+NOT_PER_LAYER = frozenset({"architectures", "bos_token_id", "eos_token_id", "pad_token_id"})
+
+
+def _to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+    """Replace meta parameters and buffers by fake CPU ones; tied ones stay one object."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    with mode:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                        made[id(tensor)] = torch.nn.Parameter(fake, requires_grad=False) if store is module._parameters else fake
+                store[name] = made[id(tensor)]
+
+
+class _Packed(torch.nn.Module):
+    """hidden [num_tokens, hidden_size] and position_ids [num_tokens] -> logits [num_tokens, vocab_size], through the whole causal LM;
+    beside it token_ids [num_tokens] -> embedded [num_tokens, hidden_size], through the model's own embedding module (which may scale)."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model_under_trace = model
+
+    def forward(self, hidden, position_ids, token_ids):
+        logits = self.model_under_trace(inputs_embeds=hidden[None], position_ids=position_ids[None], use_cache=False).logits[0]
+        return logits, self.model_under_trace.get_input_embeddings()(token_ids)
+
+
+def trace(meta: torch.nn.Module, indices: Sequence[int]) -> Trace:
+    """Trace the batchful part of the layers `indices` of a model that `meta_model` made.
+
+    Raises InputError with the reason when the model cannot be traced or does not use transformers' attention interface.
+    """
+    model, mode = select_layers(meta, indices), FakeTensorMode(allow_non_fake_inputs=True)
+    prefix, _ = layer_list(model)
+    ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    _to_fake(model, mode)
+    with mode:
+        hidden = torch.zeros(_TRACE_TOKENS, model.get_input_embeddings().weight.shape[1], dtype=model.dtype)
+        inputs = {"hidden": hidden, "position_ids": torch.arange(_TRACE_TOKENS), "token_ids": torch.arange(_TRACE_TOKENS)}
+    whole = _export(_Packed(model), inputs, ("logits", "embedded"))
+    graph, embedding = _part(whole, ("hidden", "position_ids"), "logits"), _part(whole, ("token_ids",), "embedded")
+    embedding.graph.outputs[0].name = "hidden"
+    state = set(model.state_dict())
+    weights = _name_weights(graph, state, ties)
+    found = [node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN]
+    if found != list(indices):
+        own = "computes attention in its own code" if not found else f"calls it for layers {found}"
+        raise InputError(
+            f"model type {model.config.model_type!r} cannot be split: "
+            + (known_reason(model) or f"it {own}; expected one attention for each layer through transformers' attention interface, in the order of the layers ({list(indices)})")
+        )
+    return Trace(graph, weights, prefix, embedding, _name_weights(embedding, state, ties))
+
+
+def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:
+    """A copy of what makes one output of a graph, with the named inputs, used or not."""
+    graph = convenience.extract(model.graph, list(inputs), [output])
+    return ir.Model(graph, ir_version=model.ir_version)
+
+
+def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[str]) -> ir.Model:
+    dim = torch.export.Dim("num_tokens", min=1, max=1 << 20)
+    try:
+        with quiet(), torch.no_grad(), collector.paused(), unpacked():
+            # The first of the ways that torch.onnx.export(dynamo=True) tries; the others take long, and fail with reasons of their own.
+            captured = TorchExportNonStrictStrategy()(module.eval(), tuple(inputs.values()), {}, {name: {0: dim} for name in inputs})
+            if captured.exported_program is None:
+                raise captured.exception
+            # What torch.onnx.export calls, which makes a registry of all operators anew each time: 0.4 s.
+            program = onnx_exporter.export(
+                captured.exported_program, (), {}, registry=_registry(), opset_version=OPSET, optimize=False, verbose=False,
+                input_names=list(inputs), output_names=list(outputs),
+            )  # fmt: skip
+            model = program.model
+            for value in (*model.graph.inputs, *model.graph.outputs):
+                value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
+            for value in model.graph.initializers.values():
+                if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
+                    value.const_value = None  # a fake weight has no value; folding must not read it
+            onnxscript.optimizer.optimize_ir(model)
+    except Exception as error:  # whatever a model's code raises under trace is the reason why it is refused
+        traced = module.model_under_trace
+        reason = known_reason(traced) or (str(error) if isinstance(error, InputError) else f"tracing it fails: {_root_cause(error)}")
+        raise InputError(f"model type {traced.config.model_type!r} cannot be split: {reason}") from error
+    return model
+
+
+def _root_cause(error: BaseException) -> str:
+    while (inner := error.__cause__ or error.__context__) is not None and not isinstance(error, InputError):
+        error = inner
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return line if isinstance(error, InputError) else f"{type(error).__name__}: {line}"
+
+
+def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> frozenset[str]:
+    """Give weight initializers their checkpoint names; what is not in the state dict (computed buffers) is no weight."""
+    weights = set()
+    for value in list(model.graph.initializers.values()):
+        name = value.name.removeprefix(_WEIGHT_PREFIX)
+        if value.name.startswith(_WEIGHT_PREFIX) and name in state:
+            value.name = name
+            weights.add(name)
+    for tied, source in sorted(ties.items()):
+        if tied in weights and source not in weights:
+            model.graph.initializers[tied].name = source
+            weights = weights - {tied} | {source}
+    without_value = [v.name for v in model.graph.initializers.values() if v.const_value is None and v.name not in weights]
+    if without_value:
+        raise InputError(f"cannot be split: {without_value[:3]} depend on weights but are not in the checkpoint")
+    return frozenset(weights)

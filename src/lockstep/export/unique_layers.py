@@ -1,0 +1,157 @@
+"""Trace few layers and stamp the rest: which blocks, exits and kinds a model of any depth is made of.
+
+In: a meta model. Out: its embedding, and for each layer its block, the exit that follows it when the model is cut there, its
+batchless region, and the tensors that the slots take. Layers are alike when their modules, shapes and settings are; a block depends
+on its own layer and the one before, an exit on the last layer. So each pair of neighbours that looks new is traced once, alone,
+whatever the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.export.canonical import Graph, canonical
+from lockstep.export.cut import INPUT_ORDER, Cut, Region, bind_slot, cut
+from lockstep.export.independence import check_independence
+from lockstep.export.checkpoint_layout import checkpoint_layout
+from lockstep.export.simplify import pack
+from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
+
+
+@dataclass(frozen=True)
+class Layer:
+    """block comes before the layer's attention (region); exit follows it when the model ends here.
+
+    Slots: {slot: checkpoint tensors whose bytes, one after another, it takes}.
+    """
+
+    block: Graph
+    block_slots: dict[str, list[str]]
+    region: Region
+    exit: Graph
+    exit_slots: dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All layers of a model, and what comes before the first: `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`."""
+
+    layers: tuple[Layer, ...]
+    embedding: Graph
+    embedding_slots: dict[str, list[str]]
+
+
+def parts_of(meta: torch.nn.Module, stamp: bool = True) -> Parts:
+    """All parts of the model. With `stamp=False` every depth is traced whole (slow; the result is the same, a test holds it)."""
+    looks, prefix = signatures(meta), layer_list(meta)[0]
+    cuts = _Cuts(meta, looks) if stamp else _FullCuts(meta, len(looks))
+    layout = checkpoint_layout(meta)
+    layers = []
+    for index in range(len(looks)):
+        block, region, exit = cuts.block(index), cuts.region(index), cuts.exit(index)
+        layers.append(Layer(block, _bind(block, index, prefix, layout), region, exit, _bind(exit, index + 1, prefix, layout)))
+    embedding = cuts.embedding()
+    return Parts(tuple(layers), embedding, {slot["name"]: layout[slot["name"]] for slot in embedding.slots})
+
+
+class _Cuts:
+    """Cuts of two neighbours at a time, one for each pair of looks."""
+
+    def __init__(self, meta: torch.nn.Module, looks: Sequence[str]):
+        self.meta, self.looks = meta, looks
+        self.pairs: dict[tuple[str, str], _Traced] = {}
+        self.single: _Traced | None = None
+
+    def pair(self, index: int) -> _Traced:
+        """The cut of layers index-1 and index, or of the first pair that looks like it."""
+        key = (self.looks[index - 1], self.looks[index])
+        if key not in self.pairs:
+            self.pairs[key] = _cut(self.meta, [index - 1, index])
+        return self.pairs[key]
+
+    def embedding(self) -> Graph:
+        return self._first().embedding
+
+    def block(self, index: int) -> Graph:
+        return self.pair(index).cut.blocks[1] if index else self._first().cut.blocks[0]
+
+    def region(self, index: int) -> Region:
+        return self.pair(index).cut.regions[1] if index else self._first().cut.regions[0]
+
+    def exit(self, index: int) -> Graph:
+        for later, look in enumerate(self.looks):
+            if later and look == self.looks[index]:
+                return self.pair(later).cut.exit
+        return self._single().cut.exit
+
+    def _first(self) -> _Traced:
+        return self.pair(1) if len(self.looks) > 1 else self._single()
+
+    def _single(self) -> _Traced:
+        if self.single is None:
+            self.single = _cut(self.meta, [0])
+        return self.single
+
+
+class _FullCuts:
+    """Cuts of the whole model, and for the exits of the model at each depth."""
+
+    def __init__(self, meta: torch.nn.Module, depth: int):
+        self.cuts = [_cut(meta, range(number)) for number in range(1, depth + 1)]
+
+    def embedding(self) -> Graph:
+        return self.cuts[-1].embedding
+
+    def block(self, index: int) -> Graph:
+        return self.cuts[-1].cut.blocks[index]
+
+    def region(self, index: int) -> Region:
+        return self.cuts[-1].cut.regions[index]
+
+    def exit(self, index: int) -> Graph:
+        return self.cuts[index].cut.exit
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What one trace gives."""
+
+    cut: Cut
+    embedding: Graph
+
+
+def _cut(meta: torch.nn.Module, indices: Sequence[int]) -> _Traced:
+    traced = trace(meta, indices)
+    body, embedding = pack(traced.graph), pack(traced.embedding)
+    for part in (body, embedding):
+        check_independence(part.graph, DOMAIN, meta.config.model_type)
+    slots = {name: name for name in traced.embedding_weights}
+    return _Traced(cut(body, traced.weights, traced.layer_prefix), canonical(embedding.graph, "embedding", INPUT_ORDER, slots))
+
+
+def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    return {slot["name"]: layout[bind_slot(slot["name"], layer, prefix)] for slot in graph.slots}
+
+
+def signatures(meta: torch.nn.Module) -> list[str]:
+    """One text for each layer, equal for layers that trace alike: module tree, tensor shapes, plain settings, per-layer config lists."""
+    _, layers = layer_list(meta)
+    lists = per_layer_settings(meta.config.get_text_config(), len(layers))
+    return [_look(layer, {key: value[index] for key, value in lists.items()}) for index, layer in enumerate(layers)]
+
+
+def _look(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:
+    parts = [repr(layer), repr(sorted(settings.items(), key=lambda item: item[0]))]
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+    for name, module in layer.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str, type(None))) and k not in _OWN_NUMBER}
+        parts.append(f"{name} {sorted(plain.items())}")
+    return "\n".join(parts)
+
+
+_OWN_NUMBER = {"layer_idx", "layer_id", "layer_number", "_is_hf_initialized"}

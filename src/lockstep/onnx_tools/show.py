@@ -1,0 +1,109 @@
+"""A graph as text that a person reads: inputs, slots, outputs, and each operator with its result's type and shape."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import helper, numpy_helper
+
+from lockstep.errors import InputError
+from lockstep.artifacts.manifests import read_assembly
+
+_SHORT = {"float": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def show(path: str | os.PathLike) -> str:
+    """The text for the ONNX file `path`. Raises InputError when it is absent or no ONNX model."""
+    path = Path(path)
+    try:
+        model = onnx.load(path)
+        onnx.checker.check_model(model)
+    except FileNotFoundError:
+        raise InputError(f"{path}: expected an ONNX file, found none; run snakemake first, or correct the path") from None
+    except (DecodeError, onnx.checker.ValidationError) as error:
+        raise InputError(f"{path}: expected an ONNX model, found {' '.join(str(error).split())[:200]}") from None
+    return "\n".join(_lines(path, onnx.shape_inference.infer_shapes(model))) + "\n"
+
+
+def layer_table(assembly_json: str | os.PathLike) -> str:
+    """Which class, kind and exit each layer of an assembly uses; equal neighbours share a line. Raises InputError for no assembly."""
+    assembly = read_assembly(assembly_json)
+    used = [(layer["block"]["class"], layer["kind"], layer["exit"]["class"]) for layer in assembly["layers"]]
+    rows, start = [("layers", "block", "kind", "exit when cut here")], 0
+    for index in range(1, len(used) + 1):
+        if index == len(used) or used[index] != used[start]:
+            rows.append((str(start) if index == start + 1 else f"{start}-{index - 1}", *used[start]))
+            start = index
+    digests = [(name, entry["sha256"][:12]) for name, entry in sorted(assembly["classes"].items())]
+    for name, kind in sorted(assembly["kinds"].items()):
+        digests += [(f"{name}.{phase}", kind[phase]["sha256"][:12]) for phase in ("prefill", "decode")]
+    count = f"{assembly['num_layers']} layers, {len(assembly['classes'])} classes, {len(assembly['kinds'])} kinds"
+    return "\n".join([count, *_columns(rows), *_columns(digests)])
+
+
+def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
+    graph = model.graph
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    slots = [value for value in graph.input if _is_slot(value)]
+    inputs = [value for value in graph.input if not _is_slot(value)]
+    yield f"{path.name}: {graph.name}, opset {opset}, {len(graph.node)} operators, {len(slots)} slots"
+    for title, values in (("inputs", inputs), ("slots", slots), ("outputs", graph.output)):
+        if values:
+            yield f"\n{title}"
+            yield from _columns([(value.name, _type(value)) for value in values])
+    types = {value.name: _type(value) for value in (*graph.input, *graph.output, *graph.value_info)}
+    constants = {tensor.name: _constant(tensor) for tensor in graph.initializer}
+    yield "\noperators"
+    yield from _columns([(", ".join(node.output), _call(node, constants), types.get(node.output[0], "")) for node in graph.node])
+    for function in model.functions:
+        yield f"\nfunction {function.name}({', '.join(function.input)}) -> {', '.join(function.output)}"
+        inside = {node.output[0]: _constant(node.attribute[0].t) for node in function.node if node.op_type == "Constant" and node.attribute}
+        yield from _columns([(", ".join(node.output), _call(node, inside)) for node in function.node if node.op_type != "Constant"])
+
+
+def _is_slot(value: onnx.ValueInfoProto) -> bool:
+    """Weights have static shapes and float types; what changes from call to call has a dynamic dimension."""
+    tensor = value.type.tensor_type
+    return tensor.elem_type != onnx.TensorProto.INT64 and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+
+
+def _type(value: onnx.ValueInfoProto) -> str:
+    tensor = value.type.tensor_type
+    name = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+    dims = [str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in tensor.shape.dim]
+    return f"{_SHORT.get(name, name)} [{', '.join(dims)}]"
+
+
+def _call(node: onnx.NodeProto, constants: dict[str, str]) -> str:
+    arguments = [constants.get(name, name) for name in node.input if name]
+    for attribute in node.attribute:
+        value = helper.get_attribute_value(attribute)
+        if node.op_type == "Cast" and attribute.name == "to":
+            name = onnx.TensorProto.DataType.Name(value).lower()
+            value = _SHORT.get(name, name)
+        if _DEFAULTS.get(attribute.name) != value:
+            arguments.append(f"{attribute.name}={list(value) if isinstance(value, (list, tuple)) else value}")
+    return f"{node.op_type}({', '.join(arguments)})"
+
+
+_DEFAULTS = {"alpha": 1.0, "beta": 1.0, "transA": 0, "keepdims": 1, "noop_with_empty_axes": 0, "allowzero": 0}
+
+
+def _constant(tensor: onnx.TensorProto) -> str:
+    array = numpy_helper.to_array(tensor)
+    if array.size == 1:
+        return f"{array.reshape(-1)[0]:g}" if array.dtype.kind == "f" else str(array.reshape(-1)[0])
+    if array.size <= 8 and array.dtype.kind == "i":
+        return str(array.tolist()).replace(str(np.iinfo(np.int64).max), "end")
+    return f"<{array.dtype} {list(array.shape)}>"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()

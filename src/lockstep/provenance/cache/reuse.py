@@ -1,0 +1,126 @@
+"""A step and its build key in; its artefact, taken from the cache or put into it, out. Every use is a line on stderr: in a job, in its log.
+
+Where the cache cannot be read, cannot be written or is damaged, the line says so and the artefact is made as without a cache.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.provenance import code_identity
+from lockstep.provenance.cache.store import Cache, Entry, cache_folder, delete, touch
+from lockstep.errors import InputError
+from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file, sha256_json
+from lockstep.provenance.slsa import provenance_path
+from lockstep.pipeline.step import Step
+from lockstep.provenance.record import content
+from lockstep.artifacts.digest_cache import remember
+from lockstep.artifacts.manifest_files import named_files
+
+# Checks are not among them: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made sooner than it is copied.
+CACHED = ("convert", "export", "build", "reference")
+# Stages that have their folder to themselves, and clear it of what an earlier artefact left.
+_OWN_FOLDER = ("export", "build")
+_SUFFIXES = (".onnx", ".engine")
+
+
+def cache_for(step: Step, configured: str) -> Cache | None:
+    """The cache for a step; None where there is none or the step is not cached. Raises InputError for a place where no cache can be."""
+    folder = cache_folder(configured) if step.stage in CACHED else None
+    return Cache(folder) if folder else None
+
+
+def take(cache: Cache | None, step: Step, key: Mapping[str, Any]) -> bool:
+    """Restore the artefact with this build key to the output of `step`, if the cache has it whole. False: it is to be made."""
+    if cache is None:
+        return False
+    name = sha256_json(key)
+    try:
+        entry = cache.read(name)
+        if entry is None:
+            return False
+        cache.check_whole(entry)
+        _restore(cache, step, entry)
+    except InputError as error:
+        delete(cache.entry_path(name))
+        _say(f"{error}; {step} is made anew")
+        return False
+    except OSError as error:
+        _say(f"{cache.folder}: expected to take {step} from it, found: {error}; it is made anew")
+        return False
+    touch(cache.entry_path(name))
+    _say(f"{step} is taken from {cache.folder}, build key {name[:12]}: nothing was computed")
+    return True
+
+
+def put(cache: Cache | None, step: Step, record: Mapping[str, Any]) -> None:
+    """Put what `step` has just made, and what its record lists, into the cache. Not what names files elsewhere: it is right in one place only."""
+    if cache is None or not _is_whole(step.output, record["outputs"]):
+        return
+    try:
+        _check_unchanged(step, record)
+        beside = {path.name: sha256_file(path) for path in _beside(step)}
+        files = {name: cache.add(step.output.parent / name, sha256) for name, sha256 in sorted({**record["outputs"], **beside}.items())}
+        made_of = {name: part for name, part in record.items() if name not in ("format", "key", "outputs")}
+        entry = cache.write(made_of, step.output.name, files)
+    except InputError as error:
+        _say(f"{step} is not put into {cache.folder}: {error}")
+    except OSError as error:
+        _say(f"{cache.folder} cannot be written ({error.strerror}): {step} is not put into it")
+    else:
+        _say(f"{step} is put into {cache.folder}, build key {entry.key[:12]}")
+
+
+def _restore(cache: Cache, step: Step, entry: Entry) -> None:
+    """The manifest is looked at first and appears last: a run that is killed in between leaves none."""
+    folder, output = step.output.parent, step.output
+    for name in entry.files:
+        remove_leftovers(folder / name)
+    with atomic_path(output) as manifest:
+        cache.take(entry.files[entry.manifest], manifest)
+        outputs = {name: blob.sha256 for name, blob in entry.files.items()}
+        beside = {path.name for path in _beside(step)}
+        if entry.manifest != output.name or not _is_whole(manifest, outputs) or not beside <= outputs.keys():
+            raise InputError(f"{cache.entry_path(entry.key)}: expected all files of {output.name}, found others")
+        output.unlink(missing_ok=True)
+        for name in entry.files.keys() - {entry.manifest}:
+            with atomic_path(folder / name) as temporary:
+                cache.take(entry.files[name], temporary)
+            remember(folder / name, entry.files[name].sha256)
+        if step.stage in _OWN_FOLDER:
+            _clear(folder, set(entry.files))
+
+
+def _beside(step: Step) -> list[Path]:
+    """What is kept with an artefact and is no part of its record: who built an engine set, and when."""
+    return [provenance_path(step.output)] if step.stage == "build" else []
+
+
+def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
+    """Whether all that a manifest names is among `outputs` (sha256 by path relative to it)."""
+    return all(outputs.get(os.path.relpath(file.path, manifest.parent)) == file.sha256 for file in named_files(manifest))
+
+
+def _check_unchanged(step: Step, record: Mapping[str, Any]) -> None:
+    """Raises InputError when inputs or code are not those that the key is of: others may have been read when the artefact was made."""
+    package = code_identity.SOURCES
+    found = {path: (content(path), record["inputs"][name]) for name, path in step.inputs.items()}
+    found |= {package / name: (sha256_file(package / name), digest) for name, digest in record["code"].items()}
+    for path, (now, before) in found.items():
+        if now != before:
+            raise InputError(f"{path} changed while it was made")
+
+
+def _clear(folder: Path, kept: set[str]) -> None:
+    """Remove graphs or engines of an earlier artefact from `folder`."""
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix in _SUFFIXES and path.name not in kept:
+            path.unlink()
+
+
+def _say(line: str) -> None:
+    print(f"cache: {line}", file=sys.stderr)

@@ -1,0 +1,207 @@
+"""The folder of a cache: blobs by their sha256, entries by their build key. Files in, verified copies out; only the standard library.
+
+Files are written to a temporary name in the same folder, flushed and renamed, so that others see them whole or not at all. Names of temporary
+files are random: process ids of two machines may be equal. What is found damaged is deleted where that is possible, and never used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from lockstep.artifacts import formats
+from lockstep.errors import InputError
+from lockstep.artifacts.files import atomic_path, read_json, sha256_file, sha256_json, write_json
+
+VARIABLE = "LOCKSTEP_CACHE"
+DIGEST = re.compile("[0-9a-f]{64}")
+_LARGEST_ENTRY = 16 << 20  # bytes; an entry of a thousand files has a tenth of a megabyte
+_CHUNK = 256 << 20  # of a copy in the kernel: a file that is being written stays young
+# A file system, or a pair of them, in which the kernel does not copy.
+_NO_KERNEL_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
+
+
+@dataclass(frozen=True)
+class Blob:
+    """The content of a file: hex sha256, and size in bytes."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One artefact. made_of: the parts of its build key; manifest: the file that names the others; files: blob by path, relative to the manifest."""
+
+    key: str
+    made_of: Mapping[str, Any]
+    manifest: str
+    files: Mapping[str, Blob]
+
+    @property
+    def stage(self) -> str:
+        return str(self.made_of["stage"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(blob.size for blob in self.files.values())
+
+    def __str__(self) -> str:
+        return " ".join([self.stage, *map(str, self.made_of["names"].values())])
+
+
+def cache_folder(configured: str = "") -> Path | None:
+    """The cache that is to be used: LOCKSTEP_CACHE where it is set, also to nothing, else what the config says; None for none.
+
+    The variable wins because where a cache lies is a matter of the machine, and a config is shared. Raises InputError where no folder can be.
+    """
+    where = VARIABLE if VARIABLE in os.environ else "config: cache"
+    text = os.environ.get(VARIABLE, configured)
+    if not text:
+        return None
+    if "\0" in text:
+        raise InputError(f"{where}: expected the path of a folder, found {text!r}; correct it")
+    folder = Path(os.path.expanduser(text))
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise InputError(f"{where}: expected a folder, or a path where one can be made, found that {there} is a file; name another place or move the file away")
+    return folder
+
+
+class Cache:
+    """A cache at `folder`, which is made when something is first put into it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries = folder / "entries"
+        self.blobs = folder / "blobs"
+
+    def entry_path(self, key: str) -> Path:
+        return self.entries / f"{key}.json"
+
+    def blob_path(self, sha256: str) -> Path:
+        return self.blobs / sha256
+
+    def read(self, key: str) -> Entry | None:
+        """The entry of a build key; None where there is none. Raises InputError when it is damaged."""
+        path = self.entry_path(key)
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if path.is_symlink():
+                raise InputError(f"{path}: expected an entry of the cache, found a link to nothing") from None
+            return None
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_ENTRY:
+            raise InputError(f"{path}: expected an entry of the cache, found {'too large a file' if stat.S_ISREG(found.st_mode) else 'what is no file'}")
+        try:
+            value = read_json(path, formats.CACHE)
+            return _entry(path, key, value)
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+            raise InputError(f"{path}: expected an entry of the cache, found other content") from None
+
+    def check_whole(self, entry: Entry) -> None:
+        """Raises InputError when a blob of an entry is absent or of another size."""
+        for blob in entry.files.values():
+            if not _is_file(self.blob_path(blob.sha256), blob.size):
+                raise InputError(f"{self.blob_path(blob.sha256)}: expected a file of {blob.size} bytes, found none or another")
+
+    def take(self, blob: Blob, target: Path) -> None:
+        """Copy a blob to the new file `target`. Raises InputError, and deletes the blob, when it is not what its name says."""
+        source = self.blob_path(blob.sha256)
+        copy(source, target)
+        if (found := sha256_file(target)) != blob.sha256:
+            delete(source)
+            raise InputError(f"{source}: expected sha256 {blob.sha256}, found {found}: the file is damaged")
+
+    def add(self, source: Path, sha256: str) -> Blob:
+        """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
+        path, size = self.blob_path(sha256), source.stat().st_size
+        if _is_file(path, size) and sha256_file(path) == sha256:
+            touch(path)  # young again: nobody drops it before its entry is written
+            return Blob(sha256, size)
+        with _new(path) as temporary:
+            copy(source, temporary)
+            if (found := sha256_file(temporary)) != sha256:
+                raise InputError(f"{source}: expected sha256 {sha256}, found {found}: the file has changed")
+        return Blob(sha256, size)
+
+    def write(self, made_of: Mapping[str, Any], manifest: str, files: Mapping[str, Blob]) -> Entry:
+        """Write the entry of an artefact whose files are in."""
+        value = {"format": formats.CACHE, "key": sha256_json(made_of), "made_of": dict(made_of), "manifest": manifest,
+                 "files": {name: {"sha256": blob.sha256, "size": blob.size} for name, blob in files.items()}}  # fmt: skip
+        with _new(self.entry_path(value["key"])) as temporary:
+            write_json(temporary, value)
+        return Entry(value["key"], value["made_of"], manifest, dict(files))
+
+
+def _new(path: Path) -> contextlib.AbstractContextManager[Path]:
+    """`atomic_path` where several machines write: process numbers do not tell them apart."""
+    return atomic_path(path, secrets.token_hex(8))
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy the bytes of a file to the new file `target`, in the kernel where it can: there the two share blocks until one is written to."""
+    with open(source, "rb") as reader, open(target, "xb") as writer:
+        if not _copied_in_kernel(reader, writer):
+            reader.seek(0), writer.seek(0)
+            writer.truncate()
+            shutil.copyfileobj(reader, writer, 1 << 20)
+
+
+def _copied_in_kernel(reader: BinaryIO, writer: BinaryIO) -> bool:
+    if not hasattr(os, "copy_file_range"):
+        return False
+    try:
+        while os.copy_file_range(reader.fileno(), writer.fileno(), _CHUNK):
+            pass
+    except OSError as error:
+        if error.errno not in _NO_KERNEL_COPY:
+            raise
+        return False
+    return os.fstat(writer.fileno()).st_size == os.fstat(reader.fileno()).st_size  # some file systems end early and say nothing
+
+
+def delete(path: Path) -> None:
+    """Delete a file that is worth nothing; where that is not allowed it stays, and is not used either."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def touch(path: Path) -> None:
+    """Note that a file was used; in a cache that cannot be written nothing is noted."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def _is_file(path: Path, size: int) -> bool:
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == size
+
+
+def _entry(path: Path, key: str, value: Mapping[str, Any]) -> Entry:
+    """Raises one of several errors, or InputError, when `value` is no entry of `key`."""
+    files = {name: Blob(blob["sha256"], blob["size"]) for name, blob in value["files"].items()}
+    entry = Entry(value["key"], value["made_of"], value["manifest"], files)
+    plain = all(_is_plain(name) and DIGEST.fullmatch(blob.sha256) and type(blob.size) is int for name, blob in files.items())
+    if not (plain and entry.manifest in files and entry.key == key == sha256_json(entry.made_of) and str(entry)):
+        raise InputError(f"{path}: expected an entry of the cache, found other content")
+    return entry
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a path stays in the folder that it is relative to."""
+    path = PurePosixPath(name)
+    return str(path) == name != "." and not path.is_absolute() and ".." not in path.parts and not set("\\\0") & set(name)

@@ -1,0 +1,52 @@
+"""Two values that should be the same: what differs between them, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.provenance.lockfile import read_lock
+
+_DIGEST = 64
+
+
+def diff(first: Path, second: Path) -> list[str]:
+    """What differs between two lock files, a line each: where, and both values. Raises InputError for a file that is no lock."""
+    return [f"{' / '.join(where)}: {change}" for where, change in changes(read_lock(first), read_lock(second))]
+
+
+def changes(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(place, "before -> after") of each value that differs, in the order of their names."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for name in sorted({*one, *other}):
+            here = (*where, str(name))
+            if name not in one:
+                yield here, f"new, {words(other[name])}"
+            elif name not in other:
+                yield here, f"gone, was {words(one[name])}"
+            else:
+                yield from changes(one[name], other[name], here)
+    elif one != other:
+        yield where, f"{words(one)} -> {words(other)}"
+
+
+def words(value: Any) -> str:
+    """A value on one line: digests cut to what tells them apart, lists and mappings short."""
+    if isinstance(value, str):
+        return value[:12] if len(value) == _DIGEST and all(c in "0123456789abcdef" for c in value) else value
+    if isinstance(value, Mapping):
+        return f"{len(value)} entries"
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(words, value))
+    return "none" if value is None else str(value)
+
+
+def cause(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Why two build keys differ: inputs, options, packages, code, backend, in words with both values."""
+    lines = []
+    for part, what in (("names", ""), ("inputs", "input "), ("options", "option "), ("backend", "backend "), ("environment", ""), ("code", "code ")):
+        before, after = recorded.get(part), now.get(part)
+        if before is not None and after is not None:
+            lines += [f"{what}{'.'.join(where)} {change}" for where, change in changes(before, after)]
+    return lines

@@ -1,0 +1,110 @@
+"""Explain: a target in; what a run would make again and why, out. The build keys that are recorded are compared with what they would be now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.provenance import code_identity
+from lockstep.checkpoint.resolve import side_files, weight_files
+from lockstep.checkpoint.tensors import find_tensors
+from lockstep.errors import LockstepError
+from lockstep.artifacts.files import read_json
+from lockstep.provenance.again import FAILED
+from lockstep.provenance.diff import cause, words
+from lockstep.pipeline.step import Step
+from lockstep.provenance.record import backend_identity, content, read_record, record_path
+from lockstep.pipeline.stages import steps
+from lockstep.targets import Results, Target
+from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.manifest_files import failed_path, lost_files, manifest_entries
+
+if TYPE_CHECKING:
+    from lockstep.config.load import Config
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A step, and why a run would make its artefact again; no reasons where it would not. `unknown`: there is no record to tell by."""
+
+    step: Step
+    reasons: tuple[str, ...]
+    unknown: bool = False
+
+    @property
+    def rebuilt(self) -> bool:
+        return bool(self.reasons)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.step}:", *(f"  {reason}" for reason in self.reasons)])
+
+
+def explain(config: Config, results: Results, target: Target, source: Path | None = None) -> list[Explained]:
+    """All steps of `target`, in order. `source`: the folder that the model's checkpoint lies in now; None where it is not there yet."""
+    found: list[Explained] = []
+    again: dict[Path, str] = {}
+    for step in steps(config, results, target):
+        explained = _explain(step, again, source)
+        found.append(explained)
+        if explained.rebuilt:
+            again[step.output] = step.stage
+    return found
+
+
+def _explain(step: Step, again: Mapping[Path, str], source: Path | None) -> Explained:
+    if not step.output.is_file():
+        return Explained(step, (f"{step.output} is not there",))
+    reasons = [f"{path} is gone or cut short" for path in lost_files(step.output)]
+    reasons += [FAILED] if failed_path(step.output).is_file() else []
+    reasons += [f"reads {path.name}, which {again[path]} makes again" for path in step.inputs.values() if path in again]
+    if step.stage in ("resolve", "architecture") and source is not None:
+        reasons += _changed_files(step, source)
+    try:
+        record = read_record(step.output)
+    except LockstepError as error:
+        return Explained(step, (*reasons, str(error)))
+    if record is None:
+        what = "is of another file" if record_path(step.output).is_file() else "is not there"
+        return Explained(step, tuple(reasons), unknown=True) if reasons else Explained(step, (f"the record of how {step.output.name} was made {what}",), unknown=True)
+    return Explained(step, tuple(reasons + cause(record, _key_now(step, record, again))))
+
+
+def _key_now(step: Step, record: Mapping[str, Any], again: Mapping[Path, str]) -> dict[str, Any]:
+    """The build key as a run would have it now: with the pinned packages, and inputs that are not made again first."""
+    entry = code_identity.STAGES[step.stage]
+    inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
+    kept = {name: value for name, value in record["inputs"].items() if step.inputs.get(name) in again}
+    now = {
+        "inputs": {**kept, **inputs},
+        "options": dict(step.options),
+        "code": code_identity.code_files(entry),
+        "environment": code_identity.pinned_packages(entry),
+    }
+    if "backend" in record:
+        try:
+            now["backend"] = backend_identity(step.names["backend"], step.python)
+        except LockstepError:
+            pass  # its library is not installed here: nothing can be said
+    return now
+
+
+def _changed_files(step: Step, source: Path) -> list[str]:
+    """Files of the checkpoint that are not those that its manifest lists."""
+    try:
+        manifest = read_json(step.output)
+        with manifest_entries(step.output):
+            recorded = {file["path"]: file["sha256"] for file in manifest["files"]}
+        weights = weight_files(source, find_tensors(source)) if step.stage == "resolve" else []
+        there = {path.name: path for path in [*side_files(source), *weights]}
+    except LockstepError as error:
+        return [str(error)]
+    lines = [f"{source / name} is gone" for name in sorted(recorded.keys() - there.keys())]
+    lines += [f"{path} is new" for name, path in sorted(there.items()) if name not in recorded]
+    for name, path in sorted(there.items()):
+        if name in recorded and (found := digest(path)) != recorded[name]:
+            lines.append(f"{path} changed: sha256 {words(recorded[name])} -> {words(found)}")
+    return lines
+
+

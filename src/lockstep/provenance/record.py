@@ -1,0 +1,102 @@
+"""The build key of an artefact: a step of the workflow in; beside its manifest `<manifest>.build.json` out, which says what it was made of.
+
+A record holds the digests of the inputs, the options, the code of the stage, the versions of its packages, for what a backend makes its version
+and device, and the digest of each file that came out. It holds no time and no place: two machines with one key write one record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.provenance import code_identity
+from lockstep.artifacts import formats
+from lockstep.pipeline import worker
+from lockstep.pipeline.step import Step
+from lockstep.errors import CheckError, InputError
+from lockstep.artifacts.files import read_json, sha256_json, write_json
+from lockstep.provenance.shapes import RECORD, misfit
+from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.manifest_files import SUFFIX, content, named_files, record_path
+
+# Stages whose results speak of the model by its name in the config; others are the same under any name.
+_NAMED = ("validate", "golden")
+
+
+def build_key(step: Step, here: bool = True) -> dict[str, Any]:
+    """What decides what `step` makes. `here`: with the packages installed here; else with those that are pinned."""
+    packages = code_identity.installed_packages if here else code_identity.pinned_packages
+    entry = code_identity.STAGES.get(step.stage)
+    key = {
+        "stage": step.stage,
+        "names": {name: str(value) for name, value in step.names.items() if name != "model" or step.stage in _NAMED},
+        "inputs": {name: _input(step, path) for name, path in step.inputs.items()},
+        "options": dict(step.options),
+        "code": code_identity.code_files(entry) if entry else {},
+        "environment": packages(entry) if entry else {},
+    }
+    backend = step.names.get("backend")
+    return {**key, "backend": backend_identity(backend, step.python)} if backend else key
+
+
+def backend_identity(name: str, python: str | None = None) -> dict[str, Any]:
+    """The library and the device that an engine is for, asked in the interpreter `python`. Raises InputError where the library is not installed."""
+    return worker.ask(python, "identity", name=name)
+
+
+def write_record(step: Step, key: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the record of `step`, which has just made its output with `key`, and give it."""
+    record = {"format": formats.BUILD, **key, "key": sha256_json(key), "outputs": outputs_of(step.output, step.beside)}
+    write_json(record_path(step.output), record)
+    return record
+
+
+def _input(step: Step, path: Path) -> str:
+    """What stands for an input in the key. The summary has a row for a manifest that is damaged: there its bytes do."""
+    try:
+        return content(path)
+    except InputError:
+        if step.stage == "summary" and path.is_file():
+            return digest(path)
+        raise
+
+
+def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
+    """Hex sha256 by path, relative to the manifest's folder: of the manifest, of files `beside` it, and of those that it names as its own.
+
+    The digests of the latter are those of the manifest: who made it has just hashed them. Files of another folder are not its own.
+    """
+    outputs = {Path(os.path.relpath(path, manifest.parent)).as_posix(): digest(path) for path in (manifest, *beside)}
+    for file in named_files(manifest) if manifest.suffix == ".json" else ():
+        name = Path(os.path.relpath(file.path, manifest.parent))
+        if name.parts[0] != "..":
+            outputs.setdefault(name.as_posix(), file.sha256)
+    return outputs
+
+
+def read_record(output: Path) -> dict[str, Any] | None:
+    """The record of the manifest `output`; None where there is none, or where it is of another file. Raises InputError when it is damaged."""
+    path = record_path(output)
+    if not path.is_file():
+        return None
+    record = checked_record(path)
+    return record if output.is_file() and record["outputs"].get(output.name) == digest(output) else None
+
+
+def checked_record(path: Path) -> dict[str, Any]:
+    """A record whose key is that of its parts. Raises InputError, or CheckError for parts that were changed."""
+    record = read_json(path, formats.BUILD)
+    if wrong := misfit(record, RECORD):
+        raise InputError(f"{path}: {wrong}; delete the file and run again")
+    if record["key"] != sha256_json({name: value for name, value in record.items() if name not in ("format", "key", "outputs")}):
+        raise CheckError(f"{path}: expected the key of what it lists, found another; delete the file and run again")
+    return record
+
+
+def records(folder: Path) -> Iterator[Path]:
+    """All records below a folder, sorted."""
+    return iter(sorted(folder.rglob(f"*{SUFFIX}")))
+
+

@@ -1,0 +1,155 @@
+"""Run one step: its artefact, its record beside it, and where a lock holds it, nothing else than what is locked."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts import formats
+from lockstep.provenance.cache.reuse import cache_for, put, take
+from lockstep.errors import ENDING, InputError, LockstepError
+from lockstep.artifacts.files import check_place, write_bytes, write_json
+from lockstep.provenance import locked
+from lockstep.provenance.slsa import now, provenance_path, write_provenance
+from lockstep.pipeline.step import Step
+from lockstep.provenance.record import build_key, checked_record, read_record, record_path, write_record
+from lockstep.targets import Results, Target
+from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.manifest_files import failed_path
+
+# Stages that begin with what an earlier run made: engines that still fit, the commit that a branch was found at.
+_GO_ON = ("fetch", "build")
+
+
+def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cache: str = "") -> Any:
+    """Make the artefact of `step` with `make`, whose result is given, and record it.
+
+    lock_file: raises CheckError for anything else than what it locks. cache: the shared cache that the config names; what it has, and is locked, is taken
+    from there, and the path of its manifest given. Raises InputError for an input that is damaged or is not the one recorded.
+    """
+    check_place(step.output)  # before hours of work
+    shared = cache_for(step, cache)
+    with _reported(step):
+        for path in step.inputs.values() if step.stage != "summary" else ():  # whose rows say what is wrong
+            check_input(path)
+    key, started = build_key(step), now()
+    if lock_file is not None:
+        locked.check_step(step, key, lock_file)
+    with _all_or_nothing(step):
+        taken = take(shared, step, key) and _is_locked(step, key, lock_file)
+        with _reported(step):
+            made = step.output if taken else make()
+        if step.stage == "build" and not taken:  # before the record: where there is one, there is the other
+            write_provenance(step, key, started)
+        record = write_record(step, key)
+    if lock_file is not None:
+        locked.check_output(step.output, lock_file)
+    if not taken:
+        put(shared, step, record)
+    return made
+
+
+def _is_locked(step: Step, key: Mapping[str, Any], lock_file: Path | None) -> bool:
+    """Whether what the cache gave is what the lock says. Else it is taken away again, and the cache has nothing."""
+    if lock_file is None:
+        return True
+    write_record(step, key)
+    line = locked.reject(step.output, lock_file)
+    if line:
+        print(f"cache: {line} in what was taken, which is not what {lock_file} says; {step} is made anew", file=sys.stderr)
+    return not line
+
+
+@contextlib.contextmanager
+def _reported(step: Step) -> Iterator[None]:
+    """A check that fails leaves its report, with the reason; where it fails before it has one, it leaves the reason alone. Not where it is interrupted."""
+    report = failed_path(step.output)
+    before = _state(report)
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        ended = isinstance(error, SystemExit)
+        if step.stage in _JUDGING and _state(report) == before and not (ended and error.code in _INTERRUPTED):
+            line = f"{step.stage} ended with exit code {error.code}; its log says why" if ended else " ".join(f"{_kind(error)}{error}".split())
+            with contextlib.suppress(InputError, OSError):  # a full disk: what was raised says so
+                write_json(report, {"format": formats.FAILURE, "stage": step.stage, "names": dict(step.names), "result": "fail", "failure": line})
+        raise
+
+
+_JUDGING = ("validate", "compare", "golden")
+_INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
+
+
+def _kind(error: Exception) -> str:
+    return "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """What changes whenever a file is written anew."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+@contextlib.contextmanager
+def _all_or_nothing(step: Step) -> Iterator[None]:
+    """Take the record of an earlier artefact away, and its provenance, so that a run that is killed leaves none that is wrong. Where the work fails, an
+    artefact that it did not touch gets them back, and a new one without a record goes. What has no record is not gone on with."""
+    output = step.output
+    if step.stage in _GO_ON and not _is_recorded(output):
+        output.unlink(missing_ok=True)
+    about = [record_path(output), *([provenance_path(output)] if step.stage == "build" else [])]
+    before = digest(output) if output.is_file() else None
+    earlier = {path: path.read_bytes() for path in about if path.is_file()} if _is_recorded(output) else {}
+    for path in about:
+        path.unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException:
+        if output.is_file() and digest(output) != before:
+            for path in (output, *about):
+                path.unlink(missing_ok=True)
+        elif output.is_file():
+            for path, data in earlier.items():
+                write_bytes(path, data)
+        raise
+
+
+def _is_recorded(output: Path) -> bool:
+    try:
+        return read_record(output) is not None
+    except LockstepError:
+        return False  # damaged: made anew with the artefact
+
+
+def check_input(path: Path) -> None:
+    """Raises InputError when the manifest `path` is not the one whose making was recorded: damaged, put there by hand, or left by a stage that was killed."""
+    record = record_path(path)
+    if path.suffix != ".json" or not path.is_file():
+        return  # an absent one is named by whoever reads it
+    if not record.is_file():
+        raise InputError(f"{path}: expected its record {record.name} beside it, found none: nothing says how it was made; make it again, by its stage or snakemake")
+    recorded = checked_record(record)
+    expected, found = recorded["outputs"].get(path.name), digest(path)
+    if found != expected:
+        raise InputError(f"{path}: expected sha256 {expected} as {record.name} says, found {found}: it was changed after it was made; delete it and run again")
+
+
+def from_rule(stage: str, names: dict[str, str], inputs: dict[str, Any], options: dict[str, Any], outputs: list[str]) -> Step:
+    """The step of a Snakemake job. inputs by name: a path, or a list of paths, which are files of the checkpoint and stand in the manifest that the
+    job makes, or results that a report shows. options: the rule's params."""
+    manifests = {name: Path(path) for name, path in inputs.items() if isinstance(path, str) and name not in _NOT_READ}
+    given = {name: value for name, value in options.items() if name not in ("key", "python")}
+    beside = ()
+    if stage in _REPORTS:
+        manifests |= {path: Path(path) for paths in inputs.values() if isinstance(paths, list) for path in paths}
+        beside = tuple(map(Path, outputs[1:]))
+    return Step(stage, names, manifests, given, Path(outputs[0]), beside, options.get("python"))
+
+
+_REPORTS = ("summary", "plots")
+
+
+_NOT_READ = ("config", "logits")  # fetch checks its limits only; the reference names its logits with their digest

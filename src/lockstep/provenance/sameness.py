@@ -1,0 +1,92 @@
+"""Levels of sameness: two engine sets of one target in, each with the records of how it was made; for each level what differs, out.
+
+R0 inputs: what convert, export and build were given, their options, code, packages, library and device. R1 choices and R2 layer information: what the
+backend says of each engine. R3 golden tokens. R4 bytes of each engine, without those of which the backend says that equal builds do not share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.artifacts import formats
+from lockstep.errors import InputError
+from lockstep.artifacts.files import read_json, sha256_json
+from lockstep.provenance.diff import changes
+from lockstep.provenance.lockfile import numbered
+from lockstep.provenance.record import read_record
+from lockstep.targets import Results, Target
+
+LEVELS = {"R0": "inputs", "R1": "choices", "R2": "layer information", "R3": "golden tokens", "R4": "bytes"}
+_MADE_BY = ("inputs", "options", "code", "environment", "backend")
+# What of engines.json decides how engines are built. The device is compared by what of it matters.
+_SETTINGS = ("backend_version", "builder_revision", "options", "precision")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is compared of one engine set: JSON by level; and by engine which bytes were left out, in words."""
+
+    levels: Mapping[str, Any]
+    removed: Mapping[str, tuple[str, ...]]
+
+    def digests(self) -> dict[str, str]:
+        """Hex sha256 by level."""
+        return {level: sha256_json(value) for level, value in self.levels.items()}
+
+
+def facts(results: Results, target: Target, found: Mapping[str, Any], failure: str | None = None) -> Facts:
+    """Of the engine set of `target` in a results tree, in which `engine.inspected` has `found` what the backend says. `failure`: the line of a golden check that
+    did not pass, which then has no tokens.
+
+    Raises InputError where something was not made, or has no record of how it was made.
+    """
+    manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
+    settings = {**{name: manifest[name] for name in _SETTINGS}, "device": found["device"]}
+    engines = found["engines"]
+    levels = {
+        "R0": {**_made_by(results, target), "engines": settings},
+        "R1": {name: engine["choices"] for name, engine in engines.items()},
+        "R2": {name: engine["layers"] for name, engine in engines.items()},
+        "R3": {"golden check": failure} if failure else _tokens(results, target),
+        "R4": {name: engine["sha256"] for name, engine in engines.items()},
+    }
+    return Facts(levels, {name: tuple(engine["left_out"]) for name, engine in engines.items() if engine["left_out"]})
+
+
+def compare(one: Facts, other: Facts) -> dict[str, list[str]]:
+    """By level what differs, each with its place and both values; nothing where it is the same."""
+    return {
+        level: [f"{' / '.join(where)}: {change}" for where, change in changes(numbered(one.levels[level]), numbered(other.levels[level]))]
+        for level in LEVELS
+    }
+
+
+def reached(same: Mapping[str, bool]) -> str:
+    """The highest level up to which all are the same; "none" where not even the inputs are."""
+    found = "none"
+    for level in LEVELS:
+        if not same[level]:
+            break
+        found = level
+    return found
+
+
+def _made_by(results: Results, target: Target) -> dict[str, Any]:
+    found = {}
+    for stage, output in (
+        ("convert", results.weights(target.model, target.precision)),
+        ("export", results.assembly(target.model, target.precision)),
+        ("build", results.engines(target.model, target.precision, target.backend)),
+    ):
+        record = read_record(output)
+        if record is None:
+            raise InputError(f"{output}: expected the record of how it was made, found none of this file; run snakemake first")
+        found[stage] = {part: record[part] for part in _MADE_BY if part in record}
+    return found
+
+
+def _tokens(results: Results, target: Target) -> dict[str, Any]:
+    golden = read_json(results.golden(target.model, target.precision, target.layers, target.backend), formats.GOLDEN)
+    return {prompt["text"]: prompt["tokens"] for prompt in golden["prompts"]}

@@ -1,0 +1,156 @@
+"""Provenance of an engine set: a build step and its key in, `provenance.json` beside engines.json out. Only here do times stand.
+
+An in-toto Statement v1 (https://in-toto.io/Statement/v1) with a SLSA provenance v1 predicate (https://slsa.dev/provenance/v1), as plain JSON: subjects are
+the engine files and their manifest, resolved dependencies the graphs, the files of the checkpoint that these were made of, and the packages. It is no input
+of any stage and no part of a record or a lock. The predicate's extension field `lockstep_sealed_sha256` is the digest of all the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep import __version__
+from lockstep.artifacts import formats
+from lockstep.errors import InputError
+from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
+from lockstep.targets import Results
+from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.manifest_files import named_files
+from lockstep.config.sources import HubSource, parse_source
+
+if TYPE_CHECKING:
+    from lockstep.pipeline.step import Step
+
+NAME = "provenance.json"
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://slsa.dev/provenance/v1"
+# Package URLs: https://github.com/package-url/purl-spec.
+BUILDER = "pkg:generic/lockstep"
+BUILD_TYPE = f"{BUILDER}#build/1"
+SEAL = "lockstep_sealed_sha256"
+EPOCH_VARIABLE = "SOURCE_DATE_EPOCH"
+
+
+def provenance_path(engines_json: Path) -> Path:
+    return engines_json.with_name(NAME)
+
+
+def now() -> str:
+    """The time in UTC to the second, as RFC 3339; that of SOURCE_DATE_EPOCH where it is set (https://reproducible-builds.org/specs/source-date-epoch)."""
+    text = os.environ.get(EPOCH_VARIABLE, "")
+    if not text:
+        return _rfc3339(datetime.datetime.now(datetime.timezone.utc))
+    try:
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError
+        return _rfc3339(datetime.datetime.fromtimestamp(int(text), datetime.timezone.utc))
+    except (ValueError, OverflowError, OSError):
+        raise InputError(f"{EPOCH_VARIABLE}: expected seconds since 1970 as a whole number, found {text[:40]!r}; correct or unset it") from None
+
+
+def _rfc3339(time: datetime.datetime) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def write_provenance(step: Step, key: Mapping[str, Any], started: str) -> Path:
+    """Write the provenance of the engine set that the build `step` has just made with `key`; gives its path."""
+    statement = make(step, key, started, now())
+    statement["predicate"][SEAL] = _seal(statement)
+    path = provenance_path(step.output)
+    write_bytes(path, dump_json(statement).encode())
+    return path
+
+
+def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dict[str, Any]:
+    """The statement, not sealed."""
+    engines = read_json(step.output)
+    subjects = [{"name": entry["file"], "digest": {"sha256": entry["sha256"]}} for _, entry in sorted(engines["engines"].items())]
+    definition = {
+        "buildType": BUILD_TYPE,
+        "externalParameters": {**step.names, "options": engines["options"]},
+        "internalParameters": {"buildKey": sha256_json(key), "backend": key["backend"], "device": engines["device"]},
+        "resolvedDependencies": list(_dependencies(step, key)),
+    }
+    builder = {
+        "id": BUILDER,
+        "version": {"lockstep": __version__},
+        "builderDependencies": [{"name": f"lockstep/{name}", "digest": {"sha256": sha256}} for name, sha256 in sorted(key["code"].items())],
+    }
+    return {
+        "_type": STATEMENT,
+        "subject": [*subjects, {"name": step.output.name, "digest": {"sha256": digest(step.output)}}],
+        "predicateType": PREDICATE,
+        "predicate": {"buildDefinition": definition, "runDetails": {"builder": builder, "metadata": {"startedOn": started, "finishedOn": finished}}},
+    }
+
+
+def _dependencies(step: Step, key: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    assembly = step.inputs["assembly"]
+    for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
+        yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
+    yield from _checkpoint_files(step)
+    for name, version in sorted(key["environment"].items()):
+        yield {"name": name, "uri": f"pkg:pypi/{name}@{version}"}
+
+
+def _checkpoint_files(step: Step) -> Iterator[dict[str, Any]]:
+    """The files that the graphs were made of: config and tokenizer. Weights are none of them, for engines hold none."""
+    results = Results(step.inputs["assembly"].parents[3])
+    manifest = results.architecture(step.names["model"])
+    if not manifest.is_file():
+        return  # graphs that were brought here without their checkpoint
+    value = read_json(manifest, formats.CHECKPOINT)
+    origin = _purl(value["source"], results.source(step.names["model"]))
+    for file in value["files"]:
+        about = {"uri": f"{origin}#{file['path']}"} if origin else {}
+        yield {"name": f"checkpoint/{file['path']}", **about, "digest": {"sha256": file["sha256"]}}
+
+
+def _purl(source: str, fetched: Path) -> str | None:
+    """The package URL of a model on the hub at its commit; None for a folder, whose files are known by their digests."""
+    kind = parse_source(source)
+    if not isinstance(kind, HubSource) or not fetched.is_file():
+        return None
+    commit = read_json(fetched).get("commit")
+    return f"pkg:huggingface/{kind.repository}@{commit}" if commit else None
+
+
+def _seal(statement: Mapping[str, Any]) -> str:
+    bare = copy.deepcopy(dict(statement))
+    bare["predicate"].pop(SEAL, None)
+    return sha256_json(bare)
+
+
+def wrong_provenance(path: Path) -> str | None:
+    """Why the provenance at `path` is not that of the engine set beside it; None when it is."""
+    again = "`lockstep build` makes it again"
+    try:
+        data = path.read_bytes()
+        statement = json.loads(data)
+        whole = statement["predicate"][SEAL] == _seal(statement) and data == dump_json(statement).encode()
+        subjects = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return f"expected an in-toto statement, found something else; {again}"
+    if not whole:
+        return f"the file is damaged; {again}"
+    found = _subjects(path.with_name("engines.json"))
+    if found is not None and subjects != found:
+        name = sorted(name for name in {*subjects, *found} if subjects.get(name) != found.get(name))[0]
+        return f"it is of another engine set: {name} differs; {again}"
+    return None
+
+
+def _subjects(engines_json: Path) -> dict[str, str] | None:
+    """What an engine set consists of; None for a damaged manifest, with which nothing can be compared."""
+    if not engines_json.is_file():
+        return {}
+    try:
+        return {**{file.path.name: file.sha256 for file in named_files(engines_json)}, engines_json.name: digest(engines_json)}
+    except InputError:
+        return None

@@ -1,0 +1,105 @@
+"""The step on host arrays: plans over NumPy buffers, for backends without an executor of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.errors import CheckError
+from lockstep.step.kv_cache import KVCache
+from lockstep.step.network import Network, ios_of
+from lockstep.step.plan import Layout, Plan
+from lockstep.step.greedy import most_likely
+from lockstep.step.advance import Advance, lay_out
+
+_KEPT_PLANS = 8
+
+
+class HostExecutor:
+    """Runs steps that are checked already. `lengths[slot]`: tokens that a slot holds."""
+
+    ahead = False
+
+    def __init__(self, network: Network, rows: int, max_seq_len: int):
+        _check_declared(network)
+        self.rows, self.max_seq_len = rows, max_seq_len
+        self._network = network
+        self._cache = KVCache([kind.cache for _, kind in network.layers], rows, max_seq_len, network.dtype)
+        self._plans: dict[Layout, Plan] = {}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._cache.lengths
+
+    def reset(self, slot: int) -> None:
+        """Forget what the slot holds, so that its memory may shrink."""
+        self._cache.reset(slot)
+
+    def logits(self, advances: Sequence[Advance]) -> np.ndarray:
+        """Take a step; the logits that follow each request's last token, [len(advances), vocab_size] float32, in the order of the list."""
+        if self._cache.reserve(max(advance.start + len(advance.tokens) for advance in advances)):
+            self._plans.clear()
+        plan = self._plan(lay_out(advances))
+        rows = _pack(plan, advances)
+        plan.run()
+        plan.write_decoded(rows)
+        return plan.logits.astype(np.float32)
+
+    def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
+        """As `logits`: the most likely tokens, [len(advances)] int64; -1 where its logit is NaN or infinite."""
+        return most_likely(self.logits(advances))
+
+    def _plan(self, layout: Layout) -> Plan:
+        """Decode steps come again and again with one layout: their plans are kept. A prompt's is used once."""
+        plan = self._plans.get(layout)
+        if plan is None:
+            plan = Plan(self._network, self._cache, layout)
+            if not layout.chunks:
+                while len(self._plans) >= _KEPT_PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[layout] = plan
+        return plan
+
+
+def _check_declared(network: Network) -> None:
+    """Raises CheckError where an engine reads or makes something else than the assembly says: buffers are of the assembly's sizes."""
+    parts = {network.embedding.run: (network.embedding.inputs, network.embedding.outputs), network.exit.run: (network.exit.inputs, network.exit.outputs)}
+    parts |= {block.run: (block.inputs, block.outputs) for block, _ in network.layers}
+    for kind in {id(kind): kind for _, kind in network.layers}.values():
+        parts |= {kind.engines[phase]: tuple(ios_of(kind.spec[phase][what]) for what in ("inputs", "outputs")) for phase in ("prefill", "decode")}
+    for engine, (inputs, outputs) in parts.items():
+        for ios, declared in ((inputs, engine.inputs), (outputs, engine.outputs)):
+            said, found = ({name: _known(dtype, shape) for name, dtype, shape in values} for values in (
+                ((io.name, io.dtype, io.shape) for io in ios), ((name, value.dtype, value.shape) for name, value in declared.items()),
+            ))  # fmt: skip
+            if said != found:
+                name = min(name for name in {*said, *found} if said.get(name) != found.get(name))
+                advice = "export and build again, or take another bundle"
+                raise CheckError(f"{engine.where}: {name!r}: expected {said.get(name, 'nothing')} as the assembly says, found {found.get(name, 'nothing')}; {advice}")
+
+
+def _known(dtype: np.dtype, shape: Sequence[int | str]) -> str:
+    """A type with its sizes; named ones are left to each step."""
+    return f"{dtype.name} [{', '.join(str(size) if isinstance(size, int) else 'any' for size in shape)}]"
+
+
+def _pack(plan: Plan, advances: Sequence[Advance]) -> np.ndarray:
+    """Fill the plan's token ids, positions and logit rows; gives the cache rows that decode, ascending."""
+    layout, rows, offset = plan.layout, [], plan.layout.num_decode
+    if layout.num_decode > sum(len(advance.tokens) == 1 for advance in advances):
+        plan.token_ids[: layout.num_decode] = 0  # rows between that do not decode: token 0 at position 0, past length 0
+        plan.position_ids[: layout.num_decode] = 0
+    for i, advance in enumerate(advances):
+        count = len(advance.tokens)
+        if count == 1:
+            first = advance.slot - layout.low
+            rows.append(advance.slot)
+            plan.token_ids[first] = advance.tokens[0]
+            plan.position_ids[first] = advance.start
+        else:
+            first, offset = offset, offset + count
+            plan.token_ids[first:offset] = advance.tokens
+            plan.position_ids[first:offset] = np.arange(advance.start, advance.start + count)
+        plan.logit_rows[i] = first + count - 1
+    return np.array(sorted(rows), np.int64)

@@ -1,5 +1,0 @@
-"""Validate: are the exported graphs well-formed, and do they compute what the model computes in torch?"""
-
-from lockstep.validate.run import run
-
-__all__ = ["run"]

@@ -1,0 +1,76 @@
+"""Run the engines of a set on the inputs of a stage.
+
+A stage in, its outputs out, as NumPy arrays on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lockstep.verify.bisect.stages import Arrays, Stage
+from lockstep.backends import EngineSet, Executable, Program
+from lockstep.weights import Weights
+
+
+class Engines:
+    """An engine set. Weights are bound for one call and let go: one layer's copy at a time."""
+
+    def __init__(self, engines: EngineSet, weights: Weights, threads: int | None = None):
+        self.set, self._weights, self._threads = engines, weights, threads
+        self._programs: dict[str, Program] = {}
+        self._names = set(engines.names())
+        rows = engines.manifest["options"].get("max_batch_size")
+        self.max_rows: int | None = rows  # requests that the engines were built for; None: any number
+
+    def run(self, stage: Stage, like: Mapping[str, np.ndarray]) -> Arrays | None:
+        """Return the stage's outputs, in the shapes and dtypes of `like`.
+
+        None for what the backend has no engine of: fused attention.
+        """
+        if stage.graph not in self._names:
+            return None
+        if stage.part != "exit" or self.max_rows is None:
+            return self._call(stage, stage.inputs, like)
+        rows = stage.inputs["logit_rows"]
+        pieces = [slice(start, start + self.max_rows) for start in range(0, len(rows), self.max_rows)]
+        found = [
+            self._call(
+                stage, {**stage.inputs, "logit_rows": rows[piece]}, {name: array[piece] for name, array in like.items()}
+            )
+            for piece in pieces
+        ]
+        return {name: np.concatenate([outputs[name] for outputs in found]) for name in like}
+
+    def _call(self, stage: Stage, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> Arrays:
+        if stage.graph not in self._programs:
+            self._programs[stage.graph] = self.set.load(stage.graph, self._threads)
+        executable = self._programs[stage.graph].bind(
+            self._weights if stage.slots else None, self.set.tensors(stage.graph, stage.slots)
+        )
+        if isinstance(self.set.backend.empty((1,), np.dtype(np.float32)), np.ndarray):
+            outputs = {name: np.empty_like(array) for name, array in like.items()}
+            executable.prepare({name: np.ascontiguousarray(array) for name, array in inputs.items()}, outputs)()
+            return outputs
+        return _on_gpu(executable, self.set.backend, inputs, like)
+
+
+def _on_gpu(
+    executable: Executable, backend: Any, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]
+) -> Arrays:
+    """Copy the inputs to the device in the engine's dtypes, run, and copy the outputs back."""
+    executable.uploads.wait()
+    stream, tensors = executable.program.device.stream, executable.program.tensors
+    host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
+    given = {name: backend.empty(array.shape, array.dtype) for name, array in host.items()}
+    made = {name: backend.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+    found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+    for name, array in host.items():
+        stream.upload(given[name], array)
+    executable.prepare(given, made)()
+    for name, array in made.items():
+        stream.download(found[name], array)
+    stream.synchronize()
+    return {name: array.astype(like[name].dtype) for name, array in found.items()}

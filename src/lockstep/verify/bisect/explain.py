@@ -1,0 +1,121 @@
+"""Say where an engine set leaves its graphs, when a check of it has failed.
+
+Needs what runs engines, no torch: the graphs are held for right here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.artifacts import formats
+from lockstep.verify.bisect.engines import Engines
+from lockstep.verify.bisect.faults import engine_fault, walk_stages
+from lockstep.verify.bisect.report import advice, answer, fault_of, rows_of
+from lockstep.verify.bisect.served import served_error
+from lockstep.verify.bisect.stages import Graphs, Tokens
+from lockstep.backends import EngineSet
+from lockstep.backends.graphs import graph_file, graphs_of
+from lockstep.errors import LockstepError
+from lockstep.artifacts.files import read_json
+from lockstep.weights import Weights
+
+SECONDS = 60.0
+_SYNTHETIC = 33  # ids where a check has no tokens of its own
+
+
+def explain_failure(
+    assembly_json: Path,
+    weights_json: Path,
+    engines_json: Path,
+    layers: int | str,
+    tolerance: Mapping[str, float],
+    target: str,
+    ids: Sequence[int] | None = None,
+    num_prompt: int | None = None,
+    seconds: float = SECONDS,
+    threads: int | None = None,
+) -> str:
+    """Explain a failed check in one line: the first engine that leaves its graph.
+
+    The first engine that leaves its graph, or that none does, and what to run next.
+
+    target: its name, for the advice. tolerance: {"block", "logits"}. ids, num_prompt: the failing request, prompt and
+    the reference's tokens; without them seeded ones are taken. Stops between two stages when `seconds` are over.
+    Raises nothing of its own: whoever calls has a failure to report, and what keeps this one from looking is said in
+    the line.
+    """
+    further = f"graph against PyTorch: lockstep bisect {target}"
+    try:
+        tokens = None if ids is None else (list(ids), num_prompt or len(ids))
+        found = engine_report(assembly_json, weights_json, engines_json, layers, tolerance, tokens, seconds, threads)
+    except (LockstepError, OSError, MemoryError) as error:
+        return f"bisect cannot run the engines beside their graphs: {' '.join(str(error).split())}; {further}"
+    if found["fault"]:
+        return "; ".join([answer(found["fault"]), *advice(found["fault"])])
+    if not found["finished"]:
+        last = found["rows"][-1]
+        reached = f"{last['graph']} at layer {last['layer']}"
+        return f"engines agree with their graphs as far as {seconds:g} s took ({reached}); {further}"
+    if found["served"] and not found["served"]["passed"]:
+        off = f"the logits of lockstep.runtime are off from position {found['served']['position']} on"
+        return f"each engine alone agrees with its graph on these tokens, but {off}; {further}"
+    return f"each engine alone agrees with its graph on these tokens; {further}"
+
+
+def engine_report(
+    assembly_json: Path,
+    weights_json: Path,
+    engines_json: Path,
+    layers: int | str,
+    tolerance: Mapping[str, float],
+    tokens: tuple[Sequence[int], int] | None,
+    seconds: float | None = None,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Compare engines with their graphs along tokens; JSON.
+
+    {"rows", "fault" or None, "served", "finished"}.
+
+    served: how far the runtime's logits are from the graphs', once no engine is at fault; None otherwise.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    graphs = open_graphs(Path(assembly_json), Path(weights_json), layers, threads)
+    engines = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads)
+    ids, num_prompt = tokens or (_synthetic(graphs.assembly), 2 * _SYNTHETIC // 3)
+    followed = Tokens(np.asarray(ids, np.int64), num_prompt)
+    walked = walk_stages(graphs, engines, followed, tolerance, deadline=deadline)
+    fault, served = engine_fault(walked, graphs, engines, Path(assembly_json)), None
+    if fault is None and walked.logits is not None:
+        paths = (Path(path) for path in (engines_json, assembly_json, weights_json))
+        served = served_error(*paths, layers, followed, walked.logits, tolerance["logits"], threads)
+    return {
+        "rows": rows_of(walked),
+        "fault": fault_of(fault) if fault else None,
+        "served": served,
+        "finished": walked.finished,
+    }
+
+
+def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:
+    """Open the graphs of an assembly on disk, each of the recorded digest."""
+    manifest = read_json(assembly_json, formats.ASSEMBLY)
+    read = lambda entry: graph_file(assembly_json.parent, entry).read_bytes()
+    for _, entry in graphs_of(manifest):
+        read(entry)  # a damaged one is told before anything runs
+    return Graphs(
+        manifest,
+        read,
+        Weights.open(weights_json),
+        layers,
+        threads,
+    )
+
+
+def _synthetic(assembly: Mapping[str, Any]) -> np.ndarray:
+    count = min(_SYNTHETIC, assembly["max_position_embeddings"] or _SYNTHETIC)
+    return np.random.default_rng(0).integers(0, assembly["vocab_size"], count)

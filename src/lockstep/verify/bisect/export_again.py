@@ -1,0 +1,27 @@
+"""Export a model again, in memory, to have graphs to compare with.
+
+A model's config in, graphs in memory out. Needs torch and transformers; reads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.verify.bisect.stages import Graphs
+from lockstep.errors import LockstepError
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
+from lockstep.weights import Weights
+
+
+def export_again(
+    config: Mapping[str, Any], weights: Weights, layers: int | str, threads: int | None = None
+) -> Graphs | str:
+    """Return the clean graphs with the target's weights, or why there are none."""
+    config = dict(config)
+    try:
+        files, assembly = assemble(meta_model(config, weights.precision), config, weights.precision)
+        return Graphs(assembly, lambda entry: files[entry["graph"]], weights, layers, threads)
+    except LockstepError as error:
+        return " ".join(str(error).split())

@@ -1,0 +1,224 @@
+"""Find the first node of a graph whose output is off, beside a graph that is right.
+
+The graph, one that is right, and what both are fed, in; the node out.
+
+Both run in ONNX Runtime with the outputs of all their nodes exposed. A node is at fault where its output differs and
+what it reads does not. Nodes are paired by the names of their outputs; where a node was put in or taken out, so that
+the names have moved, by the order of their operators.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from lockstep.verify.bisect.stages import Arrays
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.sessions import open_session
+
+# Relative to a tensor's rms, by the precision of the graph: rounding, when the same sums are taken in another order
+# or form. Smaller faults come to light where none is above it: equal nodes give equal bits on equal inputs, so that
+# then any difference counts.
+_ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 4e-3}
+_FEW = 6  # numbers of a constant that are shown
+
+
+@dataclass(frozen=True)
+class NodeFault:
+    """A node whose output is off while what it reads is not.
+
+    error_before: the largest error of what the node reads; error_after: of what it gives; both relative to the rms of
+    what is right. reason: how the node differs from the right one, "" where it is the same node. others: how many
+    more nodes are at fault.
+    """
+
+    name: str
+    operator: str
+    output: str
+    error_before: float
+    error_after: float
+    reason: str
+    others: int
+
+
+def first_fault(
+    suspect: onnx.ModelProto,
+    right: onnx.ModelProto,
+    feeds: Sequence[Mapping[str, np.ndarray]],
+    precision: str,
+    outputs: Sequence[str],
+    same_nodes: bool = True,
+) -> NodeFault | None:
+    """Find the first node that makes one of `outputs` wrong; None if all are the same.
+
+    None where all of them are the same.
+
+    feeds: (those of `suspect`, those of `right`); they may differ in weights. same_nodes: `right` should have the
+    same nodes, so that a node without a counterpart is a fault; otherwise such a node is as wrong as what it reads
+    (an engine beside the graph that it was built from).
+    """
+    found, expected = trace(suspect, feeds[0]), trace(right, feeds[1])
+    pairs = _pairs(suspect.graph, right.graph, same_nodes)
+    names = {value.name for value in suspect.graph.input}
+    moved = {
+        name for name in names & set(feeds[0]) & set(feeds[1]) if not np.array_equal(feeds[0][name], feeds[1][name])
+    }
+    errors: dict[str, float] = {}
+    for node in suspect.graph.node:
+        before = max((errors.get(name, 0.0) for name in node.input), default=0.0)
+        for output in filter(None, node.output):
+            partner = expected.get(pairs.get(output, ""))
+            if partner is not None and (same_nodes or partner.shape == found[output].shape):
+                errors[output] = _error(partner, found[output])
+            elif same_nodes:
+                errors[output] = min(
+                    (_error(array, found[output]) for array in expected.values() if array.shape == found[output].shape),
+                    default=np.inf,
+                )
+            else:
+                errors[output] = before
+    for bound in (_ROUNDING[precision], 0.0):
+        wrong = _ancestors(
+            suspect.graph,
+            {name for name in outputs if errors.get(name, 0.0) > bound},
+            {name for name, error in errors.items() if error > bound},
+        )
+        faults = [
+            node
+            for node in suspect.graph.node
+            if wrong & set(node.output) and not any(errors.get(name, 0.0) > bound for name in node.input)
+        ]
+        if faults:
+            node = faults[0]
+            output = next(name for name in node.output if name in wrong)
+            before = max((errors.get(name, 0.0) for name in node.input), default=0.0)
+            partners = {pairs[name]: name for name in pairs}
+            reason = _reason(suspect.graph, right.graph, node, pairs.get(output), partners, moved)
+            return NodeFault(node.name or output, node.op_type, output, before, errors[output], reason, len(faults) - 1)
+    return None
+
+
+def trace(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Arrays:
+    """Compute every tensor that a node of the graph gives, by name.
+
+    Raises CheckError when ONNX Runtime cannot run it.
+    """
+    exposed = onnx.ModelProto()
+    exposed.CopyFrom(model)
+    given = {value.name for value in model.graph.output}
+    names = [name for node in model.graph.node for name in node.output if name]
+    exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in given)
+    declared = {value.name for value in model.graph.input}
+    session = open_session(exposed.SerializeToString())
+    try:
+        arrays = session.run(names, {name: array for name, array in feeds.items() if name in declared})
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise CheckError(
+            f"graph {model.graph.name}: ONNX Runtime cannot run it: {' '.join(str(error).split())}"
+        ) from error
+    return dict(zip(names, arrays, strict=True))
+
+
+def _pairs(suspect: onnx.GraphProto, right: onnx.GraphProto, same_nodes: bool) -> dict[str, str]:
+    """Return {output of a node of `suspect`: that of its counterpart in `right`}."""
+    one, other = ({name for node in graph.node for name in node.output if name} for graph in (suspect, right))
+    if (
+        not same_nodes or other <= one
+    ):  # an optimiser keeps the names of what it keeps; a suspect that has all names has named nothing anew
+        return {name: name for name in one & other}
+    operators = [[node.op_type for node in graph.node] for graph in (suspect, right)]
+    pairs: dict[str, str] = {}
+    for tag, low, high, first, last in difflib.SequenceMatcher(None, *operators, autojunk=False).get_opcodes():
+        if tag == "equal" or (tag == "replace" and high - low == last - first):
+            for node, partner in zip(suspect.node[low:high], right.node[first:last]):
+                pairs |= {
+                    name: name_there for name, name_there in zip(node.output, partner.output) if name and name_there
+                }
+    return pairs
+
+
+def _ancestors(graph: onnx.GraphProto, outputs: set[str], among: set[str]) -> set[str]:
+    """Return those of `among` that `outputs` are made of through others of `among`."""
+    producer = {name: node for node in graph.node for name in node.output if name}
+    seen, stack = set(), [*outputs]
+    while stack:
+        name = stack.pop()
+        if name not in seen and name in among:
+            seen.add(name)
+            stack.extend(producer[name].input if name in producer else ())
+    return seen
+
+
+def _error(expected: np.ndarray, found: np.ndarray) -> float:
+    """Return the largest |found - expected| over the rms of what is expected.
+
+    Infinite for other shapes and what is not finite.
+    """
+    if expected.shape != found.shape:
+        return float("inf")
+    if not expected.size or np.array_equal(expected, found):
+        return 0.0
+    exact, other = expected.astype(np.float64), found.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = float(np.abs(exact - other).max())
+        # Masked scores are -3e38: they would make every other one's error vanish.
+        unit = float(np.sqrt(np.mean(np.square(np.where(np.abs(exact) < 1e30, exact, 0.0)))))
+    return error / (unit or 1.0) if np.isfinite(error) else float("inf")
+
+
+def _reason(
+    suspect: onnx.GraphProto,
+    right: onnx.GraphProto,
+    node: onnx.NodeProto,
+    partner: str | None,
+    back: Mapping[str, str],
+    moved: set[str],
+) -> str:
+    """Say how a node differs from its counterpart, which makes `partner`."""
+    weights = [name for name in node.input if name in moved]
+    if weights:
+        return f"it reads other weights in slot {', '.join(weights)}"
+    other = next((candidate for candidate in right.node if partner in candidate.output), None)
+    if other is None:
+        return "the right graph has no such node"
+    if node.op_type != other.op_type:
+        return f"it is {node.op_type} where {other.op_type} belongs"
+    attributes, expected = (
+        {attribute.name: helper.get_attribute_value(attribute) for attribute in each.attribute}
+        for each in (node, other)
+    )
+    for name in sorted({*attributes, *expected}):
+        if attributes.get(name) != expected.get(name):
+            return f"attribute {name}: expected {_shown(expected.get(name))}, found {_shown(attributes.get(name))}"
+    constants, right_constants = ({tensor.name: tensor for tensor in graph.initializer} for graph in (suspect, right))
+    for number, (name, expected_name) in enumerate(zip(node.input, other.input)):
+        if name in constants and expected_name in right_constants:
+            values, wanted = numpy_helper.to_array(constants[name]), numpy_helper.to_array(
+                right_constants[expected_name]
+            )
+            if values.shape != wanted.shape or not np.array_equal(values, wanted):
+                return f"constant {name} (input {number}): expected {_numbers(wanted)}, found {_numbers(values)}"
+        elif name != back.get(expected_name, expected_name):
+            return (
+                f"input {number}: expected {back.get(expected_name, expected_name) or 'none'}, found {name or 'none'}"
+            )
+    if len(node.input) != len(other.input):
+        return f"expected {len(other.input)} inputs, found {len(node.input)}"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _numbers(array: np.ndarray) -> str:
+    if array.ndim == 0:
+        return f"{array.item():.6g}" if array.dtype.kind == "f" else str(array.item())
+    text = ", ".join(f"{number:.4g}" for number in array.ravel()[:_FEW].tolist())
+    return f"{array.dtype.name} {list(array.shape)} [{text}{', ...' if array.size > _FEW else ''}]"

@@ -1,0 +1,119 @@
+"""Choose which tokens to follow: a target's results in, a request out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.artifacts import formats
+from lockstep.verify.bisect.stages import Tokens
+from lockstep.verify.metrics import failed_path
+from lockstep.errors import InputError
+from lockstep.artifacts.files import read_json
+from lockstep.targets import Results, Target
+from lockstep.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to follow, with the reference's answer.
+
+    tokens: prompt and the reference's answer. number: of the prompt in the reference; None for a text that it does
+    not have. why: this one.
+    """
+
+    text: str
+    tokens: Tokens
+    number: int | None
+    why: str
+
+
+def choose(results: Results, target: Target, prompt: str | None, vocab_size: int) -> Request:
+    """Choose the prompt given, else the first that failed, else the longest.
+
+    Raises InputError without results, and for a prompt that gives no tokens or that the reference does not have any
+    more.
+    """
+    path = results.reference(target.model, target.layers)
+    if prompt is not None and not path.is_file():
+        return _own(results, target, prompt, vocab_size)
+    if not path.is_file():
+        raise InputError(
+            f"{path}: expected the reference of {target}, found none; run snakemake first, or give --prompt"
+        )
+    entries = read_json(path, formats.REFERENCE)["prompts"]
+    texts = [entry["text"] for entry in entries]
+    if prompt is not None:
+        return (
+            _of(entries, texts.index(prompt), "given") if prompt in texts else _own(results, target, prompt, vocab_size)
+        )
+    failed = failed_path(results.golden(target.model, target.precision, target.layers, target.backend))
+    found = failing(path, failed) if failed.is_file() else None
+    if found:
+        return found
+    longest = max(
+        range(len(entries)), key=lambda number: len(entries[number]["prompt_ids"]) + len(entries[number]["tokens"])
+    )
+    return _of(entries, longest, "the longest of the reference; none is known to fail")
+
+
+def failing(reference: Path, failed: Path) -> Request | None:
+    """Choose the first prompt that is wrong in the failed golden report, the long one last; None where none is.
+
+    Raises InputError for a prompt that the reference does not have.
+    """
+    manifest, report = read_json(reference, formats.REFERENCE), read_json(failed, formats.GOLDEN)
+    entries, why = manifest["prompts"], f"the first that fails in {failed}"
+    texts = [entry["text"] for entry in entries]
+    text = next((entry["text"] for entry in report["prompts"] if _is_wrong(entry, report["tolerance"])), None)
+    if text is not None and text not in texts:
+        raise InputError(
+            f"{failed}: expected a prompt of {reference}, found {text[:40]!r}; "
+            "run the golden check again, or give --prompt"
+        )
+    if text is not None:
+        return _of(entries, texts.index(text), why)
+    if report.get("long_prompt") and manifest["long"] and _is_off(report["long_prompt"], report["tolerance"]):
+        ids = [*manifest["long"]["prompt_ids"], *manifest["long"]["tokens"]]
+        return Request("the long prompt", Tokens(np.array(ids, np.int64), len(manifest["long"]["prompt_ids"])), None, why)
+    return None
+
+
+def _of(entries: list[Mapping[str, Any]], number: int, why: str) -> Request:
+    entry = entries[number]
+    ids = [*entry["prompt_ids"], *entry["tokens"]]
+    return Request(entry["text"], Tokens(np.array(ids, np.int64), len(entry["prompt_ids"])), number, why)
+
+
+def _own(results: Results, target: Target, prompt: str, vocab_size: int) -> Request:
+    ids = Tokenizer.open(results.assembly(target.model, target.precision)).encode(prompt)
+    if not len(ids):
+        raise InputError(f"--prompt {prompt[:40]!r}: expected at least one token, found none; give a longer prompt")
+    if int(np.max(ids)) >= vocab_size:
+        raise InputError(
+            f"--prompt {prompt[:40]!r}: expected token ids below {vocab_size}, found {int(np.max(ids))}; "
+            "give another prompt"
+        )
+    return Request(prompt, Tokens(np.asarray(ids, np.int64), len(ids)), None, "given")
+
+
+def _is_wrong(entry: Mapping[str, Any], tolerance: float) -> bool:
+    """Tell whether a prompt's entry in a golden report says that it is wrong.
+
+    An error over tolerance, a difference that is not accepted, another text.
+    """
+    texts_differ = not entry["prompt_ids_equal"] or entry["expected"] not in (None, entry["text_out"])
+    return _is_off(entry, tolerance) or texts_differ
+
+
+def _is_off(entry: Mapping[str, Any], tolerance: float) -> bool:
+    for key, value in entry.items():
+        if "max_logit" in key and (value is None or value > tolerance):
+            return True
+        if key.endswith("differences") and any(not difference.get("accepted") for difference in value):
+            return True
+    return False

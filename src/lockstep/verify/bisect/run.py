@@ -1,0 +1,211 @@
+"""Run the bisect command on a target's results.
+
+A target's results in; which graph or engine is off first, at which node and position, out. Needs torch and
+transformers.
+
+PyTorch runs first, a layer at a time, and its activations are kept. Then each stage's graph and engine run on what
+PyTorch had there. Where the backend lives in another Python, its engines are run there, on what the graphs give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+from lockstep.artifacts import formats
+from lockstep.verify.bisect.engines import Engines
+from lockstep.verify.bisect.explain import open_graphs
+from lockstep.verify.bisect.export_again import export_again
+from lockstep.verify.bisect.faults import differing, engine_fault, graph_fault, walk_stages
+from lockstep.verify.bisect.report import advice, answer, fault_of, largest_within, rows_of
+from lockstep.verify.bisect.request import Request, choose
+from lockstep.verify.bisect.served import compare_steps, served_error
+from lockstep.verify.bisect.stages import Graphs
+from lockstep.verify.bisect.streamed import StreamedModel
+from lockstep.backends import EngineSet
+from lockstep.errors import InputError
+from lockstep.artifacts.files import read_json
+from lockstep.targets import Results, Target
+from lockstep.verify.validate.torch_trace import Record
+from lockstep.weights import Weights
+
+Report = dict[str, Any]
+Ask = Callable[..., Report]
+
+
+@dataclass(frozen=True)
+class Right:
+    """What graphs and engines are held to.
+
+    What PyTorch computes of a request, and the graphs as an export gives them now (or why there are none).
+    """
+
+    record: Record
+    clean: Graphs | str
+
+
+def make_right(
+    config: Mapping[str, Any], weights: Weights, layers: int | str, ids: np.ndarray, threads: int | None = None
+) -> Right:
+    """Run `ids` through PyTorch on these weights, and export the model again."""
+    return Right(StreamedModel(config, weights, layers).record(ids), export_again(config, weights, layers, threads))
+
+
+def bisect(
+    results: Results,
+    target: Target,
+    tolerance: Mapping[str, float],
+    ask: Ask | None = None,
+    prompt: str | None = None,
+    threads: int | None = None,
+    right: Right | None = None,
+) -> Report:
+    """Follow a request through PyTorch, graphs and engines; the report is JSON.
+
+    tolerance: {"block", "logits"}. ask: runs `explain.engine_report`, whose arguments it takes, in the Python of the
+    target's backend; None where that is this one. prompt: a text to follow instead of the failing one. right: of the
+    same model and request, where it was made before. Raises InputError without results or for a prompt that gives no
+    tokens, CheckError for graphs or engines that are damaged or cannot run.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    assembly_json, weights_json = results.assembly(target.model, target.precision), results.weights(
+        target.model, target.precision
+    )
+    checkpoint_json, engines_json = results.checkpoint(target.model), results.engines(
+        target.model, target.precision, target.backend
+    )
+    for path in (checkpoint_json, weights_json, assembly_json):
+        if not path.is_file():
+            raise InputError(f"{path}: expected the results of {target}, found none; run snakemake first")
+    config = read_json(checkpoint_json, formats.CHECKPOINT)["config"]
+    graphs = open_graphs(assembly_json, weights_json, target.layers, threads)
+    request = choose(results, target, prompt, graphs.assembly["vocab_size"])
+    _check_length(request, graphs.assembly["max_position_embeddings"])
+    notes = [] if engines_json.is_file() else [f"no engines at {engines_json}: only the graphs were looked at"]
+    here = engines_json.is_file() and ask is None
+    engines = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads) if here else None
+    right = right or make_right(config, graphs.weights, target.layers, request.tokens.ids, threads)
+    record, clean = right.record, right.clean
+    walked = walk_stages(graphs, engines, request.tokens, tolerance, record)
+    rows, faults = rows_of(walked), []
+    if isinstance(clean, str):
+        notes.append(f"the model cannot be exported again: {clean}")
+    else:
+        notes += differing(graphs, clean)
+    if fault := graph_fault(walked, graphs, clean, assembly_json.parent):
+        faults.append(fault_of(fault))
+    served = None
+    if engines:
+        if fault := engine_fault(walked, graphs, engines, assembly_json):
+            faults.append(fault_of(fault))
+        served = served_error(
+            engines_json,
+            assembly_json,
+            weights_json,
+            target.layers,
+            request.tokens,
+            record.logits,
+            tolerance["logits"],
+            threads,
+        )
+    elif engines_json.is_file():
+        tokens = [request.tokens.ids.tolist(), request.tokens.num_prompt]
+        paths = {"assembly": str(assembly_json), "weights": str(weights_json), "engines": str(engines_json)}
+        found = ask(**paths, layers=target.layers, tolerance=dict(tolerance), tokens=tokens)
+        rows += found["rows"]
+        faults += [found["fault"]] if found["fault"] else []
+        served = found["served"]
+        notes.append("the engines ran in their backend's own Python, on what the graphs give")
+    order = {
+        (row["part"], row["graph"], row["phase"], row["layer"]): number
+        for number, row in reversed(list(enumerate(rows_of(walked))))
+    }
+    faults.sort(
+        key=lambda fault: order.get(
+            tuple(fault["measured"][key] for key in ("part", "graph", "phase", "layer")), len(order)
+        )
+    )
+    weights = _weights_error(results, target, request, record.logits, tolerance["logits"])
+    line, look_at = _verdict(faults, rows, served, weights, results, target)
+    return {
+        "format": formats.BISECT,
+        "target": str(target),
+        "prompt": request.text,
+        "chosen": request.why,
+        "num_tokens": len(request.tokens.ids),
+        "num_prompt": request.tokens.num_prompt,
+        "wrong": faults[0]["wrong"] if faults else line.partition(":")[0],
+        "answer": line,
+        "look_at": look_at,
+        "faults": faults,
+        "served": served,
+        "weights": weights,
+        "rows": rows,
+        "notes": [f"chosen: {request.why}", *notes],
+    }
+
+
+def _check_length(request: Request, longest: int | None) -> None:
+    if longest is not None and len(request.tokens.ids) > longest:
+        raise InputError(
+            f"prompt {request.text[:40]!r}: expected at most {longest} tokens (max_position_embeddings), "
+            f"found {len(request.tokens.ids)}; give a shorter one"
+        )
+
+
+def _weights_error(
+    results: Results, target: Target, request: Request, logits: np.ndarray, tolerance: float
+) -> Report | None:
+    """Measure how far PyTorch on the target's weights is from the reference.
+
+    None for a prompt that is not in it.
+    """
+    if request.number is None:
+        return None
+    path = results.reference(target.model, target.layers)
+    found = load_file(path.parent / read_json(path, formats.REFERENCE)["logits"]["file"])[f"logits.{request.number}"]
+    return compare_steps(logits[request.tokens.num_prompt - 1 :], _placed(found, request), request.tokens, tolerance)
+
+
+def _placed(found: np.ndarray, request: Request) -> np.ndarray:
+    """Place the reference's logits, which begin behind the prompt, in the sequence."""
+    return np.concatenate([np.zeros((request.tokens.num_prompt - 1, found.shape[1]), found.dtype), found])
+
+
+def _verdict(
+    faults: list[Report],
+    rows: list[Report],
+    served: Report | None,
+    weights: Report | None,
+    results: Results,
+    target: Target,
+) -> tuple[str, list[str]]:
+    """Return the short answer, and what to look at."""
+    if faults:
+        return answer(faults[0]), [*advice(faults[0]), *(f"next, {answer(fault)}" for fault in faults[1:])]
+    within = largest_within(rows)
+    if weights and not weights["passed"]:
+        file = results.weights(target.model, target.precision)
+        return (
+            f"weights: PyTorch on {file} is off the reference from position {weights['position']} on, "
+            f"{_found(weights)}",
+            [f"{file}: delete it and convert again"],
+        )
+    if served and not served["passed"]:
+        where = f"off from position {served['position']} on, {_found(served)}"
+        line = f"runtime: each graph and each engine alone is right, but the logits of lockstep.runtime are {where}"
+        return line, ["how steps are packed and cache rows are kept (lockstep.runtime), or errors that add up", within]
+    return f"nothing: no graph and no engine is off on these tokens; {within}", [
+        "another prompt (--prompt), or what this request cannot show: other requests beside it"
+    ]
+
+
+def _found(entry: Report) -> str:
+    shown = "NaN or infinity" if entry["max_abs_error"] is None else f"{entry['max_abs_error']:.1e}"
+    return f"largest error {shown} (tolerance {entry['tolerance']:g})"

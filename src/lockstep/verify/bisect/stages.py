@@ -1,0 +1,306 @@
+"""Run the stages of an assembly along one token sequence.
+
+Graphs and tokens in, each stage with its inputs, its outputs and what is expected of them out.
+
+A stage is one call of one graph: the embedding, the block before each attention, the attention itself (three phases),
+the exit. Whoever compares stages runs them on the inputs given here, so that an error shows in the stage that makes
+it and in no later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from lockstep.verify.metrics import Difference, difference
+from lockstep.backends.graphs import graphs_of
+from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.weights import Weights, check_slots, slot_array
+from lockstep.onnx_tools.widened import widened
+
+Arrays = dict[str, np.ndarray]
+_STALE = 300.0  # in cache rows that no token has filled: what a mask must hide, yet finite and within the range of fp16
+_SPARE = 3  # such rows behind the longest request
+_DECODED = 4  # rows that go through decode where the sequence has no tokens behind its prompt
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A request: ids [num_tokens] int64, the first `num_prompt` of them its prompt."""
+
+    ids: np.ndarray
+    num_prompt: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One call of a graph.
+
+    part: embedding, block, attention or exit. graph: a class, or `<kind>.prefill`, `<kind>.decode`.
+
+    phase: of an attention, prefill (the whole sequence in one piece), chunked (its second half behind the first) or
+    decode (one row a request). layer: the one whose attention this is or comes before; the last for the exit, None
+    for the embedding. slots: {slot: tensors}. positions [rows]: of the token that each row of the outputs belongs to.
+    """
+
+    part: str
+    graph: str
+    layer: int | None
+    phase: str
+    slots: Mapping[str, Sequence[str]]
+    inputs: Arrays
+    positions: np.ndarray
+
+    def __str__(self) -> str:
+        where = {"embedding": "the embedding", "exit": "the exit, behind the last attention"}.get(
+            self.part, f"layer {self.layer}, {self.part}"
+        )
+        return f"{where} ({self.graph})" if not self.phase else f"{where} ({self.graph}, {self.phase})"
+
+
+class Graphs:
+    """The graphs of an assembly as they are written, in ONNX Runtime.
+
+    Graphs in bf16 are computed in fp32. Weights are read from the mapped files at each call.
+    """
+
+    def __init__(
+        self,
+        assembly: Mapping[str, Any],
+        read: Callable[[Mapping[str, Any]], bytes],
+        weights: Weights,
+        layers: int | str,
+        threads: int | None = None,
+    ):
+        """Check that assembly, weights and layer count fit together.
+
+        read: the bytes of a graph's entry in the assembly. layers: the model is cut after so many, or "all".
+
+        Raises InputError for weights of another precision, tensors that do not fit and a layer count that the model
+        does not have.
+        """
+        self.assembly, self.weights = assembly, weights
+        self._read, self._threads = read, threads
+        if weights.precision != assembly["precision"]:
+            raise InputError(
+                f"{weights.manifest_path}: precision: expected {assembly['precision']}, found {weights.precision}; "
+                "give the weights of this precision"
+            )
+        depth = assembly["num_layers"]
+        if layers != "all" and (not isinstance(layers, int) or not 1 <= layers <= depth):
+            raise InputError(f"layers: expected 1 to {depth} or 'all', found {layers!r}")
+        self.layers = assembly["layers"] if layers == "all" else assembly["layers"][:layers]
+        self.dtype = np.dtype(_computed(assembly["dtype"]))
+        self.entries = dict(graphs_of(assembly))
+        for part in (assembly["embedding"], *(layer["block"] for layer in self.layers), self.layers[-1]["exit"]):
+            check_slots(weights, part["slots"], self.entries[part["class"]].get("slots", ()), part["class"])
+        self._models: dict[str, onnx.ModelProto] = {}
+        self._sessions: dict[str, Any] = {}
+
+    def model(self, name: str) -> onnx.ModelProto:
+        """Return the graph as it is computed: float32 where it has bfloat16."""
+        if name not in self._models:
+            self._models[name] = widened(onnx.ModelProto.FromString(self._read(self.entries[name])))
+        return self._models[name]
+
+    def part(self, stage: Stage) -> tuple[str, Mapping[str, Sequence[str]]]:
+        """Return the (graph, slots) that this assembly has in the place of `stage`."""
+        if stage.part == "embedding":
+            return self.assembly["embedding"]["class"], self.assembly["embedding"]["slots"]
+        layer = self.layers[stage.layer]
+        if stage.part == "attention":
+            return f"{layer['kind']}.{stage.graph.rpartition('.')[2]}", {}
+        part = layer[stage.part]
+        return part["class"], part["slots"]
+
+    def feeds(self, name: str, inputs: Mapping[str, np.ndarray], slots: Mapping[str, Sequence[str]]) -> Arrays:
+        """Return all that the graph reads: its inputs and its weights.
+
+        Raises CheckError where an input is missing.
+        """
+        entry = self.entries[name]
+        missing = [io["name"] for io in entry["inputs"] if io["name"] not in inputs]
+        if missing:
+            raise CheckError(
+                f"graph {name}: expected inputs that a decoder step has ({', '.join(sorted(inputs))}), "
+                f"found {', '.join(missing)}; export again"
+            )
+        weights = {
+            slot["name"]: slot_array(self.weights, slots[slot["name"]], slot["shape"]).astype(
+                _computed(slot["dtype"]), copy=False
+            )
+            for slot in entry.get("slots", ())
+        }
+        return {io["name"]: inputs[io["name"]] for io in entry["inputs"]} | weights
+
+    def run(self, name: str, inputs: Mapping[str, np.ndarray], slots: Mapping[str, Sequence[str]]) -> Arrays:
+        """Run the graph; outputs by name. Raises CheckError where that fails."""
+        feeds = self.feeds(name, inputs, slots)
+        if name not in self._sessions:
+            self._sessions[name] = open_session(self.model(name).SerializeToString(), self._threads)
+        outputs = [io["name"] for io in self.entries[name]["outputs"]]
+        try:
+            return dict(zip(outputs, self._sessions[name].run(outputs, feeds), strict=True))
+        except Exception as error:  # ONNX Runtime's errors share no base class
+            raise CheckError(f"graph {name}: ONNX Runtime cannot run it: {' '.join(str(error).split())}") from error
+
+
+def _computed(dtype: str) -> str:
+    return "float32" if dtype == "bfloat16" else dtype
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage that was run.
+
+    What its graph gave, and what PyTorch has for some of the outputs (none without a record).
+    """
+
+    stage: Stage
+    outputs: Arrays
+    expected: Arrays
+
+
+def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 16) -> Iterator[Step]:
+    """Run every stage once along the tokens, in the order of the model.
+
+    record: what PyTorch computed (`validate.torch_trace.Record` of the same ids): each stage then gets what PyTorch
+    had there. Without one it gets what the graphs before it gave. decode_rows: requests that a decode call takes.
+    """
+    count = len(tokens.ids)
+    positions = np.arange(count, dtype=np.int64)
+    env: Arrays = {"token_ids": tokens.ids, "position_ids": positions, "logit_rows": positions}
+
+    def run(part: str, graph: str, layer: int | None, slots: Mapping[str, Sequence[str]], expected: Arrays) -> Step:
+        inputs = {io["name"]: env[io["name"]] for io in graphs.entries[graph]["inputs"] if io["name"] in env}
+        stage = Stage(part, graph, layer, "", slots, inputs, positions)
+        return Step(stage, graphs.run(graph, inputs, slots), expected)
+
+    embedding = graphs.assembly["embedding"]
+    step = run("embedding", embedding["class"], None, embedding["slots"], {"hidden": record.embedded} if record else {})
+    yield step
+    env["hidden"] = step.expected.get("hidden", step.outputs["hidden"]).astype(graphs.dtype)
+    for index, layer in enumerate(graphs.layers):
+        block = layer["block"]
+        names = [io["name"] for io in graphs.entries[block["class"]]["outputs"]]
+        # One value crosses to the next block in most models: the hidden state, which PyTorch shows. Of others only
+        # their effect is seen.
+        shown = record and index and [name for name in names if name.endswith("_out")] == ["hidden_out"]
+        step = run(
+            "block", block["class"], index, block["slots"], {"hidden_out": record.layers[index].hidden} if shown else {}
+        )
+        yield step
+        env |= {name.removesuffix("_out"): value for name, value in step.outputs.items()}
+        if shown:
+            env["hidden"] = record.layers[index].hidden.astype(graphs.dtype)
+        env["attention"] = yield from _attention(
+            graphs, layer["kind"], index, env, tokens, record.layers[index] if record else None, decode_rows
+        )
+    exit = graphs.layers[-1]["exit"]
+    yield run("exit", exit["class"], len(graphs.layers) - 1, exit["slots"], {"logits": record.logits} if record else {})
+
+
+def _attention(
+    graphs: Graphs, kind: str, index: int, env: Arrays, tokens: Tokens, layer: Any, decode_rows: int
+) -> Iterator[Step]:
+    """Run the three phases of a layer's attention.
+
+    Returns the attention [num_tokens, num_heads*head_dim] that the next block reads.
+    """
+    count = len(tokens.ids)
+    known = {} if layer is None else {"key_out": layer.keys, "value_out": layer.values, "attention": layer.attention}
+
+    def run(phase: str, graph: str, rows: np.ndarray, past: Arrays) -> Step:
+        name = f"{kind}.{graph}"
+        given = {**{key: env[key][rows] for key in ("query", "key", "value", "position_ids")}, **past}
+        inputs = {io["name"]: given[io["name"]] for io in graphs.entries[name]["inputs"] if io["name"] in given}
+        stage = Stage("attention", name, index, phase, {}, inputs, rows)
+        return Step(stage, graphs.run(name, inputs, {}), {key: values[rows] for key, values in known.items()})
+
+    spec = graphs.assembly["kinds"][kind]
+    shapes = [(spec["num_kv_heads"], spec[dim]) for dim in ("head_dim", "value_head_dim")]
+    cached = lambda keys, values, lengths: _past([keys, values], shapes, lengths, graphs.dtype)
+    nothing = [np.empty((0, *shape), graphs.dtype) for shape in shapes]
+    whole = run("prefill", "prefill", np.arange(count), cached(*nothing, [0]))
+    yield whole
+    keys, values = (known.get(name, whole.outputs[name]) for name in ("key_out", "value_out"))
+    attention = whole.outputs["attention"].copy()
+    if half := count // 2:
+        yield run("chunked", "prefill", np.arange(half, count), cached(keys, values, [half]))
+    # A prompt of one token goes through decode too, as it does when it is served.
+    first = (
+        0
+        if tokens.num_prompt == 1
+        else min(tokens.num_prompt, max(count - _DECODED, 0)) if tokens.num_prompt >= count else tokens.num_prompt
+    )
+    for start in range(first, count, decode_rows):
+        rows = np.arange(start, min(start + decode_rows, count))
+        decoded = run("decode", "decode", rows, cached(keys, values, rows.tolist()))
+        yield decoded
+        attention[rows] = decoded.outputs["attention"]
+    return (attention if layer is None else layer.attention).astype(graphs.dtype)
+
+
+def _past(
+    caches: Sequence[np.ndarray], shapes: Sequence[tuple[int, int]], lengths: Sequence[int], dtype: np.dtype
+) -> Arrays:
+    """Make a cache with the first `lengths[r]` rows for each request r.
+
+    caches: keys and values [num_tokens, num_kv_heads, head_dim]. Behind those rows lie stale numbers.
+    """
+    made = {}
+    for name, rows, (heads, dim) in zip(("past_key", "past_value"), caches, shapes, strict=True):
+        cache = made[name] = np.full((len(lengths), heads, max(lengths) + _SPARE, dim), _STALE, dtype)
+        for request, length in enumerate(lengths):
+            cache[request, :, :length] = rows[:length].swapaxes(0, 1)
+    return {**made, "past_lengths": np.array(lengths, np.int64)}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How far one output of a stage is off.
+
+    against: "pytorch" (the graph's error) or "graph" (the engine's error). position: of the first token whose row is
+    over tolerance, of the row with the largest error where none is.
+    """
+
+    stage: Stage
+    tensor: str
+    against: str
+    error: Difference
+    tolerance: float
+    passed: bool
+    position: int
+
+
+def measure(
+    stage: Stage, tensor: str, against: str, expected: np.ndarray, found: np.ndarray, tolerance: Mapping[str, float]
+) -> Measured:
+    """Compare an output with what is expected of it, as `validate` does.
+
+    Logits absolutely, all else within_scaled.
+
+    tolerance: {"block", "logits"}. Raises CheckError for an output of another shape.
+    """
+    if expected.shape != found.shape:
+        raise CheckError(
+            f"{stage}: {tensor}: expected shape {list(expected.shape)}, found {list(found.shape)}; "
+            "export and build again"
+        )
+    logits = tensor == "logits"
+    bound = tolerance["logits" if logits else "block"]
+    error = difference(expected, found)
+    exact, other = (np.asarray(array, np.float64).reshape(len(array), -1) for array in (expected, found))
+    unit = 1.0 if logits else np.maximum(max(1.0, float(np.sqrt(np.mean(exact * exact)))), np.abs(exact))
+    with np.errstate(invalid="ignore"):
+        rows = np.nan_to_num((np.abs(exact - other) / unit).max(-1), nan=np.inf)
+    over = np.flatnonzero(rows > bound)
+    passed = error.within(bound) if logits else error.within_scaled(bound)
+    return Measured(
+        stage, tensor, against, error, bound, passed, int(stage.positions[over[0] if len(over) else rows.argmax()])
+    )

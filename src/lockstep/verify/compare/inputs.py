@@ -1,0 +1,138 @@
+"""What a graph and its engine are compared on: a graph, an assembly and the limits in; cases of sizes and seeded arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from lockstep.verify.boundaries import both_sides, edges, synthetic_past
+from lockstep.onnx_tools.prepare import dtype_name
+from lockstep.backends.tensorrt.profiles import LIMITS, profiles
+from lockstep.errors import CheckError
+
+SEED = 0
+Sizes = dict[str, int]
+_MODEST = 32  # tokens: enough for a matrix product to be one, and a 7B block on a CPU takes seconds
+_POSITIONS = 64  # of a model that says nothing of how many it has
+_NUM_BEHIND = 4  # tokens of a chunk behind a long cache
+_CACHE_ROWS = 1 << 14  # of all requests of one case: at the 7B shape half a gigabyte
+_SCORES = 0.5  # standard deviation of attention scores against a long cache: each of its rows has a weight
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a graph and its engine: the optimization profile, the size of each dimension, and for attention how long each request's cache is."""
+
+    profile: int
+    sizes: Sizes
+    past_lengths: tuple[int, ...] = ()
+    long: bool = False
+
+    def __str__(self) -> str:
+        lengths = f", past_lengths {' '.join(map(str, self.past_lengths))}" if self.long else ""
+        return ", ".join(f"{dim} {size}" for dim, size in self.sizes.items()) + lengths
+
+
+def cases(model: onnx.ModelProto, assembly: Mapping[str, Any], limits: Mapping[str, Any], kind: Mapping[str, Any] | None = None) -> list[Case]:
+    """Each optimization profile of a graph at its smallest sizes and at up to 32 tokens; attention of `kind` also over caches of the largest capacity.
+
+    These end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's positions, so that a past and the tokens
+    behind it have valid positions.
+    """
+    positions = _positions(assembly, limits)
+    modest = min(_MODEST, max(1, positions // 2))
+    shapes = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
+    found: list[Case] = []
+    for number, profile in enumerate(profiles(model, limits)):
+        bounds: dict[str, tuple[int, int]] = {}
+        for name, (low, _, high) in profile.items():
+            bounds.update({dim: (least, most) for dim, least, most in zip(shapes[name], low, high) if dim})
+        for size in (1, modest):
+            sizes = {dim: max(least, min(size, most)) for dim, (least, most) in sorted(bounds.items())}
+            found.append(Case(number, sizes, _short_lengths(sizes)))
+        if kind is not None and "past_capacity" in bounds:
+            found += _long_cases(number, bounds, positions, kind)
+    return [case for index, case in enumerate(found) if case not in found[:index]]
+
+
+def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
+    """Empty, full and between; a single request's cache is half full."""
+    if "past_capacity" not in sizes:
+        return ()
+    requests, capacity = sizes.get("num_requests", 1), sizes["past_capacity"]
+    return tuple(np.linspace(0, capacity, requests).astype(int).tolist()) if requests > 1 else (capacity // 2,)
+
+
+def _long_cases(profile: int, bounds: Mapping[str, tuple[int, int]], positions: int, kind: Mapping[str, Any]) -> Iterator[Case]:
+    """Over caches of the largest capacity: of a decode graph all lengths, a few requests at a time; of a prefill graph one for each edge."""
+    capacity = min(bounds["past_capacity"][1], positions)
+    windows = [kind["window"]] if kind["window"] else []
+    if "num_requests" in bounds:
+        least, most = bounds["num_requests"]
+        lengths = [length for length in both_sides(capacity, windows) if length < positions]
+        rows = max(least, min(most, max(2, _CACHE_ROWS // capacity)))
+        for first in range(0, len(lengths), rows):
+            group = (lengths[first : first + rows] * rows)[:rows]  # the last group is filled up with its own
+            yield Case(profile, {"num_requests": rows, "past_capacity": capacity}, tuple(group), True)
+    else:
+        least, most = bounds["num_tokens"]
+        tokens = max(least, min(_NUM_BEHIND, most))
+        for length in sorted({min(edge - 1, positions - tokens) for edge in edges(capacity, windows)}):
+            if length > 0:
+                yield Case(profile, {"num_tokens": tokens, "past_capacity": capacity}, (length,), True)
+
+
+def arrays(
+    model: onnx.ModelProto, slots: Mapping[str, Any], case: Case, assembly: Mapping[str, Any], limits: Mapping[str, Any], kind: Mapping[str, Any] | None = None
+) -> dict[str, np.ndarray]:
+    """Seeded values for all inputs of a graph but its weights (`slots`): activations N(0, 1), as a norm gives them; integers are valid.
+
+    Of a long case queries are scaled down, so that each row of the cache takes part. Raises CheckError for an integer input of unknown meaning.
+    """
+    random, found, chosen = np.random.default_rng(SEED), {}, case.sizes
+    lengths = np.array(case.past_lengths, np.int64) if case.past_lengths else None
+    for value in model.graph.input:
+        if value.name in slots:
+            continue
+        shape = [dim.dim_value or chosen[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
+        dtype = np.dtype(dtype_name(value.type.tensor_type.elem_type))
+        if dtype.kind == "f":
+            found[value.name] = random.standard_normal(shape, np.float32).astype(dtype)
+        elif value.name == "token_ids":
+            found[value.name] = random.integers(0, assembly["vocab_size"], shape, np.int64)
+        elif value.name == "logit_rows":
+            found[value.name] = np.linspace(0, chosen["num_tokens"] - 1, shape[0]).astype(np.int64)
+        elif value.name == "past_lengths":
+            found[value.name] = lengths
+        elif value.name == "position_ids":
+            found[value.name] = _position_ids(shape[0], lengths, _positions(assembly, limits))
+        else:
+            raise CheckError(f"graph {model.graph.name}: expected integers that a decoder step has, found the input {value.name}; export again")
+    if case.long:
+        found["query"] = (found["query"] * (_SCORES / (abs(kind["scale"]) * kind["head_dim"] ** 0.5))).astype(found["query"].dtype)
+        for row, length in enumerate(case.past_lengths):
+            past = synthetic_past(random, length, kind["num_kv_heads"], (kind["head_dim"], kind["value_head_dim"]), [kind["window"]] if kind["window"] else [])
+            for name, array in zip(("past_key", "past_value"), past):
+                found[name][row, :, :length] = array.swapaxes(0, 1)
+    return found
+
+
+def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.ndarray:
+    """A token's position is the length of what lies before it. Without a cache all positions are valid: from the first to the last."""
+    if lengths is None:
+        return np.linspace(0, positions - 1, count).astype(np.int64) if count > 1 else np.array([positions - 1])
+    return lengths if len(lengths) == count else lengths[0] + np.arange(count)
+
+
+def _positions(assembly: Mapping[str, Any], limits: Mapping[str, Any]) -> int:
+    """Positions that a request can have."""
+    return min(assembly["max_position_embeddings"] or _POSITIONS, limits["max_seq_len"])
+
+
+def limits_of(options: Mapping[str, Any], limits: Mapping[str, int]) -> dict[str, int]:
+    """The limits that an engine set was built for; `limits` where its backend has engines of any size."""
+    return {name: options[name] if name in options else limits[name] for name in LIMITS}

@@ -1,0 +1,79 @@
+"""Polygraphy's TensorRT runner for engines whose weights are inputs. Needs tensorrt, cuda-python, polygraphy and a GPU.
+
+Polygraphy calls CUDA through the shared library `libcudart.so*`, which it looks for in LD_LIBRARY_PATH, /usr/local/cuda/lib64 and
+nvidia-cuda-runtime wheels. cuda-python brings the same runtime along, and all else here uses that one: Polygraphy is given it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from cuda.bindings import runtime
+from polygraphy.backend.trt import TrtRunner
+from polygraphy.common import TensorMetadata
+from polygraphy.cuda import cuda as polygraphy_cuda
+from polygraphy.exception import PolygraphyException
+
+from lockstep.verify.comparator import IO, metadata, one_line
+from lockstep.backends.tensorrt import compat
+from lockstep.backends.tensorrt.cuda import check
+from lockstep.errors import CheckError
+
+
+class CudaPython:
+    """The calls of `polygraphy.cuda.Cuda`, made through cuda-python."""
+
+    def create_stream(self) -> int:
+        return int(check(runtime.cudaStreamCreate()))
+
+    def stream_synchronize(self, ptr: int) -> None:
+        check(runtime.cudaStreamSynchronize(ptr))
+
+    def destroy_stream(self, ptr: int) -> None:
+        check(runtime.cudaStreamDestroy(ptr))
+
+    def malloc(self, nbytes: int) -> int:
+        return int(check(runtime.cudaMalloc(nbytes)))
+
+    def free(self, ptr: int) -> None:
+        check(runtime.cudaFree(ptr))
+
+    def memcpy(self, dst: int, src: int, nbytes: int, kind: Any, stream_ptr: int | None = None) -> None:
+        kind = runtime.cudaMemcpyKind(kind.value)
+        check(runtime.cudaMemcpy(dst, src, nbytes, kind) if stream_ptr is None else runtime.cudaMemcpyAsync(dst, src, nbytes, kind, stream_ptr))
+
+
+class EngineRunner(TrtRunner):
+    """Runs an engine (trt.ICudaEngine) on one of its optimization profiles; weights are fed beside what the caller gives.
+
+    `inputs` are the graph's: where TensorRT made an input of another type, as 8.6 makes int32 of int64, values are cast.
+    """
+
+    def __init__(self, name: str, where: str, inputs: Sequence[IO], engine: Any, weights: Mapping[str, np.ndarray], profile: int):
+        polygraphy_cuda.G_CUDA = CudaPython()  # what `polygraphy.cuda.wrapper()` gives to all
+        super().__init__(engine, name=name, optimization_profile=profile)
+        self._where, self._declared, self._weights = where, inputs, weights
+        self._types = {tensor.name: tensor.dtype for tensor in compat.tensors(engine)}
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        return metadata(self._declared)
+
+    def infer_impl(self, feed_dict):
+        feeds = cast({**feed_dict, **self._weights}, self._types)
+        compat.LOG.clear()
+        try:
+            return super().infer_impl(feeds)
+        except PolygraphyException as error:
+            raise CheckError(f"{self._where}: Polygraphy cannot run this engine: {one_line(error)}; TensorRT says: {compat.LOG.first_error()}") from error
+
+    def deactivate_impl(self):
+        for array in self.output_allocator.buffers.values():  # Polygraphy leaves them on the device
+            array.free()
+        super().deactivate_impl()
+
+
+def cast(arrays: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
+    """Integers as the engine takes them; what is a float, or right already, stays as it is."""
+    return {name: array.astype(types[name], copy=False) if array.dtype.kind == "i" else array for name, array in arrays.items()}

@@ -1,0 +1,331 @@
+"""The golden check: does an engine set, run by the runtime that also serves, say what the reference says? Needs no torch.
+
+In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and speeds apart from it.
+The prompts are decoded freely in one batch, then along the reference's tokens, then each alone; as `lockstep generate` does, which leaves the choice of
+tokens to the device; and in random pieces beside other requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole, cut on both
+sides of each edge of cache, window and RoPE, and beside the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.dtypes import numpy_dtype
+from lockstep.checkpoint.safetensors_header import read_header
+from lockstep.verify.metrics import Difference, difference, finish, largest
+from lockstep.errors import CheckError, InputError
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.verify.golden.decode import Decoded, decode
+from lockstep.verify.golden.forced import Errors, Forced, force, pieces, stretches
+from lockstep.verify.golden.text import new_text
+from lockstep.targets import Target
+from lockstep.runtime import Decoding, Model, Request
+from lockstep.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the reference: logits [len(tokens), vocab_size] float32, gaps between the two largest of each step, expected text."""
+
+    text: str
+    prompt_ids: list[int]
+    tokens: list[int]
+    new_text: str
+    logits: np.ndarray
+    gaps: list[float | None]
+    expected: str | None
+
+    @property
+    def total(self) -> int:
+        """Tokens that bring the last of `logits`: the last of `tokens` is never brought."""
+        return len(self.prompt_ids) + len(self.tokens) - 1
+
+    def forced(self, ends: Sequence[int], earlier: Mapping[int, np.ndarray] | None = None) -> Forced:
+        """Take this prompt and its answer as given, in pieces that end at `ends`; earlier: logits within the prompt."""
+        tokens = np.array([*self.prompt_ids, *self.tokens[:-1]], np.int64)
+        behind = {len(self.prompt_ids) + step: row for step, row in enumerate(self.logits)}
+        return Forced(self.text, tokens, {**(earlier or {}), **behind}, tuple(ends))
+
+
+@dataclass(frozen=True)
+class Long:
+    """The long prompt. prompt: as the others, with a name for its text; edges: numbers of tokens at which it is cut, the last is all of it;
+    logits: {number of tokens: logits [vocab_size] float32 behind so many of it}."""
+
+    prompt: Prompt
+    edges: tuple[int, ...]
+    logits: Mapping[int, np.ndarray]
+
+
+def check(
+    assembly_json: Path,
+    weights_json: Path,
+    engines_json: Path,
+    reference_json: Path,
+    target: Target,
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: Path,
+    speed_out: Path,
+    expected: Sequence[str | None] = (),
+    threads: int | None = None,
+) -> Path:
+    """Check an engine set, write the report to `out` and the speeds to `speed_out`; gives `out`.
+
+    tolerance["logits"]: the largest absolute error of a logit. limits: the config's. expected: for each prompt the text that must
+    follow it, or None. Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`;
+    InputError for inputs that do not fit together or prompts that exceed the limits.
+    """
+    prompts, long, reference = _read_reference(Path(reference_json), expected)
+    if reference["layers"] != target.layers:
+        raise InputError(f"{reference_json}: layers: expected {target.layers}, found {reference['layers']}; make the reference of this target")
+    _check_limits(prompts, long, reference["max_new_tokens"], limits)
+    model = Model.open(
+        engines_json, assembly_json, weights_json, target.layers,
+        max_batch_size=limits["max_batch_size"], max_seq_len=limits["max_seq_len"], max_num_tokens=limits["max_num_tokens"], threads=threads,
+    )  # fmt: skip
+    vocab_size = prompts[0].logits.shape[1]
+    if vocab_size != model.vocab_size:
+        raise InputError(f"{reference_json}: expected logits of {model.vocab_size} tokens as in {assembly_json}, found {vocab_size}; make the reference again")
+    tokenizer = Tokenizer.open(assembly_json)
+    checked = _Check(model, tokenizer, prompts, long, reference, tolerance["logits"], limits["max_num_tokens"])
+    report, speed = checked.run()
+    about = {"target": asdict(target), "engine_digest": model.engines.digest()}
+    finish(out, {"format": formats.GOLDEN, **about, **report}, checked.failures[0] if checked.failures else None)
+    write_json(speed_out, {"format": formats.SPEED, **about, **speed})
+    return Path(out)
+
+
+class _Check:
+    """One run of the check; `failures` are lines, in the order in which they were found."""
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, prompts: Sequence[Prompt], long: Long | None, reference: Mapping[str, Any], tolerance: float, max_num_tokens: int
+    ):
+        self.model, self.tokenizer, self.prompts, self.long = model, tokenizer, prompts, long
+        self.max_new_tokens, self.eos_token_ids = reference["max_new_tokens"], tuple(reference["eos_token_ids"])
+        self.tolerance, self.max_num_tokens = tolerance, max_num_tokens
+        self.failures: list[str] = []
+
+    def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(report, speeds)"""
+        if tuple(sorted(self.model.eos_token_ids)) != self.eos_token_ids:
+            expected, found = list(self.eos_token_ids), list(self.model.eos_token_ids)
+            self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
+        ids = [prompt.prompt_ids for prompt in self.prompts]
+        free = decode(self.model, ids, self._greedily, self.max_num_tokens)
+        forced = decode(self.model, ids, self._along_reference, self.max_num_tokens)
+        entries, alone = [], []
+        for i, prompt in enumerate(self.prompts):
+            alone.append(decode(self.model, [prompt.prompt_ids], self._greedily, self.max_num_tokens))
+            entries.append(self._judge(i, free, forced, alone[-1]))
+        self._generate(self.prompts, entries, frozenset(self.eos_token_ids))
+        long = self._long() if self.long else None
+        self._mixed(entries, long)
+        errors = [entry[key] for entry in entries for key in ("max_logit_error", "mixed_max_logit_error")]
+        errors += [error for key, error in (long or {}).items() if key.endswith("max_logit_error")]
+        report = {"tolerance": self.tolerance, "max_logit_error": largest(errors), "prompts": entries, "long_prompt": long}
+        return report, _speed(forced, alone, min(len(ids), self.model.max_batch_size))
+
+    def _generate(self, prompts: Sequence[Prompt], entries: Sequence[dict[str, Any]], stop_ids: frozenset[int]) -> None:
+        """Decode as `lockstep generate` does; adds to the entries whether it came to the same tokens."""
+        requests = [Request(prompt.prompt_ids, self.max_new_tokens, stop_ids=stop_ids) for prompt in prompts]
+        found: list[list[int]] = [[] for _ in prompts]
+        try:
+            for made in Decoding(self.model, requests, max_num_tokens=self.max_num_tokens):
+                found[made.request].append(made.token)
+        except CheckError as error:
+            self.failures.append(f"generating: {error}")
+        for prompt, entry, tokens in zip(prompts, entries, found):
+            entry["generate_differences"] = self._first_difference(prompt, "as lockstep generate decodes", entry["tokens"], tokens)
+            entry["generate_equal"] = not entry["generate_differences"]
+
+    def _long(self) -> dict[str, Any]:
+        """The long prompt's entry: its logits when it comes whole, as often as fills a step; cut at the edges; and token by token; and what it generates."""
+        prompt, logits = self.long.prompt, self.long.logits
+        count, answer = len(prompt.prompt_ids), tuple(range(len(self.long.prompt.prompt_ids) + 1, prompt.total + 1))
+        entry: dict[str, Any] = {"num_tokens": count, "tokens": prompt.tokens}
+        full = min(self.model.max_batch_size, self.max_num_tokens // count + 2)
+        for key, how, ends in (
+            ("max_logit_error", "in one piece", [(count, *answer)] * full),
+            ("cut_max_logit_error", "in pieces", [(*self.long.edges, *answer)]),
+            ("single_max_logit_error", "token by token", list(stretches(self.long.edges))),
+        ):
+            errors = force(self.model, [prompt.forced(each, logits) for each in ends], self.tolerance, self.max_num_tokens)
+            entry[key] = self._forced_error(prompt, how, errors)
+        self._generate([prompt], [entry], frozenset())
+        return entry
+
+    def _mixed(self, entries: Sequence[dict[str, Any]], long: dict[str, Any] | None) -> None:
+        """All prompts in random pieces, in all slots and a few times more, beside the long prompt; adds the largest errors to the entries."""
+        random, requests, owners = np.random.default_rng(0), [], []
+        if self.long:
+            prompt, logits = self.long.prompt, self.long.logits
+            requests.append(prompt.forced((*self.long.edges, *range(len(prompt.prompt_ids) + 1, prompt.total + 1)), logits))
+            owners.append(prompt)
+        for number in range(self.model.max_batch_size + len(self.prompts)):
+            prompt = self.prompts[number % len(self.prompts)]
+            requests.append(prompt.forced(pieces(len(prompt.prompt_ids), prompt.total, random)))
+            owners.append(prompt)
+        errors = force(self.model, requests, self.tolerance, self.max_num_tokens, pauses=True)
+        for prompt, entry in zip([*self.prompts, *([self.long.prompt] if self.long else [])], [*entries, *([long] if long else [])]):
+            own = [found for found, owner in zip(errors, owners) if owner is prompt]
+            entry["mixed_max_logit_error"] = self._forced_error(prompt, "in pieces beside other requests", own)
+
+    def _forced_error(self, prompt: Prompt, how: str, errors: Sequence[Errors]) -> float | None:
+        """The largest error; the first over tolerance goes to `failures`."""
+        first = next((found.first for found in errors if found.first), None)
+        if first:
+            self._fail(prompt, f"behind {first[0]} tokens, {how}: {_off(first[1], self.tolerance)}")
+        return largest([found.worst for found in errors])
+
+    def _greedily(self, number: int, step: int, logits: np.ndarray) -> tuple[int, bool]:
+        token = int(logits.argmax())
+        return token, token not in self.eos_token_ids and step + 1 < self.max_new_tokens
+
+    def _along_reference(self, number: int, step: int, logits: np.ndarray) -> tuple[int, bool]:
+        tokens = self.prompts[number].tokens
+        return tokens[step], step + 1 < len(tokens)
+
+    def _judge(self, number: int, free: Decoded, forced: Decoded, alone: Decoded) -> dict[str, Any]:
+        """A prompt's entry in the report; what is wrong with it goes to `failures`."""
+        prompt, tokens = self.prompts[number], free.tokens[number]
+        found_ids = self.tokenizer.encode(prompt.text).tolist()
+        if found_ids != prompt.prompt_ids:
+            self._fail(prompt, f"prompt ids: expected {prompt.prompt_ids} as in transformers, found {found_ids}")
+        differences = self._first_difference(prompt, "decoding freely", prompt.tokens, tokens)
+        errors = [difference(row, found) for row, found in zip(prompt.logits, forced.logits[number])]
+        worst = largest([error.max_abs_error for error in errors])
+        if worst is None or worst > self.tolerance:
+            step = next(i for i, error in enumerate(errors) if not error.within(self.tolerance))
+            self._fail(prompt, f"step {step}, along the reference's tokens: {_off(errors[step], self.tolerance)}")
+        lone = self._first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens[0])
+        same = lone[0]["step"] + 1 if lone else len(tokens)  # logits of equal histories
+        drift = [difference(row, found) for row, found in zip(free.logits[number][:same], alone.logits[0])]
+        drifted = next((i for i, error in enumerate(drift) if not error.within(self.tolerance)), None)
+        if drifted is not None:
+            self._fail(prompt, f"step {drifted}, alone instead of in the batch: {_off(drift[drifted], self.tolerance)}")
+        text = new_text(self.tokenizer.decode, prompt.prompt_ids, tokens)
+        if prompt.expected is not None and text != prompt.expected:
+            said = f"(the reference says {prompt.new_text!r})"
+            self._fail(prompt, f"text: expected {prompt.expected!r} as in the config, found {text!r} {said}")
+        return {
+            "text": prompt.text,
+            "tokens": tokens,
+            "text_out": text,
+            "reference_text": prompt.new_text,
+            "expected": prompt.expected,
+            "prompt_ids_equal": found_ids == prompt.prompt_ids,
+            "tokens_equal": tokens == prompt.tokens,
+            "differences": differences,
+            "max_logit_error": worst,
+            "alone_equal": not lone,
+            "alone_differences": lone,
+            "alone_max_logit_difference": largest([error.max_abs_error for error in drift]),
+        }
+
+    def _first_difference(self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]) -> list[dict[str, Any]]:
+        """The first differing token, as a list of one or none: behind it the histories differ, and nothing can be compared.
+
+        It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest, are nearer to each
+        other than the tolerance. Otherwise it is a failure.
+        """
+        step = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), None)
+        if step is None and len(expected) != len(found):
+            step = min(len(expected), len(found))
+            self._fail(prompt, f"step {step}, {how}: expected {len(expected)} tokens, found {len(found)}")
+            return [{"step": step, "reference": None, "found": None, "gap": None, "accepted": False}]
+        if step is None:
+            return []
+        gap, row = prompt.gaps[step], prompt.logits[step]
+        apart = abs(float(row[expected[step]]) - float(row[found[step]]))
+        accepted = gap is not None and max(gap, apart) < self.tolerance
+        if not accepted:
+            why = f"another one is accepted where the gap is below {self.tolerance:g}, here it is {gap:.3g}" if gap is not None else "there is no gap"
+            self._fail(prompt, f"step {step}, {how}: expected token {expected[step]}, found {found[step]}; {why}")
+        return [{"step": step, "reference": expected[step], "found": found[step], "gap": gap, "accepted": accepted}]
+
+    def _fail(self, prompt: Prompt, what: str) -> None:
+        self.failures.append(f"prompt {_short(prompt.text)!r}, {what}")
+
+
+def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], Long | None, dict[str, Any]]:
+    manifest = read_json(path, formats.REFERENCE)
+    logits = _read_logits(path.parent / manifest["logits"]["file"], manifest["logits"]["sha256"])
+    entries = manifest["prompts"]
+    texts = list(expected) or [None] * len(entries)
+    if len(texts) != len(entries):
+        raise InputError(f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again")
+    prompts = []
+    for i, (entry, text) in enumerate(zip(entries, texts)):
+        gaps = [step["gap"] for step in entry["steps"]]
+        prompts.append(Prompt(entry["text"], entry["prompt_ids"], entry["tokens"], entry["new_text"], logits[f"logits.{i}"], gaps, text))
+    return prompts, _read_long(manifest["long"], logits), manifest
+
+
+def _read_long(entry: Mapping[str, Any] | None, logits: Mapping[str, np.ndarray]) -> Long | None:
+    if entry is None:
+        return None
+    two = np.sort(logits["long.logits"], axis=1)[:, -2:]
+    gaps = [float(row[1] - row[0]) if len(row) > 1 else None for row in two]
+    prompt = Prompt("the long prompt", entry["prompt_ids"], entry["tokens"], "", logits["long.logits"], gaps, None)
+    return Long(prompt, tuple(entry["edges"]), dict(zip(entry["counts"], logits["long.prompt"], strict=True)))
+
+
+def _read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
+    if not path.is_file() or sha256_file(path) != sha256:
+        found = "other bytes" if path.is_file() else "no file"
+        raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")
+    data = np.fromfile(path, np.uint8)
+    return {
+        name: data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype)).reshape(record.shape)
+        for name, record in read_header(path).items()
+    }
+
+
+def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: int, limits: Mapping[str, int]) -> None:
+    for prompt in prompts:
+        count = len(prompt.prompt_ids)
+        if count > limits["max_input_len"]:
+            raise InputError(
+                f"golden prompt {_short(prompt.text)!r}: expected at most {limits['max_input_len']} tokens (limits.max_input_len), "
+                f"found {count}; shorten it or raise the limit"
+            )
+        if count + max_new_tokens > limits["max_seq_len"]:
+            raise InputError(
+                f"golden prompt {_short(prompt.text)!r}: expected prompt and answer within {limits['max_seq_len']} tokens (limits.max_seq_len), "
+                f"found {count} + {max_new_tokens}; shorten it, lower max_new_tokens or raise the limit"
+            )
+    if long and len(long.prompt.prompt_ids) + max_new_tokens > limits["max_seq_len"]:
+        raise InputError(
+            f"the long golden prompt: expected prompt and answer within {limits['max_seq_len']} tokens (limits.max_seq_len), "
+            f"found {len(long.prompt.prompt_ids)} + {max_new_tokens}; make the reference for these limits"
+        )
+
+
+def _off(error: Difference, tolerance: float) -> str:
+    if error.max_abs_error is None:
+        return "expected finite logits, found NaN or infinity"
+    return f"expected a logit error of at most {tolerance:g}, found {error.max_abs_error:.3g}"
+
+
+def _speed(batch: Decoded, alone: Sequence[Decoded], batch_size: int) -> dict[str, Any]:
+    """Tokens per second in the batch, and alone. Of the pass along the reference's tokens: as long as others', and behind a warm-up."""
+    rate = lambda tokens, seconds: tokens / seconds if seconds else 0.0  # one new token takes no decode step
+    return {
+        "batch_size": batch_size,
+        "prefill_tokens_per_s": rate(batch.prefill_tokens, batch.prefill_seconds),
+        "decode_tokens_per_s": rate(batch.decode_tokens, batch.decode_seconds),
+        "alone_prefill_tokens_per_s": rate(sum(run.prefill_tokens for run in alone), sum(run.prefill_seconds for run in alone)),
+        "alone_decode_tokens_per_s": rate(sum(run.decode_tokens for run in alone), sum(run.decode_seconds for run in alone)),
+    }
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."

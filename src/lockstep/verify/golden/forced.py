@@ -1,0 +1,118 @@
+"""Teacher-forced requests through `Model.step`, cut into pieces and mixed as traffic would: known logits in, errors out.
+
+A request's tokens are given, so its logits are known whatever else goes wrong, and behind whatever number of tokens the reference kept them.
+What a step brings of each request is up to the schedule: pieces of a prompt, single tokens of others, pauses, rows that come and go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.verify.boundaries import PAGE
+from lockstep.verify.metrics import Difference, difference
+from lockstep.runtime import Advance, Model
+
+_SEED = 0
+_LONGEST_PIECE = 8  # tokens of a short prompt, when it comes in pieces
+_PAUSE = 0.25  # how often a request sits a step out
+
+
+@dataclass(frozen=True)
+class Forced:
+    """A request with its whole history.
+
+    tokens: prompt and answer, int64. expected: {number of tokens: logits [vocab_size] float32 behind so many}. ends: ascending numbers of tokens, each
+    the end of a piece; the request ends with the last.
+    """
+
+    name: str
+    tokens: np.ndarray
+    expected: Mapping[int, np.ndarray]
+    ends: tuple[int, ...]
+
+
+@dataclass
+class Errors:
+    """Of one request's logits. worst: the largest absolute error, None where one is NaN or infinite; first: where it went over tolerance first."""
+
+    worst: float | None = 0.0
+    first: tuple[int, Difference] | None = None
+
+    def add(self, count: int, error: Difference, tolerance: float) -> None:
+        if self.worst is not None:
+            self.worst = None if error.max_abs_error is None else max(self.worst, error.max_abs_error)
+        if self.first is None and not error.within(tolerance):
+            self.first = (count, error)
+
+
+@dataclass
+class _Running:
+    request: Forced
+    errors: Errors
+    held: int = 0
+    ends: deque[int] = field(default_factory=deque)
+
+
+def pieces(prompt: int, total: int, random: np.random.Generator) -> tuple[int, ...]:
+    """Cut a prompt of `prompt` tokens into random pieces; each of the other tokens up to `total` is a piece of its own."""
+    ends, at = [], 0
+    while at < prompt:
+        at = min(at + int(random.integers(1, _LONGEST_PIECE + 1)), prompt)
+        ends.append(at)
+    return (*ends, *range(prompt + 1, total + 1))
+
+
+def stretches(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Ends of pieces that come to each of `edges` from the one before token by token, or from a page before it: decoding rows at all those lengths."""
+    for before, edge in zip((0, *edges), edges):
+        yield tuple(range(max(before, edge - PAGE, 1), edge + 1))
+
+
+def force(model: Model, requests: Sequence[Forced], tolerance: float, max_num_tokens: int, pauses: bool = False) -> list[Errors]:
+    """Run the requests, as many together as the model has slots, and compare their logits wherever they are known.
+
+    max_num_tokens: the most tokens of a step; a piece that does not fit is cut once more. pauses: let each request sit steps out, and name the others
+    in any order, at random but the same each time, so that rows of many lengths meet. Gives the errors of each request, in their order.
+    """
+    random = np.random.default_rng(_SEED)
+    results = [Errors() for _ in requests]
+    waiting = deque(_Running(request, errors, 0, deque(request.ends)) for request, errors in zip(requests, results))
+    slots: dict[int, _Running] = {}
+    try:
+        while waiting or slots:
+            for slot in range(model.max_batch_size):
+                if waiting and slot not in slots:
+                    slots[slot] = waiting.popleft()
+            advances = list(_advances(slots, max_num_tokens, random if pauses else None))
+            for advance, logits in zip(advances, model.step(advances)):
+                running = slots[advance.slot]
+                running.held += len(advance.tokens)
+                if running.held == running.ends[0]:
+                    running.ends.popleft()
+                if running.held in running.request.expected:
+                    error = difference(running.request.expected[running.held], logits)
+                    running.errors.add(running.held, error, tolerance)
+                if not running.ends:
+                    model.release(advance.slot)
+                    del slots[advance.slot]
+    finally:
+        for slot in slots:
+            model.release(slot)
+    return results
+
+
+def _advances(slots: Mapping[int, _Running], room: int, random: np.random.Generator | None) -> Iterator[Advance]:
+    """The next pieces of all requests in order of their slots, while there is room; at least one of them. `random` gives pauses and another order."""
+    chosen = [slot for slot in sorted(slots) if random is None or random.random() >= _PAUSE] or [min(slots)]
+    if random is not None:
+        random.shuffle(chosen)
+    for slot in chosen:
+        running = slots[slot]
+        count = min(running.ends[0] - running.held, room)
+        if count:
+            room -= count
+            yield Advance(slot, running.request.tokens[running.held : running.held + count], running.held)

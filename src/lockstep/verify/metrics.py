@@ -1,0 +1,76 @@
+"""How far two arrays are apart, and how a check ends: a report where it passes, a failing report and one line where it does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import CheckError
+from lockstep.artifacts.files import write_json
+from lockstep.artifacts.manifest_files import failed_path
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of an array from what is expected.
+
+    max_abs_error: largest absolute difference; cosine: of the angle between the two, flattened. Both None where the array found
+    holds NaN or infinity, which no tolerance allows. relative_error: largest |found - expected| / max(1, rms, |expected|).
+    """
+
+    max_abs_error: float | None
+    relative_error: float | None
+    cosine: float | None
+
+    def within(self, tolerance: float) -> bool:
+        """Whether the plain absolute error is at most `tolerance`."""
+        return self.max_abs_error is not None and self.max_abs_error <= tolerance
+
+    def within_scaled(self, tolerance: float) -> bool:
+        """Whether the error is at most `tolerance` times max(1, rms of the array, |value|).
+
+        Floating point carries digits, not decimals: a value of 1000 in fp16 is itself known to 0.25 only, and a product's error
+        grows with the size of what is added up. Up to values of order one this is the absolute error.
+        """
+        return self.relative_error is not None and self.relative_error <= tolerance
+
+
+def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
+    """Compare two arrays of one shape, in float64. Raises ValueError for another shape: nothing is broadcast."""
+    if expected.shape != found.shape:
+        raise ValueError(f"expected shape {expected.shape}, found {found.shape}")
+    if not expected.size:
+        return Difference(0.0, 0.0, 1.0)
+    a, b = np.asarray(expected, np.float64).ravel(), np.asarray(found, np.float64).ravel()
+    if not np.isfinite(b).all():
+        return Difference(None, None, None)
+    error = np.abs(a - b)
+    scale = np.maximum(max(1.0, float(np.sqrt(np.mean(a * a)))), np.abs(a))
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    cosine = float(a @ b) / norms if norms else float(not error.any())
+    return Difference(float(error.max()), float((error / scale).max()), min(1.0, cosine))
+
+
+def largest(errors: list[float | None]) -> float | None:
+    """The largest of some errors; None (not a finite number) beats all. 0 of an empty list."""
+    return None if None in errors else max(errors, default=0.0)
+
+
+def finish(out: str | os.PathLike, report: Mapping[str, Any], failure: str | None) -> Path:
+    """Write a check's report to `out` where `failure` is None, and give `out`.
+
+    Otherwise `out` is left alone, the report goes to `failed_path(out)`, and CheckError says `failure` and where the report lies:
+    a result that exists is always one that passed.
+    """
+    out = Path(out)
+    if failure is None:
+        write_json(out, {**report, "result": "pass"})
+        failed_path(out).unlink(missing_ok=True)
+        return out
+    write_json(failed_path(out), {**report, "result": "fail", "failure": failure})
+    raise CheckError(f"{failure}; details in {failed_path(out)}")

@@ -1,0 +1,171 @@
+"""Do the graphs compute what torch computes? An assembly and recorded sequences in, errors by layer out.
+
+Teacher-forced: each block and each attention gets what torch had there, so that an error shows in the layer that makes it and in no
+later one. Free: the embedded tokens go in, and every graph takes what the one before gave. Sequences start at position 0, or behind a
+synthetic cache of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.verify.metrics import Difference, difference
+from lockstep.verify.validate.graphs import Assembly
+from lockstep.verify.validate.torch_trace import LayerRecord, Record
+
+_STALE = 300.0  # in cache rows beyond past_lengths: what a mask must hide, yet finite and within fp16's range
+_SPARE = 3  # such rows
+
+
+@dataclass
+class LayerErrors:
+    """Errors of one layer by tensor: `hidden` (what leaves the layer), then for each phase `<phase>.key_out`, `.value_out`, `.attention`."""
+
+    layer: int
+    block: str
+    kind: str
+    tensors: dict[str, Difference] = field(default_factory=dict)
+
+
+def embedding_error(assembly: Assembly, records: Sequence[Record]) -> Difference:
+    """The embedding graph on all tokens."""
+    token_ids = np.concatenate([record.token_ids for record in records])
+    found = assembly.run_block(assembly.embedding, {"token_ids": token_ids})["hidden"]
+    return difference(np.concatenate([record.embedded for record in records]), found)
+
+
+def layer_errors(assembly: Assembly, records: Sequence[Record]) -> tuple[list[LayerErrors], Difference]:
+    """Errors of each layer, teacher-forced, and of the logits behind the last one. All sequences run packed, as in a step."""
+    errors, env = _layers_alone(assembly, records)
+    env["logit_rows"] = np.arange(len(env["position_ids"]))
+    logits = assembly.run_block(assembly.exit, env)["logits"]
+    return errors, difference(np.concatenate([record.logits for record in records]), logits)
+
+
+def errors_behind(assembly: Assembly, record: Record, capacity: int) -> list[LayerErrors]:
+    """Errors of the layers of a record that comes behind a cache, teacher-forced: its tokens in one piece (`chunked`), and each as a row of one decode
+    step. The graphs get a cache of at least `capacity` rows."""
+    return _layers_alone(assembly, [record], capacity)[0]
+
+
+def _layers_alone(assembly: Assembly, records: Sequence[Record], capacity: int = 0) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
+    """Errors of each layer, and what goes on from the last one to the exit."""
+    packed = lambda arrays: np.concatenate(arrays).astype(assembly.dtype)
+    spans = _spans(records)
+    env: dict[str, np.ndarray] = {
+        "hidden": packed([record.embedded for record in records]),
+        "position_ids": np.concatenate([record.position_ids for record in records]),
+    }
+    errors = []
+    for index in range(len(records[0].layers)):
+        layer = assembly.layers[index]
+        part = layer["block"]
+        outputs = assembly.run_block(part, env)
+        env |= outputs
+        if index and assembly.carries(part) == ["hidden"]:
+            # One value crosses to the next block: the hidden state that enters this layer and left the one before.
+            expected = np.concatenate([record.layers[index].hidden for record in records])
+            errors[-1].tensors["hidden"] = difference(expected, env["hidden"])
+            env["hidden"] = expected.astype(assembly.dtype)
+        entry = LayerErrors(index, part["class"], layer["kind"])
+        layers = [record.layers[index] for record in records]
+        if records[0].num_past:
+            entry.tensors |= _kind_errors_behind(assembly, layer["kind"], env, layers[0], records[0].num_past, capacity)
+        else:
+            entry.tensors |= _kind_errors(assembly, layer["kind"], env, layers, spans)
+        errors.append(entry)
+        env["attention"] = packed([record.layers[index].attention for record in records])
+    return errors, env
+
+
+def _kind_errors(
+    assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
+) -> dict[str, Difference]:
+    """A layer's attention three ways: whole prompts, prompts whose second half comes behind a cache, and last tokens as one decode step."""
+    found = _Found()
+    for layer, span in zip(layers, spans):
+        count = span.stop - span.start
+        for phase, start in (("prefill", 0), ("chunked", count // 2)):
+            if phase == "chunked" and not start:
+                continue  # one token cannot be halved
+            past = _past(assembly, [layer], [start])
+            outputs = assembly.run_kind(kind, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past})
+            found.add(phase, outputs, _expected(layer, slice(start, count)))
+    last = np.array([span.stop - 1 for span in spans])
+    lengths = [span.stop - span.start - 1 for span in spans]
+    outputs = assembly.run_kind(kind, "decode", {**_rows(env, last), **_past(assembly, layers, lengths)})
+    for row, (layer, length) in enumerate(zip(layers, lengths)):
+        found.add("decode", {name: array[row : row + 1] for name, array in outputs.items()}, _expected(layer, slice(length, length + 1)))
+    return found.errors()
+
+
+def _kind_errors_behind(
+    assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
+) -> dict[str, Difference]:
+    """A layer's attention behind a cache: all tokens as a chunk, and each as a request of one decode step."""
+    scale = {"query": layer.query_scale, "key": layer.key_scale}
+    rows = {name: (array * np.float32(scale.get(name, 1))).astype(array.dtype) for name, array in _rows(env, slice(None)).items()}
+    count, found = len(rows["query"]), _Found()
+    expected = _expected(layer, slice(0, count), num_past)
+    found.add("chunked", assembly.run_kind(kind, "prefill", {**rows, **_past(assembly, [layer], [num_past], capacity)}), expected)
+    lengths = [num_past + token for token in range(count)]
+    found.add("decode", assembly.run_kind(kind, "decode", {**rows, **_past(assembly, [layer] * count, lengths, capacity)}), expected)
+    return found.errors()
+
+
+class _Found:
+    """What a layer's attention graphs gave, beside what was expected, by phase."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def add(self, phase: str, outputs: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+        for name in ("key_out", "value_out", "attention"):
+            self._arrays.setdefault((phase, name), []).append((expected[name].ravel(), outputs[name].ravel()))
+
+    def errors(self) -> dict[str, Difference]:
+        """{"<phase>.<output>": error}, in the order in which phases were added."""
+        return {f"{phase}.{name}": difference(*(np.concatenate(side) for side in zip(*pairs))) for (phase, name), pairs in self._arrays.items()}
+
+
+def _past(assembly: Assembly, layers: Sequence[LayerRecord], lengths: Sequence[int], capacity: int = 0) -> dict[str, np.ndarray]:
+    """A cache with torch's keys and values of each request's first tokens, and stale numbers behind them."""
+    capacity = max(capacity, max(lengths) + _SPARE)
+    caches = {}
+    for name in ("key", "value"):
+        heads, dim = getattr(layers[0], f"{name}s").shape[1:]
+        cache = np.full((len(layers), heads, capacity, dim), _STALE, assembly.dtype)
+        for row, (layer, length) in enumerate(zip(layers, lengths)):
+            cache[row, :, :length] = getattr(layer, f"{name}s")[:length].swapaxes(0, 1)
+        caches[f"past_{name}"] = cache
+    return {**caches, "past_lengths": np.array(lengths, np.int64)}
+
+
+def _expected(layer: LayerRecord, rows: slice, num_past: int = 0) -> dict[str, np.ndarray]:
+    """What the graphs should give for the tokens `rows` of a record that comes behind `num_past` cache rows."""
+    cached = slice(num_past + rows.start, num_past + rows.stop)
+    return {"key_out": layer.keys[cached], "value_out": layer.values[cached], "attention": layer.attention[rows]}
+
+
+def _rows(env: Mapping[str, np.ndarray], rows: slice | np.ndarray) -> dict[str, np.ndarray]:
+    return {name: env[name][rows] for name in ("query", "key", "value", "position_ids")}
+
+
+def _spans(records: Sequence[Record]) -> list[slice]:
+    ends = np.cumsum([len(record.token_ids) for record in records]).tolist()
+    return [slice(end - len(record.token_ids), end) for record, end in zip(records, ends)]
+
+
+def forward(assembly: Assembly, hidden: np.ndarray, position_ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
+    """Logits [len(logit_rows), vocab_size] of one whole sequence, free: `hidden` [num_tokens, hidden_size] through every graph."""
+    env = {"hidden": hidden, "position_ids": position_ids, "logit_rows": logit_rows}
+    for layer in assembly.layers:
+        env |= assembly.run_block(layer["block"], env)
+        kind = assembly.manifest["kinds"][layer["kind"]]
+        empty = lambda dim: np.zeros((1, kind["num_kv_heads"], 1, kind[dim]), assembly.dtype)
+        past = {"past_key": empty("head_dim"), "past_value": empty("value_head_dim"), "past_lengths": np.zeros(1, np.int64)}
+        env["attention"] = assembly.run_kind(layer["kind"], "prefill", {**_rows(env, slice(None)), **past})["attention"]
+    return assembly.run_block(assembly.exit, env)["logits"]
