@@ -1,4 +1,5 @@
-"""`python -m benchmarks`: the benchmarks. Each prints its record as JSON or writes it, with its tables, into a folder of documents."""
+"""`python -m benchmarks`: the benchmarks. Each prints its record as JSON or writes it, with its tables, into a folder
+of documents."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ from typing import Any
 
 import click
 
+from lockstep.artifacts.files import dump_json, read_json, write_json
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.errors import InputError
-from lockstep.artifacts.files import dump_json, read_json, write_json
 
 _DOCS = click.option(
-    "--write", "docs", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Write bench/NAME.json and the tables into this folder."
+    "--write",
+    "docs",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write bench/NAME.json and the tables into this folder.",
 )
 
 
@@ -32,22 +37,34 @@ def _deliver(record: Mapping[str, Any], docs: Path | None) -> None:
         click.echo(docs / "bench" / f"{record['benchmark']}.json")
 
 
-_ROUNDS = click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds that count; medians are taken.")
+_ROUNDS = click.option(
+    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds that count; medians are taken."
+)
 
 
 @bench.command()
 @click.option(
-    "--model", "models", multiple=True, metavar="FOLDER|SHAPE", default=("llama-1024x8", "resources/demo-llama"), show_default=True,
+    "--model", "models", multiple=True, metavar="FOLDER|SHAPE", default=("llama-1024x8", "resources/demo-llama"), show_default=True,  # noqa: E501
     help="A checkpoint folder, or a shape that gets random weights; may be given several times.",
 )  # fmt: skip
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
-@click.option("--context", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens in the cache when decoding begins.")
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Tokens in the cache when decoding begins.",
+)
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Decode steps of a round.")
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]")
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
+)
 @_ROUNDS
 @_DOCS
-def decode(models: tuple[str, ...], batches: tuple[int, ...], precision: str, docs: Path | None, **settings: Any) -> None:
+def decode(
+    models: tuple[str, ...], batches: tuple[int, ...], precision: str, docs: Path | None, **settings: Any
+) -> None:
     """A decode step: the engine set, one monolithic ONNX graph, transformers eager, in turn."""
     from benchmarks.decode import run_models
 
@@ -55,7 +72,14 @@ def decode(models: tuple[str, ...], batches: tuple[int, ...], precision: str, do
 
 
 @bench.command()
-@click.option("--shape", "shapes", multiple=True, default=("llama-2-7b", "llama-3-70b"), show_default=True, help="A shape that comes with the benchmark.")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    default=("llama-2-7b", "llama-3-70b"),
+    show_default=True,
+    help="A shape that comes with the benchmark.",
+)
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp16", show_default=True)
 @_ROUNDS
 @_DOCS
@@ -78,16 +102,35 @@ def demo(cores: str, rounds: int, docs: Path | None) -> None:
 
 
 @bench.command()
-@click.option("--work", type=click.Path(file_okay=False, path_type=Path), required=True, help="Scratch folder: checkpoint, environments, models (25 GB for 1.1B).")
-@click.option("--shape", default="llama-1.1b", show_default=True, help="A shape that comes with the benchmark, or a config.json.")
+@click.option(
+    "--work",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Scratch folder: checkpoint, environments, models (25 GB for 1.1B).",
+)
+@click.option(
+    "--shape", default="llama-1.1b", show_default=True, help="A shape that comes with the benchmark, or a config.json."
+)
 @click.option("--only", multiple=True, metavar="NAME", help="A contestant; may be given several times.  [default: all]")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Timed runs in each round of decoding.")
-@click.option("--context", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens in the cache when decoding begins.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Timed runs in each round of decoding."
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Tokens in the cache when decoding begins.",
+)
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens decoded in one run.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]")
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
+)
 @_DOCS
-def peers(work: Path, shape: str, only: tuple[str, ...], threads: int | None, docs: Path | None, **settings: int) -> None:
+def peers(
+    work: Path, shape: str, only: tuple[str, ...], threads: int | None, docs: Path | None, **settings: int
+) -> None:
     """Side by side: optimum, onnxruntime-genai, torch.onnx.export and transformers on one random checkpoint."""
     from benchmarks import peers as benchmark
     from benchmarks import peers_table
@@ -106,7 +149,8 @@ def peers(work: Path, shape: str, only: tuple[str, ...], threads: int | None, do
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Types tried at a time.")
 @_DOCS
 def models(types: tuple[str, ...], jobs: int, docs: Path | None) -> None:
-    """Which causal-LM types of transformers work: each as a tiny random model through all stages.  [default: all types]"""
+    """Which causal-LM types of transformers work: each as a tiny random model through all stages.  [default: all
+    types]"""
     from benchmarks.models import run, write_page
 
     record = run(types or None, jobs, lambda found: click.echo(f"{found['type']}: {found['result']}", err=True))
@@ -123,29 +167,65 @@ def _settings(context: click.Context, parameter: click.Parameter, given: tuple[s
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:
-            raise click.BadParameter(f"expected NAME=JSON, such as optimization_level=3 or tactics='\"record\"', found {text!r}") from None
+            raise click.BadParameter(
+                f"expected NAME=JSON, such as optimization_level=3 or tactics='\"record\"', found {text!r}"
+            ) from None
     return found
 
 
 @bench.command()
 @click.option("--backend", type=click.Choice(["onnxruntime", "tensorrt"]), default="onnxruntime", show_default=True)
-@click.option("--only", multiple=True, metavar="NAME", help="A fault of the table in docs/faults.md; may be given several times.  [default: all]")
-@click.option("--model", "models", multiple=True, type=click.Choice(["demo", "gemma2", "window", "bias"]), help="Faults of this model alone; may be given several times.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="A fault of the table in docs/faults.md; may be given several times.  [default: all]",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    type=click.Choice(["demo", "gemma2", "window", "bias"]),
+    help="Faults of this model alone; may be given several times.",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="So many faults at most, taken evenly from all.")
-@click.option("--precision", "precisions", multiple=True, type=click.Choice(["fp32", "fp16"]), default=("fp32", "fp16"), show_default=True)
+@click.option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    type=click.Choice(["fp32", "fp16"]),
+    default=("fp32", "fp16"),
+    show_default=True,
+)
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Faults tried at a time.")
-@click.option("--python", metavar="INTERPRETER", help="The Python that engines run in, as backends.tensorrt.python.  [default: this one]")
+@click.option(
+    "--python",
+    metavar="INTERPRETER",
+    help="The Python that engines run in, as backends.tensorrt.python.  [default: this one]",
+)
 @click.option(
     "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
     help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
 )  # fmt: skip
-@click.option("--loosen", type=click.FloatRange(min=1), default=1.0, show_default=True, help="So many times the default tolerances for the gates: how much room they have.")
-@click.option("--work", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Scratch folder.  [default: the system's]")
+@click.option(
+    "--loosen",
+    type=click.FloatRange(min=1),
+    default=1.0,
+    show_default=True,
+    help="So many times the default tolerances for the gates: how much room they have.",
+)
+@click.option(
+    "--work",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="Scratch folder.  [default: the system's]",
+)
 @_DOCS
-def faults(backend: str, only: tuple[str, ...], models: tuple[str, ...], limit: int | None, docs: Path | None, **settings: Any) -> None:
+def faults(
+    backend: str, only: tuple[str, ...], models: tuple[str, ...], limit: int | None, docs: Path | None, **settings: Any
+) -> None:
     """Planted faults through all gates. Exit code 1 where a harmful one passes them all."""
-    from benchmarks.faults import run as benchmark
     from benchmarks.faults import page
+    from benchmarks.faults import run as benchmark
 
     def keep(record: dict[str, Any]) -> None:
         if docs is not None:
@@ -159,30 +239,60 @@ def faults(backend: str, only: tuple[str, ...], models: tuple[str, ...], limit: 
 
 
 @bench.command()
-@click.option("--shape", default="llama-2-7b", show_default=True, help="A Llama shape that comes with the benchmark, or a config.json.")
-@click.option("--python", metavar="INTERPRETER", help="The Python that TensorRT runs in, as backends.tensorrt.python.  [default: this one]")
-@click.option("--work", type=click.Path(file_okay=False, path_type=Path), required=True, help="Scratch folder: random weights and engines (14 GB for 7B).")
+@click.option(
+    "--shape",
+    default="llama-2-7b",
+    show_default=True,
+    help="A Llama shape that comes with the benchmark, or a config.json.",
+)
+@click.option(
+    "--python",
+    metavar="INTERPRETER",
+    help="The Python that TensorRT runs in, as backends.tensorrt.python.  [default: this one]",
+)
+@click.option(
+    "--work",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Scratch folder: random weights and engines (14 GB for 7B).",
+)
 @click.option(
     "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
     help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
 )  # fmt: skip
-@click.option("--write", "docs", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Write the record to gpu/SHAPE.json in this folder.")
+@click.option(
+    "--write",
+    "docs",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write the record to gpu/SHAPE.json in this folder.",
+)
 @_ROUNDS
 def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rounds: int, docs: Path | None) -> None:
-    """TensorRT on one GPU: build, load, decode and prefill of a Llama in fp16 with random weights, beside transformers."""
-    from lockstep.pipeline import worker
+    """TensorRT on one GPU: build, load, decode and prefill of a Llama in fp16 with random weights, beside
+    transformers."""
     from benchmarks.export import SHAPES
     from lockstep.export.run import export_config
+    from lockstep.pipeline import worker
 
     path = SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape)
     config = read_json(path)
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "llama":
-        raise InputError(f"{path}: model_type: expected llama, which is what runs beside it in transformers, found {kind!r}; name another shape")
+        raise InputError(
+            f"{path}: model_type: expected llama, which is what runs beside it in transformers, "
+            f"found {kind!r}; name another shape"
+        )
     worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{path.stem}.json"
     export_config(config, "fp16", graphs)
-    names = {"assembly": str(graphs / "assembly.json"), "work": str(work.absolute()), "out": str(out), "python": python, "transformers": sys.executable}
+    names = {
+        "assembly": str(graphs / "assembly.json"),
+        "work": str(work.absolute()),
+        "out": str(out),
+        "python": python,
+        "transformers": sys.executable,
+    }
     worker.call(python, "benchmarks.gpu:measure", **names, rounds=rounds, options=options, config=config)
     click.echo(out)
 

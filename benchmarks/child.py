@@ -1,6 +1,7 @@
 """One command in a process of its own: what it took, from the kernel's own account of the process and its children.
 
-In: a command, a log file, a time limit. Out: exit code, wall and CPU seconds, peak resident memory of its largest process.
+In: a command, a log file, a time limit. Out: exit code, wall and CPU seconds, peak resident memory of its largest
+process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Usage:
 def run_child(command: Sequence[str], log: Path, limit: float, environment: Mapping[str, str] | None = None) -> Usage:
     """Run `command`, its output in `log`; after `limit` seconds it and its children are killed.
 
-    Linux counts what the starting process holds as the child's until the child's own program is loaded: keep this one small.
+    Linux counts what the starting process holds as the child's until the child's own program is loaded: keep this one
+    small.
     """
     began = time.perf_counter()
     with open(log, "wb") as output:

@@ -1,4 +1,5 @@
-"""How fast is a decode step: the engine set, one monolithic with-past ONNX graph, and transformers eager, in one process, in turn.
+"""How fast is a decode step: the engine set, one monolithic with-past ONNX graph, and transformers eager, in one
+process, in turn.
 
 In: a checkpoint folder (and the precision). Out: seconds a step of each contestant at each batch size, and the ratios.
 All three get the same prompts, threads and number of steps, and their logits are compared before anything is timed.
@@ -17,14 +18,14 @@ import numpy as np
 from benchmarks.export import SHAPES, shape_names
 from benchmarks.measure import in_turn, ratios, spread, surroundings
 from benchmarks.monolithic import Monolithic
-from lockstep.checkpoint import resolve
 from lockstep.backends import build
 from lockstep.backends.onnxruntime.cpu import thread_count
+from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError
-from lockstep.targets import Results
+from lockstep.export import export
 from lockstep.export.random_model import make
 from lockstep.runtime import Advance, Model
-from lockstep.export import export
+from lockstep.targets import Results
 from lockstep.weights import convert
 
 PACKAGES = ("numpy", "onnxruntime", "torch", "transformers")
@@ -32,7 +33,8 @@ _BACKEND = "onnxruntime"
 
 
 def run_models(models: Sequence[str], precision: str, batches: Sequence[int], **settings: Any) -> dict[str, Any]:
-    """`run` for each of `models`, a checkpoint folder or the name of a shape, which gets random weights. Works in a temporary folder."""
+    """`run` for each of `models`, a checkpoint folder or the name of a shape, which gets random weights. Works in a
+    temporary folder."""
     measured = {}
     for model in models:
         with tempfile.TemporaryDirectory() as work:
@@ -43,7 +45,14 @@ def run_models(models: Sequence[str], precision: str, batches: Sequence[int], **
 
 
 def run(
-    folder: Path, precision: str, batches: Sequence[int], work: Path, context: int = 64, steps: int = 32, rounds: int = 7, threads: int | None = None
+    folder: Path,
+    precision: str,
+    batches: Sequence[int],
+    work: Path,
+    context: int = 64,
+    steps: int = 32,
+    rounds: int = 7,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Measure at each batch size; `context` tokens are in the cache when the `steps` timed steps of a round begin.
 
@@ -63,7 +72,8 @@ def run(
 
 
 def prepare(folder: Path, precision: str, work: Path) -> dict[str, Path]:
-    """Take the checkpoint through resolve, convert, export and build below `work`; gives the paths of what they made."""
+    """Take the checkpoint through resolve, convert, export and build below `work`; gives the paths of what they
+    made."""
     results, name = Results(work), folder.name
     checkpoint, weights = results.checkpoint(name), results.weights(name, precision)
     assembly, engines = results.assembly(name, precision), results.engines(name, precision, _BACKEND)
@@ -74,7 +84,9 @@ def prepare(folder: Path, precision: str, work: Path) -> dict[str, Path]:
     return {"weights": weights, "assembly": assembly, "engines": engines}
 
 
-def _contestants(folder, paths, precision, batch, context, steps, threads) -> tuple[dict[str, Callable[[], float]], dict[str, float]]:
+def _contestants(
+    folder, paths, precision, batch, context, steps, threads
+) -> tuple[dict[str, Callable[[], float]], dict[str, float]]:
     prompt = np.random.default_rng(0).integers(0, 256, (batch, context))
     makers = {
         "lockstep": _lockstep(paths, batch, context + steps, threads),
@@ -104,7 +116,15 @@ def _time(start: Callable, prompt: np.ndarray, steps: int) -> float:
 
 
 def _lockstep(paths, batch: int, capacity: int, threads: int) -> Callable:
-    model = Model.open(paths["engines"], paths["assembly"], paths["weights"], "all", max_batch_size=batch, max_seq_len=capacity, threads=threads)
+    model = Model.open(
+        paths["engines"],
+        paths["assembly"],
+        paths["weights"],
+        "all",
+        max_batch_size=batch,
+        max_seq_len=capacity,
+        threads=threads,
+    )
 
     def start(prompt: np.ndarray):
         lengths = [prompt.shape[1]]
@@ -141,7 +161,9 @@ def _transformers(folder: Path, precision: str, threads: int) -> Callable:
     torch.set_num_threads(threads)
     with quiet():
         dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", local_files_only=True).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", local_files_only=True
+        ).eval()
 
     def start(prompt: np.ndarray):
         with torch.inference_mode():
@@ -150,7 +172,11 @@ def _transformers(folder: Path, precision: str, threads: int) -> Callable:
 
         def step(tokens: np.ndarray) -> np.ndarray:
             with torch.inference_mode():
-                return model(torch.from_numpy(tokens[:, None]), past_key_values=cache, use_cache=True).logits[:, -1].numpy()
+                return (
+                    model(torch.from_numpy(tokens[:, None]), past_key_values=cache, use_cache=True)
+                    .logits[:, -1]
+                    .numpy()
+                )
 
         return step, first.logits[:, -1].float().numpy()
 

@@ -1,4 +1,5 @@
-"""How long `make demo` takes once everything is installed: a full run of the workflow, and a run that has nothing to do.
+"""How long `make demo` takes once everything is installed: a full run of the workflow, and a run that has nothing to
+do.
 
 In: the repository. Out: wall seconds of Snakemake on `config/config.yaml` in a new folder, then on the finished one.
 """
@@ -35,7 +36,17 @@ def run(cores: str = "all", rounds: int = 5) -> dict[str, Any]:
 
 
 def _snakemake(cores: str, folder: str) -> float:
-    command = [sys.executable, "-m", "snakemake", "--cores", cores, "--snakefile", str(REPOSITORY / "Snakefile"), "--directory", folder]
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--cores",
+        cores,
+        "--snakefile",
+        str(REPOSITORY / "Snakefile"),
+        "--directory",
+        folder,
+    ]
     began = time.perf_counter()
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode:

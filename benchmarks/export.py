@@ -54,7 +54,13 @@ def run(shapes: Sequence[str], precision: str, rounds: int = 5) -> dict[str, Any
             "files": len(samples[0]["files"]),
             "bytes_written": sum(entry["size"] for entry in samples[0]["files"].values()),
         }
-    return {"benchmark": "export", "precision": precision, "rounds": rounds, "shapes": measured, **surroundings(*PACKAGES)}
+    return {
+        "benchmark": "export",
+        "precision": precision,
+        "rounds": rounds,
+        "shapes": measured,
+        **surroundings(*PACKAGES),
+    }
 
 
 def _export(config: Path, precision: str) -> dict[str, Any]:
@@ -67,4 +73,8 @@ def _export(config: Path, precision: str) -> dict[str, Any]:
         child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise CheckError(f"{config.stem}: the export ended with exit code {child.returncode}")
-    return json.loads(output) | {"wall": wall, "cpu": usage.ru_utime + usage.ru_stime, "peak_mb": usage.ru_maxrss / 1024}
+    return json.loads(output) | {
+        "wall": wall,
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "peak_mb": usage.ru_maxrss / 1024,
+    }

@@ -1,7 +1,8 @@
 """The TensorRT backend on one GPU: building, loading, decoding and prefill of a model's shape, with random weights.
 
-In: the assembly of a shape, a scratch folder with room for its weights. Out: a record. In the scratch folder it is written after each part, so that a run that is
-cut short says what it came to. Runs in the Python that TensorRT runs in (`lockstep.pipeline.worker`); a Python that has torch and transformers runs the same weights beside it
+In: the assembly of a shape, a scratch folder with room for its weights. Out: a record. In the scratch folder it is
+written after each part, so that a run that is cut short says what it came to. Runs in the Python that TensorRT runs in
+(`lockstep.pipeline.worker`); a Python that has torch and transformers runs the same weights beside it
 (gpu_transformers.py): speeds, and logits to be held against.
 """
 
@@ -22,18 +23,18 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts import formats
-from lockstep.pipeline import worker
 from benchmarks.measure import spread
-from lockstep.verify.metrics import difference
+from lockstep.artifacts import formats
+from lockstep.artifacts.digest_cache import remember
+from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends.builder import COSTS
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.layers import differences
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD
 from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import read_json, write_json
+from lockstep.pipeline import worker
 from lockstep.runtime import Advance, Model
-from lockstep.artifacts.digest_cache import remember
+from lockstep.verify.metrics import difference
 
 PARTS = "parts.json"  # of the record, while it is made
 CONTEXT, PREFILL, WARM, STEPS = 512, 2048, 8, 64
@@ -47,19 +48,35 @@ def measure(assembly: str, work: str, out: str, **settings: Any) -> None:
     run(Path(assembly), Path(work), Path(out), **settings)
 
 
-def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mapping[str, Any], python: str | None, transformers: str, config: Mapping[str, Any]) -> None:
-    """Measure everything once but speeds, which are medians of `rounds`. python: what this runs in, as it was asked for. transformers: an interpreter that has
-    it, which makes a model of `config`.
+def run(
+    assembly_json: Path,
+    work: Path,
+    out: Path,
+    rounds: int,
+    options: Mapping[str, Any],
+    python: str | None,
+    transformers: str,
+    config: Mapping[str, Any],
+) -> None:
+    """Measure everything once but speeds, which are medians of `rounds`. python: what this runs in, as it was asked
+    for. transformers: an interpreter that has it, which makes a model of `config`.
 
-    Raises InputError for an assembly in another precision than fp16 and for an interpreter without transformers and CUDA, before anything is made; CheckError,
-    when all is measured, for logits too far from transformers'.
+    Raises InputError for an assembly in another precision than fp16 and for an interpreter without transformers and
+    CUDA, before anything is made; CheckError, when all is measured, for logits too far from transformers'.
     """
     assembly = read_json(assembly_json, formats.ASSEMBLY)
     if assembly["precision"] != "fp16":
-        raise InputError(f"{assembly_json}: precision: expected fp16, found {assembly['precision']}; export the shape in fp16")
+        raise InputError(
+            f"{assembly_json}: precision: expected fp16, found {assembly['precision']}; export the shape in fp16"
+        )
     _in_transformers(transformers, {"probe": True, "device": "cuda"})
     work.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"benchmark": "gpu", "layers": assembly["num_layers"], "precision": "fp16", "rounds": rounds}
+    record: dict[str, Any] = {
+        "benchmark": "gpu",
+        "layers": assembly["num_layers"],
+        "precision": "fp16",
+        "rounds": rounds,
+    }
 
     def note(**parts: Any) -> None:
         record.update(parts)
@@ -80,26 +97,47 @@ def run(assembly_json: Path, work: Path, out: Path, rounds: int, options: Mappin
     note(prefill={**record["prefill"], **prefill_parts(model, record["prefill"], assembly)})
     del model
     if manifest["options"]["one_region"] and compat.has("one_region"):
-        note(as_they_are=as_they_are(assembly_json, work / "as-they-are" / "engines.json", weights, options, python, assembly))
+        note(
+            as_they_are=as_they_are(
+                assembly_json, work / "as-they-are" / "engines.json", weights, options, python, assembly
+            )
+        )
     note(transformers=beside(transformers, work, weights, config))
-    checks = {str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz") for layers in CHECK_LAYERS}
+    checks = {
+        str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz")
+        for layers in CHECK_LAYERS
+    }
     note(check=checks)
     write_json(out, record)
     for layers, found in checks.items():
         if not found["passes"]:
-            ours, theirs = ("NaN or infinity" if found[key] is None else f"{found[key]:.3g}" for key in ("max_logit_error", "max_logit_error_of_transformers_fp16"))
-            raise CheckError(f"{out}: check: {layers} layers: expected logits at most twice as far from fp32 as fp16 of transformers ({theirs}), found {ours}")
+            ours, theirs = (
+                "NaN or infinity" if found[key] is None else f"{found[key]:.3g}"
+                for key in ("max_logit_error", "max_logit_error_of_transformers_fp16")
+            )
+            raise CheckError(
+                f"{out}: check: {layers} layers: expected logits at most twice as far from fp32 "
+                f"as fp16 of transformers ({theirs}), found {ours}"
+            )
 
 
-def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None) -> Iterator[dict[str, Any]]:
-    """Each in a new process: cold, recording tactics; then besides from that record in another folder, and what got other tactics there."""
+def builds(
+    assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None
+) -> Iterator[dict[str, Any]]:
+    """Each in a new process: cold, recording tactics; then besides from that record in another folder, and what got
+    other tactics there."""
     again = engines.parent.with_name("again") / engines.name
     for path in (engines, again):
         shutil.rmtree(path.parent, ignore_errors=True)
     build = lambda out: build_seconds(assembly_json, out, {**options, "tactics": "record"}, python)
     cold = build(engines)
     files = [engines.with_name(entry["file"]) for entry in read_json(engines)["engines"].values()]
-    made = {"cold_seconds": cold, "engine_bytes": sum(path.stat().st_size for path in files), "engines": len(files), "costs": read_json(engines.with_name(COSTS))["engines"]}
+    made = {
+        "cold_seconds": cold,
+        "engine_bytes": sum(path.stat().st_size for path in files),
+        "engines": len(files),
+        "costs": read_json(engines.with_name(COSTS))["engines"],
+    }
     yield made
     again.parent.mkdir()
     for name in (CACHE, RECORD):
@@ -110,15 +148,27 @@ def builds(assembly_json: Path, engines: Path, options: Mapping[str, Any], pytho
     yield {**made, "cached_seconds": cached, "other_tactics": other}
 
 
-def as_they_are(assembly_json: Path, engines: Path, weights: Path, options: Mapping[str, Any], python: str | None, assembly: Mapping[str, Any]) -> dict[str, Any]:
-    """What `one_region` is held against: the same engines built without it, cold, in a new process; and microseconds of all blocks in the steps that are measured."""
+def as_they_are(
+    assembly_json: Path,
+    engines: Path,
+    weights: Path,
+    options: Mapping[str, Any],
+    python: str | None,
+    assembly: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What `one_region` is held against: the same engines built without it, cold, in a new process; and microseconds of
+    all blocks in the steps that are measured."""
     shutil.rmtree(engines.parent, ignore_errors=True)
     options = {**options, "one_region": False, "tactics": "free"}
     seconds = build_seconds(assembly_json, engines, options, python)
     model = ready(engines, assembly_json, weights)
     blocks = {str(batch): decode(model, batch, 1)["microseconds"]["block"] for batch in BATCHES}
     blocks["prompt"] = prefill_parts(model, prefill(model, 1, assembly), assembly)["microseconds"]["block"]
-    return {"cold_seconds": seconds, "optimization_level": read_json(engines)["options"]["optimization_level"], "microseconds_of_blocks": blocks}
+    return {
+        "cold_seconds": seconds,
+        "optimization_level": read_json(engines)["options"]["optimization_level"],
+        "microseconds_of_blocks": blocks,
+    }
 
 
 def build_seconds(assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None) -> float:
@@ -147,9 +197,20 @@ def ready_at(engines: str, assembly: str, weights: str) -> float:
 
 
 def ready_seconds(python: str | None, engines: Path, assembly: Path, weights: Path) -> float:
-    """From the start of a new process until it can take a step, with the weights' file in the page cache: interpreter, libraries, engines, kernels, weights."""
+    """From the start of a new process until it can take a step, with the weights' file in the page cache: interpreter,
+    libraries, engines, kernels, weights."""
     began = time.time()
-    return round(worker.ask(python or sys.executable, "benchmarks.gpu:ready_at", engines=str(engines), assembly=str(assembly), weights=str(weights)) - began, 1)
+    return round(
+        worker.ask(
+            python or sys.executable,
+            "benchmarks.gpu:ready_at",
+            engines=str(engines),
+            assembly=str(assembly),
+            weights=str(weights),
+        )
+        - began,
+        1,
+    )
 
 
 def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
@@ -162,7 +223,9 @@ def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
             (name,) = part["slots"][spec["name"]]
             shapes[name] = spec["shape"]
     random, tensors, offset, digest = np.random.default_rng(0), {}, 0, hashlib.sha256()
-    pool = (random.standard_normal(min(1 << 26, 2 * max(map(math.prod, shapes.values()))), np.float32) * np.float32(0.02)).astype(np.float16)
+    pool = (
+        random.standard_normal(min(1 << 26, 2 * max(map(math.prod, shapes.values()))), np.float32) * np.float32(0.02)
+    ).astype(np.float16)
     path = folder / "weights.bin"
     with open(path, "wb") as file:
 
@@ -185,7 +248,9 @@ def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
                 count -= piece.size
     remember(path, digest.hexdigest())
     files = [{"path": path.name, "size": offset, "sha256": digest.hexdigest()}]
-    write_json(folder / "weights.json", {"format": formats.WEIGHTS, "precision": "fp16", "files": files, "tensors": tensors})
+    write_json(
+        folder / "weights.json", {"format": formats.WEIGHTS, "precision": "fp16", "files": files, "tensors": tensors}
+    )
     return folder / "weights.json"
 
 
@@ -201,7 +266,9 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
             if number == WARM:
                 began = time.perf_counter()
             more = number < WARM + STEPS - 1
-            tokens = model.step_tokens([Advance(slot, tokens[slot : slot + 1], position) for slot in range(batch)], more)
+            tokens = model.step_tokens(
+                [Advance(slot, tokens[slot : slot + 1], position) for slot in range(batch)], more
+            )
             position += 1
         rates.append((time.perf_counter() - began) / STEPS)
         last = position
@@ -223,31 +290,54 @@ def prefill(model: Model, rounds: int, assembly: Mapping[str, Any]) -> dict[str,
         if number:
             times.append(seconds)
     rate = sum(operations(assembly, PREFILL)) / statistics.median(times)
-    return {"tokens": PREFILL, "milliseconds": spread([seconds * 1e3 for seconds in times], 2), "tflops": round(rate / 1e12, 1)}
+    return {
+        "tokens": PREFILL,
+        "milliseconds": spread([seconds * 1e3 for seconds in times], 2),
+        "tflops": round(rate / 1e12, 1),
+    }
 
 
 def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the time of the prompt that `prefill` has just taken goes: each kind of call repeated alone in a graph; "gaps": the rest of the whole."""
+    """Where the time of the prompt that `prefill` has just taken goes: each kind of call repeated alone in a graph;
+    "gaps": the rest of the whole."""
     parts = model._executor.breakdown_prefill()
     parts["gaps"] = round(found["milliseconds"]["median"] * 1e3 - sum(parts.values()), 1)
-    return {"microseconds": parts, "tflops_blocks": round(operations(assembly, PREFILL)[0] / parts["block"] * 1e6 / 1e12, 1)}
+    return {
+        "microseconds": parts,
+        "tflops_blocks": round(operations(assembly, PREFILL)[0] / parts["block"] * 1e6 / 1e12, 1),
+    }
 
 
 def operations(assembly: Mapping[str, Any], tokens: int) -> tuple[int, int]:
-    """What one prompt takes: of the blocks, two for each weight and token; of attention's products, without windows, and of the exit, for its one row."""
-    weights = lambda part: sum(math.prod(spec["shape"]) for spec in assembly["classes"][part["class"]]["slots"] if len(spec["shape"]) > 1)
+    """What one prompt takes: of the blocks, two for each weight and token; of attention's products, without windows,
+    and of the exit, for its one row."""
+    weights = lambda part: sum(
+        math.prod(spec["shape"]) for spec in assembly["classes"][part["class"]]["slots"] if len(spec["shape"]) > 1
+    )
     blocks = 2 * tokens * sum(weights(layer["block"]) for layer in assembly["layers"])
     kinds = [assembly["kinds"][layer["kind"]] for layer in assembly["layers"]]
-    attention = sum(kind["num_heads"] * (kind["head_dim"] + kind["value_head_dim"]) * tokens * (tokens + 1) for kind in kinds)
+    attention = sum(
+        kind["num_heads"] * (kind["head_dim"] + kind["value_head_dim"]) * tokens * (tokens + 1) for kind in kinds
+    )
     return blocks, attention + 2 * weights(assembly["layers"][-1]["exit"])
 
 
 def beside(python: str, work: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """transformers on the same weights, in another Python: its speeds; its logits are left in the work folder."""
     request = {
-        "weights": str(weights), "work": str(work), "context": CONTEXT, "prefill": PREFILL, "warm": WARM, "steps": STEPS, "batches": BATCHES,
-        "prompt": CHECK_PROMPT, "tokens": CHECK_TOKENS, "layers": CHECK_LAYERS, "config": dict(config), "device": "cuda",
-    }  # fmt: skip
+        "weights": str(weights),
+        "work": str(work),
+        "context": CONTEXT,
+        "prefill": PREFILL,
+        "warm": WARM,
+        "steps": STEPS,
+        "batches": BATCHES,
+        "prompt": CHECK_PROMPT,
+        "tokens": CHECK_TOKENS,
+        "layers": CHECK_LAYERS,
+        "config": dict(config),
+        "device": "cuda",
+    }
     return _in_transformers(python, request)
 
 
@@ -255,18 +345,26 @@ def _in_transformers(python: str, request: Mapping[str, Any]) -> Any:
     """What gpu_transformers.py answers. Raises InputError with its last line when it fails."""
     command = [python, str(Path(__file__).with_name("gpu_transformers.py"))]
     try:
-        ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=_plain_environment())
+        ended = subprocess.run(
+            command, input=json.dumps(request), capture_output=True, text=True, env=_plain_environment()
+        )
     except OSError as error:
-        raise InputError(f"{python}: expected a Python with torch and transformers, found none that starts: {error.strerror}") from error
+        raise InputError(
+            f"{python}: expected a Python with torch and transformers, found none that starts: {error.strerror}"
+        ) from error
     if ended.returncode:
         found = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
         advice = "; install them there" if "probe" in request else ""
-        raise InputError(f"{python}: expected a Python whose torch and transformers run on the GPU, found: {found}{advice}")
+        raise InputError(
+            f"{python}: expected a Python whose torch and transformers run on the GPU, found: {found}{advice}"
+        )
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 def _plain_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")}
+    return {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+    }
 
 
 def check(engines: Path, assembly: Path, weights: Path, layers: int | str, reference: Path) -> dict[str, Any]:
@@ -281,9 +379,10 @@ def check(engines: Path, assembly: Path, weights: Path, layers: int | str, refer
 
 
 def agreement(ours: np.ndarray, exact: np.ndarray, half: np.ndarray) -> dict[str, Any]:
-    """Logits [num_tokens, vocab_size] of ours and of transformers in fp16 (`half`) beside its fp32 (`exact`): the largest difference, and how many most likely
-    tokens are the same. `preferred_by`: where ours is another, how much higher the exact logit of the right one is, at most; errors of logits allow twice theirs.
-    An error is None where NaN or infinity is among the logits.
+    """Logits [num_tokens, vocab_size] of ours and of transformers in fp16 (`half`) beside its fp32 (`exact`): the
+    largest difference, and how many most likely tokens are the same. `preferred_by`: where ours is another, how much
+    higher the exact logit of the right one is, at most; errors of logits allow twice theirs. An error is None where NaN
+    or infinity is among the logits.
 
     Passes when our difference is at most twice that of fp16: the same rounding in another order.
     """
@@ -291,7 +390,12 @@ def agreement(ours: np.ndarray, exact: np.ndarray, half: np.ndarray) -> dict[str
     best, our_best, best_of_half = (logits.argmax(1) for logits in (exact, ours, half))
     steps = np.arange(len(exact))
     return {
-        "max_logit_error": error.max_abs_error, "max_logit_error_of_transformers_fp16": of_half, "logits_std": float(exact.std()), "tokens": len(exact),
-        "same_tokens": int((our_best == best).sum()), "same_tokens_of_transformers_fp16": int((best_of_half == best).sum()),
-        "preferred_by": float((exact[steps, best] - exact[steps, our_best]).max()), "passes": of_half is not None and error.within(2 * of_half),
-    }  # fmt: skip
+        "max_logit_error": error.max_abs_error,
+        "max_logit_error_of_transformers_fp16": of_half,
+        "logits_std": float(exact.std()),
+        "tokens": len(exact),
+        "same_tokens": int((our_best == best).sum()),
+        "same_tokens_of_transformers_fp16": int((best_of_half == best).sum()),
+        "preferred_by": float((exact[steps, best] - exact[steps, our_best]).max()),
+        "passes": of_half is not None and error.within(2 * of_half),
+    }

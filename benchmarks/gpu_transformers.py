@@ -1,7 +1,7 @@
 """transformers beside the GPU benchmark, in a Python of its own: JSON in on stdin, JSON out on the last line of stdout.
 
-A Llama on the weights of a manifest: eager with a static cache, the same compiled, one prompt; and the logits of one prompt and its greedy continuation
-in fp32 and fp16, into `reference-<layers>.npz`. Needs torch and transformers only.
+A Llama on the weights of a manifest: eager with a static cache, the same compiled, one prompt; and the logits of one
+prompt and its greedy continuation in fp32 and fp16, into `reference-<layers>.npz`. Needs torch and transformers only.
 """
 
 import json
@@ -27,7 +27,11 @@ def model_of(request, layers, dtype):
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # a tied weight once
             entry = tensors[name]
-            raw = np.array(data[entry["offset"] : entry["offset"] + entry["length"]]).view(np.float16).reshape(entry["shape"])
+            raw = (
+                np.array(data[entry["offset"] : entry["offset"] + entry["length"]])
+                .view(np.float16)
+                .reshape(entry["shape"])
+            )
             parameter.copy_(torch.from_numpy(raw))
     return model
 
@@ -36,9 +40,18 @@ def speeds(request, model, step, compiled):
     found = {}
     for batch in request["batches"]:
         cache = StaticCache(config=model.config, max_cache_len=1024)
-        ids = torch.arange(request["context"], device=request["device"]).repeat(batch, 1) % request["config"]["vocab_size"]
+        ids = (
+            torch.arange(request["context"], device=request["device"]).repeat(batch, 1)
+            % request["config"]["vocab_size"]
+        )
         with torch.no_grad():
-            out = model(ids, past_key_values=cache, cache_position=torch.arange(request["context"], device=request["device"]), use_cache=True, logits_to_keep=1)
+            out = model(
+                ids,
+                past_key_values=cache,
+                cache_position=torch.arange(request["context"], device=request["device"]),
+                use_cache=True,
+                logits_to_keep=1,
+            )
             token, times = out.logits[:, -1].argmax(-1, keepdim=True), []
             for number in range(30 + request["steps"]):
                 began = time.perf_counter()
@@ -54,7 +67,8 @@ def speeds(request, model, step, compiled):
 
 
 def reference(request, layers):
-    """Logits of the prompt's last token and of each greedy token after it, in fp32; then along the same tokens in fp16."""
+    """Logits of the prompt's last token and of each greedy token after it, in fp32; then along the same tokens in
+    fp16."""
     depth = request["config"]["num_hidden_layers"] if layers == "all" else layers
     prompt = np.arange(7, 7 + request["prompt"]) * 37 % request["config"]["vocab_size"]
     saved = {"prompt": prompt}
@@ -83,9 +97,17 @@ def main():
     model = model_of(request, request["config"]["num_hidden_layers"], torch.float16)
 
     def eager(token, position, cache):
-        return model(token, past_key_values=cache, cache_position=position, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+        return (
+            model(token, past_key_values=cache, cache_position=position, use_cache=True)
+            .logits[:, -1]
+            .argmax(-1, keepdim=True)
+        )
 
-    record = {"torch": torch.__version__, "transformers": transformers.__version__, "eager": speeds(request, model, eager, False)}
+    record = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "eager": speeds(request, model, eager, False),
+    }
     record["compiled"] = speeds(request, model, torch.compile(eager, mode="reduce-overhead"), True)
     ids, times = torch.arange(request["prefill"], device=request["device"])[None] % request["config"]["vocab_size"], []
     with torch.no_grad():

@@ -1,7 +1,9 @@
-"""Which models work: every causal-LM type of the installed transformers, each as a tiny random model through all stages.
+"""Which models work: every causal-LM type of the installed transformers, each as a tiny random model through all
+stages.
 
-In: model types (default: all). Out: for each whether it works (with the error of its logits against transformers' eager forward, and the
-numbers of block classes and kinds), is refused (with the reason), or why no tiny model could be made. Each type has a process of its own.
+In: model types (default: all). Out: for each whether it works (with the error of its logits against transformers' eager
+forward, and the numbers of block classes and kinds), is refused (with the reason), or why no tiny model could be made.
+Each type has a process of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _WALL_SECONDS = 1500  # for machines that do other work too
 _MEMORY = 8 << 30
 
 
-def run(types: Iterable[str] | None = None, jobs: int = 1, progress: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+def run(
+    types: Iterable[str] | None = None, jobs: int = 1, progress: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
     """Try `types`, `jobs` at a time. `progress`, if given, is called with each record as it is made."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
@@ -56,9 +60,12 @@ def run(types: Iterable[str] | None = None, jobs: int = 1, progress: Callable[[d
         records = list(pool.map(one, chosen))
     counts = Counter(record["result"] for record in records)
     return {
-        "benchmark": "models", "tolerance": TOLERANCE, "counts": {result: counts[result] for result in RESULTS if counts[result]},
-        "models": {record.pop("type"): record for record in records}, **surroundings(*PACKAGES, threads=1),
-    }  # fmt: skip
+        "benchmark": "models",
+        "tolerance": TOLERANCE,
+        "counts": {result: counts[result] for result in RESULTS if counts[result]},
+        "models": {record.pop("type"): record for record in records},
+        **surroundings(*PACKAGES, threads=1),
+    }
 
 
 def _in_a_process(context: Any, model_type: str) -> dict[str, Any]:
@@ -77,8 +84,15 @@ def _in_a_process(context: Any, model_type: str) -> dict[str, Any]:
         process.kill()
     process.join()
     if record is None:
-        what = {-signal.SIGXCPU: f"more than {_CPU_SECONDS} s of processor time", -signal.SIGKILL: f"more than {_WALL_SECONDS} s"}
-        record = {"type": model_type, "result": BROKEN, "reason": what.get(process.exitcode, f"the process ended with exit code {process.exitcode}")}
+        what = {
+            -signal.SIGXCPU: f"more than {_CPU_SECONDS} s of processor time",
+            -signal.SIGKILL: f"more than {_WALL_SECONDS} s",
+        }
+        record = {
+            "type": model_type,
+            "result": BROKEN,
+            "reason": what.get(process.exitcode, f"the process ended with exit code {process.exitcode}"),
+        }
     return record | {"seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -86,7 +100,11 @@ def _child(model_type: str, send: Any) -> None:
     """Runs in a process forked from one that has the imports."""
     from benchmarks.tiny import try_type
 
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc/self/statm").exists() else 0
+    in_use = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        if Path("/proc/self/statm").exists()
+        else 0
+    )
     resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY, in_use + _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     with tempfile.TemporaryDirectory() as folder:
@@ -100,11 +118,16 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
     lines = [
         "# Which models work",
         "",
-        f"Every causal-LM type of transformers {versions['transformers']}, each as a tiny random model through all stages (fp32, ONNX Runtime",
-        f"{versions['onnxruntime']}): `python -m benchmarks models` made this page. A type works when the logits of four requests (one of 300 tokens), prefilled",
-        "together and then decoded, and of the long one again, in chunks of 97 tokens beside the others' decoding, equal those of each request alone and whole:",
-        f"they differ from transformers' eager forward by at most {report['tolerance']:.0e} of their standard deviation, or by at most twice what",
-        "transformers in fp32 differs from itself in fp64 (the third column; random weights may make a model that sensitive).",
+        f"Every causal-LM type of transformers {versions['transformers']}, each as a tiny random model "
+        f"through all stages (fp32, ONNX Runtime",
+        f"{versions['onnxruntime']}): `python -m benchmarks models` made this page. A type works when the "
+        f"logits of four requests (one of 300 tokens), prefilled",
+        "together and then decoded, and of the long one again, in chunks of 97 tokens beside the others' "
+        "decoding, equal those of each request alone and whole:",
+        f"they differ from transformers' eager forward by at most {report['tolerance']:.0e} of their "
+        f"standard deviation, or by at most twice what",
+        "transformers in fp32 differs from itself in fp64 (the third column; random weights may make a model "
+        "that sensitive).",
         "",
         "| result | types | meaning |",
         "|---|---|---|",
@@ -117,7 +140,8 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
     ]
     models = report["models"]
     lines += [
-        f"| {name} | {model['logit_error']:.1e} | {model['transformers_error']:.1e} | {model['classes']} | {model['kinds']} |"
+        f"| {name} | {model['logit_error']:.1e} | {model['transformers_error']:.1e} | {model['classes']} | "
+        f"{model['kinds']} |"
         for name, model in models.items()
         if model["result"] == WORKS
     ]

@@ -1,7 +1,8 @@
 """The contestant of the decode benchmark: one with-past ONNX graph in one ONNX Runtime session, weights as constants.
 
-In: an assembly and its weights. Out: a `step` of one token for each of several requests. It is made from the uncut batchful graph
-by giving each attention its cache, so both sides compute the same; what differs is one session instead of one for each block.
+In: an assembly and its weights. Out: a `step` of one token for each of several requests. It is made from the uncut
+batchful graph by giving each attention its cache, so both sides compute the same; what differs is one session instead
+of one for each block.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ class Monolithic:
         weights = Weights.open(weights_json)
         model = with_past(onnx.load(folder / assembly["batchful"]["graph"]), folder, assembly)
         entry = assembly["batchful"]
-        arrays = {slot["name"]: slot_array(weights, entry["tensors"][slot["name"]], slot["shape"]) for slot in entry["slots"]}
+        arrays = {
+            slot["name"]: slot_array(weights, entry["tensors"][slot["name"]], slot["shape"]) for slot in entry["slots"]
+        }
         _externalise(model.graph, arrays)
         settings = ort.SessionOptions()
-        settings.use_per_session_threads = False  # the pool of the process, which the engine set of the same benchmark uses too
-        settings.add_external_initializers(list(arrays), [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in arrays.values()])
+        # the pool of the process, which the engine set of the same benchmark uses too
+        settings.use_per_session_threads = False
+        settings.add_external_initializers(
+            list(arrays), [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in arrays.values()]
+        )
         self._session = ort.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
         (table,) = (weights[tensors[0]] for tensors in assembly["embedding"]["slots"].values())
         self._table = table
@@ -71,18 +77,24 @@ class Monolithic:
 
 
 def with_past(model: onnx.ModelProto, folder: Path, assembly: dict) -> onnx.ModelProto:
-    """Give each attention of the uncut graph its cache as inputs, its new keys and values as outputs, and the decode graph as body."""
+    """Give each attention of the uncut graph its cache as inputs, its new keys and values as outputs, and the decode
+    graph as body."""
     graph = model.graph
     for value in graph.input:
         if value.name in ("hidden", "position_ids"):
             value.type.tensor_type.shape.dim[0].dim_param = "num_requests"
     kinds = [layer["kind"] for layer in assembly["layers"]]
-    declared = {name: {io["name"]: io for io in (*kind["decode"]["inputs"], *kind["decode"]["outputs"])} for name, kind in assembly["kinds"].items()}
+    declared = {
+        name: {io["name"]: io for io in (*kind["decode"]["inputs"], *kind["decode"]["outputs"])}
+        for name, kind in assembly["kinds"].items()
+    }
     lengths = next(iter(declared.values()))["past_lengths"]
     graph.input.append(_info("past_lengths", lengths))
     nodes = [node for node in graph.node if node.domain == DOMAIN]
     for index, (node, kind) in enumerate(zip(nodes, kinds, strict=True)):
-        call = dict(zip(("query", "key", "value", "position_ids"), node.input, strict=True)) | {"past_lengths": "past_lengths"}
+        call = dict(zip(("query", "key", "value", "position_ids"), node.input, strict=True)) | {
+            "past_lengths": "past_lengths"
+        }
         for name in ("past_key", "past_value"):
             call[name] = f"layer_{index}/{name}"
             graph.input.append(_info(call[name], declared[kind][name]))
@@ -94,19 +106,25 @@ def with_past(model: onnx.ModelProto, folder: Path, assembly: dict) -> onnx.Mode
         body = onnx.load(folder / kind["decode"]["graph"]).graph
         constants = [onnx.helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in body.initializer]
         inputs, outputs = [value.name for value in body.input], [value.name for value in body.output]
-        model.functions.append(onnx.helper.make_function(DOMAIN, name, inputs, outputs, [*constants, *body.node], model.opset_import[:1]))
+        model.functions.append(
+            onnx.helper.make_function(DOMAIN, name, inputs, outputs, [*constants, *body.node], model.opset_import[:1])
+        )
     return model
 
 
 def _info(name: str, io: dict) -> onnx.ValueInfoProto:
-    return onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(io["dtype"])), io["shape"])
+    return onnx.helper.make_tensor_value_info(
+        name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(io["dtype"])), io["shape"]
+    )
 
 
 def _externalise(graph: onnx.GraphProto, weights: Mapping[str, np.ndarray]) -> None:
     """Turn weight inputs into external-data placeholders, whose values a session takes from memory."""
     kept = [value for value in graph.input if value.name not in weights]
     for value in [value for value in graph.input if value.name in weights]:
-        tensor = graph.initializer.add(name=value.name, data_type=value.type.tensor_type.elem_type, data_location=onnx.TensorProto.EXTERNAL)
+        tensor = graph.initializer.add(
+            name=value.name, data_type=value.type.tensor_type.elem_type, data_location=onnx.TensorProto.EXTERNAL
+        )
         tensor.dims.extend(dim.dim_value for dim in value.type.tensor_type.shape.dim)
         for key, text in (("location", "weights"), ("offset", "0"), ("length", str(weights[value.name].nbytes))):
             tensor.external_data.add(key=key, value=text)

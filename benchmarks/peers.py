@@ -1,8 +1,10 @@
-"""Side by side with other exporters: one random checkpoint, every contestant's ONNX model made and decoded with, on the CPU in fp32.
+"""Side by side with other exporters: one random checkpoint, every contestant's ONNX model made and decoded with, on the
+CPU in fp32.
 
-In: a work folder and a shape (`shapes/*.json` or a file). Out: a record with seconds, memory and bytes to a runnable model, and decode
-tokens/s at equal threads, round by round: in each round all contestants take their turn, each in a process of its own, one at a time.
-Contestants that need other packages get an environment of their own below the work folder, from the pins in `envs/peers-*.txt`.
+In: a work folder and a shape (`shapes/*.json` or a file). Out: a record with seconds, memory and bytes to a runnable
+model, and decode tokens/s at equal threads, round by round: in each round all contestants take their turn, each in a
+process of its own, one at a time. Contestants that need other packages get an environment of their own below the work
+folder, from the pins in `envs/peers-*.txt`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import lockstep
 from benchmarks.child import Usage, available_memory, run_child
 from benchmarks.export import SHAPES, shape_names
 from benchmarks.measure import ratios, spread, surroundings
-from lockstep.errors import CheckError, InputError
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.errors import CheckError, InputError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OURS, REFERENCE = "lockstep", "transformers"
@@ -34,7 +36,8 @@ _BASE = 1 << 30  # bytes that any contestant takes for its packages
 
 @dataclass(frozen=True)
 class Contestant:
-    """`memory`: how many times the checkpoint its export and its decoding are expected to hold; with less free they are skipped."""
+    """`memory`: how many times the checkpoint its export and its decoding are expected to hold; with less free they are
+    skipped."""
 
     label: str
     script: str
@@ -47,18 +50,32 @@ class Contestant:
 CONTESTANTS: dict[str, Contestant] = {
     OURS: Contestant("lockstep", "run_lockstep.py", 2),
     "optimum": Contestant(
-        "optimum", "run_optimum.py", 3, "peers-optimum.txt",
-        notes=("optimum-onnx 0.1.0, the newest, asks for transformers below 4.58: it ran with 4.57.6. Its own check against torch was left out.",),
+        "optimum",
+        "run_optimum.py",
+        3,
+        "peers-optimum.txt",
+        notes=(
+            "optimum-onnx 0.1.0, the newest, asks for transformers below 4.58: it ran with 4.57.6. Its "
+            "own check against torch was left out.",
+        ),
     ),
-    "genai": Contestant("onnxruntime-genai", "run_genai.py", 2.5, "peers-genai.txt", notes=("Decoded with its own generator.",)),
-    "torch": Contestant("torch.onnx.export", "run_torch_export.py", 3, notes=("Cache as inputs and outputs through a wrapper of 10 lines.",)),
+    "genai": Contestant(
+        "onnxruntime-genai", "run_genai.py", 2.5, "peers-genai.txt", notes=("Decoded with its own generator.",)
+    ),
+    "torch": Contestant(
+        "torch.onnx.export",
+        "run_torch_export.py",
+        3,
+        notes=("Cache as inputs and outputs through a wrapper of 10 lines.",),
+    ),
     REFERENCE: Contestant("transformers, eager", "run_transformers.py", 2, exports=False),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all contestants get alike. `repeats` timed runs of `steps` greedy tokens in each round, behind `context` tokens."""
+    """What all contestants get alike. `repeats` timed runs of `steps` greedy tokens in each round, behind `context`
+    tokens."""
 
     rounds: int = 3
     context: int = 64
@@ -80,7 +97,8 @@ class Record:
 
 
 def run(work: Path, shape: str, settings: Settings, names: tuple[str, ...] = tuple(CONTESTANTS)) -> dict[str, Any]:
-    """Measure the contestants `names`. A peer that fails or lacks memory is recorded with the reason; CheckError when this project does."""
+    """Measure the contestants `names`. A peer that fails or lacks memory is recorded with the reason; CheckError when
+    this project does."""
     if unknown := sorted(set(names) - set(CONTESTANTS)):
         raise InputError(f"expected contestants among {', '.join(CONTESTANTS)}, found {', '.join(unknown)}")
     work = Path(work).resolve()
@@ -97,13 +115,19 @@ def run(work: Path, shape: str, settings: Settings, names: tuple[str, ...] = tup
                     loads.append(os.getloadavg()[0])
                     step(name, records[name], work, checkpoint, pythons[name], settings)
                 if name == OURS and records[name].reason:
-                    raise CheckError(f"{OURS}: expected an exported model that decodes, found {records[name].reason}; its log is in {work / 'jobs'}")
+                    raise CheckError(
+                        f"{OURS}: expected an exported model that decodes, found "
+                        f"{records[name].reason}; its log is in {work / 'jobs'}"
+                    )
         done = replace(settings, rounds=number + 1)
-        write_json(work / "record.json", _summary(shape, checkpoint, done, records, loads))  # what an interrupted run leaves
+        # what an interrupted run leaves
+        write_json(work / "record.json", _summary(shape, checkpoint, done, records, loads))
     return read_json(work / "record.json")
 
 
-def _summary(shape: str, checkpoint: Path, settings: Settings, records: Mapping[str, Record], loads: list[float]) -> dict[str, Any]:
+def _summary(
+    shape: str, checkpoint: Path, settings: Settings, records: Mapping[str, Record], loads: list[float]
+) -> dict[str, Any]:
     return {
         "benchmark": "peers", "command": _command(shape, settings, tuple(records)),
         "shape": Path(shape).name.removesuffix(".json"), "precision": "fp32", "checkpoint_bytes": _bytes(checkpoint),
@@ -116,33 +140,45 @@ def _summary(shape: str, checkpoint: Path, settings: Settings, records: Mapping[
 def _command(shape: str, settings: Settings, names: tuple[str, ...]) -> str:
     given = {"shape": Path(shape).name, **{key: value for key, value in vars(settings).items() if key != "seed"}}
     only = "" if names == tuple(CONTESTANTS) else "".join(f" --only {name}" for name in names)
-    return "python -m benchmarks peers --work FOLDER" + "".join(f" --{key} {value}" for key, value in given.items()) + only
+    return (
+        ("python -m benchmarks peers --work FOLDER")
+        + "".join(f" --{key} {value}" for key, value in given.items())
+        + only
+    )
 
 
 def make_checkpoint(work: Path, shape: str) -> Path:
     """The random checkpoint of `shape`, made in another process; one made before is used again."""
     config = Path(shape) if shape.endswith(".json") else SHAPES / f"{shape}.json"
     if not config.is_file():
-        raise InputError(f"{config}: expected a model's config.json, found none; the shapes are {', '.join(shape_names())}")
+        raise InputError(
+            f"{config}: expected a model's config.json, found none; the shapes are {', '.join(shape_names())}"
+        )
     folder = work / "checkpoint"
     made = folder / "config.json"
     if made.is_file() and json.loads(made.read_text()) == json.loads(config.read_text()):
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     code = "import sys; from lockstep.export.random_model import make; make(sys.argv[1], 0, sys.argv[2])"
-    usage = run_child([sys.executable, "-c", code, str(config), str(folder)], work / "jobs" / "checkpoint.log", LIMIT, _paths())
+    usage = run_child(
+        [sys.executable, "-c", code, str(config), str(folder)], work / "jobs" / "checkpoint.log", LIMIT, _paths()
+    )
     if usage.reason:
         raise CheckError(f"{folder}: expected a random checkpoint, found {usage.reason}")
     return folder
 
 
 def _python(work: Path, pins: str | None) -> str:
-    """The interpreter that has `pins`: ours, or one of an environment made now or before (its stamp holds the digest of the pins)."""
+    """The interpreter that has `pins`: ours, or one of an environment made now or before (its stamp holds the digest of
+    the pins)."""
     if pins is None:
         return sys.executable
     file, folder = REPOSITORY / "envs" / pins, work / "envs" / Path(pins).stem
     if not file.is_file():
-        raise InputError(f"{file}: expected the pins of a contestant's environment, found none; run this from a checkout of the repository")
+        raise InputError(
+            f"{file}: expected the pins of a contestant's environment, found none; run this "
+            f"from a checkout of the repository"
+        )
     python, stamp, digest = folder / "bin" / "python", folder / "pins.sha256", sha256_file(file)
     if stamp.is_file() and stamp.read_text() == digest:
         return str(python)
@@ -167,7 +203,14 @@ def _export(name: str, record: Record, work: Path, checkpoint: Path, python: str
         record.versions |= result["versions"]
         files = [path for path in out.rglob("*") if path.is_file() and not path.is_symlink()]
         written = sum(path.stat().st_size for path in files)
-        record.exports.append({"seconds": usage.seconds, "cpu_seconds": usage.cpu_seconds, "peak_memory_mb": usage.peak_mb, "bytes": written})
+        record.exports.append(
+            {
+                "seconds": usage.seconds,
+                "cpu_seconds": usage.cpu_seconds,
+                "peak_memory_mb": usage.peak_mb,
+                "bytes": written,
+            }
+        )
 
 
 def _decode(name: str, record: Record, work: Path, checkpoint: Path, python: str, settings: Settings) -> None:
@@ -178,7 +221,9 @@ def _decode(name: str, record: Record, work: Path, checkpoint: Path, python: str
         record.decodes.append(result | {"peak_memory_mb": usage.peak_mb})
 
 
-def _job(what: str, name: str, record: Record, work: Path, checkpoint: Path, python: str, settings: Settings) -> tuple[Usage | None, dict]:
+def _job(
+    what: str, name: str, record: Record, work: Path, checkpoint: Path, python: str, settings: Settings
+) -> tuple[Usage | None, dict]:
     """Run the contestant's script; puts the reason into the record where there is no result."""
     contestant, result = CONTESTANTS[name], _result(work, what, name)
     needed, free = contestant.memory * _bytes(checkpoint) + _BASE, available_memory()
@@ -187,8 +232,17 @@ def _job(what: str, name: str, record: Record, work: Path, checkpoint: Path, pyt
         return None, {}
     job = {"checkpoint": str(checkpoint), "out": str(work / "out" / name), "result": str(result), **vars(settings)}
     result.unlink(missing_ok=True)
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(settings.threads), **(_paths() if contestant.pins is None else {})}
-    usage = run_child([python, str(_RUNNERS / contestant.script), what, json.dumps(job)], result.with_suffix(".log"), LIMIT, environment)
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(settings.threads),
+        **(_paths() if contestant.pins is None else {}),
+    }
+    usage = run_child(
+        [python, str(_RUNNERS / contestant.script), what, json.dumps(job)],
+        result.with_suffix(".log"),
+        LIMIT,
+        environment,
+    )
     if usage.reason:
         record.reason = f"{what}: {usage.reason}".replace(str(work), ".")
         return usage, {}
@@ -223,7 +277,9 @@ def _of_contestant(name: str, records: Mapping[str, Record]) -> dict[str, Any]:
     if record.exports:
         columns = {key: [sample[key] for sample in record.exports] for key in record.exports[0]}
         written = columns.pop("bytes")
-        summary["export"] = {key: spread(values, 2) for key, values in columns.items()} | {"bytes_written": int(max(written))}
+        summary["export"] = {key: spread(values, 2) for key, values in columns.items()} | {
+            "bytes_written": int(max(written))
+        }
     if record.decodes:
         rates = [1 / seconds for sample in record.decodes for seconds in sample["seconds_per_step"]]
         summary["decode"] = {
@@ -241,7 +297,8 @@ def _of_contestant(name: str, records: Mapping[str, Record]) -> dict[str, Any]:
 
 
 def _relative(records: Mapping[str, Record]) -> dict[str, Any]:
-    """How many times as fast (or as small) as each other contestant ours is, round by round: above 1, ours is better."""
+    """How many times as fast (or as small) as each other contestant ours is, round by round: above 1, ours is
+    better."""
     if OURS not in records:
         return {}
 

@@ -1,6 +1,8 @@
-"""The tables of `python -m benchmarks peers` as Markdown, between two marks in `docs/benchmarks.md`, from the record beside them.
+"""The tables of `python -m benchmarks peers` as Markdown, between two marks in `docs/benchmarks.md`, from the record
+beside them.
 
-In: the record of `peers.run`. Out: text, or `docs/bench/peers.json` and the part of `docs/benchmarks.md` that is this benchmark's.
+In: the record of `peers.run`. Out: text, or `docs/bench/peers.json` and the part of `docs/benchmarks.md` that is this
+benchmark's.
 """
 
 from __future__ import annotations
@@ -36,17 +38,35 @@ def write(record: Mapping[str, Any], docs: Path) -> list[Path]:
 
 def render(record: Mapping[str, Any]) -> str:
     """The whole section, ending in a newline."""
-    contestants = {name: record["contestants"][name] for name in CONTESTANTS if name in record["contestants"]}  # JSON sorts them
+    # JSON sorts them
+    contestants = {name: record["contestants"][name] for name in CONTESTANTS if name in record["contestants"]}
     exports = _table(
         ("", "seconds", "CPU seconds", "peak memory", "written", "transformers"),
         (_export_row(entry) for entry in contestants.values() if "export" in entry),
     )
     relative = record.get("lockstep_relative_to", {})
     decodes = _table(
-        ("", "tokens/s", "slowest to fastest", "lockstep's speed by this one's", "ready after", "peak memory", "logits off by", "same tokens"),
-        (_decode_row(entry, relative.get("decode", {}).get(name)) for name, entry in contestants.items() if "decode" in entry),
+        (
+            "",
+            "tokens/s",
+            "slowest to fastest",
+            "lockstep's speed by this one's",
+            "ready after",
+            "peak memory",
+            "logits off by",
+            "same tokens",
+        ),
+        (
+            _decode_row(entry, relative.get("decode", {}).get(name))
+            for name, entry in contestants.items()
+            if "decode" in entry
+        ),
     )
-    absent = [f"- {entry['label']} is not in a table: {entry['reason']}." for entry in contestants.values() if "reason" in entry]
+    absent = [
+        f"- {entry['label']} is not in a table: {entry['reason']}."
+        for entry in contestants.values()
+        if "reason" in entry
+    ]
     notes = [f"- {entry['label']}: {note}" for entry in contestants.values() for note in entry["notes"]]
     return "\n".join([
         "## Side by side with other exporters", "", _intro(record), "",
@@ -58,9 +78,12 @@ def render(record: Mapping[str, Any]) -> str:
 
 def _intro(record: Mapping[str, Any]) -> str:
     return (
-        f"One checkpoint of the shape `{record['shape']}` with random weights ({_size(record['checkpoint_bytes'])}), {record['precision']} throughout, "
-        f"{record['threads']} threads for each. Every contestant runs in processes of its own, one at a time, {record['rounds']} round{'s' * (record['rounds'] > 1)} in turn; "
-        "medians. Peak memory is the resident memory of the largest process, mapped files included. What is written is what lies in the output folder: "
+        f"One checkpoint of the shape `{record['shape']}` with random weights "
+        f"({_size(record['checkpoint_bytes'])}), {record['precision']} throughout, "
+        f"{record['threads']} threads for each. Every contestant runs in processes of its own, one at a "
+        f"time, {record['rounds']} round{'s' * (record['rounds'] > 1)} in turn; "
+        "medians. Peak memory is the resident memory of the largest process, mapped files included. What is "
+        "written is what lies in the output folder: "
         "this project writes graphs, engines and manifests, and reads the weights where they are."
     )
 
@@ -68,9 +91,13 @@ def _intro(record: Mapping[str, Any]) -> str:
 def _export_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     export = entry["export"]
     return (
-        entry["label"], f"{export['seconds']['median']:.1f}", f"{export['cpu_seconds']['median']:.1f}",
-        _megabytes(export["peak_memory_mb"]["median"]), _size(export["bytes_written"]), entry["versions"].get("transformers", ""),
-    )  # fmt: skip
+        entry["label"],
+        f"{export['seconds']['median']:.1f}",
+        f"{export['cpu_seconds']['median']:.1f}",
+        _megabytes(export["peak_memory_mb"]["median"]),
+        _size(export["bytes_written"]),
+        entry["versions"].get("transformers", ""),
+    )
 
 
 def _decode_row(entry: Mapping[str, Any], relative: Mapping[str, float] | None) -> tuple[str, ...]:
@@ -98,17 +125,27 @@ def _aims(record: Mapping[str, Any]) -> list[str]:
             lines.append(f"- Aim: {what} than the best of them: {verdict} ({each}).")
     if "export" in (ours := record["contestants"].get(OURS, {})):
         written, weights = ours["export"]["bytes_written"], record["checkpoint_bytes"]
-        lines.append(f"- Aim: no weight bytes written: {'reached' if written < weights / 10 else 'missed'} ({_size(written)} of graphs and manifests).")
+        lines.append(
+            f"- Aim: no weight bytes written: {'reached' if written < weights / 10 else 'missed'} "
+            f"({_size(written)} of graphs and manifests)."
+        )
     return lines
 
 
 def _surroundings(record: Mapping[str, Any]) -> str:
     cpu, load = record["cpu"], record["load_average"]
-    amx = ", ".join(flag for flag in cpu["isa"] if flag.startswith(("amx", "avx512_")) or flag == "avx2") or "no vector extensions known"
-    versions = sorted({f"{name} {version}" for entry in record["contestants"].values() for name, version in entry["versions"].items()})
+    amx = (
+        ", ".join(flag for flag in cpu["isa"] if flag.startswith(("amx", "avx512_")) or flag == "avx2")
+        or "no vector extensions known"
+    )
+    versions = sorted(
+        {f"{name} {version}" for entry in record["contestants"].values() for name, version in entry["versions"].items()}
+    )
     return (
-        f"Measured on {record['threads']} threads of a {cpu['vendor']} {cpu['architecture']} CPU, family and model {cpu['family']} ({amx}); "
-        f"load average while measuring {load['min']:.1f} to {load['max']:.1f}, so other work ran beside it wherever that is above {record['threads']}. "
+        f"Measured on {record['threads']} threads of a {cpu['vendor']} {cpu['architecture']} CPU, family and "
+        f"model {cpu['family']} ({amx}); "
+        f"load average while measuring {load['min']:.1f} to {load['max']:.1f}, so other work ran beside it "
+        f"wherever that is above {record['threads']}. "
         f"{', '.join(versions)}. Record: [bench/peers.json](bench/peers.json). Command: `{record['command']}`."
     )
 

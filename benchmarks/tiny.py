@@ -1,4 +1,5 @@
-"""One model type as a tiny random model through all stages, against transformers. Used by `python -m benchmarks models`, in a process of its own."""
+"""One model type as a tiny random model through all stages, against transformers. Used by `python -m benchmarks
+models`, in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,21 +13,20 @@ import onnxruntime  # noqa: F401  here so that the process that others are forke
 import torch
 import transformers
 
-from lockstep.export import random_model
 from benchmarks.models import BROKEN, NO_MODEL, REFUSED, TOLERANCE, WORKS, WRONG
-from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.backends import build
-from lockstep.errors import InputError
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.targets import Results
-from lockstep.export.quiet import quiet
-from lockstep.runtime import Advance, Model
-from lockstep.export import export
+from lockstep.backends import build
+from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.errors import InputError
+from lockstep.export import export, random_model
 from lockstep.export.parity import depths_to_try
+from lockstep.export.quiet import quiet
 from lockstep.export.small_configs import small_configs
-from lockstep.export.unique_layers import signatures
-from lockstep.export.tracer import meta_model
 from lockstep.export.torch_model import cut_config, load_folder
+from lockstep.export.tracer import meta_model
+from lockstep.export.unique_layers import signatures
+from lockstep.runtime import Advance, Model
+from lockstep.targets import Results
 from lockstep.weights import convert
 
 _MAX_PARAMETERS = 150_000_000  # 600 MB
@@ -45,12 +45,17 @@ def try_type(model_type: str, folder: Path) -> dict[str, Any]:
     except Exception as error:  # transformers' own code, on its own defaults
         return {"result": NO_MODEL, "reason": _one_line(error)}
     records = []
-    for number, config in enumerate(configs):  # a class may take a config and fail when it runs: then the next one, closer to its default
+    # a class may take a config and fail when it runs: then the next one, closer to its default
+    for number, config in enumerate(configs):
         records.append(_try_config(config, folder / str(number)))
         if records[-1]["result"] not in (REFUSED, BROKEN):
             return records[-1]
     first = records[0]
-    return first | {"reason": first["reason"].replace(f"model type {model_type!r} cannot be split: ", "").replace(f"{folder}/0/", "")}
+    return first | {
+        "reason": first["reason"]
+        .replace(f"model type {model_type!r} cannot be split: ", "")
+        .replace(f"{folder}/0/", "")
+    }
 
 
 def _try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -65,7 +70,12 @@ def _try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     except Exception as error:
         return {"result": BROKEN, "reason": _one_line(error)}
     assembly = read_json(results.assembly(_NAME, "fp32"))
-    record = {"logit_error": _rounded(error), "transformers_error": _rounded(own), "classes": len(assembly["classes"]), "kinds": len(assembly["kinds"])}
+    record = {
+        "logit_error": _rounded(error),
+        "transformers_error": _rounded(own),
+        "classes": len(assembly["classes"]),
+        "kinds": len(assembly["kinds"]),
+    }
     if error <= max(TOLERANCE, 2 * own):  # random weights may be so unlucky that fp32 itself is no better
         return {"result": WORKS, **record}
     return {"result": WRONG, "reason": f"logits differ by {error:.1e} of their standard deviation", **record}
@@ -82,7 +92,8 @@ def tiny_configs(model_type: str) -> list[dict[str, Any]]:
     """
     with quiet():
         default = json.loads(transformers.CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
-    default = {key: value for key, value in default.items() if "__float__" not in json.dumps(value)}  # infinity, which is no JSON
+    # infinity, which is no JSON
+    default = {key: value for key, value in default.items() if "__float__" not in json.dumps(value)}
     default |= {"model_type": model_type} | _completed(default)
     try:
         depths = depths_to_try(signatures(meta_model(default, "fp32")))
@@ -92,7 +103,9 @@ def tiny_configs(model_type: str) -> list[dict[str, Any]]:
     for config in (config for depth in depths for config in small_configs(default, depth)):
         try:
             with quiet(), torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[model_type].from_dict(config), dtype=torch.float32)
+                model = transformers.AutoModelForCausalLM.from_config(
+                    transformers.CONFIG_MAPPING[model_type].from_dict(config), dtype=torch.float32
+                )
         except Exception as error:  # whatever the class finds wrong
             failures.append(error)
             continue
@@ -107,21 +120,34 @@ def tiny_configs(model_type: str) -> list[dict[str, Any]]:
 
 
 def _completed(default: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without which a default config is no causal LM (BERT's attends both ways) or no model at all (no number of experts, no head size)."""
+    """Settings without which a default config is no causal LM (BERT's attends both ways) or no model at all (no number
+    of experts, no head size)."""
     completed: dict[str, Any] = {"is_decoder": True} if default.get("is_decoder") is False else {}
     heads, hidden = default.get("num_attention_heads"), default.get("hidden_size")
     if "head_dim" in default and default["head_dim"] is None and isinstance(heads, int) and isinstance(hidden, int):
         completed["head_dim"] = hidden // heads
     if "num_key_value_heads" in default and default["num_key_value_heads"] is None and isinstance(heads, int):
         completed["num_key_value_heads"] = heads
-    if "layer_types" in default and default["layer_types"] is None and isinstance(default.get("num_hidden_layers"), int):
+    if (
+        "layer_types" in default
+        and default["layer_types"] is None
+        and isinstance(default.get("num_hidden_layers"), int)
+    ):
         completed["layer_types"] = ["full_attention"] * default["num_hidden_layers"]
     if default.get("num_experts") == 1:  # a mixture of one is none
         completed |= {"num_experts": 8} | ({"moe_topk": 2} if default.get("moe_topk") == 1 else {})
-    return completed | {key: value for key, value in _NUMBERS_OF_EXPERTS.items() if key in default and default[key] is None}
+    return completed | {
+        key: value for key, value in _NUMBERS_OF_EXPERTS.items() if key in default and default[key] is None
+    }
 
 
-_NUMBERS_OF_EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+_NUMBERS_OF_EXPERTS = {
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
 def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:
@@ -130,13 +156,16 @@ def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:
     write_json(folder / "shape.json", {**config, "dtype": "float32"})
     source, results = random_model.make(folder / "shape.json", 0, folder / "checkpoint"), Results(folder / "results")
     resolve(str(source), source, results.checkpoint(_NAME))
-    export(resolve_architecture(str(source), source, results.architecture(_NAME)), "fp32", results.assembly(_NAME, "fp32"))
+    export(
+        resolve_architecture(str(source), source, results.architecture(_NAME)), "fp32", results.assembly(_NAME, "fp32")
+    )
     return source, results
 
 
 def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> tuple[float, float]:
-    """Largest difference of a logit from transformers in fp32, where each request runs alone and whole, and that of transformers in fp32
-    from itself in fp64; both over the logits' standard deviation. Requests: see `_logits_found`."""
+    """Largest difference of a logit from transformers in fp32, where each request runs alone and whole, and that of
+    transformers in fp32 from itself in fp64; both over the logits' standard deviation. Requests: see
+    `_logits_found`."""
     convert(results.checkpoint(_NAME), "fp32", results.weights(_NAME, "fp32"))
     build(results.assembly(_NAME, "fp32"), "onnxruntime", results.engines(_NAME, "fp32", "onnxruntime"))
     positions = read_json(results.assembly(_NAME, "fp32"))["max_position_embeddings"] or _LONG + _DECODE_STEPS
@@ -160,16 +189,23 @@ def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> 
 
 
 def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> np.ndarray:
-    """Logits behind each prompt and each decoded token, [steps, requests, vocab_size]: the prompts, and the last once more in chunks.
+    """Logits behind each prompt and each decoded token, [steps, requests, vocab_size]: the prompts, and the last once
+    more in chunks.
 
-    All whole prompts are prefilled in one step. The last one's chunks come beside the decoding of the others; its own tokens are decoded last.
+    All whole prompts are prefilled in one step. The last one's chunks come beside the decoding of the others; its own
+    tokens are decoded last.
     """
-    rows = [list(model.step([Advance(slot, ids[:length], 0) for slot, (ids, length) in enumerate(zip(sequences, prompts))]))]
+    rows = [
+        list(model.step([Advance(slot, ids[:length], 0) for slot, (ids, length) in enumerate(zip(sequences, prompts))]))
+    ]
     slot, ids, total = len(prompts), sequences[-1], prompts[-1]
     cuts = [0, *(min(total, _CHUNK * (i + 1)) for i in range(_DECODE_STEPS - 1)), total]
     chunked: list[np.ndarray] = []
     for step in range(_DECODE_STEPS):
-        parts = [Advance(other, tokens[length + step : length + step + 1], length + step) for other, (tokens, length) in enumerate(zip(sequences, prompts))]
+        parts = [
+            Advance(other, tokens[length + step : length + step + 1], length + step)
+            for other, (tokens, length) in enumerate(zip(sequences, prompts))
+        ]
         start, stop = cuts[step], cuts[step + 1]
         step_rows = model.step([*parts, *([Advance(slot, ids[start:stop], start)] if stop > start else [])])
         rows.append(list(step_rows[: len(parts)]))
@@ -178,8 +214,11 @@ def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequen
     return np.array([[*row, last] for row, last in zip(rows, chunked, strict=True)])
 
 
-def _expected(model: torch.nn.Module, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> tuple[np.ndarray, float]:
-    """Logits behind each prompt and each decoded token [steps, requests, vocab_size], and the standard deviation of all logits.
+def _expected(
+    model: torch.nn.Module, sequences: Sequence[np.ndarray], prompts: Sequence[int]
+) -> tuple[np.ndarray, float]:
+    """Logits behind each prompt and each decoded token [steps, requests, vocab_size], and the standard deviation of all
+    logits.
 
     Each request runs alone, in one piece.
     """

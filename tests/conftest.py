@@ -6,15 +6,18 @@ import os
 import signal
 
 import pytest
+
 from shared import WORKER, Shared, shared_root
 
 MOST_WORKERS = 8  # each holds torch and ONNX Runtime: up to 2 GB
 if WORKER in os.environ:
-    # One test a core: more threads would fight for them. Before torch is imported, and for the processes that tests start.
+    # One test a core: more threads would fight for them. Before torch is imported, and for the processes that tests
+    # start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("LOCKSTEP_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As in a shell's background job: the processes that tests start would inherit it, and those that they interrupt would go on.
+    # As in a shell's background job: the processes that tests start would inherit it, and those that they interrupt
+    # would go on.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -28,7 +31,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     return Shared(shared_root(tmp_path_factory.getbasetemp()))
 
-import lockstep  # noqa: F401  first: it switches off what other packages send when they are imported
+
+import lockstep  # noqa: E402, F401  first: it switches off what other packages send when they are imported
 
 
 def _missing() -> str | None:

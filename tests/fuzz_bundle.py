@@ -2,10 +2,10 @@
 
     python fuzz_bundle.py BUNDLE WEIGHTS WORK [FIRST] [EVERY]        # WEIGHTS: - where the bundle holds its own
 
-Of each value in each JSON document of the bundle that is read when it runs, many others are tried: `mutations`. Every digest
-and seal is made right again. One line of JSON a case: {"case", "path", "value", "outcome"}; the outcome is the text that was
-generated, the one line of the refusal, or what went wrong. A case that ends the process leaves no outcome. FIRST and EVERY:
-start at that case, and take each so many-th.
+Of each value in each JSON document of the bundle that is read when it runs, many others are tried: `mutations`. Every
+digest and seal is made right again. One line of JSON a case: {"case", "path", "value", "outcome"}; the outcome is the
+text that was generated, the one line of the refusal, or what went wrong. A case that ends the process leaves no
+outcome. FIRST and EVERY: start at that case, and take each so many-th.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.pipeline import worker
+from lockstep.artifacts.files import SEAL, sha256_json
 from lockstep.bundle.archive import MANIFEST, header
 from lockstep.bundle.opened import opened
 from lockstep.errors import LockstepError
-from lockstep.artifacts.files import SEAL, sha256_json
+from lockstep.pipeline import worker
 
 DOCUMENTS = ("graphs/assembly.json", "engines/engines.json", "weights/weights.json", "graphs/tokenizer.json")
 MISSING, AGAIN = "(the key is missing)", "(the list again and again)"
@@ -174,9 +174,16 @@ def run(path: Path, weights: Path | None) -> str:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()), opened(path, weights) as place:
         worker.generate(
-            str(place.assembly), str(place.weights), str(place.engines), place.target.layers, dict(place.limits), PROMPT, 1,
-            {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}, [],
-        )  # fmt: skip
+            str(place.assembly),
+            str(place.weights),
+            str(place.engines),
+            place.target.layers,
+            dict(place.limits),
+            PROMPT,
+            1,
+            {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0},
+            [],
+        )
     return text.getvalue()
 
 
@@ -218,7 +225,8 @@ def main(bundle: str, weights: str, work: str, first: str = "0", every: str = "1
             source.write(path, name, place, value)
         except UnicodeEncodeError:
             continue  # no such bundle can be written
-        # Of processor time, since other processes may take the machine; and of time, since one that waits for ever takes none.
+        # Of processor time, since other processes may take the machine; and of time, since one that waits for ever
+        # takes none.
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.alarm(30 * SECONDS)
         found = outcome(path, given)

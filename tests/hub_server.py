@@ -1,7 +1,8 @@
-"""A hub of one's own: a local HTTP server that answers what `huggingface_hub` asks, and can fail as networks and hubs do.
+"""A hub of one's own: a local HTTP server that answers what `huggingface_hub` asks, and can fail as networks and hubs
+do.
 
-Endpoints: `GET /api/models/<id>[/revision/<rev>]`, `HEAD` and `GET /<id>/resolve/<rev>/<file>`; large files are redirected to
-`/cdn/<sha256>` under another host name, as the hub does, with Range requests.
+Endpoints: `GET /api/models/<id>[/revision/<rev>]`, `HEAD` and `GET /<id>/resolve/<rev>/<file>`; large files are
+redirected to `/cdn/<sha256>` under another host name, as the hub does, with Range requests.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ LARGE = ".safetensors"
 
 @dataclass
 class Repository:
-    """Commits by hash, each with its files; `refs` are branches and tags. `token`: who shows it may read; `gated`: others may see it."""
+    """Commits by hash, each with its files; `refs` are branches and tags. `token`: who shows it may read; `gated`:
+    others may see it."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -46,8 +48,10 @@ class HubServer:
     """`with HubServer() as hub:` serves `hub.repositories` on `hub.url`, an ephemeral port of this machine.
 
     `drop_after`: a large file's connection is closed after so many bytes, and all later ones for large files at once.
-    `announce`: added to the sizes that HEAD gives of large files. `damage`: large files come with their last byte changed.
-    `pause_after`: so many bytes of a large file are sent, the rest once `resume` is set. `failing`: the status that every request gets.
+    `announce`: added to the sizes that HEAD gives of large files. `damage`: large files come with their last byte
+    changed.
+    `pause_after`: so many bytes of a large file are sent, the rest once `resume` is set. `failing`: the status that
+    every request gets.
     """
 
     def __init__(self) -> None:
@@ -86,7 +90,12 @@ class HubServer:
 
     def large(self) -> dict[str, bytes]:
         """Large files of all commits by sha256."""
-        files = (item for repository in self.repositories.values() for commit in repository.commits.values() for item in commit.items())
+        files = (
+            item
+            for repository in self.repositories.values()
+            for commit in repository.commits.values()
+            for item in commit.items()
+        )
         return {hashlib.sha256(data).hexdigest(): data for name, data in files if name.endswith(LARGE)}
 
 
@@ -120,13 +129,20 @@ class _Handler(BaseHTTPRequestHandler):
         if repository is None or (repository.token not in (None, token) and not repository.gated):
             return self._send(404 if token else 401, {"X-Error-Code": "RepoNotFound"} if token else {})
         if repository.token not in (None, token) and file:
-            return self._send(403 if token else 401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+            return self._send(
+                403 if token else 401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"}
+            )
         commit = repository.refs.get(revision or "main", revision)
         if commit not in repository.commits:
             return self._send(404, {"X-Error-Code": "RevisionNotFound"})
         files = repository.commits[commit]
         if api:
-            info = {"id": name, "modelId": name, "sha": commit, "siblings": [{"rfilename": each} for each in sorted(files)]}
+            info = {
+                "id": name,
+                "modelId": name,
+                "sha": commit,
+                "siblings": [{"rfilename": each} for each in sorted(files)],
+            }
             return self._send(200, {"Content-Type": "application/json"}, json.dumps(info).encode())
         return self._file(commit, file.group(3), files)
 
@@ -154,7 +170,9 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.drop_after is not None and stop < size:
             hub.drop_after = 0
 
-    def _send(self, status: int, headers: dict[str, str] | None = None, body: bytes = b"", part: int | None = None) -> None:
+    def _send(
+        self, status: int, headers: dict[str, str] | None = None, body: bytes = b"", part: int | None = None
+    ) -> None:
         """All of the answer, or the first `part` bytes of the body and then a closed connection."""
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():

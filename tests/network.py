@@ -1,4 +1,5 @@
-"""A record of what processes ask of the network: names looked up and addresses called, each refused (data/network.c). Needs a C compiler."""
+"""A record of what processes ask of the network: names looked up and addresses called, each refused (data/network.c).
+Needs a C compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ TELEMETRY = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")
 
 
 class Recorder:
-    """Processes started with `environment` are recorded, and all that they start. `folder` is also their folder of temporary and cached files."""
+    """Processes started with `environment` are recorded, and all that they start. `folder` is also their folder of
+    temporary and cached files."""
 
     def __init__(self, folder: Path) -> None:
         self._library, self._log = folder / "network.so", folder / "network.log"
@@ -31,6 +33,12 @@ class Recorder:
         return self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
 
     def traces(self) -> list[str]:
-        """What ONNX Runtime's telemetry keeps on disk, from its import on: the number of a session and of this machine, events not sent yet."""
-        kept = [path for name in (".ses", "Microsoft") for folder in (self._temporary, self._cache) for path in folder.rglob(name)]
+        """What ONNX Runtime's telemetry keeps on disk, from its import on: the number of a session and of this machine,
+        events not sent yet."""
+        kept = [
+            path
+            for name in (".ses", "Microsoft")
+            for folder in (self._temporary, self._cache)
+            for path in folder.rglob(name)
+        ]
         return sorted(str(path) for path in kept)

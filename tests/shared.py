@@ -14,13 +14,15 @@ WORKER = "PYTEST_XDIST_WORKER"  # set by pytest-xdist in each of its processes
 
 
 class Shared:
-    """Folders below `root`, by name. A test run has its own, so a name needs to tell apart what differs within one run only."""
+    """Folders below `root`, by name. A test run has its own, so a name needs to tell apart what differs within one run
+    only."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def folder(self, name: str, make: Callable[[Path], Any]) -> Path:
-        """The folder `name`, not to be changed. `make` is given its path and makes it; what a failed or killed one left is removed first."""
+        """The folder `name`, not to be changed. `make` is given its path and makes it; what a failed or killed one left
+        is removed first."""
         from filelock import FileLock  # the tests on a GPU run in a Python that may not have it
 
         folder, done = self.root / name, self.root / f"{name}.done"
@@ -34,10 +36,13 @@ class Shared:
         return folder
 
     def exported(self, config: dict[str, Any], precision: str) -> Path:
-        """The folder with assembly.json and graphs of a config.json without a checkpoint, as `export_config` gives them."""
+        """The folder with assembly.json and graphs of a config.json without a checkpoint, as `export_config` gives
+        them."""
         from lockstep.export.run import export_config  # loads torch
 
-        return self.folder(f"exported/{sha256_json([config, precision])}", lambda folder: export_config(config, precision, folder))
+        return self.folder(
+            f"exported/{sha256_json([config, precision])}", lambda folder: export_config(config, precision, folder)
+        )
 
 
 def shared_root(own: Path) -> Path:

@@ -32,7 +32,8 @@ def filled(edit: Edit) -> NodeProto:
 
 
 def distance(edit: Edit) -> Value:
-    """From a key to the token that looks at it: [num_tokens, num_keys] in prefill, [num_requests, past_capacity] in decode."""
+    """From a key to the token that looks at it: [num_tokens, num_keys] in prefill, [num_requests, past_capacity] in
+    decode."""
     if edit.graph.name == "prefill":
         return edit.nodes("Sub")[0].output[0]
     rows, lengths = filled(edit).input
@@ -187,14 +188,20 @@ def _rows_below_capacity_less(few: int) -> Callable[[Edit], None]:
 def _chunk_alone(edit: Edit) -> None:
     """Past rows are hidden by position, from the chunk's second token on."""
     first = edit.op("Gather", "position_ids", edit.ints(0), axis=0)
-    own = edit.op("Less", distance(edit), edit.op("Add", edit.op("Sub", edit.column("position_ids"), first), edit.const(1)))
+    own = edit.op(
+        "Less", distance(edit), edit.op("Add", edit.op("Sub", edit.column("position_ids"), first), edit.const(1))
+    )
     is_first = edit.op("Equal", edit.column("position_ids"), first)
     hide(edit, edit.op("Or", own, is_first))
 
 
 def windows(edit: Edit) -> list[tuple[NodeProto, int]]:
     """Comparisons with a window: Less(distance, window)."""
-    return [(node, int(array)) for node in edit.nodes("Less") if (array := edit.constant(node.input[1])) is not None and array.ndim == 0]
+    return [
+        (node, int(array))
+        for node in edit.nodes("Less")
+        if (array := edit.constant(node.input[1])) is not None and array.ndim == 0
+    ]
 
 
 def _window_by(step: int) -> Callable[[Edit], None]:
@@ -228,10 +235,30 @@ FAULTS = (
     Fault("softcap-dropped", "soft cap of the scores left out", "gemma2", ATTENTION, _cap_dropped),
     Fault("softcap-behind-mask", "soft cap behind the mask, which it lifts", "gemma2", PREFILL, _cap_behind_mask),
     Fault("heads-swapped", "query heads 0 and 1 swapped", graphs=ATTENTION, edit=_heads(("query", _swap_first))),
-    Fault("heads-interleaved", "query heads mapped to KV heads by their remainder", graphs=ATTENTION, edit=_heads(("query", _interleaved))),
-    Fault("kv-heads-swapped", "KV heads in reverse order", graphs=ATTENTION, edit=_heads(("key", _kv_reversed), ("value", _kv_reversed))),
-    Fault("kv-heads-swapped-decode", "KV heads in reverse order in decode alone", graphs=DECODE, edit=_heads(("key", _kv_reversed), ("value", _kv_reversed))),
-    Fault("value-heads-swapped", "heads of the values in reverse order", graphs=ATTENTION, edit=_heads(("value", _kv_reversed))),
+    Fault(
+        "heads-interleaved",
+        "query heads mapped to KV heads by their remainder",
+        graphs=ATTENTION,
+        edit=_heads(("query", _interleaved)),
+    ),
+    Fault(
+        "kv-heads-swapped",
+        "KV heads in reverse order",
+        graphs=ATTENTION,
+        edit=_heads(("key", _kv_reversed), ("value", _kv_reversed)),
+    ),
+    Fault(
+        "kv-heads-swapped-decode",
+        "KV heads in reverse order in decode alone",
+        graphs=DECODE,
+        edit=_heads(("key", _kv_reversed), ("value", _kv_reversed)),
+    ),
+    Fault(
+        "value-heads-swapped",
+        "heads of the values in reverse order",
+        graphs=ATTENTION,
+        edit=_heads(("value", _kv_reversed)),
+    ),
     Fault("softmax-axis", "softmax over the queries", graphs=PREFILL, edit=_softmax_across_queries),
     Fault("future-seen", "each token sees the next one", graphs=PREFILL, edit=_future_seen),
     Fault("mask-dropped", "no mask in prefill", graphs=PREFILL, edit=_mask_dropped),
@@ -239,49 +266,130 @@ FAULTS = (
     Fault("itself-hidden", "a prompt's token does not see itself", graphs=PREFILL, edit=_itself_hidden),
     Fault("itself-hidden-decode", "a decoded token does not see itself", graphs=DECODE, edit=_new_token_hidden),
     Fault("first-token-hidden", "the key at position 0 is hidden", graphs=ATTENTION, edit=_first_token_hidden),
-    Fault("last-of-past-dropped", "decode drops the last row of the past", graphs=DECODE, edit=_past_narrowed(
-        lambda edit, rows, lengths: edit.op("Less", rows, edit.op("Sub", lengths, edit.const(1))))),
-    Fault("last-of-past-dropped-prefill", "a chunk drops the last row of the past", graphs=PREFILL, edit=_past_narrowed(
-        lambda edit, rows, lengths: edit.op("Less", rows, edit.op("Sub", lengths, edit.const(1))))),
-    Fault("row-behind-past-seen", "decode sees one row behind the past", graphs=DECODE, edit=_past_changed(
-        lambda edit, rows, lengths: edit.op("LessOrEqual", rows, lengths))),
+    Fault(
+        "last-of-past-dropped",
+        "decode drops the last row of the past",
+        graphs=DECODE,
+        edit=_past_narrowed(lambda edit, rows, lengths: edit.op("Less", rows, edit.op("Sub", lengths, edit.const(1)))),
+    ),
+    Fault(
+        "last-of-past-dropped-prefill",
+        "a chunk drops the last row of the past",
+        graphs=PREFILL,
+        edit=_past_narrowed(lambda edit, rows, lengths: edit.op("Less", rows, edit.op("Sub", lengths, edit.const(1)))),
+    ),
+    Fault(
+        "row-behind-past-seen",
+        "decode sees one row behind the past",
+        graphs=DECODE,
+        edit=_past_changed(lambda edit, rows, lengths: edit.op("LessOrEqual", rows, lengths)),
+    ),
     Fault("rows-from-64", "decode forgets cache rows from 64 on", graphs=DECODE, edit=_rows_below(64)),
     Fault("rows-from-128", "decode forgets cache rows from 128 on", graphs=DECODE, edit=_rows_below(128)),
     Fault("rows-from-200", "decode forgets cache rows from 200 on", graphs=DECODE, edit=_rows_below(200)),
     Fault("rows-from-64-prefill", "chunks forget cache rows from 64 on", graphs=PREFILL, edit=_rows_below(64)),
     Fault("rows-from-128-prefill", "chunks forget cache rows from 128 on", graphs=PREFILL, edit=_rows_below(128)),
-    Fault("row-64", "decode forgets cache row 64", graphs=DECODE, edit=_past_narrowed(
-        lambda edit, rows, lengths: edit.op("Not", edit.op("Equal", rows, edit.const(64))))),
-    Fault("capacity-1", "decode never sees the last row of the capacity", graphs=DECODE, edit=_rows_below_capacity_less(1)),
-    Fault("capacity-2", "decode never sees the last two rows of the capacity", graphs=DECODE, edit=_rows_below_capacity_less(2)),
-    Fault("past-ignored", "a chunk ignores its past", graphs=PREFILL, edit=_past_changed(
-        lambda edit, rows, lengths: edit.op("Less", rows, edit.times(lengths, edit.const(0))))),
-    Fault("past-empty-rows-seen", "a chunk takes the whole capacity for filled", graphs=PREFILL, edit=_past_changed(
-        lambda edit, rows, lengths: edit.op("GreaterOrEqual", rows, edit.const(0)))),
-    Fault("past-second-half", "a chunk sees the second half of its past only", graphs=PREFILL, edit=_past_narrowed(
-        lambda edit, rows, lengths: edit.op("GreaterOrEqual", rows, edit.op("Div", lengths, edit.const(2))))),
+    Fault(
+        "row-64",
+        "decode forgets cache row 64",
+        graphs=DECODE,
+        edit=_past_narrowed(lambda edit, rows, lengths: edit.op("Not", edit.op("Equal", rows, edit.const(64)))),
+    ),
+    Fault(
+        "capacity-1", "decode never sees the last row of the capacity", graphs=DECODE, edit=_rows_below_capacity_less(1)
+    ),
+    Fault(
+        "capacity-2",
+        "decode never sees the last two rows of the capacity",
+        graphs=DECODE,
+        edit=_rows_below_capacity_less(2),
+    ),
+    Fault(
+        "past-ignored",
+        "a chunk ignores its past",
+        graphs=PREFILL,
+        edit=_past_changed(lambda edit, rows, lengths: edit.op("Less", rows, edit.times(lengths, edit.const(0)))),
+    ),
+    Fault(
+        "past-empty-rows-seen",
+        "a chunk takes the whole capacity for filled",
+        graphs=PREFILL,
+        edit=_past_changed(lambda edit, rows, lengths: edit.op("GreaterOrEqual", rows, edit.const(0))),
+    ),
+    Fault(
+        "past-second-half",
+        "a chunk sees the second half of its past only",
+        graphs=PREFILL,
+        edit=_past_narrowed(
+            lambda edit, rows, lengths: edit.op("GreaterOrEqual", rows, edit.op("Div", lengths, edit.const(2)))
+        ),
+    ),
     Fault("past-first-token-only", "in a chunk only the first token sees the past", graphs=PREFILL, edit=_chunk_alone),
     Fault("window-300-plus-1", "window of 300 taken for 301", "window", ATTENTION, _window_by(1)),
     Fault("window-300-minus-1", "window of 300 taken for 299", "window", ATTENTION, _window_by(-1)),
     Fault("window-300-removed", "window of 300 left out", "window", ATTENTION, _window_removed),
     Fault("window-300-removed-decode", "window of 300 left out in decode alone", "window", DECODE, _window_removed),
-    Fault("window-300-minus-1-prefill", "window of 300 taken for 299 in prefill alone", "window", PREFILL, _window_by(-1)),
+    Fault(
+        "window-300-minus-1-prefill", "window of 300 taken for 299 in prefill alone", "window", PREFILL, _window_by(-1)
+    ),
     Fault("window-16-plus-1", "window of 16 taken for 17", "gemma2", ("attention.*",), _window_by(1)),
     Fault("window-16-minus-1", "window of 16 taken for 15", "gemma2", ("attention.*",), _window_by(-1)),
     Fault("window-16-removed", "window of 16 left out", "gemma2", ("attention.*",), _window_removed),
-    Fault("window-16-added", "a window of 16 where the model has none", "gemma2", ("attention_2.*",), _window_added(16)),
+    Fault(
+        "window-16-added", "a window of 16 where the model has none", "gemma2", ("attention_2.*",), _window_added(16)
+    ),
     Fault("window-128-added", "a window of 128 where the model has none", graphs=ATTENTION, edit=_window_added(128)),
     Fault("window-200-added", "a window of 200 where the model has none", graphs=ATTENTION, edit=_window_added(200)),
-    Fault("first-position", "attention of position 0 halved", graphs=ATTENTION, edit=lambda edit: edit.replace(
-        "attention", lambda value: edit.rows_where(value, edit.op("Equal", "position_ids", edit.const(0)), edit.times(value, 0.5)))),
-    Fault("last-position", "attention of position 255 is zero", graphs=ATTENTION, edit=lambda edit: at_rows(
-        edit, "attention", lambda positions: edit.op("Equal", positions, edit.const(255)), 0.0)),
-    Fault("last-position-decode", "attention of position 255 is zero in decode alone", graphs=DECODE, edit=lambda edit: at_rows(
-        edit, "attention", lambda positions: edit.op("Equal", positions, edit.const(255)), 0.0)),
-    Fault("nan-at-100", "NaN at position 100", graphs=ATTENTION, edit=lambda edit: at_rows(
-        edit, "attention", lambda positions: edit.op("Equal", positions, edit.const(100)), float("nan"))),
-    Fault("infinity-at-180", "infinity at position 180 in decode", graphs=DECODE, edit=lambda edit: at_rows(
-        edit, "attention", lambda positions: edit.op("Equal", positions, edit.const(180)), float("inf"))),
-    Fault("tokens-from-128", "attention of a piece's tokens from the 128th on is zero", graphs=PREFILL, edit=lambda edit: edit.replace(
-        "attention", lambda value: edit.rows_where(value, edit.op("GreaterOrEqual", edit.numbers(value), edit.const(127)), 0.0))),
-)  # fmt: skip
+    Fault(
+        "first-position",
+        "attention of position 0 halved",
+        graphs=ATTENTION,
+        edit=lambda edit: edit.replace(
+            "attention",
+            lambda value: edit.rows_where(
+                value, edit.op("Equal", "position_ids", edit.const(0)), edit.times(value, 0.5)
+            ),
+        ),
+    ),
+    Fault(
+        "last-position",
+        "attention of position 255 is zero",
+        graphs=ATTENTION,
+        edit=lambda edit: at_rows(
+            edit, "attention", lambda positions: edit.op("Equal", positions, edit.const(255)), 0.0
+        ),
+    ),
+    Fault(
+        "last-position-decode",
+        "attention of position 255 is zero in decode alone",
+        graphs=DECODE,
+        edit=lambda edit: at_rows(
+            edit, "attention", lambda positions: edit.op("Equal", positions, edit.const(255)), 0.0
+        ),
+    ),
+    Fault(
+        "nan-at-100",
+        "NaN at position 100",
+        graphs=ATTENTION,
+        edit=lambda edit: at_rows(
+            edit, "attention", lambda positions: edit.op("Equal", positions, edit.const(100)), float("nan")
+        ),
+    ),
+    Fault(
+        "infinity-at-180",
+        "infinity at position 180 in decode",
+        graphs=DECODE,
+        edit=lambda edit: at_rows(
+            edit, "attention", lambda positions: edit.op("Equal", positions, edit.const(180)), float("inf")
+        ),
+    ),
+    Fault(
+        "tokens-from-128",
+        "attention of a piece's tokens from the 128th on is zero",
+        graphs=PREFILL,
+        edit=lambda edit: edit.replace(
+            "attention",
+            lambda value: edit.rows_where(value, edit.op("GreaterOrEqual", edit.numbers(value), edit.const(127)), 0.0),
+        ),
+    ),
+)

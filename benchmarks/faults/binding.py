@@ -78,23 +78,71 @@ def _embedding_is_head(assembly: Assembly) -> None:
 
 FAULTS = (
     Fault("slots-key-value", "slots of key and value swapped", assembly=_swap(0, "block", "k_proj", "v_proj")),
-    Fault("slots-query-key", "slots of query and key swapped", "bias", assembly=_swap(1, "block", "q_proj.weight", "k_proj.weight")),
-    Fault("slots-bias", "slots of two biases swapped", "bias", assembly=_swap(0, "block", "q_proj.bias", "v_proj.bias")),
+    Fault(
+        "slots-query-key",
+        "slots of query and key swapped",
+        "bias",
+        assembly=_swap(1, "block", "q_proj.weight", "k_proj.weight"),
+    ),
+    Fault(
+        "slots-bias", "slots of two biases swapped", "bias", assembly=_swap(0, "block", "q_proj.bias", "v_proj.bias")
+    ),
     Fault("slots-gate-up", "slots of gate and up swapped", assembly=_swap(1, "block", "gate_proj", "up_proj")),
-    Fault("slots-norms", "slots of two norms swapped", assembly=_swap(1, "block", "previous.post_attention_layernorm", "current.input_layernorm")),
-    Fault("slots-final-norm", "the final norm is the first layer's", assembly=_bind(1, "exit", "model.norm", "model.layers.0.input_layernorm.weight")),
+    Fault(
+        "slots-norms",
+        "slots of two norms swapped",
+        assembly=_swap(1, "block", "previous.post_attention_layernorm", "current.input_layernorm"),
+    ),
+    Fault(
+        "slots-final-norm",
+        "the final norm is the first layer's",
+        assembly=_bind(1, "exit", "model.norm", "model.layers.0.input_layernorm.weight"),
+    ),
     Fault("layer-entry", "the first layer's block has the second's weights", assembly=_moved(0, 1)),
     Fault("layer-middle", "the second layer's block has the third's weights", assembly=_moved(1, 1)),
-    Fault("layer-key", "the second layer's keys are made with the first's weight", assembly=_bind(1, "block", "k_proj", "model.layers.0.self_attn.k_proj.weight")),
-    Fault("layer-output", "the first layer's output projection is the second's", assembly=_bind(1, "block", "o_proj", "model.layers.1.self_attn.o_proj.weight")),
-    Fault("layer-down", "the last layer's down projection is the first's", assembly=_bind(1, "exit", "down_proj", "model.layers.0.mlp.down_proj.weight")),
+    Fault(
+        "layer-key",
+        "the second layer's keys are made with the first's weight",
+        assembly=_bind(1, "block", "k_proj", "model.layers.0.self_attn.k_proj.weight"),
+    ),
+    Fault(
+        "layer-output",
+        "the first layer's output projection is the second's",
+        assembly=_bind(1, "block", "o_proj", "model.layers.1.self_attn.o_proj.weight"),
+    ),
+    Fault(
+        "layer-down",
+        "the last layer's down projection is the first's",
+        assembly=_bind(1, "exit", "down_proj", "model.layers.0.mlp.down_proj.weight"),
+    ),
     Fault("layer-exit", "the exit of another depth", assembly=_exit_of(1, 0)),
-    Fault("layer-bias", "the second layer's value bias is the first's", "bias", assembly=_bind(1, "block", "v_proj.bias", "model.layers.0.self_attn.v_proj.bias")),
+    Fault(
+        "layer-bias",
+        "the second layer's value bias is the first's",
+        "bias",
+        assembly=_bind(1, "block", "v_proj.bias", "model.layers.0.self_attn.v_proj.bias"),
+    ),
     Fault("head-is-embedding", "lm_head taken for tied", assembly=_head_is_embedding),
     Fault("embedding-is-head", "the embedding bound to lm_head", assembly=_embedding_is_head),
-    Fault("kinds-swapped", "window and no window in the other's layer", "gemma2", assembly=_kinds("attention_2", "attention")),
+    Fault(
+        "kinds-swapped",
+        "window and no window in the other's layer",
+        "gemma2",
+        assembly=_kinds("attention_2", "attention"),
+    ),
     Fault("kinds-all-windowed", "the window in all layers", "gemma2", assembly=_kinds("attention", "attention")),
-    Fault("spec-scale", "the scale of fused attention 1.05 times too high", assembly=_spec(scale=1.05), backends=("tensorrt",)),
-    Fault("spec-window", "fused attention without the window of 300", "window", assembly=_spec(window=0), backends=("tensorrt",)),
+    Fault(
+        "spec-scale",
+        "the scale of fused attention 1.05 times too high",
+        assembly=_spec(scale=1.05),
+        backends=("tensorrt",),
+    ),
+    Fault(
+        "spec-window",
+        "fused attention without the window of 300",
+        "window",
+        assembly=_spec(window=0),
+        backends=("tensorrt",),
+    ),
     Fault("kinds-none-windowed", "the window in no layer", "gemma2", assembly=_kinds("attention_2", "attention_2")),
-)  # fmt: skip
+)

@@ -1,6 +1,8 @@
-"""One fault in one model and precision: plant it, build engines from it, and see which gates say what, and what users would see.
+"""One fault in one model and precision: plant it, build engines from it, and see which gates say what, and what users
+would see.
 
-`prepare` and `try_engines` need what engines need, no torch: they run in the Python that the backend runs in. `plant` needs onnx, `try_graphs` torch.
+`prepare` and `try_engines` need what engines need, no torch: they run in the Python that the backend runs in. `plant`
+needs onnx, `try_graphs` torch.
 """
 
 from __future__ import annotations
@@ -18,24 +20,24 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lockstep.artifacts import formats
-from benchmarks.faults import gates
-from benchmarks.faults import harm
+from benchmarks.faults import gates, harm
 from benchmarks.faults.edit import Edit
 from benchmarks.faults.fault import Fault
 from benchmarks.faults.list import FAULTS
 from benchmarks.faults.models import MODELS, FaultModel, right
+from lockstep.artifacts import formats
+from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.backends import build, get_backend
 from lockstep.backends.graphs import graphs_of
 from lockstep.errors import CheckError, LockstepError
-from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
-from lockstep.targets import Results, Target
 from lockstep.runtime import Model
+from lockstep.targets import Results, Target
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases of a run share. tolerance: what the gates are given, by precision; judged: the largest difference of a logit that is no harm."""
+    """What all cases of a run share. tolerance: what the gates are given, by precision; judged: the largest difference
+    of a logit that is no harm."""
 
     work: str
     backend: str
@@ -55,10 +57,15 @@ class Case:
         self.target = Target(model, precision, self.model.layers, setting.backend)
         self.tolerance, self.judged = setting.tolerance[precision], setting.judged[precision]
         self.folder = Path(setting.work) / "faulty" / (fault or f"none-{model}") / precision
-        self.right_assembly, self.right_engines = self.results.assembly(model, precision), self.results.engines(model, precision, setting.backend)
+        self.right_assembly, self.right_engines = (
+            self.results.assembly(model, precision),
+            self.results.engines(model, precision, setting.backend),
+        )
         planted = self.fault is not None and self.fault.place != "runtime"
         self.assembly = self.folder / "graphs" / "assembly.json" if planted else self.right_assembly
-        self.right_logits, self.right_error = (self.right_engines.with_name(name) for name in ("logits.npz", "error.json"))
+        self.right_logits, self.right_error = (
+            self.right_engines.with_name(name) for name in ("logits.npz", "error.json")
+        )
 
     def options(self) -> dict[str, Any]:
         """For the build: backends whose engines are made for sizes get the limits."""
@@ -73,7 +80,9 @@ class Case:
 
     def logits(self, assembly: Path, engines: Path) -> dict[str, np.ndarray]:
         sizes = {name: self.model.limits[name] for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}
-        model = Model.open(engines, assembly, self.results.weights(self.name, self.precision), self.model.layers, **sizes)
+        model = Model.open(
+            engines, assembly, self.results.weights(self.name, self.precision), self.model.layers, **sizes
+        )
         return harm.run(model)
 
     @contextlib.contextmanager
@@ -100,7 +109,11 @@ def plant(case: Case) -> None:
         fault.assembly(assembly)
         if json.dumps(assembly) == before:
             raise ValueError(f"fault {fault.name}: expected a change of the assembly, found none")
-    edited = [(name, entry) for name, entry in graphs_of(assembly) if any(fnmatchcase(name, pattern) for pattern in fault.graphs)]
+    edited = [
+        (name, entry)
+        for name, entry in graphs_of(assembly)
+        if any(fnmatchcase(name, pattern) for pattern in fault.graphs)
+    ]
     if fault.edit and not edited:
         raise ValueError(f"fault {fault.name}: expected graphs {fault.graphs} in {case.name}, found none")
     for name, entry in edited:
@@ -115,11 +128,14 @@ def plant(case: Case) -> None:
 def try_graphs(case: Case) -> str | None:
     """What validate says of the case's graphs. Needs torch."""
     terms = case.model.layers, case.assembly, case.tolerance, case.model.limits, case.folder / "validate.json"
-    return gates.said(lambda: gates.validate(case.results, case.name, case.precision, *terms), case.folder, Path(case.setting.work))
+    return gates.said(
+        lambda: gates.validate(case.results, case.name, case.precision, *terms), case.folder, Path(case.setting.work)
+    )
 
 
 def prepare(case: Case) -> None:
-    """Engines without a fault, and their logits. Raises CheckError where a gate refuses them: it would refuse every fault."""
+    """Engines without a fault, and their logits. Raises CheckError where a gate refuses them: it would refuse every
+    fault."""
     build(case.right_assembly, case.setting.backend, case.right_engines, case.options())
     with case.cleared():
         for gate, message in {
@@ -133,8 +149,9 @@ def prepare(case: Case) -> None:
 
 
 def try_engines(case: Case) -> list[dict[str, Any]]:
-    """A record for each place that the fault was planted in: a graph with the engine built from it, and that engine beside the right graph; the assembly;
-    or the runtime. Empty where the backend builds no engine from what the fault changes (fused attention has its own)."""
+    """A record for each place that the fault was planted in: a graph with the engine built from it, and that engine
+    beside the right graph; the assembly; or the runtime. Empty where the backend builds no engine from what the fault
+    changes (fused attention has its own)."""
     fault = case.fault
     if fault.place != "graph":
         with fault.runtime() if fault.runtime else contextlib.nullcontext():
@@ -145,7 +162,16 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
         build(case.assembly, case.setting.backend, engines, case.options())
     except LockstepError as error:
         line = gates.said(functools.partial(_raise, error), case.folder, Path(case.setting.work))
-        return [{"where": "graph", "refused": True, "largest_logit_difference": None, "scenario": None, "harmful": False, "gates": {"build": line}}]
+        return [
+            {
+                "where": "graph",
+                "refused": True,
+                "largest_logit_difference": None,
+                "scenario": None,
+                "harmful": False,
+                "gates": {"build": line},
+            }
+        ]
     made, before = read_json(engines, formats.ENGINES), read_json(case.right_engines, formats.ENGINES)
     if all(entry["sha256"] == before["engines"][name]["sha256"] for name, entry in made["engines"].items()):
         return []
@@ -176,8 +202,11 @@ def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, 
     }  # fmt: skip
 
 
-def in_backends_python(setting: Mapping[str, Any], models: Sequence[Sequence[str]], cases: Sequence[Sequence[str]], out: str) -> None:
-    """`prepare` each of `models` (model, precision), then `try_engines` each of `cases` (fault, precision), planted already.
+def in_backends_python(
+    setting: Mapping[str, Any], models: Sequence[Sequence[str]], cases: Sequence[Sequence[str]], out: str
+) -> None:
+    """`prepare` each of `models` (model, precision), then `try_engines` each of `cases` (fault, precision), planted
+    already.
 
     Writes a line of JSON to `out` after each case: [fault, precision, records].
     """

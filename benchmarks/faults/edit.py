@@ -1,6 +1,8 @@
-"""Edit an ONNX graph by the roles that its nodes have: what the planted faults of `python -m benchmarks faults` are made with.
+"""Edit an ONNX graph by the roles that its nodes have: what the planted faults of `python -m benchmarks faults` are
+made with.
 
-In: a canonical graph of an assembly. Out: the same graph with nodes added, rewired or changed, sorted and checked. Needs onnx, no torch.
+In: a canonical graph of an assembly. Out: the same graph with nodes added, rewired or changed, sorted and checked.
+Needs onnx, no torch.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Edit:
 
     def constant_of(self, node: NodeProto) -> tuple[int, np.ndarray]:
         """(place, value) of a node's first constant input."""
-        return next((place, array) for place, name in enumerate(node.input) if (array := self.constant(name)) is not None)
+        return next(
+            (place, array) for place, name in enumerate(node.input) if (array := self.constant(name)) is not None
+        )
 
     def is_float(self, value: Value) -> bool:
         return self._element(value) in (TensorProto.FLOAT, TensorProto.FLOAT16)
@@ -114,8 +118,11 @@ class Edit:
         """Have this node alone read another constant, in the same type."""
         node.input[place] = self.const(np.asarray(value, self.constant(node.input[place]).dtype))
 
-    def replace(self, value: Value, make: Callable[[Value], Value], readers: Collection[NodeProto] | None = None) -> None:
-        """Have all that read `value` read `make(value)` instead, and the graph give it where it is an output; or these readers alone."""
+    def replace(
+        self, value: Value, make: Callable[[Value], Value], readers: Collection[NodeProto] | None = None
+    ) -> None:
+        """Have all that read `value` read `make(value)` instead, and the graph give it where it is an output; or these
+        readers alone."""
         chosen = self.readers(value) if readers is None else list(readers)
         is_output = readers is None and value in [output.name for output in self.graph.output]
         right = value
@@ -137,7 +144,9 @@ class Edit:
         producer.output[:] = [right if name == output else name for name in producer.output]
         for node in readers:
             node.input[:] = [right if name == output else name for name in node.input]
-        self.graph.node.append(helper.make_node("Identity", [right if instead == output else instead], [output], name=f"fault_{output}"))
+        self.graph.node.append(
+            helper.make_node("Identity", [right if instead == output else instead], [output], name=f"fault_{output}")
+        )
 
     def done(self) -> bytes:
         """The faulty graph. Raises ValueError where nothing changed or what came out is no graph."""

@@ -18,8 +18,10 @@ BLOCKS = ("entry", "middle", "exit")
 class Fault:
     """One mistake, planted in one of three places.
 
-    graphs: patterns of the graphs (block classes, `<kind>.prefill`, `<kind>.decode`) that `edit` is called with, each on its own.
-    assembly: changes the assembly's content in place. runtime: replaces code of the runtime for as long as the context is open.
+    graphs: patterns of the graphs (block classes, `<kind>.prefill`, `<kind>.decode`) that `edit` is called with, each
+    on its own.
+    assembly: changes the assembly's content in place. runtime: replaces code of the runtime for as long as the context
+    is open.
     """
 
     name: str

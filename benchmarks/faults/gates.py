@@ -1,4 +1,5 @@
-"""The gates that faults are sent through, called as the stages call them; and how a fault ends in one. All that a change of the gates' calls touches is here.
+"""The gates that faults are sent through, called as the stages call them; and how a fault ends in one. All that a
+change of the gates' calls touches is here.
 
 validate and the reference need torch; compare and golden run where the engines run.
 """
@@ -12,7 +13,8 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.targets import Results, Target
 
-GATES = ("build", "validate", "compare", "golden")  # in the order in which the workflow comes to them; a build may refuse a graph
+# in the order in which the workflow comes to them; a build may refuse a graph
+GATES = ("build", "validate", "compare", "golden")
 
 
 def said(gate: Callable[[], Any], *folders: Path) -> str | None:
@@ -27,34 +29,93 @@ def said(gate: Callable[[], Any], *folders: Path) -> str | None:
     return None
 
 
-def make_reference(results: Results, model: str, layers: int | str, prompts: tuple[str, ...], max_new_tokens: int, limits: Mapping[str, int]) -> None:
+def make_reference(
+    results: Results,
+    model: str,
+    layers: int | str,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    limits: Mapping[str, int],
+) -> None:
     from lockstep.verify import golden
 
-    asked = {"max_new_tokens": max_new_tokens, "prompts": list(prompts), "long_prompt": limits["max_seq_len"] - max_new_tokens}  # as in the config's defaults
+    # as in the config's defaults
+    asked = {
+        "max_new_tokens": max_new_tokens,
+        "prompts": list(prompts),
+        "long_prompt": limits["max_seq_len"] - max_new_tokens,
+    }
     golden.make_reference(results.checkpoint(model), layers, asked, results.reference(model, layers))
 
 
-def validate(results: Results, model: str, precision: str, layers: int | str, assembly: Path, tolerance: Mapping[str, float], limits: Mapping[str, int], out: Path) -> None:
+def validate(
+    results: Results,
+    model: str,
+    precision: str,
+    layers: int | str,
+    assembly: Path,
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: Path,
+) -> None:
     """Graphs of `assembly` against torch."""
     from lockstep.verify import validate as stage
 
-    stage.run(assembly, results.weights(model, precision), results.checkpoint(model), layers, tolerance, limits["max_seq_len"], out, model)
+    stage.run(
+        assembly,
+        results.weights(model, precision),
+        results.checkpoint(model),
+        layers,
+        tolerance,
+        limits["max_seq_len"],
+        out,
+        model,
+    )
 
 
-def compare(results: Results, model: str, precision: str, assembly: Path, engines: Path, tolerance: Mapping[str, float], limits: Mapping[str, int], out: Path) -> None:
+def compare(
+    results: Results,
+    model: str,
+    precision: str,
+    assembly: Path,
+    engines: Path,
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: Path,
+) -> None:
     """Each engine against its graph."""
     from lockstep.verify import compare as stage
 
-    stage.run(assembly, results.weights(model, precision), engines, tolerance["block"] / (2 if precision == "fp32" else 1), limits, out)
+    stage.run(
+        assembly,
+        results.weights(model, precision),
+        engines,
+        tolerance["block"] / (2 if precision == "fp32" else 1),
+        limits,
+        out,
+    )
 
 
 def golden(
-    results: Results, target: Target, assembly: Path, engines: Path, tolerance: Mapping[str, float], limits: Mapping[str, int], out: Path
-) -> None:  # fmt: skip
+    results: Results,
+    target: Target,
+    assembly: Path,
+    engines: Path,
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: Path,
+) -> None:
     """Engines in the runtime against the reference."""
     from lockstep.verify.golden.check import check
 
     check(
-        assembly, results.weights(target.model, target.precision), engines, results.reference(target.model, target.layers), target, tolerance, limits,
-        out, out.with_suffix(".speed.json"),
-    )  # fmt: skip
+        assembly,
+        results.weights(target.model, target.precision),
+        engines,
+        results.reference(target.model, target.layers),
+        target,
+        tolerance,
+        limits,
+        out,
+        out.with_suffix(".speed.json"),
+    )

@@ -1,6 +1,8 @@
-"""What users of an engine set would see: requests of many kinds within the limits through the runtime, along given tokens. Needs no torch.
+"""What users of an engine set would see: requests of many kinds within the limits through the runtime, along given
+tokens. Needs no torch.
 
-In: a model, opened. Out: for each scenario the logits of its steps. What moves one of them by more than the tolerance is harm, whatever the gates say.
+In: a model, opened. Out: for each scenario the logits of its steps. What moves one of them by more than the tolerance
+is harm, whatever the gates say.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def run(model: Model) -> dict[str, np.ndarray]:
     random = np.random.default_rng(_SEED)
     # Each token of the vocabulary comes in some request.
     count = -(-model.vocab_size // model.max_seq_len) + model.max_batch_size
-    tokens = np.concatenate([random.permutation(model.vocab_size) for _ in range(-(-count * model.max_seq_len // model.vocab_size))])
+    tokens = np.concatenate(
+        [random.permutation(model.vocab_size) for _ in range(-(-count * model.max_seq_len // model.vocab_size))]
+    )
     sequences = [tokens[i * model.max_seq_len : (i + 1) * model.max_seq_len] for i in range(count)]
     found = {}
     for name, scenario in SCENARIOS.items():
@@ -72,9 +76,12 @@ def _from_nothing(requests: _Requests) -> Iterator[np.ndarray]:
 
 
 def _pieces(requests: _Requests) -> Iterator[np.ndarray]:
-    """Prompts of many lengths, each in one piece, with two tokens behind it; among them every token of the vocabulary."""
+    """Prompts of many lengths, each in one piece, with two tokens behind it; among them every token of the
+    vocabulary."""
     most = min(requests.model.max_seq_len, requests.model.max_num_tokens or requests.model.max_seq_len)
-    lengths = sorted({length + off for length in (*_AROUND, most - 1) for off in (-1, 0, 1) if 1 <= length + off <= most})
+    lengths = sorted(
+        {length + off for length in (*_AROUND, most - 1) for off in (-1, 0, 1) if 1 <= length + off <= most}
+    )
     for number, length in enumerate(lengths):
         requests.new(1, number)
         yield requests.step((1, length))

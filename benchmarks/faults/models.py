@@ -1,4 +1,5 @@
-"""The models that faults are planted in, and what is made of them once: checkpoint, graphs, weights, reference. Needs torch where that is made."""
+"""The models that faults are planted in, and what is made of them once: checkpoint, graphs, weights, reference. Needs
+torch where that is made."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 
 from benchmarks.faults.gates import make_reference
 from lockstep.artifacts.files import write_json
-from lockstep.targets import Results
 from lockstep.config.sources import REPOSITORY
+from lockstep.targets import Results
 
 LIMITS = {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 256, "max_num_tokens": 512}  # the config's defaults
 MAX_NEW_TOKENS = 16
@@ -19,14 +20,27 @@ PROMPTS = (
     "San Francisco is a",
     "Light",
     "Lake Zürich is long and narrow, and on clear days the snow",
-    "A bridge must carry its own weight before it can carry anything else. An arch turns that weight into a push against the ground, while a "
+    "A bridge must carry its own weight before it can carry anything else. An arch turns that weight into a "
+    "push against the ground, while a "
     "cable turns it into a pull, and so stone",
 )
 _SIZES = {
-    "dtype": "float32", "vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 0,
-    "pad_token_id": 0, "tie_word_embeddings": False, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-}  # fmt: skip
+    "dtype": "float32",
+    "vocab_size": 288,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
 
 
 @dataclass(frozen=True)
@@ -45,16 +59,34 @@ _SHORT = (*PROMPTS[:3], PROMPTS[3][:100])
 MODELS = {
     "demo": FaultModel("the demo, cut after 2 layers", 2),
     "gemma2": FaultModel(
-        "random Gemma 2: soft caps, a window of 16 in one of 2 layers, tied lm_head", "all",
-        {**_SIZES, "model_type": "gemma2", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 2.0,
-         "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}, _SHORT,
+        "random Gemma 2: soft caps, a window of 16 in one of 2 layers, tied lm_head",
+        "all",
+        {
+            **_SIZES,
+            "model_type": "gemma2",
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+        },
+        _SHORT,
     ),
     "window": FaultModel(
-        "random Mistral: a window of 300 in both layers, requests of up to 384 tokens", "all", {**_SIZES, "model_type": "mistral", "sliding_window": 300}, _SHORT,
+        "random Mistral: a window of 300 in both layers, requests of up to 384 tokens",
+        "all",
+        {**_SIZES, "model_type": "mistral", "sliding_window": 300},
+        _SHORT,
         {**LIMITS, "max_seq_len": 384},
     ),
-    "bias": FaultModel("random Qwen 2: biases, as many KV heads as query heads", "all", {**_SIZES, "model_type": "qwen2", "num_key_value_heads": 4}, _SHORT),
-}  # fmt: skip
+    "bias": FaultModel(
+        "random Qwen 2: biases, as many KV heads as query heads",
+        "all",
+        {**_SIZES, "model_type": "qwen2", "num_key_value_heads": 4},
+        _SHORT,
+    ),
+}
 
 
 def source_of(name: str, work: Path) -> Path:

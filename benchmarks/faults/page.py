@@ -1,4 +1,5 @@
-"""The page of planted faults, docs/faults.md, from the records of `python -m benchmarks faults`: one of each backend in, Markdown out."""
+"""The page of planted faults, docs/faults.md, from the records of `python -m benchmarks faults`: one of each backend
+in, Markdown out."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ say. The same fault in an **engine** leaves the graph right: only the engine's f
 in slots that were used before) go through the faulty set and through the right one along the same tokens. A fault that moves any logit by more than the
 target's tolerance ({tolerance}) and the right engines' own error, or makes one NaN or infinite, is harmful: its logits are certainly out of tolerance. The
 **score** is the share of harmful ones that some gate refuses. What is not harmful may pass.
-"""
+"""  # noqa: E501
 
 
 def write(folder: Path) -> Path:
@@ -40,10 +41,18 @@ def write(folder: Path) -> Path:
 
 def render(records: Sequence[Mapping[str, Any]]) -> str:
     tolerances = {precision: bound for record in records for precision, bound in record["tolerance"].items()}
-    lines = [_HEAD.format(tolerance=", ".join(f"{precision} {bound:g}" for precision, bound in sorted(tolerances.items(), reverse=True)))]
+    lines = [
+        _HEAD.format(
+            tolerance=", ".join(
+                f"{precision} {bound:g}" for precision, bound in sorted(tolerances.items(), reverse=True)
+            )
+        )
+    ]
     lines += ["| backend | faults | planted | harmful | caught | score |", "|---|---:|---:|---:|---:|---:|"]
     lines += [
-        f"| {r['backend']} | {r['distinct']} | {r['planted']} | {r['harmful']} | {r['harmful_caught']} | {100 * r['score']:.1f} % |" for r in records
+        f"| {r['backend']} | {r['distinct']} | {r['planted']} | {r['harmful']} | {r['harmful_caught']} | "
+        f"{100 * r['score']:.1f} % |"
+        for r in records
     ]
     lines += ["", "Each fault is planted in fp32 and fp16 where both make sense. Models:", ""]
     lines += [f"- `{name}`: {model.about}" for name, model in MODELS.items()]
@@ -62,10 +71,24 @@ def _by_gate(record: Mapping[str, Any]) -> list[str]:
 
 
 def _table(record: Mapping[str, Any]) -> list[str]:
-    lines = ["| fault | what is wrong | model | in | precision | largest logit difference | harmful | caught by | message of the first |", "|---|---|---|---|---|---:|---|---|---|"]
+    lines = [
+        "| fault | what is wrong | model | in | precision | largest logit difference | harmful | caught "
+        "by | message of the first |",
+        "|---|---|---|---|---|---:|---|---|---|",
+    ]
     for row in record["faults"]:
-        cells = [row["fault"], row["about"], row["model"], row["where"], row["precision"], _difference(row), "yes" if row["harmful"] else "no"]
-        lines.append("| " + " | ".join([*cells, ", ".join(row["caught_by"]) or "none", _message(row["message"])]) + " |")
+        cells = [
+            row["fault"],
+            row["about"],
+            row["model"],
+            row["where"],
+            row["precision"],
+            _difference(row),
+            "yes" if row["harmful"] else "no",
+        ]
+        lines.append(
+            "| " + " | ".join([*cells, ", ".join(row["caught_by"]) or "none", _message(row["message"])]) + " |"
+        )
     return lines
 
 

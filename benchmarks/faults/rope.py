@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto
 
 from benchmarks.faults.attention import scale_node
 from benchmarks.faults.edit import LAST, Edit, Value
@@ -44,7 +44,12 @@ def _from_the_chunk(edit: Edit, positions: Value) -> Value:
 
 def _one_off_at(position: int) -> Callable[[Edit, Value], Value]:
     def change(edit: Edit, positions: Value) -> Value:
-        return edit.op("Where", edit.op("Equal", positions, edit.const(position)), edit.op("Add", positions, edit.const(1)), positions)
+        return edit.op(
+            "Where",
+            edit.op("Equal", positions, edit.const(position)),
+            edit.op("Add", positions, edit.const(1)),
+            positions,
+        )
 
     return change
 
@@ -97,9 +102,14 @@ def _turned(edit: Edit, value: Value, steps: int) -> Value:
     """[tokens, heads, head_dim] turned by so many positions more."""
     frequencies = edit.constant_of(angles(edit))[1].astype(np.float64)
     angle, half = np.tile(frequencies * steps, 2), len(frequencies)
-    first, second = (edit.op("Slice", value, edit.ints(low), edit.ints(high), edit.ints(2)) for low, high in ((0, half), (half, LAST)))
+    first, second = (
+        edit.op("Slice", value, edit.ints(low), edit.ints(high), edit.ints(2))
+        for low, high in ((0, half), (half, LAST))
+    )
     other = edit.op("Concat", edit.op("Neg", second), first, axis=-1)
-    return edit.op("Add", edit.times(value, edit.like(value, np.cos(angle))), edit.times(other, edit.like(value, np.sin(angle))))
+    return edit.op(
+        "Add", edit.times(value, edit.like(value, np.cos(angle))), edit.times(other, edit.like(value, np.sin(angle)))
+    )
 
 
 def _key_later(edit: Edit) -> None:
@@ -129,16 +139,26 @@ def _head_unturned(edit: Edit) -> None:
 def _cached_zero(edit: Edit) -> None:
     """The value of a prompt's last token is lost on its way to the cache."""
     is_last = edit.op("Equal", edit.numbers("value_out"), edit.op("Sub", edit.size("value_out"), edit.const(1)))
-    edit.give("value_out", edit.op("Where", edit.op("Unsqueeze", is_last, edit.ints(1, 2)), edit.like("value_out", 0), "value_out"))
+    edit.give(
+        "value_out",
+        edit.op("Where", edit.op("Unsqueeze", is_last, edit.ints(1, 2)), edit.like("value_out", 0), "value_out"),
+    )
 
 
 FAULTS = (
-    Fault("rope-later", "all positions one later, which only differences of positions hide", graphs=ATTENTION, edit=_positions(_later)),
+    Fault(
+        "rope-later",
+        "all positions one later, which only differences of positions hide",
+        graphs=ATTENTION,
+        edit=_positions(_later),
+    ),
     Fault("rope-later-decode", "positions one later in decode alone", graphs=DECODE, edit=_positions(_later)),
     Fault("rope-later-prefill", "positions one later in prefill alone", graphs=PREFILL, edit=_positions(_later)),
     Fault("rope-key-later", "keys rotated one position too far", graphs=ATTENTION, edit=_key_later),
     Fault("rope-query-later", "queries rotated one position too far", graphs=ATTENTION, edit=_query_later),
-    Fault("rope-query-later-decode", "queries rotated one position too far in decode", graphs=DECODE, edit=_query_later),
+    Fault(
+        "rope-query-later-decode", "queries rotated one position too far in decode", graphs=DECODE, edit=_query_later
+    ),
     Fault("rope-theta-1.01", "theta 1 % too high", graphs=ATTENTION, edit=_frequencies(_theta(1.01))),
     Fault("rope-theta-0.99", "theta 1 % too low", graphs=ATTENTION, edit=_frequencies(_theta(0.99))),
     Fault("rope-theta-10", "theta ten times too high", graphs=ATTENTION, edit=_frequencies(_theta(10))),
@@ -150,11 +170,23 @@ FAULTS = (
     Fault("rope-interleaved", "frequencies of interleaved pairs for halves", graphs=ATTENTION, edit=_interleaved),
     Fault("rope-clamp-63", "positions clamped at 63", graphs=ATTENTION, edit=_positions(_at_most(63))),
     Fault("rope-clamp-200", "positions clamped at 200", graphs=ATTENTION, edit=_positions(_at_most(200))),
-    Fault("rope-wrap-128", "positions wrapped at 128", graphs=ATTENTION, edit=_positions(lambda edit, value: edit.op("Mod", value, edit.const(128)))),
+    Fault(
+        "rope-wrap-128",
+        "positions wrapped at 128",
+        graphs=ATTENTION,
+        edit=_positions(lambda edit, value: edit.op("Mod", value, edit.const(128))),
+    ),
     Fault("rope-at-150", "position 150 one too far", graphs=ATTENTION, edit=_positions(_one_off_at(150))),
     Fault("rope-chunk", "a chunk's positions begin at 0", graphs=PREFILL, edit=_positions(_from_the_chunk)),
     Fault("rope-fp16", "angles in fp16", graphs=ATTENTION, edit=_angles_in_fp16),
     Fault("rope-head", "the first KV head is not rotated", graphs=ATTENTION, edit=_head_unturned),
-    Fault("cache-unrotated", "decode's keys reach the cache before they are rotated", graphs=DECODE, edit=_cached_unturned),
-    Fault("cache-value-lost", "the value of a piece's last token does not reach the cache", graphs=PREFILL, edit=_cached_zero),
-)  # fmt: skip
+    Fault(
+        "cache-unrotated", "decode's keys reach the cache before they are rotated", graphs=DECODE, edit=_cached_unturned
+    ),
+    Fault(
+        "cache-value-lost",
+        "the value of a piece's last token does not reach the cache",
+        graphs=PREFILL,
+        edit=_cached_zero,
+    ),
+)

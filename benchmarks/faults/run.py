@@ -1,7 +1,9 @@
-"""Planted faults: are the gates worth what they say? Each fault goes through all gates of a backend, and through requests that users could send.
+"""Planted faults: are the gates worth what they say? Each fault goes through all gates of a backend, and through
+requests that users could send.
 
-In: which faults, a backend. Out: for each fault and place how far it moves a logit, which gates refuse it and with which words; and the score: of the
-faults that move a logit by more than the target's tolerance, the share that some gate caught.
+In: which faults, a backend. Out: for each fault and place how far it moves a logit, which gates refuse it and with
+which words; and the score: of the faults that move a logit by more than the target's tolerance, the share that some
+gate caught.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from typing import Any
 
 import torch
 
-from lockstep.pipeline import worker
 from benchmarks.faults import gates
 from benchmarks.faults.case import Case, Setting, as_json, plant, prepare, try_engines, try_graphs
 from benchmarks.faults.fault import Fault
 from benchmarks.faults.list import FAULTS
 from benchmarks.faults.models import make, start
 from benchmarks.measure import surroundings
-from lockstep.config.types import Tolerances
 from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, thread_count
+from lockstep.config.types import Tolerances
 from lockstep.errors import CheckError, InputError
+from lockstep.pipeline import worker
 
 PRECISIONS = ("fp32", "fp16")
 _PACKAGES = ("onnx", "onnxruntime", "polygraphy", "torch", "transformers")
@@ -35,13 +37,20 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 def choose(backend: str, only: Sequence[str] = (), limit: int | None = None, models: Sequence[str] = ()) -> list[Fault]:
-    """The faults of a backend: those named, in these models, at most `limit`, taken evenly from all. Raises InputError for a name that is none's."""
+    """The faults of a backend: those named, in these models, at most `limit`, taken evenly from all. Raises InputError
+    for a name that is none's."""
     unknown = sorted(set(only) - set(FAULTS))
     if unknown:
         raise InputError(f"faults: expected names of the table in docs/faults.md, found {', '.join(unknown)}")
-    chosen = [fault for fault in FAULTS.values() if backend in fault.backends and (not only or fault.name in only) and (not models or fault.model in models)]
+    chosen = [
+        fault
+        for fault in FAULTS.values()
+        if backend in fault.backends and (not only or fault.name in only) and (not models or fault.model in models)
+    ]
     if not chosen:
-        raise InputError(f"faults: expected at least one for the backend {backend}, found none: {', '.join((*only, *models))}")
+        raise InputError(
+            f"faults: expected at least one for the backend {backend}, found none: {', '.join((*only, *models))}"
+        )
     count = min(limit or len(chosen), len(chosen))
     return [chosen[i * len(chosen) // count] for i in range(count)]
 
@@ -59,12 +68,16 @@ def run(
 ) -> dict[str, Any]:
     """Plant and try `faults`. `progress`, if given, is called with the whole record each time a fault has been tried.
 
-    python: the interpreter that the backend's engines run in (worker.call), None for this one. options: of the build. work: a scratch folder.
+    python: the interpreter that the backend's engines run in (worker.call), None for this one. options: of the build.
+    work: a scratch folder.
     loosen: so many times the config's default tolerances for the gates; harm is judged by those as they are.
     """
     defaults = {precision: Tolerances()[precision].model_dump() for precision in precisions}
     judged = {precision: tolerance["logits"] for precision, tolerance in defaults.items()}
-    given = {precision: {name: loosen * error for name, error in tolerance.items()} for precision, tolerance in defaults.items()}
+    given = {
+        precision: {name: loosen * error for name, error in tolerance.items()}
+        for precision, tolerance in defaults.items()
+    }
     cases = [(fault.name, precision) for fault in faults for precision in precisions if precision in fault.precisions]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
@@ -90,7 +103,10 @@ def run(
                 _elsewhere(setting, python, models, list(validated))
             finally:  # what it came to, even where it is ended
                 for (fault, precision), records in _read(setting):
-                    rows[fault, precision] = [_row(FAULTS[fault], precision, record, validated[fault, precision][0]["validate"]) for record in records]
+                    rows[fault, precision] = [
+                        _row(FAULTS[fault], precision, record, validated[fault, precision][0]["validate"])
+                        for record in records
+                    ]
                 if progress is not None:
                     progress(found())
     return found()
@@ -98,15 +114,25 @@ def run(
 
 def check(record: Mapping[str, Any]) -> None:
     """Raises CheckError, naming them, for harmful faults that no gate caught."""
-    missed = sorted({f"{row['fault']} ({row['where']}, {row['precision']})" for row in record["faults"] if row["harmful"] and not row["caught_by"]})
+    missed = sorted(
+        {
+            f"{row['fault']} ({row['where']}, {row['precision']})"
+            for row in record["faults"]
+            if row["harmful"] and not row["caught_by"]
+        }
+    )
     if missed:
         shown = ", ".join(missed[:8]) + (f" and {len(missed) - 8} more" if len(missed) > 8 else "")
-        raise CheckError(f"planted faults: expected some gate to catch all {record['harmful']} harmful ones, found {len(missed)} that passed all: {shown}")
+        raise CheckError(
+            f"planted faults: expected some gate to catch all {record['harmful']} harmful ones, "
+            f"found {len(missed)} that passed all: {shown}"
+        )
 
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """What calls a function with each of some arguments, here or in `jobs` processes, and gives what comes back as it comes."""
+    """What calls a function with each of some arguments, here or in `jobs` processes, and gives what comes back as it
+    comes."""
     if jobs == 1:
         yield lambda function, calls: (function(*arguments) for arguments in calls)
         return
@@ -145,7 +171,8 @@ def _make(setting: Setting, name: str, precision: str, here: bool) -> None:
 
 
 def _try(setting: Setting, fault: str, precision: str, here: bool) -> tuple[tuple[str, str], list[dict[str, Any]]]:
-    """Plant a fault and send it through the gates: all of them, or validate alone where engines are built and run elsewhere."""
+    """Plant a fault and send it through the gates: all of them, or validate alone where engines are built and run
+    elsewhere."""
     case = Case(setting, FAULTS[fault].model, precision, fault)
     if here:
         with case.cleared():
@@ -156,9 +183,18 @@ def _try(setting: Setting, fault: str, precision: str, here: bool) -> tuple[tupl
     return (fault, precision), [{"validate": try_graphs(case) if case.fault.place != "runtime" else None}]
 
 
-def _elsewhere(setting: Setting, python: str | None, models: Sequence[tuple[str, str]], cases: Sequence[tuple[str, str]]) -> None:
+def _elsewhere(
+    setting: Setting, python: str | None, models: Sequence[tuple[str, str]], cases: Sequence[tuple[str, str]]
+) -> None:
     """Engines of all cases, in one process of the backend's Python."""
-    worker.call(python, "benchmarks.faults.case:in_backends_python", setting=as_json(setting), models=models, cases=cases, out=str(_lines(setting)))
+    worker.call(
+        python,
+        "benchmarks.faults.case:in_backends_python",
+        setting=as_json(setting),
+        models=models,
+        cases=cases,
+        out=str(_lines(setting)),
+    )
 
 
 def _read(setting: Setting) -> Iterator[tuple[tuple[str, str], list[dict[str, Any]]]]:
@@ -180,17 +216,32 @@ def _row(fault: Fault, precision: str, record: Mapping[str, Any], validated: str
     caught_by = [gate for gate in gates.GATES if said.get(gate) is not None]
     largest = record["largest_logit_difference"]
     return {
-        "fault": fault.name, "about": fault.about, "model": fault.model, "where": record["where"], "precision": precision,
-        "largest_logit_difference": largest if largest is None else float(f"{largest:.3g}"), "scenario": record["scenario"], "refused": record["refused"],
-        "harmful": record["harmful"], "caught_by": caught_by, "message": said[caught_by[0]] if caught_by else None,
-    }  # fmt: skip
+        "fault": fault.name,
+        "about": fault.about,
+        "model": fault.model,
+        "where": record["where"],
+        "precision": precision,
+        "largest_logit_difference": largest if largest is None else float(f"{largest:.3g}"),
+        "scenario": record["scenario"],
+        "refused": record["refused"],
+        "harmful": record["harmful"],
+        "caught_by": caught_by,
+        "message": said[caught_by[0]] if caught_by else None,
+    }
 
 
 def _report(backend: str, judged: Mapping[str, float], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     harmful = [row for row in rows if row["harmful"]]
     caught = sum(bool(row["caught_by"]) for row in harmful)
     return {
-        "benchmark": "faults" if backend == "onnxruntime" else f"faults-{backend}", "backend": backend, "tolerance": dict(judged),
-        "distinct": len({row["fault"] for row in rows}), "planted": len(rows), "harmful": len(harmful), "harmful_caught": caught,
-        "score": round(caught / len(harmful), 4) if harmful else 1.0, "faults": list(rows), **surroundings(*_PACKAGES),
-    }  # fmt: skip
+        "benchmark": "faults" if backend == "onnxruntime" else f"faults-{backend}",
+        "backend": backend,
+        "tolerance": dict(judged),
+        "distinct": len({row["fault"] for row in rows}),
+        "planted": len(rows),
+        "harmful": len(harmful),
+        "harmful_caught": caught,
+        "score": round(caught / len(harmful), 4) if harmful else 1.0,
+        "faults": list(rows),
+        **surroundings(*_PACKAGES),
+    }

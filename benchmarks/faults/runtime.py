@@ -1,4 +1,5 @@
-"""Faults of the runtime: the KV cache and the packing of a step on the host, and the page table of fused attention on a GPU."""
+"""Faults of the runtime: the KV cache and the packing of a step on the host, and the page table of fused attention on a
+GPU."""
 
 from __future__ import annotations
 
@@ -225,33 +226,122 @@ def _pages_given_twice(right):
 
 def _chunk_length_short(right):
     def begin(self, chunks, stream):
-        return right(self, [(row, start - 1 if start else start, low, high) for row, start, low, high in chunks], stream)
+        return right(
+            self, [(row, start - 1 if start else start, low, high) for row, start, low, high in chunks], stream
+        )
 
     return begin
 
 
 _HOST, _GPU = {"backends": ("onnxruntime",)}, {"backends": ("tensorrt",)}
 FAULTS = (
-    Fault("cache-late", "a prompt's keys and values one row too far", runtime=_in(kv_cache.KVCache, "write", _written_late), **_HOST),
-    Fault("cache-row-before", "a prompt's keys and values in the row of the request before", runtime=_in(kv_cache.KVCache, "write", _written_to_row_before), **_HOST),
-    Fault("cache-second-chunk", "only a prompt's first chunk is written", runtime=_in(kv_cache.KVCache, "write", _second_chunk_lost), **_HOST),
-    Fault("cache-growth", "what the cache held is lost when it grows", runtime=_in(kv_cache.KVCache, "_resize", _growth_forgets), **_HOST),
-    Fault("cache-growth-last", "the last row is lost when the cache grows", runtime=_in(kv_cache.KVCache, "_resize", _growth_loses_last), **_HOST),
-    Fault("cache-growth-plans", "bound calls still read the cache as it was before it grew", runtime=_in(kv_cache.KVCache, "reserve", _plans_outlive_growth), **_HOST),
-    Fault("cache-stale", "a row is not cleared for the next request, which masks what it holds", runtime=_in(kv_cache.KVCache, "reset", _stale_after_reset), **_HOST),
-    Fault("cache-view", "a request that is alone reads the cache of the one before", runtime=_in(kv_cache.KVCache, "view", _view_of_row_before), **_HOST),
-    Fault("cache-row-3", "decoded tokens of the fourth request are not written", runtime=_in(kv_cache.KVCache, "write_each", _row_3_not_written), **_HOST),
-    Fault("cache-swapped", "decoded tokens of more than two requests in reverse order", runtime=_in(kv_cache.KVCache, "write_each", _rows_written_swapped), **_HOST),
-    Fault("cache-last-layer", "decoded tokens are not written in the last layer", runtime=_in(kv_cache.KVCache, "write_each", _last_layer_not_written), **_HOST),
-    Fault("step-gaps", "decoding rows with a gap between them are written as if there were none", runtime=_in(plan.Plan, "write_decoded", _gaps_closed), **_HOST),
-    Fault("step-chunk-positions", "positions of each chunk begin at 0", runtime=_in(host, "_pack", _chunks_from_zero), **_HOST),
-    Fault("step-chunk-row", "logits of a prompt's last token but one", runtime=_in(host, "_pack", _row_before_of_chunks), **_HOST),
-    Fault("step-order", "logits in the order of the slots, not of the list", runtime=_in(host.HostExecutor, "logits", _in_order_of_slots), **_HOST),
+    Fault(
+        "cache-late",
+        "a prompt's keys and values one row too far",
+        runtime=_in(kv_cache.KVCache, "write", _written_late),
+        **_HOST,
+    ),
+    Fault(
+        "cache-row-before",
+        "a prompt's keys and values in the row of the request before",
+        runtime=_in(kv_cache.KVCache, "write", _written_to_row_before),
+        **_HOST,
+    ),
+    Fault(
+        "cache-second-chunk",
+        "only a prompt's first chunk is written",
+        runtime=_in(kv_cache.KVCache, "write", _second_chunk_lost),
+        **_HOST,
+    ),
+    Fault(
+        "cache-growth",
+        "what the cache held is lost when it grows",
+        runtime=_in(kv_cache.KVCache, "_resize", _growth_forgets),
+        **_HOST,
+    ),
+    Fault(
+        "cache-growth-last",
+        "the last row is lost when the cache grows",
+        runtime=_in(kv_cache.KVCache, "_resize", _growth_loses_last),
+        **_HOST,
+    ),
+    Fault(
+        "cache-growth-plans",
+        "bound calls still read the cache as it was before it grew",
+        runtime=_in(kv_cache.KVCache, "reserve", _plans_outlive_growth),
+        **_HOST,
+    ),
+    Fault(
+        "cache-stale",
+        "a row is not cleared for the next request, which masks what it holds",
+        runtime=_in(kv_cache.KVCache, "reset", _stale_after_reset),
+        **_HOST,
+    ),
+    Fault(
+        "cache-view",
+        "a request that is alone reads the cache of the one before",
+        runtime=_in(kv_cache.KVCache, "view", _view_of_row_before),
+        **_HOST,
+    ),
+    Fault(
+        "cache-row-3",
+        "decoded tokens of the fourth request are not written",
+        runtime=_in(kv_cache.KVCache, "write_each", _row_3_not_written),
+        **_HOST,
+    ),
+    Fault(
+        "cache-swapped",
+        "decoded tokens of more than two requests in reverse order",
+        runtime=_in(kv_cache.KVCache, "write_each", _rows_written_swapped),
+        **_HOST,
+    ),
+    Fault(
+        "cache-last-layer",
+        "decoded tokens are not written in the last layer",
+        runtime=_in(kv_cache.KVCache, "write_each", _last_layer_not_written),
+        **_HOST,
+    ),
+    Fault(
+        "step-gaps",
+        "decoding rows with a gap between them are written as if there were none",
+        runtime=_in(plan.Plan, "write_decoded", _gaps_closed),
+        **_HOST,
+    ),
+    Fault(
+        "step-chunk-positions",
+        "positions of each chunk begin at 0",
+        runtime=_in(host, "_pack", _chunks_from_zero),
+        **_HOST,
+    ),
+    Fault(
+        "step-chunk-row",
+        "logits of a prompt's last token but one",
+        runtime=_in(host, "_pack", _row_before_of_chunks),
+        **_HOST,
+    ),
+    Fault(
+        "step-order",
+        "logits in the order of the slots, not of the list",
+        runtime=_in(host.HostExecutor, "logits", _in_order_of_slots),
+        **_HOST,
+    ),
     Fault("pages-second", "a row's second page is its first", runtime=_table(_second_page_is_first), **_GPU),
     Fault("pages-row-1", "the second request has the first's pages", runtime=_table(_row_1_has_row_0s), **_GPU),
-    Fault("pages-row-3", "the fourth request's first page is the third's", runtime=_table(_row_3_has_row_2s_first), **_GPU),
+    Fault(
+        "pages-row-3", "the fourth request's first page is the third's", runtime=_table(_row_3_has_row_2s_first), **_GPU
+    ),
     Fault("pages-third", "a row's third page is page 0", runtime=_table(_third_page_missing), **_GPU),
-    Fault("pages-swapped", "a row's third and fourth page swapped when it has four", runtime=_table(_last_pages_swapped), **_GPU),
-    Fault("pages-twice", "pages of a request that ended are given out twice", runtime=_fused("reset", _pages_given_twice), **_GPU),
+    Fault(
+        "pages-swapped",
+        "a row's third and fourth page swapped when it has four",
+        runtime=_table(_last_pages_swapped),
+        **_GPU,
+    ),
+    Fault(
+        "pages-twice",
+        "pages of a request that ended are given out twice",
+        runtime=_fused("reset", _pages_given_twice),
+        **_GPU,
+    ),
     Fault("pages-length", "a chunk's past one token short", runtime=_fused("begin", _chunk_length_short), **_GPU),
-)  # fmt: skip
+)

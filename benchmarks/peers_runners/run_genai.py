@@ -12,7 +12,18 @@ from side import Start, main
 
 
 def export(job: dict) -> None:
-    command = ["-m", "onnxruntime_genai.models.builder", "-i", job["checkpoint"], "-o", job["out"], "-p", "fp32", "-e", "cpu"]
+    command = [
+        "-m",
+        "onnxruntime_genai.models.builder",
+        "-i",
+        job["checkpoint"],
+        "-o",
+        job["out"],
+        "-p",
+        "fp32",
+        "-e",
+        "cpu",
+    ]
     subprocess.run([sys.executable, *command, "-c", str(Path(job["result"]).parent / "cache")], check=True)
 
 
@@ -33,7 +44,8 @@ def decode(job: dict) -> Start:
         logits = np.array(generator.get_logits()).reshape(-1)
 
         def advance(steps: int) -> list[int]:
-            for _ in range(steps + 1):  # the first takes its token from the prompt's logits, without a step of the model
+            # the first takes its token from the prompt's logits, without a step of the model
+            for _ in range(steps + 1):
                 generator.generate_next_token()
             return [int(token) for token in generator.get_sequence(0)[len(prompt) :]]
 

@@ -13,8 +13,8 @@ _NAME, _PRECISION, _BACKEND = "model", "fp32", "onnxruntime"
 
 
 def export(job: dict) -> None:
-    from lockstep.checkpoint import resolve, resolve_architecture
     from lockstep.backends import build
+    from lockstep.checkpoint import resolve, resolve_architecture
     from lockstep.export import run as split
     from lockstep.weights import convert
 
@@ -32,9 +32,14 @@ def decode(job: dict) -> Start:
 
     results = Results(Path(job["out"]))
     model = Model.open(
-        results.engines(_NAME, _PRECISION, _BACKEND), results.assembly(_NAME, _PRECISION), results.weights(_NAME, _PRECISION), "all",
-        max_batch_size=1, max_seq_len=job["context"] + job["steps"] + 1, threads=job["threads"],
-    )  # fmt: skip
+        results.engines(_NAME, _PRECISION, _BACKEND),
+        results.assembly(_NAME, _PRECISION),
+        results.weights(_NAME, _PRECISION),
+        "all",
+        max_batch_size=1,
+        max_seq_len=job["context"] + job["steps"] + 1,
+        threads=job["threads"],
+    )
 
     def start(prompt: np.ndarray):
         length = len(prompt)

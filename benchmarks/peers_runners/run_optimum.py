@@ -1,4 +1,5 @@
-"""optimum's ONNX exporter, with past, as its command line does it; its own check against torch is left out, which makes it faster."""
+"""optimum's ONNX exporter, with past, as its command line does it; its own check against torch is left out, which makes
+it faster."""
 
 from __future__ import annotations
 

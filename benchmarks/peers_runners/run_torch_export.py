@@ -1,4 +1,5 @@
-"""A plain `torch.onnx.export` of the model of transformers with its weights; the cache goes in and out as flat tensors."""
+"""A plain `torch.onnx.export` of the model of transformers with its weights; the cache goes in and out as flat
+tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ def export(job: dict) -> None:
 
         def forward(self, input_ids, attention_mask, past):
             cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
-            result = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
-            return result.logits, [tensor for layer in result.past_key_values.layers for tensor in (layer.keys, layer.values)]
+            result = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True
+            )
+            return result.logits, [
+                tensor for layer in result.past_key_values.layers for tensor in (layer.keys, layer.values)
+            ]
 
     model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=torch.float32, local_files_only=True)
     config = model.config

@@ -1,4 +1,5 @@
-"""transformers itself, in torch's eager mode with the attention it chooses: what the ONNX models are compared with. It exports nothing."""
+"""transformers itself, in torch's eager mode with the attention it chooses: what the ONNX models are compared with. It
+exports nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """What all scripts of this folder share: reading the job, timing the decoding, writing the result.
 
-In: `script.py export|decode JOB`, where JOB is JSON: "checkpoint" and "out" are folders, "result" is the file to write; for decode
-also "threads", "context", "steps", "repeats" and "seed". Out: that file, with the versions, and for decode seconds a step of each repeat,
-the tokens made and, in a .npy beside it, the logits behind the prompt [vocab_size] float32.
+In: `script.py export|decode JOB`, where JOB is JSON: "checkpoint" and "out" are folders, "result" is the file to write;
+for decode also "threads", "context", "steps", "repeats" and "seed". Out: that file, with the versions, and for decode
+seconds a step of each repeat, the tokens made and, in a .npy beside it, the logits behind the prompt [vocab_size]
+float32.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Any
 
 import numpy as np
 
-# start(prompt [context] int64) -> logits [vocab_size], advance; advance(steps) -> the first token and those of `steps` greedy steps
+# start(prompt [context] int64) -> logits [vocab_size], advance; advance(steps) -> the first token and those of `steps`
+# greedy steps
 Start = Callable[[np.ndarray], tuple[np.ndarray, Callable[[int], list[int]]]]
 
 
-def main(packages: Sequence[str], export: Callable[[dict], None] | None = None, decode: Callable[[dict], Start] | None = None) -> None:
+def main(
+    packages: Sequence[str], export: Callable[[dict], None] | None = None, decode: Callable[[dict], Start] | None = None
+) -> None:
     """Do what the command line asks for."""
     what, job = sys.argv[1], json.loads(sys.argv[2])
     result: dict[str, Any] = {"versions": {name: metadata.version(name) for name in sorted(packages)}}
@@ -34,6 +38,7 @@ def main(packages: Sequence[str], export: Callable[[dict], None] | None = None, 
 
 def greedy(logits: np.ndarray, step: Callable[[int], np.ndarray]) -> Callable[[int], list[int]]:
     """`advance` of a contestant whose `step` takes a token to the next logits."""
+
     def advance(steps: int) -> list[int]:
         tokens = [int(logits.argmax())]
         for _ in range(steps):

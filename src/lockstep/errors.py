@@ -17,7 +17,8 @@ _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, er
 
 
 class LockstepError(Exception):
-    """Base of all errors meant for a user. The message is one line: what was expected, what was found, where, what to do."""
+    """Base of all errors meant for a user. The message is one line: what was expected, what was found, where, what to
+    do."""
 
     exit_code = 1
 
@@ -42,7 +43,8 @@ class Ended(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _ending_raises() -> Iterator[None]:
-    """Raise Ended where the signals of `ENDING` would end this process at once. A signal that is ignored (`nohup`) or handled stays so."""
+    """Raise Ended where the signals of `ENDING` would end this process at once. A signal that is ignored (`nohup`) or
+    handled stays so."""
     if threading.current_thread() is not threading.main_thread():  # Python takes signals in the main thread only
         yield
         return
@@ -64,7 +66,8 @@ def _ending_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[None]:
-    """Where folders are removed: CPython's rmtree, interrupted while it closes one, closes it again, and fails. Raises KeyboardInterrupt then."""
+    """Where folders are removed: CPython's rmtree, interrupted while it closes one, closes it again, and fails. Raises
+    KeyboardInterrupt then."""
     try:
         yield
     except OSError as error:
@@ -77,7 +80,8 @@ def interrupts() -> Iterator[None]:
 def guard() -> Iterator[None]:
     """Turn a user's errors into one line on stderr and an exit code; a programming error keeps its traceback.
 
-    An interrupt, SIGTERM and SIGHUP are one line too, after all that was begun is undone; the exit code is 128 and the signal's number.
+    An interrupt, SIGTERM and SIGHUP are one line too, after all that was begun is undone; the exit code is 128 and the
+    signal's number.
     """
     try:
         with _ending_raises(), interrupts():
@@ -90,7 +94,9 @@ def guard() -> Iterator[None]:
         where = f" ({error.filename})" if error.filename else ""
         _leave(f"{error.strerror}{where}: free or make writable this place and run the same command again", 2)
     except KeyboardInterrupt as error:
-        what, number = (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", signal.SIGINT)
+        what, number = (
+            (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", signal.SIGINT)
+        )
         if getattr(error, "said_by_child", False):  # on the same stderr, in the same words
             raise SystemExit(128 + number) from None
         _leave(f"{what}; {_KEPT}", 128 + number)

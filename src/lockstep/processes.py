@@ -8,15 +8,16 @@ from typing import Any
 
 from lockstep.errors import Ended
 
-# Seconds in which a child that was told to end undoes what it began; one that computes outside of Python hears of it late.
+# Seconds in which a child that was told to end undoes what it began; one that computes outside of Python hears of it
+# late.
 GRACE = 10.0
 
 
 def run(command: Sequence[str], input: str | None = None, **options: Any) -> subprocess.CompletedProcess:
     """Run `command` as `subprocess.run(text=True)` does, with options of Popen.
 
-    On SIGTERM and SIGHUP the child gets the same signal. On Ctrl-C a terminal has told it already; else it gets SIGTERM after `GRACE` seconds. One that does not
-    end is killed. Raises OSError for a command that does not start.
+    On SIGTERM and SIGHUP the child gets the same signal. On Ctrl-C a terminal has told it already; else it gets SIGTERM
+    after `GRACE` seconds. One that does not end is killed. Raises OSError for a command that does not start.
     """
     if input is not None:
         options["stdin"] = subprocess.PIPE

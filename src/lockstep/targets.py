@@ -32,7 +32,8 @@ def layer_count(text: str) -> int | str:
 
 @dataclass(frozen=True)
 class Results:
-    """The results tree. Arguments may be Snakemake wildcards (`"{model}"`), so that rules and code share one definition."""
+    """The results tree. Arguments may be Snakemake wildcards (`"{model}"`), so that rules and code share one
+    definition."""
 
     root: Path = Path("results")
 
@@ -85,4 +86,8 @@ class Results:
         return self.root / "report" / name
 
     def log(self, rule: str, *names: str) -> Path:
-        return self.root.joinpath("logs", rule, *names[:-1], f"{names[-1]}.log") if names else self.root / "logs" / f"{rule}.log"
+        return (
+            self.root.joinpath("logs", rule, *names[:-1], f"{names[-1]}.log")
+            if names
+            else self.root / "logs" / f"{rule}.log"
+        )

@@ -2,8 +2,9 @@
 
     python3.10 tests/data/tensorrt_api.py WHEEL...       writes tensorrt_api.txt beside this file
 
-The wheels are `tensorrt==8.6.0` and, for later versions, `tensorrt_cu12_bindings`, all for the Python that runs this. Their extension module is
-imported for its names alone, beside empty stand-ins for the libraries that it links: no GPU and no library is needed, but gcc and binutils.
+The wheels are `tensorrt==8.6.0` and, for later versions, `tensorrt_cu12_bindings`, all for the Python that runs this.
+Their extension module is imported for its names alone, beside empty stand-ins for the libraries that it links: no GPU
+and no library is needed, but gcc and binutils.
 """
 
 import re
@@ -25,21 +26,31 @@ for name, value in vars(module).items():
         if isinstance(value, type):
             own = (member for member in vars(value) if not member.startswith("_"))
             print(*(f"{name}.{member}" for member in own if not (hasattr(value, "__members__") and member in ("name", "value"))), sep="\\n")
-"""
+"""  # noqa: E501
 
 
 def names(wheel: Path) -> set[str]:
-    """`Class` and `Class.member` of all that the wheel's extension module defines; what a class inherits stands with its base."""
+    """`Class` and `Class.member` of all that the wheel's extension module defines; what a class inherits stands with
+    its base."""
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
-        module = Path(archive.extract(next(name for name in archive.namelist() if name.endswith("/tensorrt.so")), folder))
+        module = Path(
+            archive.extract(next(name for name in archive.namelist() if name.endswith("/tensorrt.so")), folder)
+        )
         said = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True).stdout
         undefined = [line.split()[-1] for line in said("nm", "-D", "--undefined-only", str(module)).splitlines()]
-        wanted = [name for name in undefined if re.search("nv|Nv|Infer|Plugin", name) and "@" not in name]  # not the C and C++ libraries'
+        # not the C and C++ libraries'
+        wanted = [name for name in undefined if re.search("nv|Nv|Infer|Plugin", name) and "@" not in name]
         code = Path(folder) / "standin.c"
         code.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in wanted))
         for library in sorted(set(re.findall(r"\[(libnv\S+?)\]", said("readelf", "-d", str(module))))):
             said("gcc", "-shared", "-fPIC", "-o", str(Path(folder) / library), str(code), f"-Wl,-soname,{library}")
-        listed = subprocess.run([sys.executable, "-c", _NAMES, str(module)], stdout=subprocess.PIPE, check=True, text=True, env={"LD_LIBRARY_PATH": folder})
+        listed = subprocess.run(
+            [sys.executable, "-c", _NAMES, str(module)],
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+            env={"LD_LIBRARY_PATH": folder},
+        )
         return {line for line in listed.stdout.splitlines() if line}
 
 

@@ -1,4 +1,5 @@
-"""The demo's graphs and weights for the tests on a GPU. torch, which exports them, may be in another Python than TensorRT: LOCKSTEP_PYTHON names it."""
+"""The demo's graphs and weights for the tests on a GPU. torch, which exports them, may be in another Python than
+TensorRT: LOCKSTEP_PYTHON names it."""
 
 from __future__ import annotations
 
@@ -29,6 +30,15 @@ def demo(tmp_path_factory) -> Results:
     python, own = os.environ.get("LOCKSTEP_PYTHON", sys.executable), {"PYTHONPATH": str(ROOT / "src")}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"} | own
     for stage in ("resolve", "convert", "export"):
-        command = [python, "-m", "lockstep", stage, "--config", str(folder / "config.yaml"), "--results", str(folder / "results")]
+        command = [
+            python,
+            "-m",
+            "lockstep",
+            stage,
+            "--config",
+            str(folder / "config.yaml"),
+            "--results",
+            str(folder / "results"),
+        ]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return Results(folder / "results")

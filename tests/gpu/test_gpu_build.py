@@ -6,16 +6,16 @@ import numpy as np
 import onnx.parser
 import pytest
 
+from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import get_backend
 from lockstep.backends.tensorrt import compat
 from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import read_json, write_json
 
 pytestmark = pytest.mark.gpu
 
 BLOCK = """<ir_version: 8, opset_import: ["": 17]> g (float16[num_tokens, 64] hidden, float16[128, 64] weight) => (float16[num_tokens, 128] out)
 { product = Gemm<transB = 1>(hidden, weight)  wide = Cast<to = 1>(product)  mean = ReduceMean<axes = [-1], keepdims = 1>(wide)
-  centred = Sub(wide, mean)  out = Cast<to = 10>(centred) }"""
+  centred = Sub(wide, mean)  out = Cast<to = 10>(centred) }"""  # noqa: E501
 
 
 @pytest.fixture
@@ -27,14 +27,25 @@ def graph(tmp_path):
 @pytest.fixture
 def hidden_regions():
     if not compat.has("hidden_regions"):
-        pytest.skip("of versions whose inspector does not list the kernels of fused regions; others list them as layers")
+        pytest.skip(
+            "of versions whose inspector does not list the kernels of fused regions; others list them as layers"
+        )
 
 
 def build(graph, tactics="free", **changes):
     """Build it as an engine set of one; gives what the manifest and the entry say."""
     backend = get_backend("tensorrt")
-    options = {**backend.default_options(), "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"], "tactics": tactics, **changes}
-    backend.start(graph.parent, {"options": options, "backend_version": backend.version(), "device": backend.describe_device()}, ["block"])
+    options = {
+        **backend.default_options(),
+        "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"],
+        "tactics": tactics,
+        **changes,
+    }
+    backend.start(
+        graph.parent,
+        {"options": options, "backend_version": backend.version(), "device": backend.describe_device()},
+        ["block"],
+    )
     built = backend.build(graph, graph.parent / "block.engine", options)
     return {**backend.finish(["block"]), **built.about, "note": built.note}
 
@@ -54,13 +65,20 @@ def test_products_are_summed_in_fp32(tmp_path, rows):
     onnx.save(onnx.parser.parse_model(BLOCK.replace("64]", "8192]", 2)), tmp_path / "block.onnx")
     build(tmp_path / "block.onnx")
     random = np.random.default_rng(0)
-    hidden, weight = (random.standard_normal(shape, np.float32).astype(np.float16) for shape in ((rows, 8192), (128, 8192)))
+    hidden, weight = (
+        random.standard_normal(shape, np.float32).astype(np.float16) for shape in ((rows, 8192), (128, 8192))
+    )
     program = TensorRTProgram(tmp_path / "block.engine", [{"name": "weight", "dtype": "float16", "shape": [128, 8192]}])
     stream, out = program.device.stream, np.empty((rows, 128), np.float16)
-    on_device = {name: cuda.empty(array.shape, array.dtype) for name, array in {"hidden": hidden, "weight": weight, "out": out}.items()}
+    on_device = {
+        name: cuda.empty(array.shape, array.dtype)
+        for name, array in {"hidden": hidden, "weight": weight, "out": out}.items()
+    }
     stream.upload(on_device["hidden"], hidden)
     stream.upload(on_device["weight"], weight)
-    TensorRTExecutable(program, {"weight": on_device["weight"]}, Uploads()).prepare({"hidden": on_device["hidden"]}, {"out": on_device["out"]})()
+    TensorRTExecutable(program, {"weight": on_device["weight"]}, Uploads()).prepare(
+        {"hidden": on_device["hidden"]}, {"out": on_device["out"]}
+    )()
     stream.download(out, on_device["out"])
     stream.synchronize()
     product = hidden.astype(np.float64) @ weight.astype(np.float64).T
@@ -72,8 +90,15 @@ def test_products_are_summed_in_fp32(tmp_path, rows):
 def test_the_kernels_of_fused_regions_are_known(graph):
     """Of the profiles with several rows: one row is multiplied by a kernel that is made for it."""
     build(graph, "record")
-    assert any(layer["kind"].endswith(" in a fused region") for layer in read_json(graph.parent / "tactics.json")["engines"]["block"]["layers"])
-    kernels = [layer["tactic"] for layer in get_backend("tensorrt").layer_information(graph.parent / "block.engine") if "gemm" in layer["tactic"]]
+    assert any(
+        layer["kind"].endswith(" in a fused region")
+        for layer in read_json(graph.parent / "tactics.json")["engines"]["block"]["layers"]
+    )
+    kernels = [
+        layer["tactic"]
+        for layer in get_backend("tensorrt").layer_information(graph.parent / "block.engine")
+        if "gemm" in layer["tactic"]
+    ]
     assert kernels and all("f16f16_f16f32_f32" in kernel for kernel in kernels)
 
 
@@ -87,7 +112,10 @@ def test_recorded_tactics_are_found_again(graph):
     """At a level that leaves the product unfused: what 8.6 chooses inside fused regions no record brings back."""
     recorded = build(graph, "record", one_region=False, optimization_level=3)
     verified = build(graph, "verified", one_region=False, optimization_level=3)
-    assert verified["tactics_sha256"] == recorded["tactics_sha256"] and verified["tactics"]["files"] == recorded["tactics"]["files"]
+    assert (
+        verified["tactics_sha256"] == recorded["tactics_sha256"]
+        and verified["tactics"]["files"] == recorded["tactics"]["files"]
+    )
 
 
 def test_a_record_that_says_something_else_fails_with_the_layer(graph):

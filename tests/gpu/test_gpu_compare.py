@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.verify import compare
 from lockstep import backends
 from lockstep.artifacts.files import read_json
+from lockstep.verify import compare
 
 pytestmark = pytest.mark.gpu
 

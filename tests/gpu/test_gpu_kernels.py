@@ -8,7 +8,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 POSITIONS, HEADS, KV_HEADS, DIM, PAGE = 200, 4, 2, 16, 64
-ROWS = np.array([0, -1, 2, 1, 1, 1, 1, 1, 1], np.int32)  # the second token belongs to nobody; row 1 goes over to its second page
+# the second token belongs to nobody; row 1 goes over to its second page
+ROWS = np.array([0, -1, 2, 1, 1, 1, 1, 1, 1], np.int32)
 AT = np.array([5, 0, 130, 61, 62, 63, 64, 65, 66])
 PAGES = np.array([[3, 1, 0, 2], [4, 5, 6, 7], [8, 9, 10, 11]], np.int32)
 
@@ -57,15 +58,32 @@ def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
     device, random = OnDevice(), np.random.default_rng(0)
     own, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
     partner = np.array([*range(4, 8), *range(4), *range(8, 16)], np.int32)
-    query, key = (random.standard_normal((len(AT), heads, DIM), np.float32).astype(np.float16).astype(given) for heads in (HEADS, KV_HEADS))
+    query, key = (
+        random.standard_normal((len(AT), heads, DIM), np.float32).astype(np.float16).astype(given)
+        for heads in (HEADS, KV_HEADS)
+    )
     value = random.standard_normal((len(AT), KV_HEADS, DIM), np.float32).astype(np.float16)
-    out, keys, values = (device.up(np.zeros(shape, np.float16)) for shape in (query.shape, *[(PAGES.size, KV_HEADS, PAGE, DIM)] * 2))
+    out, keys, values = (
+        device.up(np.zeros(shape, np.float16)) for shape in (query.shape, *[(PAGES.size, KV_HEADS, PAGE, DIM)] * 2)
+    )
     positions = device.up(AT.astype(np.int64 if wide else np.int32))
     Rotate(Form("float16", given, wide, HEADS, KV_HEADS, DIM, DIM, 0)).launch(
-        device.stream, device.up(query), device.up(key), device.up(value), out, keys, values, Rotation(device.up(own), device.up(other), device.up(partner)),
-        device.up(ROWS), positions, device.up(PAGES),
-    )  # fmt: skip
-    turned = [x.astype(np.float32) * own[AT, None] + x[:, :, partner].astype(np.float32) * other[AT, None] for x in (query, key)]
+        device.stream,
+        device.up(query),
+        device.up(key),
+        device.up(value),
+        out,
+        keys,
+        values,
+        Rotation(device.up(own), device.up(other), device.up(partner)),
+        device.up(ROWS),
+        positions,
+        device.up(PAGES),
+    )
+    turned = [
+        x.astype(np.float32) * own[AT, None] + x[:, :, partner].astype(np.float32) * other[AT, None]
+        for x in (query, key)
+    ]
     # Computed in fp32, and rounded to fp16 once, a little behind where NumPy does: one unit in the last place.
     np.testing.assert_allclose(device.down(out), turned[0], rtol=2**-10, atol=2**-13)
     found = {name: device.down(array) for name, array in (("keys", keys), ("values", values))}
@@ -74,14 +92,17 @@ def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
     assert not found["keys"].any() and not found["values"].any()
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [("float16", 16), ("float16", 12), ("float32", 16)])  # 16 bytes at a time, 2 at a time
+# 16 bytes at a time, 2 at a time
+@pytest.mark.parametrize(("dtype", "dim"), [("float16", 16), ("float16", 12), ("float32", 16)])
 def test_keys_and_values_are_cached_in_rows(dtype, dim):
     from lockstep.backends.tensorrt.kernels import Kernels
 
     device, random = OnDevice(), np.random.default_rng(0)
     key, value = (random.standard_normal((len(AT), KV_HEADS, dim), np.float32).astype(dtype) for _ in range(2))
     keys, values = (device.up(np.zeros((3, KV_HEADS, POSITIONS, dim), dtype)) for _ in range(2))
-    Kernels(False).write_cache(device.stream, device.up(key), device.up(value), keys, values, device.up(ROWS), device.up(AT.astype(np.int32)))
+    Kernels(False).write_cache(
+        device.stream, device.up(key), device.up(value), keys, values, device.up(ROWS), device.up(AT.astype(np.int32))
+    )
     for expected, array in ((key, device.down(keys)), (value, device.down(values))):
         assert np.array_equal(cached(array, False), expected[ROWS >= 0]) and not array.any()
 
@@ -93,22 +114,33 @@ def numbers(name: str) -> np.dtype:
 
 
 class Rows:
-    """Rows of a form (fused_form.Form), each with a cache of the same numbers and NaN behind them; one token of each is new."""
+    """Rows of a form (fused_form.Form), each with a cache of the same numbers and NaN behind them; one token of each is
+    new."""
 
     SCALE = 0.11
 
     def __init__(self, form, rows: int, pages_per_row: int):
         self.form, random, self.pages_per_row = form, np.random.default_rng(0), pages_per_row
         normal = lambda *shape, of=form.dtype: random.standard_normal(shape, np.float32).astype(numbers(of))
-        self.query, self.key = (normal(rows, heads, form.head_dim, of=form.given) for heads in (form.heads, form.kv_heads))
+        self.query, self.key = (
+            normal(rows, heads, form.head_dim, of=form.given) for heads in (form.heads, form.kv_heads)
+        )
         self.value = normal(rows, form.kv_heads, form.value_dim)
-        self.table = random.permutation(rows * pages_per_row + 3)[: rows * pages_per_row].reshape(rows, pages_per_row).astype(np.int32)
-        self.full = [normal(rows * pages_per_row + 3, form.kv_heads, PAGE, dim) for dim in (form.head_dim, form.value_dim)]
+        self.table = (
+            random.permutation(rows * pages_per_row + 3)[: rows * pages_per_row]
+            .reshape(rows, pages_per_row)
+            .astype(np.int32)
+        )
+        self.full = [
+            normal(rows * pages_per_row + 3, form.kv_heads, PAGE, dim) for dim in (form.head_dim, form.value_dim)
+        ]
         order = random.permutation(form.head_dim)
         half = form.head_dim // 2 - 2  # pairs; the rest stays alone
         self.partner = np.arange(form.head_dim, dtype=np.int32)
         self.partner[order[:half]], self.partner[order[half : 2 * half]] = order[half : 2 * half], order[:half]
-        self.own, self.other = (random.standard_normal((pages_per_row * PAGE, form.head_dim), np.float32) for _ in range(2))
+        self.own, self.other = (
+            random.standard_normal((pages_per_row * PAGE, form.head_dim), np.float32) for _ in range(2)
+        )
 
     def caches(self, lengths: list[int]) -> list[np.ndarray]:
         """Keys and values before the new tokens."""
@@ -117,16 +149,28 @@ class Rows:
             held[pages] |= (np.arange(self.pages_per_row * PAGE) < length - 1).reshape(-1, PAGE)
         return [np.where(held[:, None, :, None], cache, np.array(np.nan, cache.dtype)) for cache in self.full]
 
-    def expected(self, lengths: list[int], query: np.ndarray, caches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """From rotated queries and caches with the new token: attention in float64 [rows, heads, value_dim], 0 for rows of no length; and how much it may be
-        off. The weights are rounded to the cache's type, and so is what comes out. 1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
+    def expected(
+        self, lengths: list[int], query: np.ndarray, caches: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """From rotated queries and caches with the new token: attention in float64 [rows, heads, value_dim], 0 for rows
+        of no length; and how much it may be off. The weights are rounded to the cache's type, and so is what comes out.
+        1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
         form, unit = self.form, {"float16": 2**-11, "bfloat16": 2**-8}[self.form.dtype]
-        out, allowed = (np.zeros((len(lengths), form.kv_heads, form.heads // form.kv_heads, form.value_dim)) for _ in range(2))
+        out, allowed = (
+            np.zeros((len(lengths), form.kv_heads, form.heads // form.kv_heads, form.value_dim)) for _ in range(2)
+        )
         for row, length in enumerate(lengths):
             tokens = np.arange(max(0, length - form.window) if form.window else 0, length)
             if length:
-                keys, values = (cache[self.table[row, tokens // PAGE], :, tokens % PAGE].astype(np.float64) for cache in caches)
-                scores = np.einsum("kgd,tkd->kgt", query[row].astype(np.float64).reshape(form.kv_heads, -1, form.head_dim), keys) * self.SCALE
+                keys, values = (
+                    cache[self.table[row, tokens // PAGE], :, tokens % PAGE].astype(np.float64) for cache in caches
+                )
+                scores = (
+                    np.einsum(
+                        "kgd,tkd->kgt", query[row].astype(np.float64).reshape(form.kv_heads, -1, form.head_dim), keys
+                    )
+                    * self.SCALE
+                )
                 shares = np.exp(scores - scores.max(axis=2, keepdims=True))
                 shares /= shares.sum(axis=2, keepdims=True)
                 out[row], size = (np.einsum("kgt,tkd->kgd", shares, numbers) for numbers in (values, np.abs(values)))
@@ -136,9 +180,15 @@ class Rows:
 
 def decoding(dtype="float16", given=None, wide=False, group=1, kv_heads=2, dim=128, value_dim=None, window=0):
     return {
-        "dtype": dtype, "given": given or dtype, "wide": wide, "heads": group * kv_heads, "kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim or dim,
+        "dtype": dtype,
+        "given": given or dtype,
+        "wide": wide,
+        "heads": group * kv_heads,
+        "kv_heads": kv_heads,
+        "head_dim": dim,
+        "value_dim": value_dim or dim,
         "window": window,
-    }  # fmt: skip
+    }
 
 
 LENGTHS = [1, 63, 0, 64, 65, 500], [500, 2, 129, 0, 16, 17]  # 0: the row does not decode
@@ -166,17 +216,26 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
 def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, form, lengths, multiprocessors):
     """Captured once, and launched for other lengths too."""
     from lockstep.backends.tensorrt import cuda
-    from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
     from lockstep.backends.tensorrt.fused_form import Form, Rotation
+    from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
     from lockstep.backends.tensorrt.rope_kernel import Rotate
 
     monkeypatch.setattr(cuda, "multiprocessors", lambda: multiprocessors)
     device, form, count = OnDevice(), Form(**form), len(lengths[0])
-    made, kernel, rotate, scratch = Rows(form, count, -(-max(lengths[0]) // PAGE)), DecodeAttention(form), Rotate(form), Scratch([form], count)
+    made, kernel, rotate, scratch = (
+        Rows(form, count, -(-max(lengths[0]) // PAGE)),
+        DecodeAttention(form),
+        Rotate(form),
+        Scratch([form], count),
+    )
     rotation = Rotation(*(device.up(array) for array in (made.own, made.other, made.partner)))
     given = [device.up(array) for array in (made.query, made.key, made.value)]
     caches, rotated_caches = ([device.up(cache) for cache in made.full] for _ in range(2))
-    rows, positions, table = device.up(np.zeros(count, np.int32)), device.up(np.zeros(count, np.int64 if form.wide else np.int32)), device.up(made.table)
+    rows, positions, table = (
+        device.up(np.zeros(count, np.int32)),
+        device.up(np.zeros(count, np.int64 if form.wide else np.int32)),
+        device.up(made.table),
+    )
     rotated = device.up(np.zeros((count, form.heads, form.head_dim), numbers(form.dtype)))
     outs = [device.up(np.zeros((count, form.heads, form.value_dim), numbers(form.dtype))) for _ in range(2)]
     with device.stream.capture() as graph:
@@ -184,8 +243,16 @@ def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, form, l
             kernel.launch(device.stream, *given, out, *caches, rotation, rows, positions, table, made.SCALE, scratch)
     for held in lengths:
         before = made.caches(held)
-        host = np.where(np.array(held) > 0, np.arange(count), -1).astype(np.int32), np.maximum(0, np.array(held) - 1).astype(positions.dtype)
-        for array, values in ((rows, host[0]), (positions, host[1]), *zip(caches, before), *zip(rotated_caches, before)):
+        host = (
+            np.where(np.array(held) > 0, np.arange(count), -1).astype(np.int32),
+            np.maximum(0, np.array(held) - 1).astype(positions.dtype),
+        )
+        for array, values in (
+            (rows, host[0]),
+            (positions, host[1]),
+            *zip(caches, before),
+            *zip(rotated_caches, before),
+        ):
             device.stream.upload(array, values)
         device.stream.synchronize()
         rotate.launch(device.stream, *given, rotated, *rotated_caches, rotation, rows, positions, table)
@@ -216,13 +283,21 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     logits[4, size - 1] = 9
     logits[5, 0] = 9
     logits[7, size // 2], logits[8, 1], logits[9, -1] = np.nan, np.inf, np.nan
-    rows, tokens, positions = np.array([0, -1, 2, 3, 4, 5, -1, 7, 8, 9], np.int32), np.arange(100, 110), np.arange(10) * 1000
+    rows, tokens, positions = (
+        np.array([0, -1, 2, 3, 4, 5, -1, 7, 8, 9], np.int32),
+        np.arange(100, 110),
+        np.arange(10) * 1000,
+    )
     logits = logits.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     integer = np.int64 if wide else np.int32
-    on_device = [device.up(array) for array in (tokens.astype(np.int32), tokens.astype(integer), positions.astype(integer))]
+    on_device = [
+        device.up(array) for array in (tokens.astype(np.int32), tokens.astype(integer), positions.astype(integer))
+    ]
     Kernels(wide).advance(device.stream, device.up(logits), device.up(rows), *on_device)
     going = rows >= 0
-    expected = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
+    expected = np.where(
+        np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1
+    )
     assert device.down(on_device[0]).tolist() == np.where(going, expected, tokens).tolist()
     assert device.down(on_device[1]).tolist() == np.where(going, np.maximum(expected, 0), tokens).tolist()
     assert device.down(on_device[2]).tolist() == (positions + going).tolist()

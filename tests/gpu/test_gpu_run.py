@@ -15,7 +15,8 @@ FIRST, LATER = 10, 6  # tokens after the prompts, and after slot 1 has begun aga
 
 
 def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:
-    """The tokens of each step: three prompts, then one token of each, then the second prompt again beside the others, then one token of each."""
+    """The tokens of each step: three prompts, then one token of each, then the second prompt again beside the others,
+    then one token of each."""
     steps = [model.step_tokens([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)])]
     for number in range(FIRST + LATER):
         advances = [Advance(slot, steps[-1][slot : slot + 1], model.length(slot)) for slot in range(len(prompts))]
@@ -39,7 +40,8 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, precision, attention):
     reference, model = (Model.open(engines, assembly, tensors) for engines in built.values())
     expected, found = (decode(opened, prompts) for opened in (reference, model))
     assert np.array_equal(found, expected) and np.array_equal(found[0][1], found[FIRST + 1][1])
-    # What a step takes, part by part, can be captured; decoding leaves the rows as they are, a prompt's row is forgotten.
+    # What a step takes, part by part, can be captured; decoding leaves the rows as they are, a prompt's row is
+    # forgotten.
     assert model.ahead and not reference.ahead
     assert {"block", "attention", "exit", "gaps"} < set(model._executor.breakdown(len(prompts)))
     model.step_tokens([Advance(0, prompts[0], 0)])

@@ -22,12 +22,20 @@ INDEX = "model.safetensors.index.json"
 def tensors(dtype: str = "BF16", seed: int = 0) -> dict[str, np.ndarray]:
     """Five tensors of two "layers": matrices, a vector, a scalar and an empty one."""
     numbers = np.random.default_rng(seed)
-    shapes = {"embed.weight": (16, 8), "layers.0.up.weight": (12, 8), "layers.1.up.weight": (12, 8), "norm.weight": (8,), "scale": ()}
+    shapes = {
+        "embed.weight": (16, 8),
+        "layers.0.up.weight": (12, 8),
+        "layers.1.up.weight": (12, 8),
+        "norm.weight": (8,),
+        "scale": (),
+    }
     made = {name: np.asarray(numbers.standard_normal(shape), NUMPY[dtype]) for name, shape in shapes.items()}
     return {**made, "empty": np.zeros((0, 8), NUMPY[dtype])}
 
 
-def write(folder: Path, values: Mapping[str, np.ndarray] | None = None, shards: int = 1, config: Mapping[str, Any] = CONFIG) -> Path:
+def write(
+    folder: Path, values: Mapping[str, np.ndarray] | None = None, shards: int = 1, config: Mapping[str, Any] = CONFIG
+) -> Path:
     """A checkpoint of `values` (by default `tensors()`) in one file, or dealt to `shards` files with an index."""
     values = tensors() if values is None else values
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +48,9 @@ def write(folder: Path, values: Mapping[str, np.ndarray] | None = None, shards: 
     files = {f"model-{number + 1:05d}-of-{shards:05d}.safetensors": names[number::shards] for number in range(shards)}
     for file, held in files.items():
         save_file({name: values[name] for name in held}, folder / file, {"format": "pt"})
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}})
+    )
     return folder
 
 
@@ -51,7 +61,8 @@ def safetensors_bytes(header: bytes | Mapping[str, Any], data: bytes = b"") -> b
 
 
 def hub_cache(root: Path, folder: Path, commit: str = "0123abcd") -> Path:
-    """`folder` as the hub's cache holds it: `snapshots/<commit>` of relative links into `blobs`. Returns the snapshot."""
+    """`folder` as the hub's cache holds it: `snapshots/<commit>` of relative links into `blobs`. Returns the
+    snapshot."""
     blobs, snapshot = root / "models--org--name" / "blobs", root / "models--org--name" / "snapshots" / commit
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

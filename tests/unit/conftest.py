@@ -5,20 +5,21 @@ from pathlib import Path
 
 import pytest
 from demo_model import CONFIG, DEMO
-from shared import Shared
 
-from lockstep.verify import golden
-from lockstep.provenance.cache.store import Cache
-from lockstep.checkpoint import resolve
 from lockstep.backends import build
-from lockstep.targets import Results
+from lockstep.checkpoint import resolve
 from lockstep.export import export
+from lockstep.provenance.cache.store import Cache
+from lockstep.targets import Results
+from lockstep.verify import golden
 from lockstep.weights import convert
+from shared import Shared
 
 
 @pytest.fixture(scope="session")
 def demo(shared: Shared) -> Results:
-    """Results of "demo-llama" in fp32 and fp16: checkpoint, weights, graphs, engines. Read only: copy what a test changes."""
+    """Results of "demo-llama" in fp32 and fp16: checkpoint, weights, graphs, engines. Read only: copy what a test
+    changes."""
     return Results(shared.folder("demo", _make_demo))
 
 
@@ -28,17 +29,27 @@ def _make_demo(folder: Path) -> None:
     for precision in ("fp32", "fp16"):
         export(checkpoint, precision, results.assembly("demo-llama", precision))
         convert(checkpoint, precision, results.weights("demo-llama", precision))
-        build(results.assembly("demo-llama", precision), "onnxruntime", results.engines("demo-llama", precision, "onnxruntime"))
+        build(
+            results.assembly("demo-llama", precision),
+            "onnxruntime",
+            results.engines("demo-llama", precision, "onnxruntime"),
+        )
 
 
 @pytest.fixture(scope="session")
 def references(demo: Results, shared: Shared) -> Results:
     """`demo` with the references of 2 and all layers, for the prompts and texts of config/config.yaml."""
+
     def make(folder: Path) -> None:
         shutil.copytree(demo.root, folder, dirs_exist_ok=True)
         results = Results(folder)
         for layers in (2, "all"):
-            golden.make_reference(results.checkpoint("demo-llama"), layers, CONFIG.reference_terms("demo-llama"), results.reference("demo-llama", layers))
+            golden.make_reference(
+                results.checkpoint("demo-llama"),
+                layers,
+                CONFIG.reference_terms("demo-llama"),
+                results.reference("demo-llama", layers),
+            )
 
     return Results(shared.folder("references", make))
 

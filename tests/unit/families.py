@@ -1,6 +1,8 @@
-"""Tiny models of many families: each small enough to run in a second, each with what makes its family different from a Llama.
+"""Tiny models of many families: each small enough to run in a second, each with what makes its family different from a
+Llama.
 
-A window is shorter than any prompt of the tests; groups, heads and sizes are different numbers, so that none can stand for another.
+A window is shorter than any prompt of the tests; groups, heads and sizes are different numbers, so that none can stand
+for another.
 """
 
 from __future__ import annotations
@@ -10,9 +12,17 @@ from typing import Any
 
 WINDOW = 5
 _SIZES = {
-    "vocab_size": 288, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 288,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 _NO_GROUPS = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -20,7 +30,8 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 @dataclass(frozen=True)
 class Family:
-    """config: the model's config.json. windows: of each kind, 0 for none. classes: number of block classes, the embedding among them."""
+    """config: the model's config.json. windows: of each kind, 0 for none. classes: number of block classes, the
+    embedding among them."""
 
     config: dict[str, Any]
     windows: tuple[int, ...] = (0,)
@@ -29,7 +40,9 @@ class Family:
     slots: tuple[str, ...] = field(default=())  # weights that some block must take: what the family is known for
 
 
-def _family(model_type: str, *, sizes: dict[str, Any] = _SIZES, windows=(0,), classes=4, softcap=0.0, slots=(), **settings: Any) -> Family:
+def _family(
+    model_type: str, *, sizes: dict[str, Any] = _SIZES, windows=(0,), classes=4, softcap=0.0, slots=(), **settings: Any
+) -> Family:
     return Family({"model_type": model_type, "dtype": "float32", **sizes, **settings}, windows, classes, softcap, slots)
 
 
@@ -38,51 +51,154 @@ def _rope(rope_type: str = "default", **settings: Any) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "llama": _family("llama", attention_bias=True, mlp_bias=True, slots=("self_attn.o_proj.bias", "mlp.down_proj.bias")),
-    "llama, llama3 rope": _family(
-        "llama", tie_word_embeddings=True, head_dim=16, rope_parameters=_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    "llama": _family(
+        "llama", attention_bias=True, mlp_bias=True, slots=("self_attn.o_proj.bias", "mlp.down_proj.bias")
     ),
-    "llama, yarn rope": _family("llama", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "llama, llama3 rope": _family(
+        "llama",
+        tie_word_embeddings=True,
+        head_dim=16,
+        rope_parameters=_rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        ),
+    ),
+    "llama, yarn rope": _family(
+        "llama", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32)
+    ),
     "mistral": _family("mistral", head_dim=16, sliding_window=WINDOW, windows=(WINDOW,)),
-    "qwen2": _family("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, windows=(0, WINDOW), slots=("self_attn.q_proj.bias",)),
+    "qwen2": _family(
+        "qwen2",
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+        windows=(0, WINDOW),
+        slots=("self_attn.q_proj.bias",),
+    ),
     "qwen3": _family("qwen3", head_dim=16, slots=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
     "gemma": _family("gemma", head_dim=16, hidden_activation="gelu_pytorch_tanh"),
     "gemma2": _family(
-        "gemma2", head_dim=16, sliding_window=WINDOW, layer_types=_ALTERNATING, attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
-        query_pre_attn_scalar=24, windows=(WINDOW, 0), softcap=2.0,
+        "gemma2",
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        query_pre_attn_scalar=24,
+        windows=(WINDOW, 0),
+        softcap=2.0,
     ),
     "gemma3_text": _family(
-        "gemma3_text", head_dim=16, sliding_window=WINDOW, layer_types=_ALTERNATING, windows=(WINDOW, 0), slots=("self_attn.q_norm.weight",),
+        "gemma3_text",
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        windows=(WINDOW, 0),
+        slots=("self_attn.q_norm.weight",),
         rope_parameters={"full_attention": _rope("linear", factor=8.0), "sliding_attention": _rope(rope_theta=100.0)},
     ),
-    "phi": _family("phi", partial_rotary_factor=0.5, qk_layernorm=True, slots=("self_attn.q_layernorm.bias", "mlp.fc1.bias")),
-    "phi3": _family("phi3", sliding_window=WINDOW, windows=(WINDOW,), slots=("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")),
-    "gpt2": _family("gpt2", sizes={"vocab_size": 288, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}, slots=("wpe.weight",)),
-    "gpt_neox": _family("gpt_neox", sizes=_NO_GROUPS, rotary_pct=0.5, use_parallel_residual=True, slots=("attention.query_key_value.weight",)),
+    "phi": _family(
+        "phi", partial_rotary_factor=0.5, qk_layernorm=True, slots=("self_attn.q_layernorm.bias", "mlp.fc1.bias")
+    ),
+    "phi3": _family(
+        "phi3", sliding_window=WINDOW, windows=(WINDOW,), slots=("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")
+    ),
+    "gpt2": _family(
+        "gpt2",
+        sizes={
+            "vocab_size": 288,
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 128,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        slots=("wpe.weight",),
+    ),
+    "gpt_neox": _family(
+        "gpt_neox",
+        sizes=_NO_GROUPS,
+        rotary_pct=0.5,
+        use_parallel_residual=True,
+        slots=("attention.query_key_value.weight",),
+    ),
     "olmo2": _family("olmo2", slots=("self_attn.q_norm.weight", "post_feedforward_layernorm.weight")),
     "smollm3": _family("smollm3", no_rope_layers=[1, 0, 1], windows=(0, 0)),
-    "starcoder2": _family("starcoder2", sliding_window=WINDOW, windows=(WINDOW,), use_bias=True, slots=("self_attn.k_proj.bias",)),
+    "starcoder2": _family(
+        "starcoder2", sliding_window=WINDOW, windows=(WINDOW,), use_bias=True, slots=("self_attn.k_proj.bias",)
+    ),
     "cohere": _family("cohere", use_qk_norm=True, logit_scale=0.25, slots=("self_attn.q_norm.weight",)),
-    "granite": _family("granite", attention_multiplier=0.2, embedding_multiplier=5.0, residual_multiplier=0.4, logits_scaling=0.5),
-    "stablelm": _family("stablelm", partial_rotary_factor=0.5, use_qkv_bias=True, qk_layernorm=True, slots=("self_attn.q_layernorm.norms.0.weight",)),
+    "granite": _family(
+        "granite", attention_multiplier=0.2, embedding_multiplier=5.0, residual_multiplier=0.4, logits_scaling=0.5
+    ),
+    "stablelm": _family(
+        "stablelm",
+        partial_rotary_factor=0.5,
+        use_qkv_bias=True,
+        qk_layernorm=True,
+        slots=("self_attn.q_layernorm.norms.0.weight",),
+    ),
     "glm": _family("glm", head_dim=16, partial_rotary_factor=0.5, slots=("mlp.gate_up_proj.weight",)),
-    "opt": _family("opt", sizes=_NO_GROUPS, ffn_dim=80, word_embed_proj_dim=32, do_layer_norm_before=True, slots=("project_in.weight", "embed_positions.weight")),
+    "opt": _family(
+        "opt",
+        sizes=_NO_GROUPS,
+        ffn_dim=80,
+        word_embed_proj_dim=32,
+        do_layer_norm_before=True,
+        slots=("project_in.weight", "embed_positions.weight"),
+    ),
     "hunyuan_v1_dense": _family("hunyuan_v1_dense", head_dim=16, slots=("self_attn.query_layernorm.weight",)),
-    "mixtral": _family("mixtral", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, windows=(WINDOW,), slots=("mlp.gate.weight",)),
+    "mixtral": _family(
+        "mixtral",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        windows=(WINDOW,),
+        slots=("mlp.gate.weight",),
+    ),
     "qwen3_moe": _family("qwen3_moe", head_dim=16, num_experts=4, mlp_only_layers=[0], classes=6, **_EXPERTS),
     "deepseek_v3": _family(
-        "deepseek_v3", sizes={**_SIZES, "num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12,
-        v_head_dim=10, n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=1, classes=6, **_EXPERTS,
+        "deepseek_v3",
+        sizes={**_SIZES, "num_key_value_heads": 4},
+        q_lora_rank=24,
+        kv_lora_rank=20,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=10,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        classes=6,
+        **_EXPERTS,
     ),
     # Residuals are scaled by the depth: cut to its first layers, it must keep the whole model's scale.
     "minicpm3": _family(
-        "minicpm3", sizes={**_SIZES, "num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10,
+        "minicpm3",
+        sizes={**_SIZES, "num_key_value_heads": 4},
+        q_lora_rank=24,
+        kv_lora_rank=20,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=10,
     ),
     "phi3, longrope": _family(
-        "phi3", original_max_position_embeddings=64, rope_parameters=_rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5], long_factor=[2.0, 3.0, 4.0, 5.0, 6.0, 7.0]),
+        "phi3",
+        original_max_position_embeddings=64,
+        rope_parameters=_rope(
+            "longrope", short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5], long_factor=[2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+        ),
     ),
     "qwen2_moe": _family(  # its windows stand in the mask alone
-        "qwen2_moe", layer_types=_ALTERNATING, use_sliding_window=True, sliding_window=WINDOW, windows=(WINDOW, 0), num_experts=4, shared_expert_intermediate_size=24, **_EXPERTS,
+        "qwen2_moe",
+        layer_types=_ALTERNATING,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        windows=(WINDOW, 0),
+        num_experts=4,
+        shared_expert_intermediate_size=24,
+        **_EXPERTS,
     ),
     "phimoe": _family("phimoe", sliding_window=WINDOW, windows=(WINDOW,), num_local_experts=4, num_experts_per_tok=2),
-}  # fmt: skip
+}

@@ -1,4 +1,5 @@
-"""A Llama's forward by hand, in float64 NumPy: what the runtime's numbers are compared with where torch would be in the way."""
+"""A Llama's forward by hand, in float64 NumPy: what the runtime's numbers are compared with where torch would be in the
+way."""
 
 from __future__ import annotations
 
@@ -8,19 +9,32 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.export import random_model
-from lockstep.checkpoint import resolve
 from lockstep.backends import build
+from lockstep.checkpoint import resolve
+from lockstep.export import export, random_model
 from lockstep.targets import Results
-from lockstep.export import export
 from lockstep.weights import Weights, convert
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu", "vocab_size": 96,
-    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "eos_token_id": 0,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "eos_token_id": 0,
+}
 
 
 def make(folder: Path, precisions: Sequence[str], config: dict = CONFIG, seed: int = 0) -> Results:

@@ -1,4 +1,5 @@
-"""A results tree of the demo in fp16 as a run leaves it, with records and provenance, made in this process from exported graphs."""
+"""A results tree of the demo in fp16 as a run leaves it, with records and provenance, made in this process from
+exported graphs."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from typing import Any
 from demo_model import CONFIG
 
 from lockstep import backends, weights
-from lockstep.checkpoint import checkpoint_folder
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.provenance import run as stage
+from lockstep.checkpoint import checkpoint_folder
 from lockstep.pipeline.stages import step
+from lockstep.provenance import run as stage
 from lockstep.targets import Results
 
 MODEL, PRECISION, BACKEND = "demo-llama", "fp16", "onnxruntime"
@@ -27,15 +28,31 @@ def run(results: Results, name: str, make: Callable[[], Any] = lambda: None) -> 
     stage.run(replace(made, inputs={}) if name == "export" else made, make)  # such a tree has no architecture.json
 
 
-def recorded(demo: Results, root: Path, options: Mapping[str, Any] | None = None, change_graphs: Callable[[Path], None] = lambda folder: None) -> Results:
-    """Checkpoint, weights, graphs and engines in `root`, from those of `demo`; `change_graphs` is given their folder before engines are built."""
+def recorded(
+    demo: Results,
+    root: Path,
+    options: Mapping[str, Any] | None = None,
+    change_graphs: Callable[[Path], None] = lambda folder: None,
+) -> Results:
+    """Checkpoint, weights, graphs and engines in `root`, from those of `demo`; `change_graphs` is given their folder
+    before engines are built."""
     results = Results(root)
     shutil.copytree(demo.assembly(MODEL, PRECISION).parent, results.assembly(MODEL, PRECISION).parent)
     change_graphs(results.assembly(MODEL, PRECISION).parent)
     manifest = read_json(demo.checkpoint(MODEL))
     moved = {**manifest, "folder": os.path.abspath(checkpoint_folder(demo.checkpoint(MODEL), manifest))}
     run(results, "resolve", lambda: write_json(results.checkpoint(MODEL), moved))
-    run(results, "convert", lambda: weights.convert(results.checkpoint(MODEL), PRECISION, results.weights(MODEL, PRECISION)))
+    run(
+        results,
+        "convert",
+        lambda: weights.convert(results.checkpoint(MODEL), PRECISION, results.weights(MODEL, PRECISION)),
+    )
     run(results, "export")
-    run(results, "build", lambda: backends.build(results.assembly(MODEL, PRECISION), BACKEND, results.engines(MODEL, PRECISION, BACKEND), options))
+    run(
+        results,
+        "build",
+        lambda: backends.build(
+            results.assembly(MODEL, PRECISION), BACKEND, results.engines(MODEL, PRECISION, BACKEND), options
+        ),
+    )
     return results

@@ -13,8 +13,8 @@ from checkpoints import write
 
 from lockstep import weights
 from lockstep.checkpoint import resolve
-from lockstep.provenance import run as stage
 from lockstep.pipeline.step import Step
+from lockstep.provenance import run as stage
 
 MB = 1 << 20
 RUN = """import sys
@@ -27,11 +27,15 @@ with guard(): convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
 
 
 def checkpoint(folder: Path, seed: int = 0, megabytes: float = 0.1) -> Path:
-    """A resolved bf16 checkpoint of random numbers, recorded; gives its manifest. In fp32 it has twice as many bytes."""
+    """A resolved bf16 checkpoint of random numbers, recorded; gives its manifest. In fp32 it has twice as many
+    bytes."""
     numbers = np.random.default_rng(seed).standard_normal(int(megabytes * MB / 2), np.float32)
     write(folder / "checkpoint", {"numbers": numbers.astype(ml_dtypes.bfloat16)})
     out = folder / "checkpoint.json"
-    return stage.run(Step("resolve", {"model": "m"}, {}, {}, out), lambda: resolve(str(folder / "checkpoint"), folder / "checkpoint", out))
+    return stage.run(
+        Step("resolve", {"model": "m"}, {}, {}, out),
+        lambda: resolve(str(folder / "checkpoint"), folder / "checkpoint", out),
+    )
 
 
 def convert(manifest: Path, folder: Path, cache: Path | str, precision: str = "fp32", make=None) -> Path:
@@ -61,4 +65,6 @@ def run(manifest: Path, folder: Path, cache: Path, **options) -> tuple[int, str]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }

@@ -1,10 +1,11 @@
 """A stand-in for CUDA, TensorRT and cuDNN on a machine without a GPU, on which all of our own code runs as it is.
 
-It is a strict device. Its memory is no host memory: addresses lie elsewhere, each access is held against the allocations, new and freed memory is full of
-NaN, and no address is given out twice. Streams do nothing until the host waits for just them, so that whatever relies on an order which nothing holds is
-wrong. A captured graph replays the addresses that it was captured with, and asks that its contexts still live and have the shapes of then. Page-locked host
-memory is read when a copy runs, other host memory when it is asked for. Plans are the ONNX graphs that the builder asked for, run by ONNX Runtime; our
-kernels and cuDNN's attention over pages are NumPy, and what cuDNN spoils is NaN.
+It is a strict device. Its memory is no host memory: addresses lie elsewhere, each access is held against the
+allocations, new and freed memory is full of NaN, and no address is given out twice. Streams do nothing until the host
+waits for just them, so that whatever relies on an order which nothing holds is wrong. A captured graph replays the
+addresses that it was captured with, and asks that its contexts still live and have the shapes of then. Page-locked host
+memory is read when a copy runs, other host memory when it is asked for. Plans are the ONNX graphs that the builder
+asked for, run by ONNX Runtime; our kernels and cuDNN's attention over pages are NumPy, and what cuDNN spoils is NaN.
 """
 
 from __future__ import annotations
@@ -27,11 +28,26 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-OURS = tuple(f"lockstep.backends.tensorrt.{name}" for name in ("cuda", "kernels", "fused_form", "paged_decode_attention", "rope_kernel", "program", "attention", "fused_attention", "executor"))
+OURS = tuple(
+    f"lockstep.backends.tensorrt.{name}"
+    for name in (
+        "cuda",
+        "kernels",
+        "fused_form",
+        "paged_decode_attention",
+        "rope_kernel",
+        "program",
+        "attention",
+        "fused_attention",
+        "executor",
+    )
+)
 KINDS = enum.Enum("DataType", "FLOAT HALF INT32 INT8 UINT8 BOOL BF16 INT64")
 MODES = enum.Enum("TensorIOMode", "INPUT OUTPUT")
 ERRORS = enum.IntEnum("cudaError_t", {"cudaSuccess": 0, "cudaErrorMemoryAllocation": 2})
-COPIES = enum.IntEnum("cudaMemcpyKind", {"cudaMemcpyHostToDevice": 1, "cudaMemcpyDeviceToHost": 2, "cudaMemcpyDeviceToDevice": 3})
+COPIES = enum.IntEnum(
+    "cudaMemcpyKind", {"cudaMemcpyHostToDevice": 1, "cudaMemcpyDeviceToHost": 2, "cudaMemcpyDeviceToDevice": 3}
+)
 NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
 POISON = 0xFF  # NaN in all floating types, -1 in integers
 
@@ -91,7 +107,10 @@ class Gpu:
         if block is None:
             raise Fault(f"{address:#x} is used after it was freed")
         if address - start + nbytes > block.size:
-            raise Fault(f"{nbytes} bytes at {address:#x}: {address - start + nbytes - block.size} behind the end of {block.size}")
+            raise Fault(
+                f"{nbytes} bytes at {address:#x}: {address - start + nbytes - block.size} behind the "
+                f"end of {block.size}"
+            )
         return block[address - start : address - start + nbytes]
 
     def array(self, address: int, shape, dtype) -> np.ndarray:
@@ -115,7 +134,9 @@ class Gpu:
         return np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8)
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
-        return any(start <= address and address + nbytes <= start + block.size for start, (block, _) in self._host.items())
+        return any(
+            start <= address and address + nbytes <= start + block.size for start, (block, _) in self._host.items()
+        )
 
     # --- streams
 
@@ -180,7 +201,9 @@ class Gpu:
         self.put(stream, run)
         return (ERRORS.cudaSuccess,)
 
-    def copy_rows(self, to: int, to_pitch: int, source: int, pitch: int, width: int, rows: int, kind: COPIES, stream: int):
+    def copy_rows(
+        self, to: int, to_pitch: int, source: int, pitch: int, width: int, rows: int, kind: COPIES, stream: int
+    ):
         if kind != COPIES.cudaMemcpyDeviceToDevice or width > min(to_pitch, pitch):
             raise Fault(f"rows of {width} bytes, {pitch} and {to_pitch} apart, {kind}")
 
@@ -231,24 +254,47 @@ class Gpu:
 
 def runtime(gpu: Gpu) -> ModuleType:
     module, done = ModuleType("cuda.bindings.runtime"), (ERRORS.cudaSuccess,)
-    attributes = enum.IntEnum("cudaDeviceAttr", "cudaDevAttrComputeCapabilityMajor cudaDevAttrComputeCapabilityMinor cudaDevAttrMultiProcessorCount")
+    attributes = enum.IntEnum(
+        "cudaDeviceAttr",
+        "cudaDevAttrComputeCapabilityMajor cudaDevAttrComputeCapabilityMinor cudaDevAttrMultiProcessorCount",
+    )
     vars(module).update(
-        cudaError_t=ERRORS, cudaMemcpyKind=COPIES, cudaStreamNonBlocking=1, cudaDeviceAttr=attributes,
-        cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2), cudaDeviceGetAttribute=lambda which, device: (ERRORS.cudaSuccess, 10 - which),
-        cudaMalloc=gpu.malloc, cudaFree=gpu.free, cudaMallocHost=gpu.malloc_host, cudaFreeHost=gpu.free_host,
-        cudaMemGetInfo=lambda: (ERRORS.cudaSuccess, gpu.total - gpu.used, gpu.total), cudaMemset=gpu.memset, cudaMemset2DAsync=gpu.memset_rows,
-        cudaMemcpyAsync=gpu.copy, cudaMemcpy2DAsync=gpu.copy_rows, cudaStreamCreateWithFlags=gpu.create_stream, cudaStreamSynchronize=gpu.synchronize,
-        cudaStreamDestroy=lambda stream: done, cudaStreamBeginCapture=gpu.begin_capture, cudaStreamEndCapture=gpu.end_capture,
-        cudaGraphInstantiate=lambda graph, flags: (ERRORS.cudaSuccess, list(graph)), cudaGraphDestroy=lambda graph: done,
-        cudaGraphExecDestroy=lambda graph: done, cudaGraphLaunch=gpu.launch_graph, cudaEventCreate=gpu.create_event, cudaEventRecord=gpu.record,
-        cudaEventDestroy=lambda event: done, cudaEventSynchronize=gpu.wait,
+        cudaError_t=ERRORS,
+        cudaMemcpyKind=COPIES,
+        cudaStreamNonBlocking=1,
+        cudaDeviceAttr=attributes,
+        cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2),
+        cudaDeviceGetAttribute=lambda which, device: (ERRORS.cudaSuccess, 10 - which),
+        cudaMalloc=gpu.malloc,
+        cudaFree=gpu.free,
+        cudaMallocHost=gpu.malloc_host,
+        cudaFreeHost=gpu.free_host,
+        cudaMemGetInfo=lambda: (ERRORS.cudaSuccess, gpu.total - gpu.used, gpu.total),
+        cudaMemset=gpu.memset,
+        cudaMemset2DAsync=gpu.memset_rows,
+        cudaMemcpyAsync=gpu.copy,
+        cudaMemcpy2DAsync=gpu.copy_rows,
+        cudaStreamCreateWithFlags=gpu.create_stream,
+        cudaStreamSynchronize=gpu.synchronize,
+        cudaStreamDestroy=lambda stream: done,
+        cudaStreamBeginCapture=gpu.begin_capture,
+        cudaStreamEndCapture=gpu.end_capture,
+        cudaGraphInstantiate=lambda graph, flags: (ERRORS.cudaSuccess, list(graph)),
+        cudaGraphDestroy=lambda graph: done,
+        cudaGraphExecDestroy=lambda graph: done,
+        cudaGraphLaunch=gpu.launch_graph,
+        cudaEventCreate=gpu.create_event,
+        cudaEventRecord=gpu.record,
+        cudaEventDestroy=lambda event: done,
+        cudaEventSynchronize=gpu.wait,
         cudaEventElapsedTime=lambda first, last: (ERRORS.cudaSuccess, (last[1] - first[1]) * 1e3),
-    )  # fmt: skip
+    )
     return module
 
 
 def nvrtc() -> ModuleType:
-    """What it compiles a source to is, by kernel, its parameters [(name, is a pointer)] and the numbers that the source is compiled for."""
+    """What it compiles a source to is, by kernel, its parameters [(name, is a pointer)] and the numbers that the source
+    is compiled for."""
     module, done = ModuleType("cuda.bindings.nvrtc"), (0,)
     sources: list[bytes] = []
     defined: dict[int, dict[str, int]] = {}
@@ -264,10 +310,19 @@ def nvrtc() -> ModuleType:
 
     def code(program: int) -> bytes:
         source = sources[program].decode().replace("\\\n", " ")
-        kernels = {name: text for name, text in re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\(([^)]*)\)', source)}
+        kernels = dict(
+            re.findall(
+                r'extern "C" __global__ void '
+                r"(?:__launch_bounds__\(\w+\)\s+)?(\w+)\(([^)]*)\)",
+                source,
+            )
+        )
         if template := kernels.pop("NAME", None):
-            kernels |= {name: template for name in re.findall(r"^WRITE\((\w+)", source, re.MULTILINE)}
-        parameters = {name: ([(part.split()[-1].strip("*"), "*" in part) for part in text.split(",")], defined[program]) for name, text in kernels.items()}
+            kernels |= dict.fromkeys(re.findall(r"^WRITE\((\w+)", source, re.MULTILINE), template)
+        parameters = {
+            name: ([(part.split()[-1].strip("*"), "*" in part) for part in text.split(",")], defined[program])
+            for name, text in kernels.items()
+        }
         return json.dumps(parameters).encode()
 
     def fill(program: int, out: bytes):
@@ -275,7 +330,10 @@ def nvrtc() -> ModuleType:
         return done
 
     vars(module).update(
-        nvrtcCreateProgram=create, nvrtcCompileProgram=compile_program, nvrtcGetCUBINSize=lambda program: (0, len(code(program))), nvrtcGetCUBIN=fill,
+        nvrtcCreateProgram=create,
+        nvrtcCompileProgram=compile_program,
+        nvrtcGetCUBINSize=lambda program: (0, len(code(program))),
+        nvrtcGetCUBIN=fill,
         nvrtcVersion=lambda: (0, 12, 9),
     )
     return module
@@ -283,25 +341,38 @@ def nvrtc() -> ModuleType:
 
 def driver(gpu: Gpu) -> ModuleType:
     module, result = ModuleType("cuda.bindings.driver"), enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0})
-    attributes = enum.IntEnum("CUdevice_attribute", "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR")
+    attributes = enum.IntEnum(
+        "CUdevice_attribute",
+        "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
+    )
 
     def launch(function, x, y, z, threads, *rest):
         name, parameters, defined = function
         *_, stream, (values, types), extra = rest
-        if len(values) != len(parameters) or any((kind is ctypes.c_void_p) != pointer for kind, (_, pointer) in zip(types, parameters, strict=True)):
+        if len(values) != len(parameters) or any(
+            (kind is ctypes.c_void_p) != pointer for kind, (_, pointer) in zip(types, parameters, strict=True)
+        ):
             raise Fault(f"kernel {name}: expected {parameters}, found {types}")
-        named = SimpleNamespace(grid=(x, y, z), **defined, **{parameter: value for (parameter, _), value in zip(parameters, values)})
+        named = SimpleNamespace(
+            grid=(x, y, z), **defined, **{parameter: value for (parameter, _), value in zip(parameters, values)}
+        )
         gpu.plain += not gpu.capturing(stream)
         gpu.put(stream, lambda: KERNELS[name](gpu, x, named))
         return (result.CUDA_SUCCESS,)
 
     vars(module).update(
-        CUresult=result, CUdevice_attribute=attributes, cuInit=lambda flags: (result.CUDA_SUCCESS,), cuDeviceGet=lambda number: (result.CUDA_SUCCESS, 0),
-        cuDeviceGetName=lambda size, device: (result.CUDA_SUCCESS, b"stand-in\0"), cuDeviceGetAttribute=lambda which, device: (result.CUDA_SUCCESS, 10 - which),
-        cuDeviceTotalMem=lambda device: (result.CUDA_SUCCESS, gpu.total), cuDriverGetVersion=lambda: (result.CUDA_SUCCESS, 12040),
-        cuModuleLoadData=lambda code: (result.CUDA_SUCCESS, json.loads(code)), cuLaunchKernel=launch,
+        CUresult=result,
+        CUdevice_attribute=attributes,
+        cuInit=lambda flags: (result.CUDA_SUCCESS,),
+        cuDeviceGet=lambda number: (result.CUDA_SUCCESS, 0),
+        cuDeviceGetName=lambda size, device: (result.CUDA_SUCCESS, b"stand-in\0"),
+        cuDeviceGetAttribute=lambda which, device: (result.CUDA_SUCCESS, 10 - which),
+        cuDeviceTotalMem=lambda device: (result.CUDA_SUCCESS, gpu.total),
+        cuDriverGetVersion=lambda: (result.CUDA_SUCCESS, 12040),
+        cuModuleLoadData=lambda code: (result.CUDA_SUCCESS, json.loads(code)),
+        cuLaunchKernel=launch,
         cuModuleGetFunction=lambda module, name: (result.CUDA_SUCCESS, (name.decode(), *module[name.decode()])),
-    )  # fmt: skip
+    )
     return module
 
 
@@ -328,11 +399,26 @@ def write_cache(gpu: Gpu, tokens: int, k: SimpleNamespace, unit: int) -> None:
 def rotate(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     """What Rotate.launch says."""
     rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.WIDE, tokens)
-    given, kind, partner, heads = NUMBERS[k.GIVEN], NUMBERS[k.KIND], gpu.array(k.partner, (k.DIM,), "i4"), k.KV_HEADS * k.GROUP
-    if any(address % 16 for address in (k.query, k.key, k.value, k.query_out, k.keys, k.values, k.own, k.other)) or k.DIM % 8 or k.VALUE_DIM % 8:
+    given, kind, partner, heads = (
+        NUMBERS[k.GIVEN],
+        NUMBERS[k.KIND],
+        gpu.array(k.partner, (k.DIM,), "i4"),
+        k.KV_HEADS * k.GROUP,
+    )
+    if (
+        any(address % 16 for address in (k.query, k.key, k.value, k.query_out, k.keys, k.values, k.own, k.other))
+        or k.DIM % 8
+        or k.VALUE_DIM % 8
+    ):
         raise Fault("rotate: arrays or heads that are not made of 16 bytes")
-    query, key = (gpu.array(address, (tokens, count, k.DIM), given).astype(np.float32) for address, count in ((k.query, heads), (k.key, k.KV_HEADS)))
-    value, out = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind), gpu.array(k.query_out, (tokens, heads, k.DIM), kind)
+    query, key = (
+        gpu.array(address, (tokens, count, k.DIM), given).astype(np.float32)
+        for address, count in ((k.query, heads), (k.key, k.KV_HEADS))
+    )
+    value, out = (
+        gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind),
+        gpu.array(k.query_out, (tokens, heads, k.DIM), kind),
+    )
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
         own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
         out[token], turned = ((x[token] * own + x[token][:, partner] * other).astype(kind) for x in (query, key))
@@ -361,25 +447,43 @@ def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
     gpu.array(k.partials, (parts * k.VALUE_DIM,), "f4")[:] = gpu.array(k.stats, (parts * 2,), "f4")[:] = np.nan
     if gpu.array(k.counters, (requests * blocks,), "i4").any():
         raise Fault("decode_attention: counters that are not 0")
-    query, key = (gpu.array(address, (requests, count, k.DIM), given).astype(np.float32) for address, count in ((k.query, heads), (k.key, k.KV_HEADS)))
-    value, out = gpu.array(k.value, (requests, k.KV_HEADS, k.VALUE_DIM), kind), gpu.array(k.out, (requests, heads, k.VALUE_DIM), kind)
+    query, key = (
+        gpu.array(address, (requests, count, k.DIM), given).astype(np.float32)
+        for address, count in ((k.query, heads), (k.key, k.KV_HEADS))
+    )
+    value, out = (
+        gpu.array(k.value, (requests, k.KV_HEADS, k.VALUE_DIM), kind),
+        gpu.array(k.out, (requests, heads, k.VALUE_DIM), kind),
+    )
     out[:] = 0
     for request, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
         if row < 0:
             continue
         if row != request or not 0 <= position < k.pages_per_row * k.PAGE:
-            raise Fault(f"decode_attention: request {request} of row {row}, position {position} in a row of {k.pages_per_row} pages")
+            raise Fault(
+                f"decode_attention: request {request} of row {row}, position {position} in a row of "
+                f"{k.pages_per_row} pages"
+            )
         own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
         turned = [(x[request] * own + x[request][:, partner] * other).astype(kind) for x in (query, key)]
         held = []
         for new, cache, dim in ((turned[1], k.keys, k.DIM), (value[request], k.values, k.VALUE_DIM)):
             size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
-            pages = [gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind) for page in table[request, : position // k.PAGE + 1].tolist()]
+            pages = [
+                gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind)
+                for page in table[request, : position // k.PAGE + 1].tolist()
+            ]
             pages[-1][:, position % k.PAGE] = new
-            held.append(np.concatenate(pages, axis=1)[:, : position + 1][:, -k.WINDOW :].astype(np.float32))  # with a window of 0: all
-        scores = np.einsum("kgd,ktd->kgt", turned[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0]) * k.scale
+            # with a window of 0: all
+            held.append(np.concatenate(pages, axis=1)[:, : position + 1][:, -k.WINDOW :].astype(np.float32))
+        scores = (
+            np.einsum("kgd,ktd->kgt", turned[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0])
+            * k.scale
+        )
         shares = np.exp2(scores - scores.max(axis=2, keepdims=True))
-        out[request] = np.einsum("kgt,ktd->kgd", shares / shares.sum(axis=2, keepdims=True), held[1]).reshape(heads, k.VALUE_DIM)
+        out[request] = np.einsum("kgt,ktd->kgd", shares / shares.sum(axis=2, keepdims=True), held[1]).reshape(
+            heads, k.VALUE_DIM
+        )
 
 
 def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
@@ -423,7 +527,9 @@ class Engine:
         return MODES.INPUT if any(value.name == name for value in self.model.graph.input) else MODES.OUTPUT
 
     def get_tensor_dtype(self, name):
-        return {1: KINDS.FLOAT, 10: KINDS.HALF, 7: KINDS.INT64 if self.wide else KINDS.INT32}[self.values[name].type.tensor_type.elem_type]
+        return {1: KINDS.FLOAT, 10: KINDS.HALF, 7: KINDS.INT64 if self.wide else KINDS.INT32}[
+            self.values[name].type.tensor_type.elem_type
+        ]
 
     def get_tensor_shape(self, name):
         return tuple(-1 if dim.dim_param else dim.dim_value for dim in self.values[name].type.tensor_type.shape.dim)
@@ -442,7 +548,14 @@ class Context:
     """IExecutionContext: wants one run outside of a capture after its shapes were set."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.active_optimization_profile, self.shapes, self.addresses, self.ready, self.memory = engine, 0, {}, {}, False, (0, 0)
+        self.engine, self.active_optimization_profile, self.shapes, self.addresses, self.ready, self.memory = (
+            engine,
+            0,
+            {},
+            {},
+            False,
+            (0, 0),
+        )
 
     @property
     def device_memory(self):
@@ -477,8 +590,16 @@ class Context:
             return False
         gpu.plain += not gpu.capturing(stream)
         self.ready = True
-        context, shapes, addresses, memory, captured = weakref.ref(self), dict(self.shapes), dict(self.addresses), self.memory, gpu.capturing(stream)
-        dtype = lambda name: {KINDS.FLOAT: "f4", KINDS.HALF: "f2", KINDS.INT32: "i4", KINDS.INT64: "i8"}[engine.get_tensor_dtype(name)]
+        context, shapes, addresses, memory, captured = (
+            weakref.ref(self),
+            dict(self.shapes),
+            dict(self.addresses),
+            self.memory,
+            gpu.capturing(stream),
+        )
+        dtype = lambda name: {KINDS.FLOAT: "f4", KINDS.HALF: "f2", KINDS.INT32: "i4", KINDS.INT64: "i8"}[
+            engine.get_tensor_dtype(name)
+        ]
 
         def run() -> None:
             if captured and (context() is None or context().shapes != shapes):
@@ -486,7 +607,11 @@ class Context:
             gpu.bytes(*memory)[:] = POISON
             feeds, places = {}, []
             for value in engine.session.get_inputs():
-                array = gpu.array(addresses[value.name], shapes.get(value.name, engine.get_tensor_shape(value.name)), dtype(value.name))
+                array = gpu.array(
+                    addresses[value.name],
+                    shapes.get(value.name, engine.get_tensor_shape(value.name)),
+                    dtype(value.name),
+                )
                 places.append((addresses[value.name], addresses[value.name] + array.nbytes))
                 feeds[value.name] = array.astype(np.int64) if array.dtype.kind == "i" else array
             for value, found in zip(engine.session.get_outputs(), engine.session.run(None, feeds)):
@@ -511,7 +636,12 @@ def tensorrt(gpu: Gpu, version: str) -> ModuleType:
 
     logger = type("ILogger", (), {"INTERNAL_ERROR": 0, "ERROR": 1, "WARNING": 2})
     vars(trt).update(
-        __version__=version, DataType=KINDS, TensorIOMode=MODES, Runtime=Runtime, ILogger=logger, ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=2)
+        __version__=version,
+        DataType=KINDS,
+        TensorIOMode=MODES,
+        Runtime=Runtime,
+        ILogger=logger,
+        ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=2),
     )
     return trt
 
@@ -559,15 +689,22 @@ def cudnn(gpu: Gpu) -> ModuleType:
         create_execution_plans = lambda self, modes: None
 
     vars(module).update(
-        create_handle=dict, destroy_handle=lambda handle: None, set_stream=lambda handle, stream: handle.update(stream=stream), pygraph=Graph, backend_version=lambda: 91900,
-        cudnnGraphNotSupportedError=type("cudnnGraphNotSupportedError", (Exception,), {}), heur_mode=SimpleNamespace(A=0),
-        diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT=1), data_type=SimpleNamespace(HALF="f2", BFLOAT16="bf16", FLOAT="f4", INT32="i4"),
-    )  # fmt: skip
+        create_handle=dict,
+        destroy_handle=lambda handle: None,
+        set_stream=lambda handle, stream: handle.update(stream=stream),
+        pygraph=Graph,
+        backend_version=lambda: 91900,
+        cudnnGraphNotSupportedError=type("cudnnGraphNotSupportedError", (Exception,), {}),
+        heur_mode=SimpleNamespace(A=0),
+        diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT=1),
+        data_type=SimpleNamespace(HALF="f2", BFLOAT16="bf16", FLOAT="f4", INT32="i4"),
+    )
     return module
 
 
 def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, workspace: int) -> None:
-    """Attention over pages, of packed queries [requests, tokens, heads, dim]; all rows are touched, those behind a request's tokens are spoiled."""
+    """Attention over pages, of packed queries [requests, tokens, heads, dim]; all rows are touched, those behind a
+    request's tokens are spoiled."""
     gpu.bytes(workspace, 512)[:] = POISON
     (requests, heads, tokens, dim), (_, kv_heads, page, value_dim) = asked.q.dim, asked.v.dim
     read = lambda tensor, shape: gpu.array(addresses[tensor], shape, tensor.data_type)
@@ -579,7 +716,14 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
     for request in range(requests):
         count, length = int(new[request]), int(held[request])
         pages = table[request, : -(-length // page)]
-        k, v = (cache[pages].swapaxes(1, 2).reshape(-1, kv_heads, cache.shape[3])[:length].astype(np.float32).repeat(heads // kv_heads, axis=1) for cache in (keys, values))
+        k, v = (
+            cache[pages]
+            .swapaxes(1, 2)
+            .reshape(-1, kv_heads, cache.shape[3])[:length]
+            .astype(np.float32)
+            .repeat(heads // kv_heads, axis=1)
+            for cache in (keys, values)
+        )
         scores = np.einsum("ihd,jhd->hij", query[request, :count].astype(np.float32), k) * asked.attn_scale
         at, past = length - count + np.arange(count)[:, None], np.arange(length)[None]
         seen = past <= at if hasattr(asked, "diagonal_band_right_bound") else np.ones((count, length), bool)
@@ -595,7 +739,8 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
 
 @contextlib.contextmanager
 def installed(version: str = "8.6.0") -> Iterator[Gpu]:
-    """In place of what the machine has, or has not, until the end of the `with`: CUDA, cuDNN and TensorRT of this version, and our modules bound to them."""
+    """In place of what the machine has, or has not, until the end of the `with`: CUDA, cuDNN and TensorRT of this
+    version, and our modules bound to them."""
     from lockstep.backends.tensorrt import backend, compat
 
     gpu, package, bindings = Gpu(), sys.modules["lockstep.backends.tensorrt"], ModuleType("cuda.bindings")
@@ -603,7 +748,9 @@ def installed(version: str = "8.6.0") -> Iterator[Gpu]:
     vars(bindings).update(parts)
     outer = ModuleType("cuda")
     outer.bindings = bindings
-    given = {"cuda": outer, "cuda.bindings": bindings, "cudnn": cudnn(gpu)} | {f"cuda.bindings.{name}": part for name, part in parts.items()}
+    given = {"cuda": outer, "cuda.bindings": bindings, "cudnn": cudnn(gpu)} | {
+        f"cuda.bindings.{name}": part for name, part in parts.items()
+    }
     before = {name: sys.modules.pop(name, None) for name in (*given, *OURS)}
     held = {name: vars(package).pop(name.rpartition(".")[2], None) for name in OURS}
     old = {name: getattr(compat, name) for name in ("trt", "_logger", "_runtime")}
@@ -627,16 +774,21 @@ def installed(version: str = "8.6.0") -> Iterator[Gpu]:
 
 
 def _build(self, real: Callable, graph: Path, out: Path, options: dict):
+    from lockstep.artifacts.files import sha256_file
     from lockstep.backends.base import Built
     from lockstep.backends.tensorrt.profiles import LIMITS
-    from lockstep.artifacts.files import sha256_file
 
     if out.suffix != ".engine":
         return real(self, graph, out, options)
     model = onnx.load(graph)
     model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
     out.write_bytes(model.SerializeToString())
-    product = {"name": "product", "kind": "gemm", "tactic": "another" if out.parent.name == "again" and out.stem == "middle" else "one", "formats": []}
+    product = {
+        "name": "product",
+        "kind": "gemm",
+        "tactic": "another" if out.parent.name == "again" and out.stem == "middle" else "one",
+        "formats": [],
+    }
     digest = self._tactics.take(out.stem, sha256_file(graph), [product], str(out))
     self._tactics.take_cache(b"cache", {}, str(out))
     return Built({"tactics_sha256": digest})

@@ -1,10 +1,11 @@
-"""A stand-in for TensorRT 8.6 and CUDA on a machine without a GPU: a script that builds an engine set with it and compares it.
+"""A stand-in for TensorRT 8.6 and CUDA on a machine without a GPU: a script that builds an engine set with it and
+compares it.
 
     python standin_tensorrt.py < request.json    {"assembly", "weights", "folder", "options", "tolerance", "fault"}
 
-A plan is the ONNX graph that the builder asked to build (lowered, fused), run by ONNX Runtime; device memory is the host's. All else is real: how graphs are
-prepared, rotary encodings, Polygraphy's TrtRunner, the calls of CUDA, bindings by address, profiles. As 8.6 does, integers are int32, and shapes outside
-of the profile that is set are refused.
+A plan is the ONNX graph that the builder asked to build (lowered, fused), run by ONNX Runtime; device memory is the
+host's. All else is real: how graphs are prepared, rotary encodings, Polygraphy's TrtRunner, the calls of CUDA, bindings
+by address, profiles. As 8.6 does, integers are int32, and shapes outside of the profile that is set are refused.
 """
 
 from __future__ import annotations
@@ -36,9 +37,16 @@ def cuda_runtime() -> ModuleType:
         ctypes.memmove(to, source, nbytes)
         return (0,)
 
-    Copies = enum.IntEnum("cudaMemcpyKind", {"cudaMemcpyHostToDevice": 1, "cudaMemcpyDeviceToHost": 2, "cudaMemcpyDeviceToDevice": 3})
+    Copies = enum.IntEnum(
+        "cudaMemcpyKind", {"cudaMemcpyHostToDevice": 1, "cudaMemcpyDeviceToHost": 2, "cudaMemcpyDeviceToDevice": 3}
+    )
     runtime = ModuleType("cuda.bindings.runtime")
-    runtime.cudaMemcpyKind, runtime.cudaMalloc, runtime.cudaMemcpy, runtime.cudaMemcpyAsync = Copies, allocate, copy, copy
+    runtime.cudaMemcpyKind, runtime.cudaMalloc, runtime.cudaMemcpy, runtime.cudaMemcpyAsync = (
+        Copies,
+        allocate,
+        copy,
+        copy,
+    )
     runtime.cudaFree = lambda address: (memory.pop(address, None), (0,))[1]
     runtime.cudaStreamCreate = lambda: (0, 7)
     runtime.cudaStreamSynchronize = runtime.cudaStreamDestroy = lambda stream: (int(stream != 7),)
@@ -122,14 +130,22 @@ class Context:
             feeds[value.name] = array.astype(np.int64) if dtype == "i4" else array
         for value, array in zip(session.get_outputs(), session.run(None, feeds)):
             array = np.ascontiguousarray(array)
-            ctypes.memmove(self.allocator.reallocate_output(value.name, 0, array.nbytes, 256), array.ctypes.data, array.nbytes)
+            ctypes.memmove(
+                self.allocator.reallocate_output(value.name, 0, array.nbytes, 256), array.ctypes.data, array.nbytes
+            )
             self.allocator.notify_shape(value.name, array.shape)
         return True
 
 
 def tensorrt() -> ModuleType:
     trt = ModuleType("tensorrt")
-    trt.__version__, trt.DataType, trt.TensorIOMode, trt.ICudaEngine, trt.IExecutionContext = "8.6.0", KINDS, MODES, Engine, Context
+    trt.__version__, trt.DataType, trt.TensorIOMode, trt.ICudaEngine, trt.IExecutionContext = (
+        "8.6.0",
+        KINDS,
+        MODES,
+        Engine,
+        Context,
+    )
     trt.float32, trt.float16, trt.int32, trt.int8, trt.uint8, trt.bool = KINDS
     trt.TensorFormat = SimpleNamespace(LINEAR="linear", HWC="hwc", CHW16="chw16")
     trt.IOutputAllocator = type("IOutputAllocator", (), {})
@@ -144,17 +160,22 @@ def main() -> None:
     cudnn.backend_version, cudnn.create_handle, cudnn.destroy_handle = lambda: 91900, object, lambda handle: None
     bindings.nvrtc.nvrtcVersion = lambda: (0, 12, 9)
     sys.modules |= {"cudnn": None if request["fault"] == "cudnn" else cudnn}
-    sys.modules |= {"tensorrt": tensorrt(), "cuda": ModuleType("cuda"), "cuda.bindings": bindings, "cuda.bindings.runtime": runtime}
+    sys.modules |= {
+        "tensorrt": tensorrt(),
+        "cuda": ModuleType("cuda"),
+        "cuda.bindings": bindings,
+        "cuda.bindings.runtime": runtime,
+    }
 
     from lockstep import backends
-    from lockstep.verify.compare import run
+    from lockstep.artifacts.files import sha256_file
     from lockstep.backends import EngineSet
     from lockstep.backends.base import Built
     from lockstep.backends.tensorrt import backend, compat
     from lockstep.backends.tensorrt.profiles import profiles
     from lockstep.backends.tensorrt.rotation import read_rotation
     from lockstep.errors import guard
-    from lockstep.artifacts.files import sha256_file
+    from lockstep.verify.compare import run
 
     device = {"type": "gpu", "name": "none", "compute_capability": "8.0", "driver": "0"}
     backend.describe_gpu = lambda: device
@@ -179,11 +200,24 @@ def main() -> None:
     with guard():
         folder = Path(request["folder"])
         engines = backends.build(request["assembly"], "tensorrt", folder / "engines.json", request["options"])
-        run(Path(request["assembly"]), Path(request["weights"]), engines, request["tolerance"], {}, folder / "compare.json")
+        run(
+            Path(request["assembly"]),
+            Path(request["weights"]),
+            engines,
+            request["tolerance"],
+            {},
+            folder / "compare.json",
+        )
         opened = EngineSet.open(engines, request["assembly"])
-        files = {name: folder / entry["file"] for name, entry in opened.manifest["engines"].items() if entry["file"].endswith(".onnx")}
+        files = {
+            name: folder / entry["file"]
+            for name, entry in opened.manifest["engines"].items()
+            if entry["file"].endswith(".onnx")
+        }
         read = {name: read_rotation(opened.load(name).bind(None, {}), 8, name) for name in files}
-    rotations = {name: {"partner": tables.partner.tolist(), "own": tables.own[:, 0].tolist()} for name, tables in read.items()}
+    rotations = {
+        name: {"partner": tables.partner.tolist(), "own": tables.own[:, 0].tolist()} for name, tables in read.items()
+    }
     choices = {name: opened.backend.choices(file)["operators"] for name, file in files.items()}
     print(json.dumps({"calls": CALLS, "left": len(memory), "rotations": rotations, "choices": choices}))
 

@@ -1,4 +1,5 @@
-"""Every family through all stages, against transformers: the same tokens, the same logits, however a prompt is cut or mixed.
+"""Every family through all stages, against transformers: the same tokens, the same logits, however a prompt is cut or
+mixed.
 
 A few families run always; the rest are `long` and run with `make test-all`.
 """
@@ -13,27 +14,28 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, WINDOW, Family
-from transformers import AutoModelForCausalLM
 
-from lockstep.verify import golden, validate
-from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.backends import build
-from lockstep.targets import Results, Target
+from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.export import export
 from lockstep.export.random_model import make
+from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Advance, Decoding, Model, Request
 from lockstep.runtime.sampling import greedy
-from lockstep.export import export
-from lockstep.export.torch_model import cut_config, load_folder
+from lockstep.targets import Results, Target
+from lockstep.verify import golden, validate
 from lockstep.weights import convert
 
-# Those that differ most: layers of two kinds, fused projections, learned positions, layers without rotary, experts and two sorts of layers.
+# Those that differ most: layers of two kinds, fused projections, learned positions, layers without rotary, experts and
+# two sorts of layers.
 ALWAYS = {"gemma3_text", "phi3", "gpt2", "smollm3", "qwen3_moe"}
 NEW_TOKENS = 20
 PROMPTS = [np.random.default_rng(seed).integers(3, 256, length) for seed, length in enumerate((5, 19, 11))]
 # Logits of random models have a standard deviation of 0.3 to 4; fp32 sums in another order give 1e-6 to 2e-5 of it.
 TOLERANCE = 1e-4
 TOLERANCES = {"block": TOLERANCE, "logits": TOLERANCE}
-LIMITS = {"max_batch_size": 3, "max_input_len": 32, "max_seq_len": 128, "max_num_tokens": 64}  # to the last position of all families
+# to the last position of all families
+LIMITS = {"max_batch_size": 3, "max_input_len": 32, "max_seq_len": 128, "max_num_tokens": 64}
 NAME = "tiny"
 
 
@@ -50,9 +52,12 @@ class Built:
     def open(self, layers="all", **limits) -> Model:
         results = self.results
         return Model.open(
-            results.engines(NAME, "fp32", "onnxruntime"), results.assembly(NAME, "fp32"), results.weights(NAME, "fp32"), layers,
+            results.engines(NAME, "fp32", "onnxruntime"),
+            results.assembly(NAME, "fp32"),
+            results.weights(NAME, "fp32"),
+            layers,
             **({"max_batch_size": 3, "max_seq_len": 64} | limits),
-        )  # fmt: skip
+        )
 
     def logits(self, ids) -> np.ndarray:
         return forward(self.reference, ids)
@@ -64,7 +69,9 @@ def forward(model, ids) -> np.ndarray:
         return model(torch.as_tensor(ids)[None], use_cache=False).logits[0].numpy()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
+)
 def built(request, shared) -> Built:
     family = FAMILIES[request.param]
 
@@ -76,7 +83,11 @@ def built(request, shared) -> Built:
         results = Results(root / "results")
         checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
         convert(checkpoint, "fp32", results.weights(NAME, "fp32"))
-        export(resolve_architecture(str(folder), folder, results.architecture(NAME)), "fp32", results.assembly(NAME, "fp32"))
+        export(
+            resolve_architecture(str(folder), folder, results.architecture(NAME)),
+            "fp32",
+            results.assembly(NAME, "fp32"),
+        )
         build(results.assembly(NAME, "fp32"), "onnxruntime", results.engines(NAME, "fp32", "onnxruntime"))
 
     root = shared.folder(f"families/{request.param}", build_family)
@@ -91,14 +102,20 @@ def test_the_graphs_show_what_the_family_is_known_for(built):
     assert tuple(kind["window"] for kind in kinds) == family.windows
     assert {kind["softcap"] for kind in kinds} == {family.softcap}
     assert len(assembly["classes"]) == family.classes
-    slots = {slot["name"].removeprefix("current.").removeprefix("previous.") for entry in assembly["classes"].values() for slot in entry["slots"]}
+    slots = {
+        slot["name"].removeprefix("current.").removeprefix("previous.")
+        for entry in assembly["classes"].values()
+        for slot in entry["slots"]
+    }
     assert set(family.slots) <= {known for known in family.slots if any(slot.endswith(known) for slot in slots)}
 
 
 def test_twenty_tokens_of_three_requests_are_those_of_generate(built):
     expected = [generate(built.reference, prompt) for prompt in PROMPTS]
     for budget in (None, 7):  # 7 tokens a step: prompts in pieces beside requests that decode already
-        decoding = Decoding(built.open(), [Request(prompt, NEW_TOKENS, greedy) for prompt in PROMPTS], max_num_tokens=budget)
+        decoding = Decoding(
+            built.open(), [Request(prompt, NEW_TOKENS, greedy) for prompt in PROMPTS], max_num_tokens=budget
+        )
         found = [[], [], []]
         for made in decoding:
             tokens, logits = expected[made.request]
@@ -112,9 +129,14 @@ def generate(model, prompt) -> tuple[list[int], list[np.ndarray]]:
     """Greedy tokens of transformers' own loop, with the logits that each was chosen from."""
     model.generation_config.eos_token_id = None  # random models say it at any time
     out = model.generate(
-        torch.as_tensor(prompt)[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), max_new_tokens=NEW_TOKENS, do_sample=False,
-        return_dict_in_generate=True, output_logits=True, pad_token_id=0,
-    )  # fmt: skip
+        torch.as_tensor(prompt)[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=0,
+    )
     return out.sequences[0, len(prompt) :].tolist(), [row[0].numpy() for row in out.logits]
 
 
@@ -149,13 +171,29 @@ def test_the_first_layers_alone_are_those_of_the_cut_model(built, layers):
 
 def test_validation_and_golden_check_pass(built):
     results = built.results
-    checkpoint, assembly, weights = results.checkpoint(NAME), results.assembly(NAME, "fp32"), results.weights(NAME, "fp32")
-    validate.run(assembly, weights, checkpoint, "all", TOLERANCES, LIMITS["max_seq_len"], results.validation(NAME, "fp32", "all"))
+    checkpoint, assembly, weights = (
+        results.checkpoint(NAME),
+        results.assembly(NAME, "fp32"),
+        results.weights(NAME, "fp32"),
+    )
+    validate.run(
+        assembly, weights, checkpoint, "all", TOLERANCES, LIMITS["max_seq_len"], results.validation(NAME, "fp32", "all")
+    )
     prompts = {"max_new_tokens": 8, "prompts": ["San Francisco is a", "x", "lockstep"], "long_prompt": 120}
     golden.make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))
     target = Target(NAME, "fp32", "all", "onnxruntime")
     report, speed = results.golden(*_names(target)), results.speed(*_names(target))
-    golden.check(assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"), target, TOLERANCES, LIMITS, report, speed)
+    golden.check(
+        assembly,
+        weights,
+        results.engines(NAME, "fp32", "onnxruntime"),
+        results.reference(NAME, "all"),
+        target,
+        TOLERANCES,
+        LIMITS,
+        report,
+        speed,
+    )
     assert json.loads(report.read_text())["result"] == "pass"
 
 

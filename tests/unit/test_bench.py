@@ -1,4 +1,5 @@
-"""Benchmarks: children are measured, contestants agree on a tiny shape, tables say what the record says, what is missing is said first."""
+"""Benchmarks: children are measured, contestants agree on a tiny shape, tables say what the record says, what is
+missing is said first."""
 
 import json
 import subprocess
@@ -8,22 +9,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 import standin_cuda
+from benchmarks import gpu, gpu_transformers, peers, peers_table
+from benchmarks.__main__ import bench
+from benchmarks.child import run_child
 from click.testing import CliRunner
 
-from benchmarks import gpu, gpu_transformers, peers, peers_table
-from benchmarks.child import run_child
-from benchmarks.__main__ import bench
-from lockstep.backends import build
-from lockstep.provenance import code_identity
-from lockstep.errors import InputError
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.runtime import Advance, Model
+from lockstep.backends import build
+from lockstep.errors import InputError
 from lockstep.export.run import export_config
+from lockstep.provenance import code_identity
+from lockstep.runtime import Advance, Model
 
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 128,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "float32",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
 
 
 def entry(label: str, seconds: float, written: int, rate: float, **more) -> dict:
@@ -31,10 +40,18 @@ def entry(label: str, seconds: float, written: int, rate: float, **more) -> dict
         return {"min": value * 0.9, "median": value, "max": value * 1.1}
 
     return {
-        "label": label, "versions": {"transformers": "5.23.0"}, "notes": [], **more,
-        "export": {"seconds": three(seconds), "cpu_seconds": three(seconds), "peak_memory_mb": three(100 * seconds), "bytes_written": written},
+        "label": label,
+        "versions": {"transformers": "5.23.0"},
+        "notes": [],
+        **more,
+        "export": {
+            "seconds": three(seconds),
+            "cpu_seconds": three(seconds),
+            "peak_memory_mb": three(100 * seconds),
+            "bytes_written": written,
+        },
         "decode": {"tokens_per_second": three(rate), "open_seconds": three(1.0), "peak_memory_mb": three(500.0)},
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
@@ -45,14 +62,32 @@ def record() -> dict:
     contestants = {
         "lockstep": entry("lockstep", 4.0, 2_000_000, 5.0),
         "optimum": entry("optimum", 60.0, 4_400_000_000, 5.5, notes=["ran with an older transformers."]),
-        "genai": {"label": "onnxruntime-genai", "versions": {}, "notes": [], "reason": "skipped: 12 GB of free memory wanted, 3 GB found"},
+        "genai": {
+            "label": "onnxruntime-genai",
+            "versions": {},
+            "notes": [],
+            "reason": "skipped: 12 GB of free memory wanted, 3 GB found",
+        },
     }
     return {
-        "benchmark": "peers", "command": "python -m benchmarks peers --work FOLDER", "shape": "llama-1.1b", "precision": "fp32",
-        "checkpoint_bytes": 4_400_000_000, "context": 64, "steps": 32, "rounds": 3, "repeats": 2, "load_average": {"min": 0.5, "median": 1.0, "max": 1.5}, "contestants": contestants, "threads": 2,
-        "lockstep_relative_to": {key: {"optimum": three(value)} for key, value in (("seconds", 15.0), ("peak_memory", 7.0), ("decode", 0.91))},
-        "cpu": {"architecture": "x86_64", "vendor": "V", "family": "6", "isa": ["avx2"]}, "versions": {},
-    }  # fmt: skip
+        "benchmark": "peers",
+        "command": "python -m benchmarks peers --work FOLDER",
+        "shape": "llama-1.1b",
+        "precision": "fp32",
+        "checkpoint_bytes": 4_400_000_000,
+        "context": 64,
+        "steps": 32,
+        "rounds": 3,
+        "repeats": 2,
+        "load_average": {"min": 0.5, "median": 1.0, "max": 1.5},
+        "contestants": contestants,
+        "threads": 2,
+        "lockstep_relative_to": {
+            key: {"optimum": three(value)} for key, value in (("seconds", 15.0), ("peak_memory", 7.0), ("decode", 0.91))
+        },
+        "cpu": {"architecture": "x86_64", "vendor": "V", "family": "6", "isa": ["avx2"]},
+        "versions": {},
+    }
 
 
 def test_tables_say_what_is_reached_what_is_missed_and_who_is_absent(record):
@@ -88,7 +123,10 @@ def test_a_childs_memory_and_time_are_its_own(tmp_path):
 
 
 def test_a_child_that_fails_or_hangs_says_so(tmp_path):
-    assert run_child([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log", 60).reason == "exit code 1: no such model"
+    assert (
+        run_child([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log", 60).reason
+        == "exit code 1: no such model"
+    )
     usage = run_child([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", 1)
     assert usage.reason == "not done after 1 s" and usage.seconds < 30
 
@@ -101,7 +139,11 @@ def test_unknown_contestants_and_shapes_are_named(tmp_path):
 
 
 def test_pins_of_the_environments_are_exact_and_keep_our_torch():
-    ours = {line for line in (peers.REPOSITORY / "envs" / "requirements.txt").read_text().splitlines() if line.startswith("torch==")}
+    ours = {
+        line
+        for line in (peers.REPOSITORY / "envs" / "requirements.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    }
     for contestant in peers.CONTESTANTS.values():
         if contestant.pins:
             lines = (peers.REPOSITORY / "envs" / contestant.pins).read_text().splitlines()
@@ -128,8 +170,14 @@ def test_contestants_of_our_environment_agree_on_a_tiny_shape(tmp_path):
 
 
 def test_without_tensorrt_the_gpu_benchmark_says_so_before_it_makes_anything(tmp_path):
-    ended = subprocess.run([sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work")], capture_output=True, text=True)
-    assert ended.returncode == 2 and ended.stderr.startswith("lockstep: error: backend tensorrt: ") and "Traceback" not in ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work")], capture_output=True, text=True
+    )
+    assert (
+        ended.returncode == 2
+        and ended.stderr.startswith("lockstep: error: backend tensorrt: ")
+        and "Traceback" not in ended.stderr
+    )
     assert not (tmp_path / "work").exists()
 
 
@@ -139,7 +187,9 @@ def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(
     assembly = tmp_path / "graphs" / "assembly.json"
     export_config({**TINY, "eos_token_id": [7, 2]}, "fp16", assembly.parent)
     weights = gpu.random_weights(read_json(assembly), tmp_path / "weights")
-    model = Model.open(build(assembly, "onnxruntime", tmp_path / "engines" / "engines.json"), assembly, weights, "all", 2, 16)
+    model = Model.open(
+        build(assembly, "onnxruntime", tmp_path / "engines" / "engines.json"), assembly, weights, "all", 2, 16
+    )
     (logits,) = model.step([Advance(0, np.arange(5), 0)])
     assert model.eos_token_ids == (2, 7) and np.isfinite(logits).all() and logits.std() > 0
     whole = (tmp_path / "weights" / "weights.bin").read_bytes()
@@ -150,27 +200,58 @@ def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_path, shared, tied):
-    """On a CPU: what its engines are checked against is the model of the config, here with another rotary base, epsilon and head size than Llama-2's."""
-    config = {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.05, "head_dim": 16, "tie_word_embeddings": tied}
+    """On a CPU: what its engines are checked against is the model of the config, here with another rotary base, epsilon
+    and head size than Llama-2's."""
+    config = {
+        **TINY,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        "rms_norm_eps": 0.05,
+        "head_dim": 16,
+        "tie_word_embeddings": tied,
+    }
     assembly = shared.exported(config, "fp16") / "assembly.json"
     weights = gpu.random_weights(read_json(assembly), tmp_path / "weights")
-    request = {"weights": str(weights), "work": str(tmp_path), "prompt": 20, "tokens": 4, "config": config, "device": "cpu"}
+    request = {
+        "weights": str(weights),
+        "work": str(tmp_path),
+        "prompt": 20,
+        "tokens": 4,
+        "config": config,
+        "device": "cpu",
+    }
     gpu_transformers.reference(request, 2)
     saved = np.load(tmp_path / "reference-2.npz")
-    model = Model.open(build(assembly, "onnxruntime", tmp_path / "engines" / "engines.json"), assembly, weights, 2, 1, 32)
+    model = Model.open(
+        build(assembly, "onnxruntime", tmp_path / "engines" / "engines.json"), assembly, weights, 2, 1, 32
+    )
     (logits,) = model.step([Advance(0, saved["prompt"], 0)])
     rounding = np.abs(saved["fp16"][0] - saved["fp32"][0]).max()
-    assert np.abs(logits - saved["fp32"][0]).max() <= 2 * rounding < 0.01 * saved["fp32"].std(), "the benchmark's own bound"
+    assert np.abs(logits - saved["fp32"][0]).max() <= 2 * rounding < 0.01 * saved["fp32"].std(), (
+        "the benchmark's own bound"
+    )
 
 
 @pytest.mark.parametrize(
-    ("python", "found"), [("/no/such/python", "expected a Python with torch and transformers, found none that starts: No such file or directory"),
-                          (sys.executable, "expected a Python whose torch and transformers run on the GPU, found: .*; install them there")]
+    ("python", "found"), [("/no/such/python", "expected a Python with torch and transformers, found none "
+"that starts: No such file or directory"),
+                          (sys.executable, "expected a Python whose torch and transformers run on the GPU, "
+"found: .*; install them there")]
 )  # fmt: skip
-def test_transformers_that_cannot_run_beside_it_are_told_before_anything_is_made(tmp_path, shared, monkeypatch, python, found):
+def test_transformers_that_cannot_run_beside_it_are_told_before_anything_is_made(
+    tmp_path, shared, monkeypatch, python, found
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU, on a machine with one too
     with pytest.raises(InputError, match=found):
-        gpu.run(shared.exported(TINY, "fp16") / "assembly.json", tmp_path / "work", tmp_path / "record.json", 1, {}, None, python, TINY)
+        gpu.run(
+            shared.exported(TINY, "fp16") / "assembly.json",
+            tmp_path / "work",
+            tmp_path / "record.json",
+            1,
+            {},
+            None,
+            python,
+            TINY,
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -185,7 +266,9 @@ def test_agreement_counts_the_tokens_that_differ_and_says_how_near_they_were():
     found = gpu.agreement(ours, exact, exact - np.float32(0.03125))
     assert found["same_tokens"] == 2 and found["same_tokens_of_transformers_fp16"] == 3 and found["tokens"] == 3
     assert found["preferred_by"] == pytest.approx(0.1) and found["preferred_by"] <= 2 * found["max_logit_error"]
-    assert found["passes"] and not gpu.agreement(ours, exact, exact - np.float32(0.03))["passes"], "0.0625 is twice 0.03125"
+    assert found["passes"] and not gpu.agreement(ours, exact, exact - np.float32(0.03))["passes"], (
+        "0.0625 is twice 0.03125"
+    )
 
 
 @pytest.mark.parametrize("whose", ["max_logit_error", "max_logit_error_of_transformers_fp16"])
@@ -199,21 +282,39 @@ def test_logits_that_are_not_finite_agree_with_nothing_and_can_be_recorded(tmp_p
 
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
-    command = [sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "gpu",
+        "--work",
+        str(tmp_path / "work"),
+        "--shape",
+        str(tmp_path / "gpt2.json"),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.splitlines() == [
-        f"lockstep: error: {tmp_path}/gpt2.json: model_type: expected llama, which is what runs beside it in transformers, found 'gpt2'; name another shape"
+        f"lockstep: error: {tmp_path}/gpt2.json: model_type: expected llama, which is what runs beside it in "
+        f"transformers, found 'gpt2'; name another shape"
     ]
 
 
 @pytest.mark.parametrize(
-    ("option", "found"), [("optimization_level", "'optimization_level'"), ("tactic_sources=[jit", "'tactic_sources=[jit'"), ("tactics=record", "'tactics=record'")]
+    ("option", "found"),
+    [
+        ("optimization_level", "'optimization_level'"),
+        ("tactic_sources=[jit", "'tactic_sources=[jit'"),
+        ("tactics=record", "'tactics=record'"),
+    ],
 )
 def test_an_option_of_the_gpu_benchmark_that_is_no_json_is_one_line(tmp_path, option, found):
     command = [sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work"), "--option", option]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1] == f"Error: Invalid value for '--option': expected NAME=JSON, such as optimization_level=3 or tactics='\"record\"', found {found}"
+    assert ended.stderr.splitlines()[-1] == (
+        f"Error: Invalid value for '--option': expected NAME=JSON, such "
+        f"as optimization_level=3 or tactics='\"record\"', found {found}"
+    )
     assert not (tmp_path / "work").exists()
 
 
@@ -242,29 +343,68 @@ print(json.dumps({{"torch": gpu_transformers.torch.__version__}}))
 
 @pytest.mark.exports
 def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
-    """The command, through interpreters that only their own scripts make what they are, as an environment for TensorRT 8.6 may be. References are real, of
-    transformers on a CPU; its speeds need a GPU and are left out."""
-    paths = [str(Path(standin_cuda.__file__).parent), str(Path(gpu.__file__).parents[1]), str(code_identity.SOURCES.parent)]
+    """The command, through interpreters that only their own scripts make what they are, as an environment for TensorRT
+    8.6 may be. References are real, of transformers on a CPU; its speeds need a GPU and are left out."""
+    paths = [
+        str(Path(standin_cuda.__file__).parent),
+        str(Path(gpu.__file__).parents[1]),
+        str(code_identity.SOURCES.parent),
+    ]
     python, transformers, shape, work = (tmp_path / name for name in ("python", "transformers", "tiny.json", "work"))
     for script, text in ((python, STANDIN), (transformers, TRANSFORMERS)):
         script.write_text(text.format(python=sys.executable, paths=json.dumps(paths)))
         script.chmod(0o755)
     shape.write_text(json.dumps({**TINY, "num_hidden_layers": 3, "max_position_embeddings": 2048}))
     monkeypatch.setattr(sys, "executable", str(transformers))
-    command = ["gpu", "--shape", shape, "--python", python, "--work", work, "--write", tmp_path, "--rounds", 1, "--option", "workspace_mb=64"]
+    command = [
+        "gpu",
+        "--shape",
+        shape,
+        "--python",
+        python,
+        "--work",
+        work,
+        "--write",
+        tmp_path,
+        "--rounds",
+        1,
+        "--option",
+        "workspace_mb=64",
+    ]
     ended = CliRunner().invoke(bench, list(map(str, command)), catch_exceptions=False)
     assert ended.exit_code == 0 and ended.stdout == f"{tmp_path}/gpu/tiny.json\n"
     record = read_json(tmp_path / "gpu" / "tiny.json")
     assert record == read_json(work / "parts.json") and record["options"]["workspace_mb"] == 64
-    assert list(record["check"]) == ["2", "all"] and all(found["passes"] and found["same_tokens"] == 16 for found in record["check"].values())
+    assert list(record["check"]) == ["2", "all"] and all(
+        found["passes"] and found["same_tokens"] == 16 for found in record["check"].values()
+    )
     made = record["build"]
-    assert made["other_tactics"] == ["middle: layer product: expected tactic one as recorded, found tactic another"] and made["engine_bytes"] and made["cold_seconds"] > 0 and made["cached_seconds"] > 0 and record["ready_seconds"] > 0
-    assert set(record["decode"]) == {"1", "16"} and record["prefill"]["tokens"] == 40 and {"block", "gaps"} < set(record["prefill"]["microseconds"])
+    assert (
+        made["other_tactics"] == ["middle: layer product: expected tactic one as recorded, found tactic another"]
+        and made["engine_bytes"]
+        and made["cold_seconds"] > 0
+        and made["cached_seconds"] > 0
+        and record["ready_seconds"] > 0
+    )
+    assert (
+        set(record["decode"]) == {"1", "16"}
+        and record["prefill"]["tokens"] == 40
+        and {"block", "gaps"} < set(record["prefill"]["microseconds"])
+    )
     blocks = record["as_they_are"]["microseconds_of_blocks"]
-    assert set(blocks) == {"1", "16", "prompt"} and min(blocks.values()) > 0 and record["as_they_are"]["cold_seconds"] > 0 and record["as_they_are"]["optimization_level"] == 4
+    assert (
+        set(blocks) == {"1", "16", "prompt"}
+        and min(blocks.values()) > 0
+        and record["as_they_are"]["cold_seconds"] > 0
+        and record["as_they_are"]["optimization_level"] == 4
+    )
     assert read_json(work / "as-they-are" / "engines.json")["options"]["one_region"] is False
     assert record["transformers"]["torch"]
-    # All tokens go through the first two layers and to the third one's queries, keys and values; one row through the rest of it and lm_head.
+    # All tokens go through the first two layers and to the third one's queries, keys and values; one row through the
+    # rest of it and lm_head.
     qkv, rest, head = 64 * (64 + 2 * 32), 64 * 64 + 3 * 64 * 96, 64 * 256
     seen = 4 * (16 + 16) * 3 * sum(range(1, 11))  # heads, the two products of a layer, layers, tokens
-    assert gpu.operations(read_json(work / "graphs" / "assembly.json"), 10) == (2 * 10 * (3 * qkv + 2 * rest), 2 * seen + 2 * (rest + head))
+    assert gpu.operations(read_json(work / "graphs" / "assembly.json"), 10) == (
+        2 * 10 * (3 * qkv + 2 * rest),
+        2 * seen + 2 * (rest + head),
+    )

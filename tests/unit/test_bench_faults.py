@@ -1,4 +1,5 @@
-"""Planted faults: each is a change, is judged by what users would see, and counts as caught only where a gate says so."""
+"""Planted faults: each is a change, is judged by what users would see, and counts as caught only where a gate says
+so."""
 
 import json
 import sys
@@ -6,9 +7,7 @@ import sys
 import numpy as np
 import onnx
 import pytest
-from click.testing import CliRunner
-from onnx import helper
-
+from benchmarks.__main__ import bench
 from benchmarks.faults import page
 from benchmarks.faults import run as faults
 from benchmarks.faults.case import Case, Setting, plant
@@ -16,9 +15,11 @@ from benchmarks.faults.edit import Edit
 from benchmarks.faults.fault import Fault
 from benchmarks.faults.harm import largest_difference
 from benchmarks.faults.list import FAULTS
-from benchmarks.__main__ import bench
-from lockstep.errors import InputError
+from click.testing import CliRunner
+from onnx import helper
+
 from lockstep.artifacts.files import read_json
+from lockstep.errors import InputError
 
 
 def chosen(*names):
@@ -34,7 +35,12 @@ def record(tmp_path_factory):
     """One fault for each way to end, in fp32."""
     said = []
     names = ("scale-sqrt-2", "capacity-1", "slots-gate-up", "cache-late")
-    found = faults.run(chosen(*names), precisions=("fp32",), work=tmp_path_factory.mktemp("faults"), progress=lambda record: said.append(len(record["faults"])))
+    found = faults.run(
+        chosen(*names),
+        precisions=("fp32",),
+        work=tmp_path_factory.mktemp("faults"),
+        progress=lambda record: said.append(len(record["faults"])),
+    )
     assert said == [2, 4, 5, 6], "the record is given after each fault, with all rows so far"
     return found
 
@@ -67,19 +73,41 @@ def test_a_fault_that_no_request_reaches_is_harmless_and_need_not_be_caught(reco
 
 
 def test_the_score_counts_the_harmful_and_messages_name_no_folder(record):
-    assert (record["planted"], record["distinct"], record["harmful"], record["harmful_caught"], record["score"]) == (6, 4, 4, 4, 1.0)
+    assert (record["planted"], record["distinct"], record["harmful"], record["harmful_caught"], record["score"]) == (
+        6,
+        4,
+        4,
+        4,
+        1.0,
+    )
     faults.check(record)
-    assert all("/tmp" not in (row["message"] or "") and "details in" not in (row["message"] or "") for row in record["faults"])
+    assert all(
+        "/tmp" not in (row["message"] or "") and "details in" not in (row["message"] or "") for row in record["faults"]
+    )
 
 
 def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(tmp_path):
     docs = tmp_path / "docs"
-    arguments = ["faults", "--only", "scale-1.01", "--precision", "fp32", "--loosen", "1e9", "--work", str(tmp_path), "--write", str(docs)]
+    arguments = [
+        "faults",
+        "--only",
+        "scale-1.01",
+        "--precision",
+        "fp32",
+        "--loosen",
+        "1e9",
+        "--work",
+        str(tmp_path),
+        "--write",
+        str(docs),
+    ]
     ended = CliRunner().invoke(bench, arguments)
     record = read_json(docs / "bench" / "faults.json")
     assert record["score"] == 0 and record["harmful"] == 2 and record["harmful_caught"] == 0
     assert ended.exit_code == 1
-    assert ended.stderr.splitlines()[-1].endswith("found 2 that passed all: scale-1.01 (engine, fp32), scale-1.01 (graph, fp32)")
+    assert ended.stderr.splitlines()[-1].endswith(
+        "found 2 that passed all: scale-1.01 (engine, fp32), scale-1.01 (graph, fp32)"
+    )
     page = (docs / "faults.md").read_text()
     assert "| onnxruntime | 1 | 2 | 2 | 0 | 0.0 % |" in page
     assert "| scale-1.01 | scores scaled by 1.01 | demo | engine | fp32 |" in page and "| yes | none |" in page
@@ -103,7 +131,12 @@ def planted(demo, tmp_path_factory):
     (work / "right" / "demo").symlink_to(demo.root / "demo-llama")
 
     def made(name, precision):
-        case = Case(Setting(str(work), "onnxruntime", {}, {"fp16": {}, "fp32": {}}, {"fp16": 0, "fp32": 0}), "demo", precision, name)
+        case = Case(
+            Setting(str(work), "onnxruntime", {}, {"fp16": {}, "fp32": {}}, {"fp16": 0, "fp32": 0}),
+            "demo",
+            precision,
+            name,
+        )
         with case.cleared():
             plant(case)
             return {path.name: path.read_bytes() for path in case.assembly.parent.iterdir()}
@@ -113,9 +146,14 @@ def planted(demo, tmp_path_factory):
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "fp16"])
 def test_each_fault_of_the_demo_changes_what_it_says_and_leaves_a_graph(planted, demo, precision):
-    """`plant` refuses a fault without effect on the file, and what the ONNX checker refuses; digests are those of the files."""
+    """`plant` refuses a fault without effect on the file, and what the ONNX checker refuses; digests are those of the
+    files."""
     right = demo.assembly("demo-llama", precision)
-    names = [fault.name for fault in FAULTS.values() if fault.model == "demo" and fault.place != "runtime" and precision in fault.precisions]
+    names = [
+        fault.name
+        for fault in FAULTS.values()
+        if fault.model == "demo" and fault.place != "runtime" and precision in fault.precisions
+    ]
     assert len(names) > 60
     for name in names:
         files = planted(name, precision)
@@ -126,10 +164,14 @@ def test_each_fault_of_the_demo_changes_what_it_says_and_leaves_a_graph(planted,
 
 
 def test_there_are_many_faults_of_all_kinds():
-    on_cpu, on_gpu = ([fault for fault in FAULTS.values() if backend in fault.backends] for backend in ("onnxruntime", "tensorrt"))
+    on_cpu, on_gpu = (
+        [fault for fault in FAULTS.values() if backend in fault.backends] for backend in ("onnxruntime", "tensorrt")
+    )
     assert len(on_cpu) >= 60 and len(on_gpu) >= 60
     assert {fault.place for fault in on_cpu} == {"graph", "assembly", "runtime"}
-    assert sum(fault.name.startswith("pages-") for fault in on_gpu) >= 5 and not any(fault.name.startswith("pages-") for fault in on_cpu)
+    assert sum(fault.name.startswith("pages-") for fault in on_gpu) >= 5 and not any(
+        fault.name.startswith("pages-") for fault in on_cpu
+    )
     assert len({fault.about for fault in FAULTS.values()}) == len(FAULTS)
 
 
@@ -152,7 +194,10 @@ def test_a_fault_stands_in_one_place():
 
 
 def test_what_is_not_finite_is_the_largest_difference():
-    right, found = {"a": np.zeros((2, 3)), "b": np.zeros((1, 3))}, {"a": np.full((2, 3), -0.5), "b": np.full((1, 3), 0.25)}
+    right, found = (
+        {"a": np.zeros((2, 3)), "b": np.zeros((1, 3))},
+        {"a": np.full((2, 3), -0.5), "b": np.full((1, 3), 0.25)},
+    )
     assert largest_difference(right, found) == (0.5, "a")
     assert largest_difference(right, {**found, "b": np.array([[0, np.nan, 0]])}) == (None, "b")
 
@@ -160,7 +205,10 @@ def test_what_is_not_finite_is_the_largest_difference():
 @pytest.fixture
 def graph():
     """y = (x + 1) * x, z = x + 1"""
-    nodes = [helper.make_node("Add", ["x", "one"], ["z"], name="add"), helper.make_node("Mul", ["z", "x"], ["y"], name="mul")]
+    nodes = [
+        helper.make_node("Add", ["x", "one"], ["z"], name="add"),
+        helper.make_node("Mul", ["z", "x"], ["y"], name="mul"),
+    ]
     values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n"]) for name in ("x", "y", "z")]
     constants = [onnx.numpy_helper.from_array(np.float32(1), "one")]
     made = helper.make_graph(nodes, "graph", values[:1], values[1:], constants)
@@ -196,6 +244,6 @@ def test_the_page_shows_what_was_refused_and_what_is_not_finite(record):
     changed = json.loads(json.dumps(record))
     changed["faults"][0] |= {"refused": True, "largest_logit_difference": None, "message": "a | b" + "c" * 300}
     changed["faults"][1] |= {"largest_logit_difference": None}
-    page = page.render([changed, {**changed, "backend": "tensorrt"}])
-    assert "| not built | yes |" in page and "| not finite | yes |" in page and "a \\| bccc" in page
-    assert "## onnxruntime" in page and "## tensorrt" in page and max(map(len, page.splitlines())) < 400
+    text = page.render([changed, {**changed, "backend": "tensorrt"}])
+    assert "| not built | yes |" in text and "| not finite | yes |" in text and "a \\| bccc" in text
+    assert "## onnxruntime" in text and "## tensorrt" in text and max(map(len, text.splitlines())) < 400

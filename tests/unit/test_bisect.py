@@ -25,8 +25,16 @@ from onnx import helper, numpy_helper
 from safetensors.numpy import load_file, save_file
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.backends import EngineSet, build
+from lockstep.checkpoint import resolve
+from lockstep.cli.main import main
+from lockstep.errors import InputError
 from lockstep.export import random_model
 from lockstep.pipeline import worker
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.step import host
+from lockstep.targets import Results, Target
 from lockstep.verify.bisect import run
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.explain import explain_failure, open_graphs
@@ -36,15 +44,7 @@ from lockstep.verify.bisect.report import text
 from lockstep.verify.bisect.request import choose
 from lockstep.verify.bisect.stages import Tokens
 from lockstep.verify.bisect.streamed import StreamedModel
-from lockstep.checkpoint import resolve
 from lockstep.verify.metrics import failed_path
-from lockstep.cli.main import main
-from lockstep.backends import EngineSet, build
-from lockstep.errors import InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.targets import Results, Target
-from lockstep.step import host
-from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.weights import Weights, convert
 
@@ -83,8 +83,9 @@ def right(demo) -> Callable[[str], run.Right]:
 
     @functools.cache
     def made(precision: str) -> run.Right:
-        config, weights = read_json(demo.checkpoint("demo-llama"))["config"], Weights.open(
-            demo.weights("demo-llama", precision)
+        config, weights = (
+            read_json(demo.checkpoint("demo-llama"))["config"],
+            Weights.open(demo.weights("demo-llama", precision)),
         )
         return run.make_right(
             config, weights, LAYERS, Tokenizer.open(demo.assembly("demo-llama", precision)).encode(PROMPT), threads=1
@@ -406,8 +407,9 @@ def test_a_node_of_an_engine_is_named_beside_its_graph_too(copied, right, name):
     engines = Engines(EngineSet.open(paths[1], paths[0]), graphs.weights)
     walked = walk_stages(graphs, engines, Tokens(right("fp32").record.token_ids, 4), TOLERANCES["fp32"])
     stage = walked.first("graph").stage
-    feeds, outputs = graphs.feeds(stage.graph, stage.inputs, stage.slots), list(
-        dict.fromkeys(row.tensor for row in walked.rows if row.stage is stage and not row.passed)
+    feeds, outputs = (
+        graphs.feeds(stage.graph, stage.inputs, stage.slots),
+        list(dict.fromkeys(row.tensor for row in walked.rows if row.stage is stage and not row.passed)),
     )
     found = first_fault(
         onnx.load(paths[1].parent / f"{fault.graph}.onnx"),
@@ -702,7 +704,8 @@ def test_a_streamed_model_computes_what_the_whole_one_does(tmp_path, family):
     assert np.array_equal(whole.logits, streamed.logits) and np.array_equal(whole.embedded, streamed.embedded)
     for one, other in zip(whole.layers, streamed.layers, strict=True):
         assert all(
-            np.array_equal(getattr(one, name), getattr(other, name)) for name in ("hidden", "keys", "values", "attention")
+            np.array_equal(getattr(one, name), getattr(other, name))
+            for name in ("hidden", "keys", "values", "attention")
         )
 
 

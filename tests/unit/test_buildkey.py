@@ -11,16 +11,38 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.provenance import code_identity
 from lockstep.errors import InputError
+from lockstep.provenance import code_identity
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STAGES = ("checkpoint.hub", "export.random_model", "checkpoint", "weights", "export", "verify.validate", "backends", "verify.compare", "verify.golden.reference", "verify.golden.check", "report.summary", "report.plots")
+STAGES = (
+    "checkpoint.hub",
+    "export.random_model",
+    "checkpoint",
+    "weights",
+    "export",
+    "verify.validate",
+    "backends",
+    "verify.compare",
+    "verify.golden.reference",
+    "verify.golden.check",
+    "report.summary",
+    "report.plots",
+)
 # Which environment file the rules of a stage name, and so must hold what the stage imports.
 ENVIRONMENTS = {
-    "checkpoint.hub": "fetch", "export.random_model": "torch", "checkpoint": "checkpoint", "weights": "checkpoint", "export": "torch", "verify.validate": "torch", "verify.golden.reference": "torch",
-    "backends": "engine", "verify.compare": "engine", "verify.golden.check": "engine", "report.plots": "report",
-}  # fmt: skip
+    "checkpoint.hub": "fetch",
+    "export.random_model": "torch",
+    "checkpoint": "checkpoint",
+    "weights": "checkpoint",
+    "export": "torch",
+    "verify.validate": "torch",
+    "verify.golden.reference": "torch",
+    "backends": "engine",
+    "verify.compare": "engine",
+    "verify.golden.check": "engine",
+    "report.plots": "report",
+}
 
 
 def names(entry: str) -> set[str]:
@@ -101,7 +123,8 @@ def test_a_stage_that_does_not_exist_is_named() -> None:
         code_identity.code_digest("nothing")
 
 
-# Third-party packages first, once: they take seconds, and load nothing of this package. Then each stage in a process of its own.
+# Third-party packages first, once: they take seconds, and load nothing of this package. Then each stage in a process of
+# its own.
 LOADED = """
 import importlib, json, os, sys
 for package in ("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "matplotlib.figure"):
@@ -127,14 +150,22 @@ def test_what_a_stage_loads_is_in_its_digest() -> None:
 
 
 def test_the_check_does_not_depend_on_how_the_reference_is_made() -> None:
-    assert "verify/golden/reference.py" not in names("verify.golden.check") and "export/tracer.py" not in names("verify.golden.check")
+    assert "verify/golden/reference.py" not in names("verify.golden.check") and "export/tracer.py" not in names(
+        "verify.golden.check"
+    )
     assert "torch" not in code_identity.third_party("verify.golden.check")
 
 
 def test_digests_are_the_same_in_another_process() -> None:
     code = "from lockstep.provenance.code_identity import stage_key; print(*stage_key('export').values())"
     output = {
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env={"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONHASHSEED": seed}).stdout
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONHASHSEED": seed},
+        ).stdout
         for seed in ("1", "2")
     }
     assert output == {" ".join(code_identity.stage_key("export").values()) + "\n"}
@@ -166,10 +197,15 @@ def test_every_package_of_a_stage_is_pinned(stage: str) -> None:
 
 
 def test_this_environment_is_the_pinned_one() -> None:
-    """Versions of what is installed, against the pins: else the digests would speak of other packages than those that run."""
+    """Versions of what is installed, against the pins: else the digests would speak of other packages than those that
+    run."""
     from importlib.metadata import distributions
 
-    installed = {code_identity._canonical(item.metadata["Name"]): item.version.partition("+")[0] for item in distributions() if item.metadata["Name"]}
+    installed = {
+        code_identity._canonical(item.metadata["Name"]): item.version.partition("+")[0]
+        for item in distributions()
+        if item.metadata["Name"]
+    }
     pins = code_identity.read_pins()
     assert {name: installed.get(name) for name in pins} == pins
 
@@ -189,5 +225,7 @@ def test_the_packages_are_real() -> None:
     """Import names that are no package's name must stand in the table."""
     for stage in STAGES:
         for package in code_identity.third_party(stage):
-            module = {name: module for module, name in code_identity._DISTRIBUTIONS.items()}.get(package, package.replace("-", "_"))
+            module = {name: module for module, name in code_identity._DISTRIBUTIONS.items()}.get(
+                package, package.replace("-", "_")
+            )
             assert importlib.util.find_spec(module), package

@@ -1,4 +1,5 @@
-"""Bundles: the same bytes each time, the same text from them, and refused in any other form than the one they are packed in."""
+"""Bundles: the same bytes each time, the same text from them, and refused in any other form than the one they are
+packed in."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from demo_model import DEMO, LIMITS
 from recorded import recorded
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.files import SEAL, dump_json, read_json, sha256_json, write_json
 from lockstep.bundle.archive import MANIFEST, Entry, header, read_archive, write_archive
 from lockstep.bundle.opened import opened
 from lockstep.bundle.pack import pack
 from lockstep.errors import InputError
-from lockstep.artifacts.files import SEAL, dump_json, read_json, sha256_json, write_json
 from lockstep.provenance.slsa import provenance_path
-from lockstep.targets import Results, Target
 from lockstep.runtime import Model, Tokenizer, generate
+from lockstep.targets import Results, Target
 
 TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
 SOURCES = str(Path(__file__).parents[2] / "src")
@@ -58,7 +59,9 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def says(path: Path, weights: Path | None = None) -> str:
     with opened(path, weights) as place:
-        model = Model.open(place.engines, place.assembly, place.weights, place.target.layers, 1, place.limits["max_seq_len"])
+        model = Model.open(
+            place.engines, place.assembly, place.weights, place.target.layers, 1, place.limits["max_seq_len"]
+        )
         tokenizer = Tokenizer.open(place.assembly)
     return "".join(piece.text for piece in generate(model, tokenizer, [PROMPT], 16))
 
@@ -78,12 +81,17 @@ def test_what_it_says_is_what_the_target_says(inside: Path, apart: Path, results
     assert not list(scratch.iterdir()), "gone while the model still runs"
 
 
-def test_it_is_the_same_bytes_each_time(results: Results, inside: Path, demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_same_bytes_each_time(
+    results: Results, inside: Path, demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.utime(results.engines("demo-llama", "fp16", "onnxruntime"))
     results.weights("demo-llama", "fp16").chmod(0o600)
     assert pack(results, TARGET, LIMITS, tmp_path / "again.tar", with_weights=True).read_bytes() == inside.read_bytes()
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")  # provenance holds times, and nothing else does
-    first, second = (pack(recorded(demo, tmp_path / name / "results"), TARGET, LIMITS, tmp_path / f"{name}.tar") for name in ("first", "deeper/second"))
+    first, second = (
+        pack(recorded(demo, tmp_path / name / "results"), TARGET, LIMITS, tmp_path / f"{name}.tar")
+        for name in ("first", "deeper/second")
+    )
     assert first.read_bytes() == second.read_bytes()
 
 
@@ -92,8 +100,14 @@ def test_any_tar_reads_it_and_it_holds_no_place(inside: Path, results: Results, 
         members = tar.getmembers()
         tar.extractall(tmp_path, filter="data")
     names = [member.name for member in members]
-    assert names == [MANIFEST, *sorted(names[1:])] and {"engines/provenance.json", "graphs/tokenizer.json", "weights/model.safetensors"} < set(names)
-    assert {(m.type, m.mode, m.uid, m.gid, m.uname, m.gname, m.mtime) for m in members} == {(tarfile.REGTYPE, 0o644, 0, 0, "", "", 0)}
+    assert names == [MANIFEST, *sorted(names[1:])] and {
+        "engines/provenance.json",
+        "graphs/tokenizer.json",
+        "weights/model.safetensors",
+    } < set(names)
+    assert {(m.type, m.mode, m.uid, m.gid, m.uname, m.gname, m.mtime) for m in members} == {
+        (tarfile.REGTYPE, 0o644, 0, 0, "", "", 0)
+    }
     assert (tmp_path / "weights" / "model.safetensors").read_bytes() == (DEMO / "model.safetensors").read_bytes()
     data = inside.read_bytes()
     assert str(results.root).encode() not in data and str(DEMO).encode() not in data
@@ -116,7 +130,17 @@ def test_large_files_are_streamed(tmp_path: Path, scratch: Path) -> None:
 def test_a_flipped_byte_anywhere_is_refused(apart: Path, tmp_path: Path, scratch: Path) -> None:
     data, path = apart.read_bytes(), tmp_path / "damaged.tar"
     members = read_archive(apart).members.values()
-    edges = [place for member in members for place in (member.offset - 512, member.offset - 1, member.offset, member.offset + member.size - 1, member.offset + member.size)]
+    edges = [
+        place
+        for member in members
+        for place in (
+            member.offset - 512,
+            member.offset - 1,
+            member.offset,
+            member.offset + member.size - 1,
+            member.offset + member.size,
+        )
+    ]
     for place in sorted({*edges, *range(0, len(data), 997), len(data) - 1}):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         refused(path, scratch)
@@ -158,29 +182,44 @@ def kind(value: bytes, target: str = ""):
 
 CHANGES = {
     "symbolic link": (kind(tarfile.SYMTYPE, "/etc/passwd"), "a symbolic link 'engines/entry.onnx' to '/etc/passwd'"),
-    "hard link": (kind(tarfile.LNKTYPE, "engines/exit.onnx"), "a hard link 'engines/entry.onnx' to 'engines/exit.onnx'"),
+    "hard link": (
+        kind(tarfile.LNKTYPE, "engines/exit.onnx"),
+        "a hard link 'engines/entry.onnx' to 'engines/exit.onnx'",
+    ),
     "character device": (kind(tarfile.CHRTYPE), "a device 'engines/entry.onnx'"),
     "block device": (kind(tarfile.BLKTYPE), "a device 'engines/entry.onnx'"),
     "named pipe": (kind(tarfile.FIFOTYPE), "a named pipe 'engines/entry.onnx'"),
     "folder": (kind(tarfile.DIRTYPE), "a folder 'engines/entry.onnx'"),
     "sparse file": (kind(tarfile.GNUTYPE_SPARSE), "an entry of another kind"),
-    "absolute path": (lambda member: setattr(member, "name", "/etc/cron.d/x"), "a file '/etc/cron.d/x', an absolute path"),
-    "path that leads out": (lambda member: setattr(member, "name", "engines/../../x"), "a file 'engines/../../x', which leads out of it"),
+    "absolute path": (
+        lambda member: setattr(member, "name", "/etc/cron.d/x"),
+        "a file '/etc/cron.d/x', an absolute path",
+    ),
+    "path that leads out": (
+        lambda member: setattr(member, "name", "engines/../../x"),
+        "a file 'engines/../../x', which leads out of it",
+    ),
     "not listed": (lambda member: setattr(member, "name", "engines/evil.onnx"), "a file 'engines/evil.onnx', of"),
     "twice": (lambda member: setattr(member, "name", "engines/engines.json"), "a file 'engines/engines.json', of"),
     "executable": (lambda member: setattr(member, "mode", 0o4755), "a file 'engines/entry.onnx', of"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change, found", CHANGES.values(), ids=CHANGES)
-def test_an_entry_that_the_manifest_does_not_list_so_is_refused(apart: Path, tmp_path: Path, scratch: Path, change, found: str) -> None:
+def test_an_entry_that_the_manifest_does_not_list_so_is_refused(
+    apart: Path, tmp_path: Path, scratch: Path, change, found: str
+) -> None:
     line = refused(with_entry(apart, tmp_path / "other.tar", change), scratch)
     assert found in line and "expected the file engines/entry.onnx" in line
 
 
 def forged(path: Path, names: list[str], **about) -> Path:
     """A bundle whose manifest lists these names, and whose headers are right."""
-    listed = [{"path": name, "size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"} for name in names]  # of b"x"
+    # of b"x"
+    listed = [
+        {"path": name, "size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}
+        for name in names
+    ]
     manifest = {"format": formats.BUNDLE, "files": listed, **about}
     data = dump_json({**manifest, SEAL: sha256_json(manifest)}).encode()
     parts = [header(MANIFEST, len(data)), data + bytes(-len(data) % 512)]
@@ -189,22 +228,37 @@ def forged(path: Path, names: list[str], **about) -> Path:
 
 
 NAMES = {
-    "/etc/passwd": "an absolute path", "C:/x": "an absolute path", "../x": "which leads out of it", "engines/../../x": "which leads out of it", "..": "which leads out",
-    "engines//x": "no plain name", "./x": "no plain name", "engines/": "no plain name", "": "no plain name", "a\\..\\b": "no plain name", "a\nb": "no plain name",
-}  # fmt: skip
+    "/etc/passwd": "an absolute path",
+    "C:/x": "an absolute path",
+    "../x": "which leads out of it",
+    "engines/../../x": "which leads out of it",
+    "..": "which leads out",
+    "engines//x": "no plain name",
+    "./x": "no plain name",
+    "engines/": "no plain name",
+    "": "no plain name",
+    "a\\..\\b": "no plain name",
+    "a\nb": "no plain name",
+}
 
 
 @pytest.mark.parametrize("name, reason", NAMES.items(), ids=map(repr, NAMES))
-def test_a_manifest_that_lists_a_path_elsewhere_is_refused(tmp_path: Path, scratch: Path, name: str, reason: str) -> None:
+def test_a_manifest_that_lists_a_path_elsewhere_is_refused(
+    tmp_path: Path, scratch: Path, name: str, reason: str
+) -> None:
     assert reason in refused(forged(tmp_path / "forged.tar", [name]), scratch)
 
 
 @pytest.mark.parametrize("names", [["a", "a"], ["A", "a"], ["bundle.json"], ["b", "a"]], ids=str)
-def test_a_manifest_that_lists_a_name_twice_or_unsorted_is_refused(tmp_path: Path, scratch: Path, names: list[str]) -> None:
+def test_a_manifest_that_lists_a_name_twice_or_unsorted_is_refused(
+    tmp_path: Path, scratch: Path, names: list[str]
+) -> None:
     assert "expected sorted names, each once" in refused(forged(tmp_path / "forged.tar", names), scratch)
 
 
-@pytest.mark.parametrize("about", [{}, {"files": [{"path": "a", "size": -1, "sha256": ""}]}, {"files": 1}, {"format": "x"}])
+@pytest.mark.parametrize(
+    "about", [{}, {"files": [{"path": "a", "size": -1, "sha256": ""}]}, {"files": 1}, {"format": "x"}]
+)
 def test_a_manifest_of_something_else_is_refused(tmp_path: Path, scratch: Path, about: dict) -> None:
     assert MANIFEST in refused(forged(tmp_path / "forged.tar", ["engines/engines.json"], **about), scratch)
 
@@ -212,7 +266,10 @@ def test_a_manifest_of_something_else_is_refused(tmp_path: Path, scratch: Path, 
 def test_weights_that_are_not_those_are_named(apart: Path, inside: Path, tmp_path: Path, scratch: Path) -> None:
     assert "expected --weights, for the bundle holds none" in refused(apart, scratch, None)
     assert "expected no --weights, for the bundle holds its own" in refused(inside, scratch, DEMO)
-    with pytest.raises(InputError, match="expected model.safetensors of 3631656 bytes, found no such folder"), opened(apart, tmp_path / "none"):
+    with (
+        pytest.raises(InputError, match="expected model.safetensors of 3631656 bytes, found no such folder"),
+        opened(apart, tmp_path / "none"),
+    ):
         pass
     copy = shutil.copytree(DEMO, tmp_path / "changed") / "model.safetensors"
     data = bytearray(copy.read_bytes())
@@ -244,7 +301,9 @@ def test_what_is_not_as_it_was_recorded_is_not_packed(demo: Results, tmp_path: P
         provenance_path(path).unlink()
 
     assert "engines/middle.onnx: expected" in line(damage) and "middle.onnx: expected a file" in line(lose)
-    assert "expected a manifest with the record of how it was made" in line(replace) and "expected the provenance" in line(forget)
+    assert ("expected a manifest with the record of how it was made") in line(
+        replace
+    ) and "expected the provenance" in line(forget)
 
 
 INTERRUPTED = """
@@ -273,13 +332,16 @@ print(interrupted)
 def test_an_interrupt_leaves_nothing(inside: Path, tmp_path: Path) -> None:
     """A real process, interrupted at many moments of opening, and where that is, of cleaning up."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": SOURCES}
-    process = subprocess.run([sys.executable, "-c", INTERRUPTED, str(inside)], env=environment, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(inside)], env=environment, capture_output=True, text=True
+    )
     assert int(process.stdout) > 15, process.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupt_while_a_folder_is_closed_is_an_interrupt(inside: Path, monkeypatch) -> None:
-    """CPython's rmtree then closes it once more, and fails: seen in the test above, where it took the interrupt's place."""
+    """CPython's rmtree then closes it once more, and fails: seen in the test above, where it took the interrupt's
+    place."""
     real, interrupts = os.close, iter([KeyboardInterrupt])
 
     def close(number: int) -> None:
@@ -302,12 +364,18 @@ class Absent(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Absent())
 from lockstep.cli.main import main
 main(["generate", "--bundle", sys.argv[1], "--prompt", sys.argv[2], "--max-new-tokens", "16"])
-"""
+"""  # noqa: E501
 
 
 def test_it_runs_where_only_the_backend_is_installed(inside: Path, tmp_path: Path) -> None:
     """A real process, in an empty folder, without what only making engines needs."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": SOURCES}
-    process = subprocess.run([sys.executable, "-c", ALONE, str(inside), PROMPT], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", ALONE, str(inside), PROMPT],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert (process.returncode, process.stdout) == (0, TEXT + "\n"), process.stderr
     assert not list(tmp_path.glob("lockstep*"))

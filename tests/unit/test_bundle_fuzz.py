@@ -1,4 +1,5 @@
-"""Bundles whose digests are right and whose documents say absurd things: one line, or the right text; never a traceback, a hang, or memory or files beyond reason."""
+"""Bundles whose digests are right and whose documents say absurd things: one line, or the right text; never a
+traceback, a hang, or memory or files beyond reason."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fuzz_bundle
 import pytest
 from demo_model import DEMO, LIMITS
 from recorded import recorded
 
+import fuzz_bundle
 from lockstep.bundle.pack import pack
 from lockstep.targets import Results, Target
 

@@ -17,23 +17,27 @@ from checkpoints import error_of
 from shared_cache import checkpoint, contents, convert, never, start
 
 from lockstep import backends
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.pipeline.step import Step
+from lockstep.provenance import run as stage
 from lockstep.provenance.cache.store import Cache, cache_folder
 from lockstep.provenance.cache.upkeep import IN_THE_MAKING, bytes_text, look, prune, verify
-from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.provenance import run as stage
-from lockstep.provenance.slsa import provenance_path, wrong_provenance
-from lockstep.pipeline.step import Step
 from lockstep.provenance.record import read_record
+from lockstep.provenance.slsa import provenance_path, wrong_provenance
 from lockstep.targets import Results
 
 
 def test_what_one_made_another_takes_with_the_same_bytes(tmp_path: Path, cache: Cache, capsys) -> None:
     convert(checkpoint(tmp_path / "one"), tmp_path / "one" / "fp32", cache.folder)
     (used,) = look(cache).entries
-    assert f"cache: convert m/fp32 is put into {cache.folder}, build key {used.entry.key[:12]}\n" == capsys.readouterr().err
+    assert (
+        f"cache: convert m/fp32 is put into {cache.folder}, build key {used.entry.key[:12]}\n"
+    ) == capsys.readouterr().err
     out = convert(checkpoint(tmp_path / "a" / "b" / "other"), tmp_path / "other" / "fp32", cache.folder, make=never)
     assert out == tmp_path / "other" / "fp32" / "weights.json"
-    assert f"cache: convert m/fp32 is taken from {cache.folder}, build key {used.entry.key[:12]}: nothing was computed\n" == capsys.readouterr().err
+    assert (
+        f"cache: convert m/fp32 is taken from {cache.folder}, build key {used.entry.key[:12]}: nothing was computed\n"
+    ) == capsys.readouterr().err
     assert contents(tmp_path / "one" / "fp32") == contents(tmp_path / "other" / "fp32"), "the record too"
     assert read_record(out)["key"] == used.entry.key
     assert verify(cache) == [] and not look(cache).temporary
@@ -62,7 +66,8 @@ def test_checks_run_each_time(tmp_path: Path, cache: Cache, name: str) -> None:
 
 
 def test_results_that_are_edited_in_place_leave_the_cache_as_it_was(tmp_path: Path, cache: Cache) -> None:
-    """Links would not: neither the file that was put nor the one that was taken shares anything that can be written to."""
+    """Links would not: neither the file that was put nor the one that was taken shares anything that can be written
+    to."""
     manifest = checkpoint(tmp_path)
     for folder in ("put", "taken"):
         convert(manifest, tmp_path / folder, cache.folder)
@@ -82,13 +87,22 @@ def graphs(demo: Results, folder: Path) -> Path:
 
 def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path: Path, cache: Cache) -> None:
     def build(folder: Path, make) -> None:
-        step = Step("build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {}, folder / "engines.json")
+        step = Step(
+            "build",
+            {"model": "m", "precision": "fp16", "backend": "onnxruntime"},
+            {"assembly": assembly},
+            {},
+            folder / "engines.json",
+        )
         stage.run(step, make or (lambda: backends.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
 
     assembly = graphs(demo, tmp_path)
     build(tmp_path / "one", None)
     shutil.copytree(tmp_path / "one", tmp_path / "other")
-    write_json(tmp_path / "other" / "engines.json", {**read_json(tmp_path / "other" / "engines.json"), "backend_version": "0.0"})
+    write_json(
+        tmp_path / "other" / "engines.json",
+        {**read_json(tmp_path / "other" / "engines.json"), "backend_version": "0.0"},
+    )
     (tmp_path / "other" / "middle.onnx").write_bytes(b"an engine of another version")
     (tmp_path / "other" / "middle_2.onnx").write_bytes(b"and one of a class that is no more")
     (tmp_path / "other" / "attention.decode.engine").write_bytes(b"and one of another kind of file")
@@ -97,9 +111,17 @@ def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path
     assert contents(tmp_path / "one") == contents(tmp_path / "other")
 
 
-def test_an_engine_set_that_is_taken_says_who_built_it_and_when(demo: Results, tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_set_that_is_taken_says_who_built_it_and_when(
+    demo: Results, tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def build(folder: Path, make=None) -> dict:
-        step = Step("build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {}, folder / "engines.json")
+        step = Step(
+            "build",
+            {"model": "m", "precision": "fp16", "backend": "onnxruntime"},
+            {"assembly": assembly},
+            {},
+            folder / "engines.json",
+        )
         stage.run(step, make or (lambda: backends.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
         assert wrong_provenance(provenance_path(step.output)) is None
         return json.loads(provenance_path(step.output).read_bytes())["predicate"]["runDetails"]["metadata"]
@@ -113,7 +135,9 @@ def test_an_engine_set_that_is_taken_says_who_built_it_and_when(demo: Results, t
     value = read_json(entry)
     del value["files"]["provenance.json"]
     write_json(entry, value)
-    assert build(tmp_path / "third")["startedOn"] == "1970-01-01T00:33:20Z", "an entry that does not say it is not taken"
+    assert build(tmp_path / "third")["startedOn"] == "1970-01-01T00:33:20Z", (
+        "an entry that does not say it is not taken"
+    )
 
 
 def test_what_changed_while_it_was_made_is_not_kept(tmp_path: Path, cache: Cache, capsys) -> None:
@@ -125,12 +149,16 @@ def test_what_changed_while_it_was_made_is_not_kept(tmp_path: Path, cache: Cache
         return out
 
     convert(manifest, out.parent, cache.folder, make=make)
-    assert f"convert m/fp32 is not put into {cache.folder}: {manifest} changed while it was made" in capsys.readouterr().err
+    assert (
+        f"convert m/fp32 is not put into {cache.folder}: {manifest} changed while it was made"
+    ) in capsys.readouterr().err
     assert not cache.folder.exists()
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS, 0], ids=["two disks", "no such call", "ends early"])
-def test_where_the_kernel_does_not_copy(tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_where_the_kernel_does_not_copy(
+    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     real, calls = os.copy_file_range, []
 
     def refuses(source: int, target: int, count: int) -> int:
@@ -159,7 +187,9 @@ def test_the_variable_goes_before_the_config(tmp_path: Path, monkeypatch: pytest
 
 def test_a_place_where_no_folder_can_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    line = f"config: cache: expected a folder, or a path where one can be made, found that {tmp_path / 'file'} is a file"
+    line = (
+        f"config: cache: expected a folder, or a path where one can be made, found that {tmp_path / 'file'} is a file"
+    )
     assert error_of(cache_folder, str(tmp_path / "file" / "below")).startswith(line)
     assert error_of(cache_folder, "a\0b") == "config: cache: expected the path of a folder, found 'a\\x00b'; correct it"
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file"))
@@ -173,7 +203,11 @@ def test_a_cache_that_is_a_file_costs_nothing_that_was_there(tmp_path: Path) -> 
     (tmp_path / "file").touch()
     process = start(manifest, tmp_path / "fp32", tmp_path / "file")
     said = process.communicate()[1]
-    assert process.returncode == 2 and len(said.splitlines()) == 1 and said.startswith("lockstep: error: config: cache: expected a folder")
+    assert (
+        process.returncode == 2
+        and len(said.splitlines()) == 1
+        and said.startswith("lockstep: error: config: cache: expected a folder")
+    )
     assert contents(tmp_path / "fp32") == before
 
 
@@ -185,7 +219,9 @@ def filled(tmp_path: Path, cache: Cache) -> Cache:
     """Three entries, used last 3, 2 and 1 days ago, of 0.2, 0.4 and 0.6 MB."""
     for number in (1, 2, 3):
         convert(checkpoint(tmp_path / str(number), number, number / 10), tmp_path / str(number) / "fp32", cache.folder)
-        age(cache.entry_path(read_record(tmp_path / str(number) / "fp32" / "weights.json")["key"]), (4 - number) * 86400)
+        age(
+            cache.entry_path(read_record(tmp_path / str(number) / "fp32" / "weights.json")["key"]), (4 - number) * 86400
+        )
     return cache
 
 
@@ -245,7 +281,12 @@ def test_a_clock_that_was_set_back_drops_nothing_in_the_making(filled: Cache) ->
 
 
 def lockstep(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "lockstep", "cache", *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", "cache", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
 
 
 def test_the_commands(tmp_path: Path, filled: Cache) -> None:
@@ -253,20 +294,35 @@ def test_the_commands(tmp_path: Path, filled: Cache) -> None:
     total = bytes_text(look(filled).size)
     listed = lockstep("ls", "--cache", filled.folder).stdout.splitlines()
     assert re.fullmatch(r"stage +of +build key +files +size +last use \(UTC\)", listed[0])
-    assert [line.split()[:6] for line in listed[1:-1]] == [["convert", "fp32", key[:12], "2", *size.split()] for key, size in zip(keys(filled), sizes)]
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", " ".join(listed[1].split()[-2:])) and listed[-1] == f"3 entries, 6 files of {total}"
+    assert [line.split()[:6] for line in listed[1:-1]] == [
+        ["convert", "fp32", key[:12], "2", *size.split()] for key, size in zip(keys(filled), sizes)
+    ]
+    assert (
+        re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", " ".join(listed[1].split()[-2:]))
+        and listed[-1] == f"3 entries, 6 files of {total}"
+    )
     whole = lockstep("verify", LOCKSTEP_CACHE=str(filled.folder))
     assert (whole.returncode, whole.stdout) == (0, f"3 entries, 6 files of {total}\n")
-    (tmp_path / "my.yaml").write_text(f"models: {{m: {{source: a, golden: {{prompts: [{{text: a}}]}}}}}}\ncache: {filled.folder}\n")
+    (tmp_path / "my.yaml").write_text(
+        f"models: {{m: {{source: a, golden: {{prompts: [{{text: a}}]}}}}}}\ncache: {filled.folder}\n"
+    )
     pruned = lockstep("prune", "--config", tmp_path / "my.yaml", "--max-size", "1.1MB", "--older-than", "36h")
-    assert re.fullmatch(rf"dropped: 2 entries, 4 files of 63\d\.\d kB\nleft: 1 entry, 2 files of {sizes[0]}\n", pruned.stdout)
+    assert re.fullmatch(
+        rf"dropped: 2 entries, 4 files of 63\d\.\d kB\nleft: 1 entry, 2 files of "
+        rf"{sizes[0]}\n",
+        pruned.stdout,
+    )
 
 
 @pytest.mark.parametrize("arguments, line", [
-    (("ls", "--cache", "/nowhere"), "lockstep: error: /nowhere: expected a cache, found no folder; it is made when something is first put into it"),
-    (("verify",), "lockstep: error: cache: expected a folder, found none: give it with --cache, LOCKSTEP_CACHE or `cache` in the config"),
-    (("prune", "--max-size", "many"), "Error: Invalid value for '--max-size': expected a number and a unit, such as 10GB; found 'many'"),
-    (("prune", "--older-than", "30"), "Error: Invalid value for '--older-than': expected a number and a unit, such as 30d; found '30'"),
+    (("ls", "--cache", "/nowhere"), "lockstep: error: /nowhere: expected a cache, found no folder; it is "
+"made when something is first put into it"),
+    (("verify",), "lockstep: error: cache: expected a folder, found none: give it with --cache, "
+"LOCKSTEP_CACHE or `cache` in the config"),
+    (("prune", "--max-size", "many"), "Error: Invalid value for '--max-size': expected a number and a unit, "
+"such as 10GB; found 'many'"),
+    (("prune", "--older-than", "30"), "Error: Invalid value for '--older-than': expected a number and a "
+"unit, such as 30d; found '30'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(arguments: tuple[str, ...], line: str) -> None:
     process = lockstep(*arguments, LOCKSTEP_CACHE="")

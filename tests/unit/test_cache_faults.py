@@ -1,4 +1,5 @@
-"""A cache that others fill, kill, damage, fill up and write-protect: real processes; each ends in the results of an undisturbed run, or in one line."""
+"""A cache that others fill, kill, damage, fill up and write-protect: real processes; each ends in the results of an
+undisturbed run, or in one line."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ from pathlib import Path
 import pytest
 from shared_cache import MB, checkpoint, contents, convert, never, run, start
 
+from lockstep.artifacts.files import write_json
 from lockstep.provenance.cache.store import Cache
 from lockstep.provenance.cache.upkeep import IN_THE_MAKING, look, prune, verify
-from lockstep.artifacts.files import write_json
 
 
 def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_path: Path, cache: Cache) -> None:
     manifests = [checkpoint(tmp_path / str(seed), seed, megabytes=2) for seed in range(3)]
-    undisturbed = [contents(convert(manifest, tmp_path / str(seed) / "undisturbed", "").parent) for seed, manifest in enumerate(manifests)]
+    undisturbed = [
+        contents(convert(manifest, tmp_path / str(seed) / "undisturbed", "").parent)
+        for seed, manifest in enumerate(manifests)
+    ]
     pruning = subprocess.Popen([sys.executable, "-c", PRUNE, cache.folder])
     try:
         for round in range(2):
@@ -31,7 +35,9 @@ def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_pat
                         for folder in (tmp_path / f"{round}-{seed}-{name}" for name in "ab")]  # fmt: skip
             for seed, folder, process in machines:
                 said = process.communicate()[1]
-                assert process.returncode == 0 and "Traceback" not in said and contents(folder) == undisturbed[seed], said
+                assert process.returncode == 0 and "Traceback" not in said and contents(folder) == undisturbed[seed], (
+                    said
+                )
         assert pruning.poll() is None, "it prunes all the while"
     finally:
         pruning.kill()
@@ -172,26 +178,42 @@ ENTRY = {
 STAYS = ("a folder",)
 
 
-@pytest.mark.parametrize(("kind", "name"), [*((kind, name) for kind in ("entry", "manifest", "weights") for name in ANY), *(("entry", name) for name in ENTRY)])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, name) for kind in ("entry", "manifest", "weights") for name in ANY),
+        *(("entry", name) for name in ENTRY),
+    ],
+)
 def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, name: str) -> None:
     manifest = checkpoint(tmp_path)
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
     (used,) = look(cache).entries
     files = used.entry.files
     blobs = {name: cache.blob_path(blob.sha256) for name, blob in files.items()}
-    path = {"entry": cache.entry_path(used.entry.key), "manifest": blobs["weights.json"], "weights": blobs["weights.safetensors"]}[kind]
+    path = {
+        "entry": cache.entry_path(used.entry.key),
+        "manifest": blobs["weights.json"],
+        "weights": blobs["weights.safetensors"],
+    }[kind]
     (ANY | ENTRY)[name](path)
     if not (kind == "entry" and name == "gone"):
-        assert any(str(path) in line for line in verify(cache)) or name == "a file too few", "only a look into the manifest tells that"
+        assert any(str(path) in line for line in verify(cache)) or name == "a file too few", (
+            "only a look into the manifest tells that"
+        )
     capsys.readouterr()
     convert(manifest, tmp_path / "made", cache.folder)
     said = capsys.readouterr().err.splitlines()
     assert contents(tmp_path / "made") == undisturbed and not (tmp_path / "outside.json").exists()
-    assert len(said) == (1 if (kind, name) == ("entry", "gone") else 2) and all(line.startswith("cache: ") for line in said)
+    assert len(said) == (1 if (kind, name) == ("entry", "gone") else 2) and all(
+        line.startswith("cache: ") for line in said
+    )
     assert len(said) == 1 or str(path) in said[0] and said[0].endswith("; convert m/fp32 is made anew")
     if name in STAYS:
         line = said[-1].removeprefix(f"cache: convert m/fp32 is not put into {cache.folder}: ")
-        assert line.endswith(": expected to write a file here, found a folder; remove or rename it, or choose another place")
+        assert line.endswith(
+            ": expected to write a file here, found a folder; remove or rename it, or choose another place"
+        )
         assert any(str(path) in line for line in verify(cache))
     else:
         convert(manifest, tmp_path / "taken", cache.folder, make=never)
@@ -209,14 +231,23 @@ def test_garbage_everywhere(tmp_path: Path, cache: Cache) -> None:
         code, said = run(manifest, tmp_path / name, other.folder)
         assert code == 0 and contents(tmp_path / name) == undisturbed
         assert said.startswith(f"cache: convert m/fp32 is not put into {other.folder}: ") and said.count("\n") == 1
-        assert said.endswith(": expected a folder to write into, found a file; remove or rename it, or choose another place\n")
+        assert said.endswith(
+            ": expected a folder to write into, found a file; remove or rename it, or choose another place\n"
+        )
         assert verify(other) == [f"{other.folder / name}: expected only files of the cache, found another"]
         prune(other)
     numbers = random.Random(2)
     for folder in (cache.entries, cache.blobs):
         folder.mkdir(parents=True)
         for number in range(20):
-            name = numbers.choice([f"{numbers.randbytes(32).hex()}", f"{numbers.randbytes(32).hex()}.json", f"foreign {number}", f".{number}.tmp"])
+            name = numbers.choice(
+                [
+                    f"{numbers.randbytes(32).hex()}",
+                    f"{numbers.randbytes(32).hex()}.json",
+                    f"foreign {number}",
+                    f".{number}.tmp",
+                ]
+            )
             (folder / name).write_bytes(numbers.randbytes(1000))
     (cache.entries / f"{'0' * 64}.json").mkdir()
     code, said = run(manifest, tmp_path / "made", cache.folder)
@@ -225,13 +256,17 @@ def test_garbage_everywhere(tmp_path: Path, cache: Cache) -> None:
     prune(cache)
     convert(manifest, tmp_path / "taken", cache.folder, make=never)
     assert contents(tmp_path / "taken") == undisturbed
-    assert all("foreign" in line or "expected" in line for line in verify(cache)), "what is not the cache's own is left where it is"
+    assert all("foreign" in line or "expected" in line for line in verify(cache)), (
+        "what is not the cache's own is left where it is"
+    )
 
 
 @contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], capture_output=True
+    ).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
         yield folder
@@ -245,8 +280,14 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1024) as disk:
         code, said = run(manifest, tmp_path / "made", disk / "cache")
         assert code == 0 and contents(tmp_path / "made") == undisturbed
-        assert said == f"cache: {disk / 'cache'} cannot be written (No space left on device): convert m/fp32 is not put into it\n"
-        assert not look(Cache(disk / "cache")).entries and not look(Cache(disk / "cache")).temporary and verify(Cache(disk / "cache")) == []
+        assert said == (
+            f"cache: {disk / 'cache'} cannot be written (No space left on device): convert m/fp32 is not put into it\n"
+        )
+        assert (
+            not look(Cache(disk / "cache")).entries
+            and not look(Cache(disk / "cache")).temporary
+            and verify(Cache(disk / "cache")) == []
+        )
 
 
 def test_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
@@ -261,16 +302,28 @@ def test_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
         assert code == 0 and contents(tmp_path / "taken") == undisturbed
         assert said.startswith(f"cache: convert m/fp32 is taken from {cache.folder}") and len(said.splitlines()) == 1
         code, said = run(other, tmp_path / "new", cache.folder)
-        assert code == 0 and said == f"cache: {cache.folder} cannot be written (Read-only file system): convert m/fp32 is not put into it\n"
+        assert code == 0 and said == (
+            f"cache: {cache.folder} cannot be written (Read-only file system): convert m/fp32 is not put into it\n"
+        )
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         a_flipped_byte(next(cache.blobs.iterdir()))
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         code, said = run(manifest, tmp_path / "anew", cache.folder)
         assert code == 0 and contents(tmp_path / "anew") == undisturbed
-        assert "the file is damaged; convert m/fp32 is made anew" in said and "cannot be written (Read-only file system)" in said
+        assert ("the file is damaged; convert m/fp32 is made anew") in said and (
+            "cannot be written (Read-only file system)"
+        ) in said
         assert contents(cache.folder).keys() == before.keys()
-        process = subprocess.run([sys.executable, "-m", "lockstep", "cache", "prune", "--cache", cache.folder], capture_output=True, text=True)
-        assert process.returncode == 2 and process.stderr.startswith("lockstep: error: Read-only file system") and len(process.stderr.splitlines()) == 1
+        process = subprocess.run(
+            [sys.executable, "-m", "lockstep", "cache", "prune", "--cache", cache.folder],
+            capture_output=True,
+            text=True,
+        )
+        assert (
+            process.returncode == 2
+            and process.stderr.startswith("lockstep: error: Read-only file system")
+            and len(process.stderr.splitlines()) == 1
+        )
 
 
 def test_a_full_disk_of_results_says_what_it_says_without_a_cache(tmp_path: Path, cache: Cache) -> None:
@@ -278,7 +331,9 @@ def test_a_full_disk_of_results_says_what_it_says_without_a_cache(tmp_path: Path
     convert(manifest, tmp_path / "made", cache.folder)
     with small_disk(tmp_path / "disk", 1024) as disk:
         code, said = run(manifest, disk / "out", cache.folder)
-        assert code == 2 and said.splitlines()[-1].startswith(f"lockstep: error: {disk / 'out'}/weights.safetensors: expected ")
+        assert code == 2 and said.splitlines()[-1].startswith(
+            f"lockstep: error: {disk / 'out'}/weights.safetensors: expected "
+        )
         assert [path for path in disk.rglob("*") if path.is_file()] == []
     assert verify(cache) == [] and len(look(cache).entries) == 1, "the cache is not to blame"
 

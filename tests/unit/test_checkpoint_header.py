@@ -45,7 +45,12 @@ def line_of(file, data: bytes) -> str:
 
 
 def test_every_tensor_lies_where_the_library_finds_it(file):
-    values = {**tensors("F32"), "flags": np.array([True, False, True]), "ids": np.arange(5), "bytes": np.arange(3, dtype=np.uint8)}
+    values = {
+        **tensors("F32"),
+        "flags": np.array([True, False, True]),
+        "ids": np.arange(5),
+        "bytes": np.arange(3, dtype=np.uint8),
+    }
     save_file(values, file, {"format": "pt"})
     records, data, loaded = read_header(file), file.read_bytes(), load_file(file)
     assert records.keys() == loaded.keys()
@@ -61,38 +66,97 @@ def test_a_file_without_tensors_or_metadata_is_whole(file):
     assert read_header(file) == {}
 
 
-@pytest.mark.parametrize(("data", "expected"), [
-    (b"", "expected a header length in the first 8 bytes, found a file of 0 bytes"),
-    (b"\1\0\0", "expected a header length in the first 8 bytes, found a file of 3 bytes"),
-    (b"\xff" * 30, "expected a header of 2 to 22 bytes, found a header length of 18446744073709551615 in a file of 30 bytes"),
-    (bytes(30), "expected a header of 2 to 22 bytes, found a header length of 0 in a file of 30 bytes"),
-    (safetensors_bytes({"a": ENTRY})[:40], "expected a header of 2 to 32 bytes, found a header length of 65 in a file of 40 bytes"),
-    (safetensors_bytes(b"[1, 2]"), "expected a header that opens with '{', found b'['"),
-    (safetensors_bytes(b'{"a": }'), "expected a JSON header, found Expecting value: line 1 column 7 (char 6)"),
-    (safetensors_bytes(b'{"a\xff": 1}'), "expected a header in UTF-8, found invalid start byte"),
-    (safetensors_bytes(b'{"\\ud800": {}}'), "expected a header in UTF-8, found surrogates not allowed"),
-    (safetensors_bytes(b'{"a":' * 5000 + b"1" + b"}" * 5000), "expected a JSON header, found maximum recursion depth exceeded"),
-    (safetensors_bytes(b'{"a": {}, "a": {}}'), "expected each name once in the header, found 'a' twice"),
-    (safetensors_bytes(b'{"a": {"dtype": "F32", "dtype": "F16"}}'), "expected each name once in the header, found 'dtype' twice"),
-    (safetensors_bytes({"__metadata__": {"a": 1}}), "expected strings in the header's __metadata__, found {'a': 1}"),
-    (safetensors_bytes({"a": 7}), "expected dtype, shape and data_offsets for tensor 'a', found 7"),
-    (safetensors_bytes({"a": {"dtype": "F32"}}), "expected dtype, shape and data_offsets for tensor 'a', found {'dtype': 'F32'}"),
-    (safetensors_bytes({"a": {**ENTRY, "dtype": "F31"}}, DATA), "expected a dtype of the safetensors format for tensor 'a', found 'F31'"),
-    (safetensors_bytes({"a": {**ENTRY, "dtype": []}}, DATA), "expected a dtype of the safetensors format for tensor 'a', found []"),
-    (safetensors_bytes({"a": {**ENTRY, "shape": [2, -3]}}, DATA), "expected a list of sizes as the shape of tensor 'a', found [2, -3]"),
-    (safetensors_bytes({"a": {**ENTRY, "shape": [6.0]}}, DATA), "expected a list of sizes as the shape of tensor 'a', found [6.0]"),
-    (safetensors_bytes({"a": {**ENTRY, "shape": [True, 6]}}, DATA), "expected a list of sizes as the shape of tensor 'a', found [True, 6]"),
-    (safetensors_bytes({"a": {**ENTRY, "shape": 6}}, DATA), "expected a list of sizes as the shape of tensor 'a', found 6"),
-    (safetensors_bytes({"a": {**ENTRY, "data_offsets": [24, 0]}}, DATA), "expected a begin and an end as data_offsets of tensor 'a', found [24, 0]"),
-    (safetensors_bytes({"a": {**ENTRY, "data_offsets": [24]}}, DATA), "expected a begin and an end as data_offsets of tensor 'a', found [24]"),
-    (safetensors_bytes({"a": {**ENTRY, "shape": [2, 2]}}, DATA), "expected 16 bytes for tensor 'a' (F32 [2, 2]), found 24 bytes in data_offsets [0, 24]"),
-    (safetensors_bytes({"a": {**ENTRY, "shape": [2**62] * 300}}, DATA), "expected fewer elements for tensor 'a' (F32 [4611686018427387904, 4611686018427387904, "),
-    (safetensors_bytes({"a": {**ENTRY, "data_offsets": [4, 28]}}, DATA + bytes(4)), "expected tensor 'a' at byte 73, found a hole: it begins at byte 77"),
-    (safetensors_bytes({"a": ENTRY, "b": {**ENTRY, "data_offsets": [20, 44]}}, DATA + bytes(20)),
-     "expected tensor 'b' at byte 163, found an overlap: it begins at byte 159"),
-    (safetensors_bytes({"a": ENTRY}, DATA[:-1]), "expected a file of 97 bytes, as its header says, found 96 bytes"),
-    (safetensors_bytes({"a": ENTRY}, DATA + b"\0"), "expected a file of 97 bytes, as its header says, found 98 bytes"),
-])
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", "expected a header length in the first 8 bytes, found a file of 0 bytes"),
+        (b"\1\0\0", "expected a header length in the first 8 bytes, found a file of 3 bytes"),
+        (
+            b"\xff" * 30,
+            "expected a header of 2 to 22 bytes, found a header length of 18446744073709551615 in a file of 30 bytes",
+        ),
+        (bytes(30), "expected a header of 2 to 22 bytes, found a header length of 0 in a file of 30 bytes"),
+        (
+            safetensors_bytes({"a": ENTRY})[:40],
+            "expected a header of 2 to 32 bytes, found a header length of 65 in a file of 40 bytes",
+        ),
+        (safetensors_bytes(b"[1, 2]"), "expected a header that opens with '{', found b'['"),
+        (safetensors_bytes(b'{"a": }'), "expected a JSON header, found Expecting value: line 1 column 7 (char 6)"),
+        (safetensors_bytes(b'{"a\xff": 1}'), "expected a header in UTF-8, found invalid start byte"),
+        (safetensors_bytes(b'{"\\ud800": {}}'), "expected a header in UTF-8, found surrogates not allowed"),
+        (
+            safetensors_bytes(b'{"a":' * 5000 + b"1" + b"}" * 5000),
+            "expected a JSON header, found maximum recursion depth exceeded",
+        ),
+        (safetensors_bytes(b'{"a": {}, "a": {}}'), "expected each name once in the header, found 'a' twice"),
+        (
+            safetensors_bytes(b'{"a": {"dtype": "F32", "dtype": "F16"}}'),
+            "expected each name once in the header, found 'dtype' twice",
+        ),
+        (
+            safetensors_bytes({"__metadata__": {"a": 1}}),
+            "expected strings in the header's __metadata__, found {'a': 1}",
+        ),
+        (safetensors_bytes({"a": 7}), "expected dtype, shape and data_offsets for tensor 'a', found 7"),
+        (
+            safetensors_bytes({"a": {"dtype": "F32"}}),
+            "expected dtype, shape and data_offsets for tensor 'a', found {'dtype': 'F32'}",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "dtype": "F31"}}, DATA),
+            "expected a dtype of the safetensors format for tensor 'a', found 'F31'",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "dtype": []}}, DATA),
+            "expected a dtype of the safetensors format for tensor 'a', found []",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "shape": [2, -3]}}, DATA),
+            "expected a list of sizes as the shape of tensor 'a', found [2, -3]",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "shape": [6.0]}}, DATA),
+            "expected a list of sizes as the shape of tensor 'a', found [6.0]",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "shape": [True, 6]}}, DATA),
+            "expected a list of sizes as the shape of tensor 'a', found [True, 6]",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "shape": 6}}, DATA),
+            "expected a list of sizes as the shape of tensor 'a', found 6",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "data_offsets": [24, 0]}}, DATA),
+            "expected a begin and an end as data_offsets of tensor 'a', found [24, 0]",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "data_offsets": [24]}}, DATA),
+            "expected a begin and an end as data_offsets of tensor 'a', found [24]",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "shape": [2, 2]}}, DATA),
+            "expected 16 bytes for tensor 'a' (F32 [2, 2]), found 24 bytes in data_offsets [0, 24]",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "shape": [2**62] * 300}}, DATA),
+            "expected fewer elements for tensor 'a' (F32 [4611686018427387904, 4611686018427387904, ",
+        ),
+        (
+            safetensors_bytes({"a": {**ENTRY, "data_offsets": [4, 28]}}, DATA + bytes(4)),
+            "expected tensor 'a' at byte 73, found a hole: it begins at byte 77",
+        ),
+        (
+            safetensors_bytes({"a": ENTRY, "b": {**ENTRY, "data_offsets": [20, 44]}}, DATA + bytes(20)),
+            "expected tensor 'b' at byte 163, found an overlap: it begins at byte 159",
+        ),
+        (safetensors_bytes({"a": ENTRY}, DATA[:-1]), "expected a file of 97 bytes, as its header says, found 96 bytes"),
+        (
+            safetensors_bytes({"a": ENTRY}, DATA + b"\0"),
+            "expected a file of 97 bytes, as its header says, found 98 bytes",
+        ),
+    ],
+)
 def test_a_damage_is_named(file, data, expected):
     line = line_of(file, data)
     assert line.startswith(expected)
@@ -102,12 +166,15 @@ def test_a_damage_is_named(file, data, expected):
 
 def test_a_git_lfs_pointer_is_told_from_a_damaged_file(file):
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
-    assert line_of(file, pointer) == "expected a safetensors file, found a Git LFS pointer; run `git lfs pull` in its folder"
+    assert line_of(file, pointer) == (
+        "expected a safetensors file, found a Git LFS pointer; run `git lfs pull` in its folder"
+    )
 
 
 def test_any_flipped_bit_of_a_header_is_an_error_or_changes_no_place(file):
     """The one thing that a header cannot tell is another spelling of a name: then all the rest is as before."""
-    whole = save({name: value for name, value in tensors().items() if value.size}, {"format": "pt"})  # [0, 9] is as empty as [0, 8]
+    # [0, 9] is as empty as [0, 8]
+    whole = save({name: value for name, value in tensors().items() if value.size}, {"format": "pt"})
     file.write_bytes(whole)
     records = read_header(file)
     header_end = min(record.offset for record in records.values())
@@ -137,11 +204,19 @@ def test_a_file_cut_anywhere_is_an_error(file):
 
 SIZES = st.one_of(st.integers(-1, 40), st.booleans(), st.none(), st.floats(), st.just(2**64), st.text(max_size=2))
 ENTRIES = st.fixed_dictionaries(
-    {"dtype": st.sampled_from(["F32", "F16", "BOOL", "U8", "F4", "X", 3]), "shape": st.one_of(SIZES, st.lists(SIZES, max_size=3)),
-     "data_offsets": st.one_of(SIZES, st.lists(SIZES, max_size=3))},
+    {
+        "dtype": st.sampled_from(["F32", "F16", "BOOL", "U8", "F4", "X", 3]),
+        "shape": st.one_of(SIZES, st.lists(SIZES, max_size=3)),
+        "data_offsets": st.one_of(SIZES, st.lists(SIZES, max_size=3)),
+    },
     optional={"more": SIZES},
-)  # fmt: skip
-HEADERS = st.one_of(st.binary(max_size=60), st.dictionaries(st.text(max_size=3), st.one_of(ENTRIES, SIZES), max_size=3).map(lambda value: json.dumps(value).encode()))
+)
+HEADERS = st.one_of(
+    st.binary(max_size=60),
+    st.dictionaries(st.text(max_size=3), st.one_of(ENTRIES, SIZES), max_size=3).map(
+        lambda value: json.dumps(value).encode()
+    ),
+)
 
 
 @settings(max_examples=300, deadline=None)

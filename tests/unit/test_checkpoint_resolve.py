@@ -60,7 +60,13 @@ def test_a_folder_with_one_file(folder):
     assert manifest["format"] == "lockstep.checkpoint/1"
     assert (manifest["model_type"], manifest["num_hidden_layers"]) == ("llama", 2)
     assert manifest["config"] == {"model_type": "llama", "num_hidden_layers": 2}
-    assert [file["path"] for file in manifest["files"]] == ["config.json", "generation_config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
+    assert [file["path"] for file in manifest["files"]] == [
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     for file in manifest["files"]:
         data = (folder / file["path"]).read_bytes()
         assert (file["size"], file["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
@@ -85,7 +91,14 @@ def test_a_checkpoint_of_transformers_is_found_whole(tmp_path):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+    )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     folder = write(tmp_path / "checkpoint")
     (folder / "model.safetensors").unlink()
@@ -96,7 +109,10 @@ def test_a_checkpoint_of_transformers_is_found_whole(tmp_path):
     assert manifest["tensors"].keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize(("config", "layers"), [({"model_type": "gpt2", "n_layer": 2}, 2), ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 2}}, 2)])
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [({"model_type": "gpt2", "n_layer": 2}, 2), ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 2}}, 2)],
+)
 def test_the_layer_count_under_other_names(tmp_path, config, layers):
     assert manifest_of(write(tmp_path / "checkpoint", config=config))["num_hidden_layers"] == layers
 
@@ -137,19 +153,29 @@ def test_a_hub_cache_with_a_blob_that_never_arrived(tmp_path):
     blob = (snapshot / "model.safetensors").resolve()
     blob.unlink()
     link = f"../../blobs/{blob.name}"
-    assert line_of(snapshot) == f"{snapshot}/model.safetensors: expected a file, found a link to {link}, which is absent; download the checkpoint again"
+    assert line_of(snapshot) == (
+        f"{snapshot}/model.safetensors: expected a file, found a link to {link}, "
+        f"which is absent; download the checkpoint again"
+    )
 
 
 def test_safetensors_go_before_pickled_files(folder):
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert [file["path"] for file in manifest_of(folder)["files"]] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert [file["path"] for file in manifest_of(folder)["files"]] == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
 
 
 def test_a_leftover_of_a_killed_process_goes_and_one_of_a_living_stays(folder):
     out = folder.parent / "checkpoint.json"
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    leftover, living, other = (out.with_name(name) for name in (f".{out.name}.{dead.pid}.tmp", f".{out.name}.{os.getppid()}.tmp", f".{out.name}.notes.tmp"))
+    leftover, living, other = (
+        out.with_name(name)
+        for name in (f".{out.name}.{dead.pid}.tmp", f".{out.name}.{os.getppid()}.tmp", f".{out.name}.notes.tmp")
+    )
     for path in (leftover, living, other):
         path.touch()
     resolve(str(folder), folder, out)
@@ -166,18 +192,26 @@ def test_what_a_shard_holds_beside_the_index_is_listed_and_not_used(sharded):
 
 
 def test_a_tensor_in_two_shards_is_refused(sharded):
-    """The index names one of them; transformers takes that of the shard it reads last, and would be compared with other weights."""
+    """The index names one of them; transformers takes that of the shard it reads last, and would be compared with other
+    weights."""
     values = load_file(sharded / SHARDS[0])
     other = next(name for name in tensors() if name not in values)
     shard = json.loads((sharded / INDEX).read_text())["weight_map"][other]
     save_file({**values, other: tensors()[other] + 1}, sharded / SHARDS[0])
-    assert line_of(sharded) == f"{sharded / shard}: expected each tensor in one shard, found {other!r} also in {SHARDS[0]}; download both and {INDEX} again"
+    assert line_of(sharded) == (
+        f"{sharded / shard}: expected each tensor in one shard, found {other!r} also "
+        f"in {SHARDS[0]}; download both and {INDEX} again"
+    )
 
 
 def test_no_folder_and_a_file_instead(tmp_path):
-    assert error_of(resolve, "x", tmp_path / "x", tmp_path / "o.json") == f"{tmp_path}/x: expected the folder of a checkpoint, found nothing; correct the model's source"
+    assert error_of(resolve, "x", tmp_path / "x", tmp_path / "o.json") == (
+        f"{tmp_path}/x: expected the folder of a checkpoint, found nothing; correct the model's source"
+    )
     (tmp_path / "x").touch()
-    assert "expected the folder of a checkpoint, found a file;" in error_of(resolve, "x", tmp_path / "x", tmp_path / "o.json")
+    assert ("expected the folder of a checkpoint, found a file;") in error_of(
+        resolve, "x", tmp_path / "x", tmp_path / "o.json"
+    )
 
 
 def test_no_config(folder):
@@ -185,22 +219,40 @@ def test_no_config(folder):
     assert line_of(folder) == f"{folder}: expected config.json, found none; give a model folder in Hugging Face format"
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("", "expected JSON, found Expecting value: line 1 column 1 (char 0); download this file again"),
-    ("\xff", "expected text in UTF-8, found 'utf-8' codec can't decode"),
-    ("\xff\xfe{\0}\0", "expected text in UTF-8, found 'utf-8' codec can't decode"),
-    ("\xef\xbb\xbf{}", "expected JSON, found Unexpected UTF-8 BOM"),
-    ("[" * 100_000, "expected JSON, found maximum recursion depth exceeded"),
-    ("[1]", "expected a JSON object, found [1]; download this file again"),
-    ("{}", "expected a model_type such as 'llama', found None; use the config.json that came with the weights"),
-    ('{"model_type": 3}', "expected a model_type such as 'llama', found 3;"),
-    ('{"model_type": "llama"}', "expected num_hidden_layers, found none; write the model's layer count there"),
-    ('{"model_type": "llama", "num_hidden_layers": 0}', "expected an integer from 1 to 1024 as num_hidden_layers, found 0; correct it"),
-    ('{"model_type": "llama", "num_hidden_layers": true}', "expected an integer from 1 to 1024 as num_hidden_layers, found True; correct it"),
-    ('{"model_type": "llama", "n_layer": "2"}', "expected an integer from 1 to 1024 as n_layer, found '2'; correct it"),
-    ('{"model_type": "llama", "num_hidden_layers": 2, "limit": Infinity}', "expected JSON, found a value that JSON cannot hold"),
-    ('{"model_type": "llama", "num_hidden_layers": 2, "name": "\\ud800"}', "expected JSON, found a value that JSON cannot hold"),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "expected JSON, found Expecting value: line 1 column 1 (char 0); download this file again"),
+        ("\xff", "expected text in UTF-8, found 'utf-8' codec can't decode"),
+        ("\xff\xfe{\0}\0", "expected text in UTF-8, found 'utf-8' codec can't decode"),
+        ("\xef\xbb\xbf{}", "expected JSON, found Unexpected UTF-8 BOM"),
+        ("[" * 100_000, "expected JSON, found maximum recursion depth exceeded"),
+        ("[1]", "expected a JSON object, found [1]; download this file again"),
+        ("{}", "expected a model_type such as 'llama', found None; use the config.json that came with the weights"),
+        ('{"model_type": 3}', "expected a model_type such as 'llama', found 3;"),
+        ('{"model_type": "llama"}', "expected num_hidden_layers, found none; write the model's layer count there"),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 0}',
+            "expected an integer from 1 to 1024 as num_hidden_layers, found 0; correct it",
+        ),
+        (
+            '{"model_type": "llama", "num_hidden_layers": true}',
+            "expected an integer from 1 to 1024 as num_hidden_layers, found True; correct it",
+        ),
+        (
+            '{"model_type": "llama", "n_layer": "2"}',
+            "expected an integer from 1 to 1024 as n_layer, found '2'; correct it",
+        ),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 2, "limit": Infinity}',
+            "expected JSON, found a value that JSON cannot hold",
+        ),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 2, "name": "\\ud800"}',
+            "expected JSON, found a value that JSON cannot hold",
+        ),
+    ],
+)
 def test_a_config_that_is_none(folder, text, expected):
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     assert line_of(folder).startswith(f"{folder}/config.json: {expected}")
@@ -208,7 +260,9 @@ def test_a_config_that_is_none(folder, text, expected):
 
 def test_no_weights(folder):
     (folder / "model.safetensors").unlink()
-    assert line_of(folder) == f"{folder}: expected model.safetensors or {INDEX}, found no weights; download the whole checkpoint"
+    assert line_of(folder) == (
+        f"{folder}: expected model.safetensors or {INDEX}, found no weights; download the whole checkpoint"
+    )
 
 
 def test_an_adapter(folder):
@@ -224,14 +278,20 @@ def test_shards_without_their_index(sharded):
 
 def test_a_missing_shard(sharded):
     (sharded / SHARDS[1]).unlink()
-    assert line_of(sharded) == f"{sharded / SHARDS[1]}: expected this shard, which {INDEX} names for 2 tensors, found no such file; download it"
+    assert line_of(sharded) == (
+        f"{sharded / SHARDS[1]}: expected this shard, which {INDEX} names for 2 "
+        f"tensors, found no such file; download it"
+    )
 
 
 def test_a_truncated_shard(sharded):
     shard = sharded / SHARDS[2]
     size = shard.stat().st_size
     os.truncate(shard, size - 1)
-    assert line_of(sharded) == f"{shard}: expected a file of {size} bytes, as its header says, found {size - 1} bytes; the file is damaged or incomplete, download it again"
+    assert line_of(sharded) == (
+        f"{shard}: expected a file of {size} bytes, as its header says, found "
+        f"{size - 1} bytes; the file is damaged or incomplete, download it again"
+    )
 
 
 def test_a_tensor_that_the_index_names_and_no_shard_holds(sharded):
@@ -239,7 +299,8 @@ def test_a_tensor_that_the_index_names_and_no_shard_holds(sharded):
     index["weight_map"]["lm_head.weight"] = SHARDS[0]
     (sharded / INDEX).write_text(json.dumps(index))
     assert line_of(sharded) == (
-        f"{sharded / SHARDS[0]}: expected tensor 'lm_head.weight', as {INDEX} says, found it absent; download this shard and the index again"
+        f"{sharded / SHARDS[0]}: expected tensor 'lm_head.weight', as {INDEX} says, found it absent; "
+        f"download this shard and the index again"
     )
 
 
@@ -249,10 +310,25 @@ def test_an_index_that_is_none(sharded, text):
     assert line_of(sharded).startswith(f"{sharded / INDEX}: expected ")
 
 
-@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", "x.bin", "", "a\0.safetensors", "\ud800.safetensors", "x" * 400 + ".safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../secret.safetensors",
+        "/etc/x.safetensors",
+        "sub/x.safetensors",
+        "..",
+        "x.bin",
+        "",
+        "a\0.safetensors",
+        "\ud800.safetensors",
+        "x" * 400 + ".safetensors",
+    ],
+)
 def test_an_index_that_leads_elsewhere(sharded, name):
     (sharded / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    assert line_of(sharded).startswith(f"{sharded / INDEX}: expected names of safetensors files beside the index, found ")
+    assert line_of(sharded).startswith(
+        f"{sharded / INDEX}: expected names of safetensors files beside the index, found "
+    )
 
 
 def test_no_tensors(tmp_path):
@@ -275,13 +351,18 @@ def test_pickled_weights_are_refused_and_the_printed_command_converts_them(tmp_p
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)).to(torch.bfloat16)
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    ).to(torch.bfloat16)
     folder = write(tmp_path / "a checkpoint")
     (folder / "model.safetensors").unlink()
     model.config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     line = line_of(folder)
-    assert "found pickled weights (pytorch_model.bin), which can run code when they are opened; convert them once: python -c" in line
+    assert (
+        "found pickled weights (pytorch_model.bin), which can run code when they are opened; convert them "
+        "once: python -c"
+    ) in line
     run_printed_command(line)
     assert manifest_of(folder)["tensors"].keys() == model.state_dict().keys()
 
@@ -292,6 +373,9 @@ def test_an_absent_tokenizer_is_named_and_the_printed_command_makes_it(tmp_path)
     (folder / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}')
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
     line = line_of(folder)
-    assert line.startswith(f"{folder}: expected tokenizer.json, found none; download it, or make it from the slow tokenizer's files: python -c")
+    assert line.startswith(
+        f"{folder}: expected tokenizer.json, found none; download it, or make it from the "
+        f"slow tokenizer's files: python -c"
+    )
     run_printed_command(line)
     assert "tokenizer.json" in [file["path"] for file in manifest_of(folder)["files"]]

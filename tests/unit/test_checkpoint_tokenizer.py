@@ -1,4 +1,5 @@
-"""A tokenizer.json that is JSON and no tokenizer, or one that never ends: one line from the stage that first needs it."""
+"""A tokenizer.json that is JSON and no tokenizer, or one that never ends: one line from the stage that first needs
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ MODEL = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
 
 
 def split_by(expression: str) -> dict:
-    return {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}}
+    return {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    }
 
 
 @pytest.mark.parametrize(("change", "expected"), [
@@ -28,16 +31,20 @@ def split_by(expression: str) -> dict:
     ({"added_tokens": [{"id": 1}]}, "no tokenizer: missing field `content`"),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "X"}]}}, "no tokenizer: data did not match any variant"),
     (split_by("("), "no tokenizer: Oniguruma error: end pattern with unmatched parenthesis"),
-    (split_by("(a+)+$"), "a tokenizer that fails on 'aaaaaaaa...': Onig: Regex search error: retry-limit-in-match over"),
+    (split_by("(a+)+$"), "a tokenizer that fails on 'aaaaaaaa...': Onig: Regex search error: "
+"retry-limit-in-match over"),
     (split_by(r"(\s|\s\s)+x"), "a tokenizer that fails on '        ...': Onig: "),
-    ({"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "Q", "type_id": 0}}], "pair": [], "special_tokens": {}}}, "a tokenizer that fails on "),
+    ({"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "Q", "type_id": 0}}], "pair": [], "special_tokens": {}}}, "a tokenizer that fails on "),  # noqa: E501
 ])  # fmt: skip
 def test_what_is_json_and_no_tokenizer(tmp_path, change, expected):
     folder = write(tmp_path / "checkpoint")
     (folder / "tokenizer.json").write_text(json.dumps({"model": MODEL, **change}))
     line = error_of(resolve_architecture, str(folder), folder, tmp_path / "architecture.json")
     assert line.startswith(f"{folder}/tokenizer.json: expected a tokenizer, found {expected}")
-    assert line.endswith("; use the tokenizer.json that came with the model") and not (tmp_path / "architecture.json").exists()
+    assert (
+        line.endswith("; use the tokenizer.json that came with the model")
+        and not (tmp_path / "architecture.json").exists()
+    )
 
 
 def test_a_tokenizer_that_does_not_end_is_ended(tmp_path):
@@ -45,15 +52,24 @@ def test_a_tokenizer_that_does_not_end_is_ended(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": MODEL, **split_by("(?:a|aa){21}x")}))
     line = error_of(check_loads, path, 2)
-    assert line.startswith(f"{path}: expected a tokenizer that splits 256 characters at once, found it still at work after 2 s; its expressions explode")
+    assert line.startswith(
+        f"{path}: expected a tokenizer that splits 256 characters at once, found it still "
+        f"at work after 2 s; its expressions explode"
+    )
 
 
 @pytest.mark.long
 def test_a_tokenizer_that_fills_the_memory_is_ended(tmp_path):
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"model": MODEL, "normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 5_000_000}}))
+    path.write_text(
+        json.dumps(
+            {"model": MODEL, "normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 5_000_000}}
+        )
+    )
     line = error_of(check_loads, path)
-    assert line.startswith(f"{path}: expected a tokenizer, found its process ended by SIGABRT (more than 4 GB of memory?); ")
+    assert line.startswith(
+        f"{path}: expected a tokenizer, found its process ended by SIGABRT (more than 4 GB of memory?); "
+    )
 
 
 def test_a_tokenizer_is_taken(tmp_path):
@@ -61,5 +77,7 @@ def test_a_tokenizer_is_taken(tmp_path):
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     check_loads(tmp_path / "tokenizer.json")
     # A vocabulary that cannot spell every text is a tokenizer all the same.
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}})
+    )
     check_loads(tmp_path / "tokenizer.json")

@@ -1,4 +1,5 @@
-"""Engines beside their graphs: what is right passes, and each planted fault is named with engine, sizes, output, error and tolerance."""
+"""Engines beside their graphs: what is right passes, and each planted fault is named with engine, sizes, output, error
+and tolerance."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ import pytest
 from demo_model import CONFIG, DEMO, TOLERANCES
 from onnx import helper, numpy_helper
 
-from lockstep.config import load
-from lockstep.pipeline import worker
-from lockstep.checkpoint import resolve
-from lockstep.verify.metrics import failed_path
-from lockstep.verify.compare import inputs, run
-from lockstep.backends import build
-from lockstep.onnx_tools import rope
-from lockstep.errors import CheckError, InputError
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.provenance import reproduce
+from lockstep.backends import build
+from lockstep.checkpoint import resolve
+from lockstep.config import load
+from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools import rope
+from lockstep.pipeline import worker
 from lockstep.pipeline.stages import steps
+from lockstep.provenance import reproduce
 from lockstep.targets import Results, Target
+from lockstep.verify.compare import inputs, run
+from lockstep.verify.metrics import failed_path
 
 STANDIN = Path(__file__).parent / "standin_tensorrt.py"
 MODEL = "demo-llama"
@@ -36,7 +37,10 @@ MODEL = "demo-llama"
 def fused(demo, tmp_path_factory) -> dict[str, Path]:
     """{precision: engines.json} of ONNX Runtime with fused slots, as TensorRT has them."""
     folder = tmp_path_factory.mktemp("fused")
-    return {p: build(demo.assembly(MODEL, p), "onnxruntime", folder / p / "engines.json", {"fuse_projections": True}) for p in ("fp32", "fp16")}
+    return {
+        p: build(demo.assembly(MODEL, p), "onnxruntime", folder / p / "engines.json", {"fuse_projections": True})
+        for p in ("fp32", "fp16")
+    }
 
 
 @pytest.fixture
@@ -46,7 +50,14 @@ def engines(fused, tmp_path) -> Path:
 
 
 def compare(demo, engines: Path, out: Path, precision: str = "fp16") -> dict:
-    run(demo.assembly(MODEL, precision), demo.weights(MODEL, precision), engines, TOLERANCES[precision]["block"], CONFIG.engine_limits(), out)
+    run(
+        demo.assembly(MODEL, precision),
+        demo.weights(MODEL, precision),
+        engines,
+        TOLERANCES[precision]["block"],
+        CONFIG.engine_limits(),
+        out,
+    )
     return read_json(out)
 
 
@@ -81,7 +92,9 @@ def test_engines_are_their_graphs(demo, fused, tmp_path, precision) -> None:
     # Sums in another order, no more: of the last bits of a number (2^-24 and 2^-11 of its size).
     assert 0 <= report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision]
     middle = report["engines"]["middle"]
-    assert [entry["sizes"] for entry in middle["runs"]] == [{"num_tokens": size} for size in (1, 2, 4, 1, 32)] and middle["weights_of_layer"] == 1
+    assert [entry["sizes"] for entry in middle["runs"]] == [
+        {"num_tokens": size} for size in (1, 2, 4, 1, 32)
+    ] and middle["weights_of_layer"] == 1
     assert all(set(entry["outputs"]) == {"hidden_out", "query", "key", "value"} for entry in middle["runs"])
 
 
@@ -93,52 +106,112 @@ def test_weights_in_another_order_are_found(demo, engines, tmp_path) -> None:
     parts[slot] = [query, value, key]
     write_json(engines, manifest)
     line, report = failing(demo, engines, tmp_path / "out.json")
-    assert "middle.onnx: engine middle, profile 0 (num_tokens 1), key: expected an error of at most 0.01 of the output's magnitude (0.5" in line
+    assert (
+        "middle.onnx: engine middle, profile 0 (num_tokens 1), key: expected an error of at most 0.01 of "
+        "the output's magnitude (0.5"
+    ) in line
     assert [name for name, entry in report["engines"].items() if not entry["passed"]] == ["middle"]
     outputs = report["engines"]["middle"]["runs"][2]["outputs"]
-    assert min(outputs[name]["relative_error"] for name in ("key", "value")) > 1 > 1e-3 > max(outputs[name]["relative_error"] for name in ("query", "hidden_out"))
+    assert (
+        min(outputs[name]["relative_error"] for name in ("key", "value"))
+        > 1
+        > 1e-3
+        > max(outputs[name]["relative_error"] for name in ("query", "hidden_out"))
+    )
 
 
-@pytest.mark.parametrize("name, output", [("embedding", "hidden"), ("exit", "logits"), ("attention.decode", "attention")])
+@pytest.mark.parametrize(
+    "name, output", [("embedding", "hidden"), ("exit", "logits"), ("attention.decode", "attention")]
+)
 def test_an_output_that_is_scaled_is_found_however_small_it_is(demo, engines, tmp_path, name, output) -> None:
     spoil(engines, name, output, "Mul", 1.02)
     line, report = failing(demo, engines, tmp_path / "out.json")
     assert f"engine {name}, profile 0 (" in line and f"), {output}: expected an error of at most 0.01 " in line
     assert 0.018 < report["engines"][name]["relative_error"] < 0.022
-    assert name != "embedding" or report["engines"][name]["max_abs_error"] < 0.01  # which a plain tolerance would let through
+    # which a plain tolerance would let through
+    assert name != "embedding" or report["engines"][name]["max_abs_error"] < 0.01
 
 
 def test_what_is_not_finite_is_found(demo, engines, tmp_path) -> None:
     for name in ("entry", "exit"):
         spoil(engines, name, {"entry": "value", "exit": "logits"}[name], "Div", 0.0)
     line, report = failing(demo, engines, tmp_path / "out.json")
-    assert "engine entry, profile 0 (num_tokens 1), value: expected finite numbers, found NaN or infinity (1 more of 6 engines differ)" in line
-    assert report["relative_error"] is None and report["engines"]["entry"]["cosine"] is None and report["engines"]["middle"]["passed"]
+    assert (
+        "engine entry, profile 0 (num_tokens 1), value: expected finite numbers, found NaN or infinity (1 "
+        "more of 6 engines differ)"
+    ) in line
+    assert (
+        report["relative_error"] is None
+        and report["engines"]["entry"]["cosine"] is None
+        and report["engines"]["middle"]["passed"]
+    )
 
 
 def test_inputs_that_do_not_fit_are_named(demo, fused, engines, tmp_path) -> None:
     with pytest.raises(InputError, match="weights.json: precision: expected fp16 as in the assembly, found fp32"):
-        run(demo.assembly(MODEL, "fp16"), demo.weights(MODEL, "fp32"), fused["fp16"], 1e-2, CONFIG.engine_limits(), tmp_path / "out.json")
+        run(
+            demo.assembly(MODEL, "fp16"),
+            demo.weights(MODEL, "fp32"),
+            fused["fp16"],
+            1e-2,
+            CONFIG.engine_limits(),
+            tmp_path / "out.json",
+        )
     (engines.parent / "exit.onnx").write_bytes(b"")
     with pytest.raises(CheckError, match="exit.onnx: sha256: made for .*the file is damaged"):
         compare(demo, engines, tmp_path / "out.json")
     graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")
     (graphs / "middle.onnx").write_bytes(b"")
     with pytest.raises(CheckError, match="middle.onnx: expected sha256 .*export again"):
-        run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), fused["fp16"], 1e-2, CONFIG.engine_limits(), tmp_path / "out.json")
+        run(
+            graphs / "assembly.json",
+            demo.weights(MODEL, "fp16"),
+            fused["fp16"],
+            1e-2,
+            CONFIG.engine_limits(),
+            tmp_path / "out.json",
+        )
     assert not list(tmp_path.glob("out*"))
 
 
 def test_a_precision_that_onnx_runtime_lacks_is_refused_and_not_asked_for(demo, engines, tmp_path) -> None:
     graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")
     for path in (graphs / "assembly.json", engines):
-        write_json(path, json.loads(json.dumps({**read_json(path), "precision": "bf16"}).replace('"float16"', '"bfloat16"')))
-    with pytest.raises(InputError, match="assembly.json: precision: expected one of fp32, fp16, which ONNX Runtime computes in, found 'bf16'"):
-        run(graphs / "assembly.json", demo.weights(MODEL, "fp16"), engines, 8e-2, CONFIG.engine_limits(), tmp_path / "out.json")
-    model = {"source": "a", "layers": [2], "precisions": ["fp16", "bf16"], "backends": ["tensorrt"], "golden": {"prompts": [{"text": "a"}]}}
+        write_json(
+            path, json.loads(json.dumps({**read_json(path), "precision": "bf16"}).replace('"float16"', '"bfloat16"'))
+        )
+    with pytest.raises(
+        InputError,
+        match="assembly.json: precision: expected one of fp32, fp16, which ONNX Runtime computes in, found 'bf16'",
+    ):
+        run(
+            graphs / "assembly.json",
+            demo.weights(MODEL, "fp16"),
+            engines,
+            8e-2,
+            CONFIG.engine_limits(),
+            tmp_path / "out.json",
+        )
+    model = {
+        "source": "a",
+        "layers": [2],
+        "precisions": ["fp16", "bf16"],
+        "backends": ["tensorrt"],
+        "golden": {"prompts": [{"text": "a"}]},
+    }
     tensorrt = load.load({"models": {"m": model}})
     stages = [[step.stage for step in steps(tensorrt, Results(tmp_path), target)] for target in tensorrt.targets()]
-    assert stages[0] == ["resolve", "architecture", "convert", "export", "validate", "build", "compare", "reference", "golden"]
+    assert stages[0] == [
+        "resolve",
+        "architecture",
+        "convert",
+        "export",
+        "validate",
+        "build",
+        "compare",
+        "reference",
+        "golden",
+    ]
     assert stages[1] == [stage for stage in stages[0] if stage != "compare"]
     assert all(CONFIG.is_compared(target) for target in CONFIG.targets())
 
@@ -146,13 +219,22 @@ def test_a_precision_that_onnx_runtime_lacks_is_refused_and_not_asked_for(demo, 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
 def test_without_tensorrt_what_is_missing_is_said(demo, engines, tmp_path) -> None:
     write_json(engines, {**read_json(engines), "backend": "tensorrt"})
-    with pytest.raises(InputError, match="backend tensorrt: the Python package tensorrt is not installed for this Python; install what is missing, or name"):
+    with pytest.raises(
+        InputError,
+        match="backend tensorrt: the Python package tensorrt is not installed for "
+        "this Python; install what is missing, or name",
+    ):
         compare(demo, engines, tmp_path / "out.json")
 
 
 def test_another_interpreter_compares_too_and_says_which_package_it_lacks(demo, fused, tmp_path, capfd) -> None:
     names = (MODEL, "fp16")
-    request = {"assembly": demo.assembly(*names), "weights": demo.weights(*names), "engines": fused["fp16"], "out": tmp_path / "out.json"}
+    request = {
+        "assembly": demo.assembly(*names),
+        "weights": demo.weights(*names),
+        "engines": fused["fp16"],
+        "out": tmp_path / "out.json",
+    }
     request = {**{key: str(path) for key, path in request.items()}, "tolerance": 1e-2, "limits": CONFIG.engine_limits()}
     worker.call(sys.executable, "compare", **request)
     assert read_json(tmp_path / "out.json")["result"] == "pass"
@@ -168,10 +250,13 @@ def test_another_interpreter_compares_too_and_says_which_package_it_lacks(demo, 
 # --- sizes and inputs
 
 GRAPH = """<ir_version: 8, opset_import: ["": 17]> g (float[num_tokens, 8] hidden, int64[num_requests] logit_rows) => (float[num_requests, 8] out)
-{ out = Gather<axis = 0>(hidden, logit_rows) }"""
-BLOCK = '<ir_version: 8, opset_import: ["": 17]> g (float[num_tokens, 8] hidden) => (float[num_tokens, 8] out) { out = Neg(hidden) }'
+{ out = Gather<axis = 0>(hidden, logit_rows) }"""  # noqa: E501
+BLOCK = (
+    '<ir_version: 8, opset_import: ["": 17]> g (float[num_tokens, 8] hidden) => (float[num_tokens, 8] '
+    "out) { out = Neg(hidden) }"
+)
 CACHE = """<ir_version: 8, opset_import: ["": 17]> g (int64[num_tokens] position_ids, float[1, past_capacity] past_key, int64[1] past_lengths) => (int64[num_tokens] out)
-{ out = Add(position_ids, past_lengths) }"""
+{ out = Add(position_ids, past_lengths) }"""  # noqa: E501
 LIMITS = {"max_batch_size": 16, "max_num_tokens": 512, "max_seq_len": 256}
 
 
@@ -188,23 +273,33 @@ LIMITS = {"max_batch_size": 16, "max_num_tokens": 512, "max_seq_len": 256}
 )
 def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
     found = inputs.cases(onnx.parser.parse_model(graph), {"max_position_embeddings": None}, {**LIMITS, **limits})
-    assert [(case.profile, *(case.sizes[dim] for dim in ("num_tokens", "num_requests") if dim in case.sizes)) for case in found] == expected
+    assert [
+        (case.profile, *(case.sizes[dim] for dim in ("num_tokens", "num_requests") if dim in case.sizes))
+        for case in found
+    ] == expected
 
 
 @pytest.mark.parametrize("positions, expected", [(2048, 32), (16, 8), (None, 32)])
 def test_positions_are_those_that_the_model_has(positions, expected) -> None:
     model, assembly = onnx.parser.parse_model(CACHE), {"max_position_embeddings": positions}
     smallest, chosen = inputs.cases(model, assembly, LIMITS)
-    assert smallest.sizes == {"num_tokens": 1, "past_capacity": 1} and chosen.sizes == {"num_tokens": expected, "past_capacity": expected}
+    assert smallest.sizes == {"num_tokens": 1, "past_capacity": 1} and chosen.sizes == {
+        "num_tokens": expected,
+        "past_capacity": expected,
+    }
     feed = inputs.arrays(model, {}, chosen, assembly, LIMITS)
-    assert feed["past_lengths"] == expected // 2 and feed["position_ids"].tolist() == list(range(expected // 2, expected // 2 + expected))
+    assert feed["past_lengths"] == expected // 2 and feed["position_ids"].tolist() == list(
+        range(expected // 2, expected // 2 + expected)
+    )
     assert feed["position_ids"].max() < (positions or 64)
 
 
 def test_integers_of_unknown_meaning_are_refused() -> None:
     model = onnx.parser.parse_model(GRAPH.replace("logit_rows", "levels"))
     with pytest.raises(CheckError, match="graph g: expected integers that a decoder step has, found the input levels"):
-        inputs.arrays(model, {}, inputs.Case(0, {"num_tokens": 1, "num_requests": 1}), {"max_position_embeddings": 8}, LIMITS)
+        inputs.arrays(
+            model, {}, inputs.Case(0, {"num_tokens": 1, "num_requests": 1}), {"max_position_embeddings": 8}, LIMITS
+        )
 
 
 # --- Polygraphy's TrtRunner, over a stand-in for TensorRT and CUDA
@@ -212,9 +307,13 @@ def test_integers_of_unknown_meaning_are_refused() -> None:
 
 def with_standin(demo, folder: Path, precision: str, fault: str = "", **options) -> subprocess.CompletedProcess:
     request = {
-        "assembly": str(demo.assembly(MODEL, precision)), "weights": str(demo.weights(MODEL, precision)), "folder": str(folder),
-        "options": options, "tolerance": TOLERANCES[precision]["block"], "fault": fault,
-    }  # fmt: skip
+        "assembly": str(demo.assembly(MODEL, precision)),
+        "weights": str(demo.weights(MODEL, precision)),
+        "folder": str(folder),
+        "options": options,
+        "tolerance": TOLERANCES[precision]["block"],
+        "fault": fault,
+    }
     return subprocess.run([sys.executable, str(STANDIN)], input=json.dumps(request), capture_output=True, text=True)
 
 
@@ -225,7 +324,10 @@ def test_engines_of_tensorrt_run_on_each_of_their_profiles(demo, tmp_path, preci
     assert ended.returncode == 0, ended.stderr
     report, said = read_json(tmp_path / "compare.json"), json.loads(ended.stdout)
     kinds = set() if attention == "fused" else {"attention.decode", "attention.prefill"}
-    assert set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds} and report["versions"]["tensorrt"] == "8.6.0"
+    assert (
+        set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds}
+        and report["versions"]["tensorrt"] == "8.6.0"
+    )
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
     assert said["calls"] == [f"profile {number}" for number in profiles] and max(profiles) == 2
     assert report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision] and said["left"] == 0
@@ -240,9 +342,14 @@ def test_a_rotary_encoding_is_its_graph_and_no_plan(demo, tmp_path) -> None:
     file = tmp_path / "attention.rotary.onnx"
     graph = read_json(demo.assembly(MODEL, "fp16"))["kinds"]["attention"]["decode"]
     assert entry == {"file": file.name, "sha256": sha256_file(file), "graph_sha256": graph["sha256"]}
-    assert {Path(other["file"]).suffix for name, other in manifest["engines"].items() if name != "attention.rotary"} == {".engine"}
+    assert {
+        Path(other["file"]).suffix for name, other in manifest["engines"].items() if name != "attention.rotary"
+    } == {".engine"}
     assert [opset.version for opset in onnx.load(file).opset_import] == [20] and file.stat().st_size < 4096
-    (name, read), dim = *said["rotations"].items(), onnx.load(file).graph.output[0].type.tensor_type.shape.dim[2].dim_value
+    (name, read), dim = (
+        *said["rotations"].items(),
+        onnx.load(file).graph.output[0].type.tensor_type.shape.dim[2].dim_value,
+    )
     assert name == "attention.rotary" and read["partner"] == [*range(dim // 2, dim), *range(dim // 2)]
     assert np.abs(read["own"] - np.cos(np.arange(8))).max() < 2**-11  # the first frequency is 1; cosines are fp16
     assert said["choices"]["attention.rotary"]["Cos"] == 1
@@ -265,7 +372,11 @@ def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_atten
     missing = with_standin(demo, tmp_path, "fp16", tactics="verified")
     assert missing.returncode == 0 and missing.stderr.count("build: engine ") == 1, missing.stderr
     traced = with_standin(demo, tmp_path, "fp16", attention="traced")
-    assert traced.returncode == 0 and not (tmp_path / "attention.rotary.onnx").exists() and (tmp_path / "attention.decode.engine").exists()
+    assert (
+        traced.returncode == 0
+        and not (tmp_path / "attention.rotary.onnx").exists()
+        and (tmp_path / "attention.decode.engine").exists()
+    )
 
 
 def test_a_build_for_fused_attention_asks_for_cudnn_first_and_no_other_build_does(demo, tmp_path) -> None:
@@ -281,13 +392,17 @@ def test_a_build_for_fused_attention_asks_for_cudnn_first_and_no_other_build_doe
 
 
 def test_engines_with_other_flags_of_the_compiler_are_other_engines(demo, tmp_path, monkeypatch) -> None:
-    """`__LUNOWUD` decides what a fused region computes: nothing built with one value is kept, or replayed, for another."""
+    """`__LUNOWUD` decides what a fused region computes: nothing built with one value is kept, or replayed, for
+    another."""
     first = with_standin(demo, tmp_path, "fp16", tactics="record")
-    assert first.returncode == 0 and "compiler_flags" not in read_json(tmp_path / "engines.json")["options"], first.stderr
+    assert first.returncode == 0 and "compiler_flags" not in read_json(tmp_path / "engines.json")["options"], (
+        first.stderr
+    )
     monkeypatch.setenv("__LUNOWUD", "-cask:fp16_acc=on")
     verified = with_standin(demo, tmp_path, "fp16", tactics="verified")
     assert verified.returncode == 1 and verified.stderr.endswith(
-        "tactics.json: options: expected compiler_flags -cask:fp16_acc=on, found no compiler_flags; build with tactics: record\n"
+        "tactics.json: options: expected compiler_flags -cask:fp16_acc=on, found no compiler_flags; build "
+        "with tactics: record\n"
     )
     again = with_standin(demo, tmp_path, "fp16", tactics="record")
     assert again.returncode == 0 and again.stderr.count("build: engine ") == 5, again.stderr
@@ -298,7 +413,11 @@ def test_engines_with_other_flags_of_the_compiler_are_other_engines(demo, tmp_pa
 @pytest.mark.parametrize("mode", ["record", "verified"])
 def test_engines_are_reproduced_with_the_tactics_of_their_record(demo, tmp_path, monkeypatch, mode) -> None:
     """A round starts in an empty folder, where `verified` would find no record, and `record` no cache to replay."""
-    results, target, names = Results(tmp_path / "results"), Target(MODEL, "fp16", "all", "tensorrt"), (MODEL, "fp16", "tensorrt")
+    results, target, names = (
+        Results(tmp_path / "results"),
+        Target(MODEL, "fp16", "all", "tensorrt"),
+        (MODEL, "fp16", "tensorrt"),
+    )
     resolve("resources/demo-llama", DEMO, results.checkpoint(MODEL))
     folder = results.engines(*names).parent
     for each in dict.fromkeys(("record", mode)):
@@ -306,10 +425,16 @@ def test_engines_are_reproduced_with_the_tactics_of_their_record(demo, tmp_path,
     monkeypatch.setattr(reproduce, "STAGES", ())
     reproduce._round(CONFIG.dump(), results, target, tmp_path / "round", print)
     again = Results(tmp_path / "round" / "results").engines(*names).parent
-    assert {path.name: path.read_bytes() for path in again.iterdir()} == {name: (folder / name).read_bytes() for name in ("timing.cache", "tactics.json")}
+    assert {path.name: path.read_bytes() for path in again.iterdir()} == {
+        name: (folder / name).read_bytes() for name in ("timing.cache", "tactics.json")
+    }
     assert with_standin(demo, again, "fp16", tactics="verified").returncode == 0
     (folder / "timing.cache").unlink()
-    with pytest.raises(CheckError, match="timing.cache: expected the tactics that the engines were built with, found no file; build with tactics: record"):
+    with pytest.raises(
+        CheckError,
+        match="timing.cache: expected the tactics that the engines were built "
+        "with, found no file; build with tactics: record",
+    ):
         reproduce._round(CONFIG.dump(), results, target, tmp_path / "another", print)
 
 
@@ -319,7 +444,10 @@ def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, 
     (engines.parent / "entry.onnx").rename(engines.parent / "entry.engine")
     manifest["engines"]["entry"]["file"] = "entry.engine"
     write_json(engines, manifest)
-    with pytest.raises(CheckError, match="engines.json: engine entry: expected the file entry.onnx, found entry.engine; build the engines again"):
+    with pytest.raises(
+        CheckError,
+        match="engines.json: engine entry: expected the file entry.onnx, found entry.engine; build the engines again",
+    ):
         compare(demo, engines, tmp_path / "out.json")
 
 
@@ -340,13 +468,24 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(demo, tmp_path) -> No
     decode["sha256"] = sha256_file(graphs / decode["graph"])
     write_json(graphs / "assembly.json", assembly)
     request = {
-        "assembly": str(graphs / "assembly.json"), "weights": str(demo.weights(MODEL, "fp16")), "folder": str(tmp_path / "engines"),
-        "options": {}, "tolerance": 1.0, "fault": "",
-    }  # fmt: skip
+        "assembly": str(graphs / "assembly.json"),
+        "weights": str(demo.weights(MODEL, "fp16")),
+        "folder": str(tmp_path / "engines"),
+        "options": {},
+        "tolerance": 1.0,
+        "fault": "",
+    }
     ended = subprocess.run([sys.executable, str(STANDIN)], input=json.dumps(request), capture_output=True, text=True)
-    assert ended.returncode == 1 and not list((tmp_path / "engines").glob("*.onnx")) and not (tmp_path / "engines" / "engines.json").exists()
+    assert (
+        ended.returncode == 1
+        and not list((tmp_path / "engines").glob("*.onnx"))
+        and not (tmp_path / "engines" / "engines.json").exists()
+    )
     line = ended.stderr.splitlines()[-1]
-    assert line.startswith("lockstep: error: ") and "engines/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements" in line
+    assert (
+        line.startswith("lockstep: error: ")
+        and ("engines/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements") in line
+    )
     assert line.endswith("made of 2 others; build with attention: traced")
 
 
@@ -354,4 +493,8 @@ def test_a_shape_that_the_engine_refuses_is_one_line(demo, tmp_path) -> None:
     ended = with_standin(demo, tmp_path, "fp16", "profiles", max_batch_size=64)
     assert ended.returncode == 1 and not list(tmp_path.glob("compare*"))
     line = ended.stderr.splitlines()[-1]
-    assert line.startswith("lockstep: error: ") and "entry.engine: Polygraphy cannot run this engine: " in line and "TensorRT says: no message" in line
+    assert (
+        line.startswith("lockstep: error: ")
+        and ("entry.engine: Polygraphy cannot run this engine: ") in line
+        and "TensorRT says: no message" in line
+    )

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lockstep.artifacts.files import write_json
 from lockstep.config.load import Config, load, load_merged
 from lockstep.errors import InputError
-from lockstep.artifacts.files import write_json
 from lockstep.targets import Results, Target
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -86,16 +86,26 @@ def test_a_number_with_an_exponent_needs_no_point(tmp_path, number):
 MISTAKES = [
     # what is replaced in FULL, by what, the message
     ("[fp32, fp16]", "[fp32, fp8]", "models.demo-llama.precisions[1]: expected one of fp32, fp16, bf16; found 'fp8'"),
-    ("[fp32, fp16]", "[fp32, bf16]",
-     "models.demo-llama.precisions[1]: expected one of fp32, fp16 for backend onnxruntime (ONNX Runtime on CPU has no bf16 kernels); found 'bf16'"),
+    (
+        "[fp32, fp16]",
+        "[fp32, bf16]",
+        "models.demo-llama.precisions[1]: expected one of fp32, fp16 for backend onnxruntime (ONNX Runtime on "
+        "CPU has no bf16 kernels); found 'bf16'",
+    ),
     ("[fp32, fp16]", "[fp32, fp32]", "models.demo-llama.precisions[1]: expected each item once; found 'fp32' again"),
     ("[fp32, fp16]", "[]", "models.demo-llama.precisions: expected at least one item; found an empty list"),
     ("[fp32, fp16]", "fp32", "models.demo-llama.precisions: expected a list; found 'fp32'"),
-    ("[fp32, fp16]", "[off]",
-     "models.demo-llama.precisions[0]: expected one of fp32, fp16, bf16; found false"),
-    ("[onnxruntime]", "[tensorflow]", "models.demo-llama.backends[0]: expected one of onnxruntime, tensorrt; found 'tensorflow'"),
-    ("[onnxruntime]", "[onnxruntime, onnxruntime]",
-     "models.demo-llama.backends[1]: expected each item once; found 'onnxruntime' again"),
+    ("[fp32, fp16]", "[off]", "models.demo-llama.precisions[0]: expected one of fp32, fp16, bf16; found false"),
+    (
+        "[onnxruntime]",
+        "[tensorflow]",
+        "models.demo-llama.backends[0]: expected one of onnxruntime, tensorrt; found 'tensorflow'",
+    ),
+    (
+        "[onnxruntime]",
+        "[onnxruntime, onnxruntime]",
+        "models.demo-llama.backends[1]: expected each item once; found 'onnxruntime' again",
+    ),
     ("[2, all]", "[2, all, 2]", "models.demo-llama.layers[2]: expected each item once; found 2 again"),
     ("[2, all]", "[0, all]", "models.demo-llama.layers[0]: expected a positive integer or the word all; found 0"),
     ("[2, all]", "[-1]", "models.demo-llama.layers[0]: expected a positive integer or the word all; found -1"),
@@ -105,80 +115,196 @@ MISTAKES = [
     ("[2, all]", "[every]", "models.demo-llama.layers[0]: expected a positive integer or the word all; found 'every'"),
     ("[2, all]", "all", "models.demo-llama.layers: expected a list; found 'all'"),
     ("[2, all]", "", "models.demo-llama.layers: expected a list; found nothing"),
-    ("[2, all]", "[all]",
-     "models.demo-llama.golden.prompts[0].expected.2: expected one of the model's layers (all) as the key; found 2"),
-    ("layers:", "layer:",
-     "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, backends, golden, tolerances"),
-    ("golden:", "goldn:",
-     "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, backends, golden, tolerances (and 1 more)"),
+    (
+        "[2, all]",
+        "[all]",
+        "models.demo-llama.golden.prompts[0].expected.2: expected one of the model's layers (all) as the key; found 2",
+    ),
+    (
+        "layers:",
+        "layer:",
+        "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, "
+        "backends, golden, tolerances",
+    ),
+    (
+        "golden:",
+        "goldn:",
+        "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, "
+        "backends, golden, tolerances (and 1 more)",
+    ),
     ("source: checkpoint", "source: ''", "models.demo-llama.source: expected text that is not empty; found ''"),
     ("source: checkpoint", "source: 7", "models.demo-llama.source: expected text; found 7 (put it in quotes)"),
     ("source: checkpoint", "source: [a]", "models.demo-llama.source: expected text; found a list"),
-    ("source: checkpoint", "source: hf:meta-llama/Llama-2-7b-hf@",
-     "models.demo-llama.source: expected hf:org/name or hf:org/name@revision (a branch, a tag or a commit); found 'hf:meta-llama/Llama-2-7b-hf@'"),
-    ("source: checkpoint", "source: random:llama.json?sed=1",
-     "models.demo-llama.source: expected random:path/to/config.json or random:path/to/config.json?seed=0; found 'random:llama.json?sed=1'"),
+    (
+        "source: checkpoint",
+        "source: hf:meta-llama/Llama-2-7b-hf@",
+        "models.demo-llama.source: expected hf:org/name or hf:org/name@revision (a branch, a tag or a commit); "
+        "found 'hf:meta-llama/Llama-2-7b-hf@'",
+    ),
+    (
+        "source: checkpoint",
+        "source: random:llama.json?sed=1",
+        "models.demo-llama.source: expected random:path/to/config.json or random:path/to/config.json?seed=0; "
+        "found 'random:llama.json?sed=1'",
+    ),
     ("    source: checkpoint\n", "", "models.demo-llama.source: expected this key; found nothing"),
-    ("text: San Francisco is a", "text: no",
-     "models.demo-llama.golden.prompts[0].text: expected text; found false (YAML reads yes, no, on and off so: put the word in quotes)"),
-    ("text: San Francisco is a", "text: 2024-01-31",
-     "models.demo-llama.golden.prompts[0].text: expected text; found date 2024-01-31 (put it in quotes)"),
-    ("- text: San Francisco is a\n          expected: {2: two, all: city}", "- San Francisco is a",
-     "models.demo-llama.golden.prompts[0]: expected a mapping of text, expected; found 'San Francisco is a'"),
-    ("{2: two, all: city}", "{2: two, '2': too}",
-     "models.demo-llama.golden.prompts[0].expected: expected each layer count once; found 2 as a number and as text"),
-    ("{2: two, all: city}", "{none: two}",
-     "models.demo-llama.golden.prompts[0].expected.none: expected a positive integer or the word all; found 'none'"),
-    ("{2: two, all: city}", "{2: 4}",
-     "models.demo-llama.golden.prompts[0].expected.2: expected text; found 4 (put it in quotes)"),
+    (
+        "text: San Francisco is a",
+        "text: no",
+        "models.demo-llama.golden.prompts[0].text: expected text; found false (YAML reads yes, no, on and off "
+        "so: put the word in quotes)",
+    ),
+    (
+        "text: San Francisco is a",
+        "text: 2024-01-31",
+        "models.demo-llama.golden.prompts[0].text: expected text; found date 2024-01-31 (put it in quotes)",
+    ),
+    (
+        "- text: San Francisco is a\n          expected: {2: two, all: city}",
+        "- San Francisco is a",
+        "models.demo-llama.golden.prompts[0]: expected a mapping of text, expected; found 'San Francisco is a'",
+    ),
+    (
+        "{2: two, all: city}",
+        "{2: two, '2': too}",
+        "models.demo-llama.golden.prompts[0].expected: expected each layer count once; found 2 as a number and as text",
+    ),
+    (
+        "{2: two, all: city}",
+        "{none: two}",
+        "models.demo-llama.golden.prompts[0].expected.none: expected a positive integer or the word all; found 'none'",
+    ),
+    (
+        "{2: two, all: city}",
+        "{2: 4}",
+        "models.demo-llama.golden.prompts[0].expected.2: expected text; found 4 (put it in quotes)",
+    ),
     ("{2: two, all: city}", "[two]", "models.demo-llama.golden.prompts[0].expected: expected a mapping; found a list"),
-    ("max_new_tokens: 16", "max_new_tokens: 256",
-     "models.demo-llama.golden.max_new_tokens: expected less than limits.max_seq_len (256), which counts the prompt too; found 256"),
-    ("max_batch_size: 4", "max_batchsize: 4",
-     "limits.max_batchsize: unknown key, did you mean max_batch_size? allowed: max_batch_size, max_input_len, max_seq_len, max_num_tokens"),
-    ("max_batch_size: 4", "threads: 4",
-     "limits.threads: unknown key, allowed: max_batch_size, max_input_len, max_seq_len, max_num_tokens"),
+    (
+        "max_new_tokens: 16",
+        "max_new_tokens: 256",
+        "models.demo-llama.golden.max_new_tokens: expected less than limits.max_seq_len (256), which counts the "
+        "prompt too; found 256",
+    ),
+    (
+        "max_batch_size: 4",
+        "max_batchsize: 4",
+        "limits.max_batchsize: unknown key, did you mean max_batch_size? allowed: max_batch_size, "
+        "max_input_len, max_seq_len, max_num_tokens",
+    ),
+    (
+        "max_batch_size: 4",
+        "threads: 4",
+        "limits.threads: unknown key, allowed: max_batch_size, max_input_len, max_seq_len, max_num_tokens",
+    ),
     ("max_batch_size: 4", "4: 4", "limits.4: expected text as the key; found 4 (put it in quotes)"),
     ("max_batch_size: 4", "max_batch_size: 0", "limits.max_batch_size: expected at least 1; found 0"),
     ("max_batch_size: 4", "max_batch_size: 4.0", "limits.max_batch_size: expected an integer; found 4.0"),
-    ("max_batch_size: 4", "max_batch_size: '4'",
-     "limits.max_batch_size: expected an integer; found '4' (leave the quotes away)"),
+    (
+        "max_batch_size: 4",
+        "max_batch_size: '4'",
+        "limits.max_batch_size: expected an integer; found '4' (leave the quotes away)",
+    ),
     ("max_batch_size: 4", "max_batch_size: on", "limits.max_batch_size: expected an integer; found true"),
-    ("max_batch_size: 4", "max_batch_size: 4000000000", "limits.max_batch_size: expected at most 2147483647; found 4000000000"),
-    ("max_batch_size: 4", "max_batch_size: 513",
-     "limits.max_num_tokens: expected at least max_batch_size (513), a token for each request; found 512"),
+    (
+        "max_batch_size: 4",
+        "max_batch_size: 4000000000",
+        "limits.max_batch_size: expected at most 2147483647; found 4000000000",
+    ),
+    (
+        "max_batch_size: 4",
+        "max_batch_size: 513",
+        "limits.max_num_tokens: expected at least max_batch_size (513), a token for each request; found 512",
+    ),
     ("max_input_len: 128", "max_input_len: 257", "limits.max_input_len: expected at most max_seq_len (256); found 257"),
-    ("max_input_len: 128", "max_input_len: -1, max_output_len: 3, max_beam_width: 1",
-     "limits.max_output_len: unknown key, did you mean max_input_len? allowed: max_batch_size, max_input_len, max_seq_len, max_num_tokens (and 2 more)"),
+    (
+        "max_input_len: 128",
+        "max_input_len: -1, max_output_len: 3, max_beam_width: 1",
+        "limits.max_output_len: unknown key, did you mean max_input_len? allowed: max_batch_size, "
+        "max_input_len, max_seq_len, max_num_tokens (and 2 more)",
+    ),
     ("block: 2.0e-2", "block: 0", "tolerances.fp16.block: expected more than 0; found 0"),
     ("block: 2.0e-2", "block: .inf", "tolerances.fp16.block: expected a finite number; found inf"),
     ("block: 2.0e-2", "block: '0.02'", "tolerances.fp16.block: expected a number; found '0.02'"),
     ("  fp16: {", "  fp61: {", "tolerances.fp61: unknown key, did you mean fp16? allowed: fp32, fp16, bf16"),
-    ("demo-llama:", "demo/llama:",
-     "models.demo/llama: expected a name of letters, digits, '.', '_' and '-' that opens with a letter or digit; found 'demo/llama'"),
-    ("demo-llama:", ".hidden:",
-     "models..hidden: expected a name of letters, digits, '.', '_' and '-' that opens with a letter or digit; found '.hidden'"),
-    ("demo-llama:", "my llama:",
-     "models.'my llama': expected a name of letters, digits, '.', '_' and '-' that opens with a letter or digit; found 'my llama'"),
+    (
+        "demo-llama:",
+        "demo/llama:",
+        "models.demo/llama: expected a name of letters, digits, '.', '_' and '-' that opens with a letter or "
+        "digit; found 'demo/llama'",
+    ),
+    (
+        "demo-llama:",
+        ".hidden:",
+        "models..hidden: expected a name of letters, digits, '.', '_' and '-' that opens with a letter or "
+        "digit; found '.hidden'",
+    ),
+    (
+        "demo-llama:",
+        "my llama:",
+        "models.'my llama': expected a name of letters, digits, '.', '_' and '-' that opens with a letter or "
+        "digit; found 'my llama'",
+    ),
     ("demo-llama:", "7:", "models.7: expected text; found 7 (put it in quotes)"),
-    ("demo-llama:", "config.json:",
-     "models.config.json: expected another name, for results/config.json is used for results; found 'config.json'"),
-    ("demo-llama:", "Report:", "models.Report: expected another name, for results/Report is used for results; found 'Report'"),
-    ("limits: {", "backends: {tensorrt: {workspace_gb: 4}}\nlimits: {",
-     "backends.tensorrt.workspace_gb: unknown key, did you mean workspace_mb? allowed: python, workspace_mb, optimization_level, one_region, tactic_sources, tactics, attention"),
-    ("limits: {", "backends: {tensorrt: {tactics: some}}\nlimits: {", "backends.tensorrt.tactics: expected one of free, record, verified; found 'some'"),
-    ("limits: {", "backends: {tensorrt: {optimization_level: 6}}\nlimits: {", "backends.tensorrt.optimization_level: expected at most 5; found 6"),
-    ("limits: {", "backends: {tensorrt: {optimization_level: 0, tactics: record}}\nlimits: {",
-     "backends.tensorrt.optimization_level: expected at least 1 with tactics: record, since level 0 ignores the timing cache; found 0"),
-    ("limits: {", "backends: {tensorrt: {tactic_sources: [cudnn, cudnn]}}\nlimits: {",
-     "backends.tensorrt.tactic_sources[1]: expected each item once; found 'cudnn' again"),
-    ("limits: {", "backends: {tensorrt: {python: 3.10}}\nlimits: {", "backends.tensorrt.python: expected text; found 3.1 (put it in quotes)"),
-    ("demo-llama:", "Demo-Llama: {source: a, golden: {prompts: [{text: Hi}]}}\n  demo-llama:",
-     "models.demo-llama: expected names that differ in more than capitals; found 'Demo-Llama' and 'demo-llama'"),
-    ("source: checkpoint", 'source: "a\\0b"', "models.demo-llama.source: expected a path without the character U+0000; found 'a\\x00b'"),
+    (
+        "demo-llama:",
+        "config.json:",
+        "models.config.json: expected another name, for results/config.json is used for results; found 'config.json'",
+    ),
+    (
+        "demo-llama:",
+        "Report:",
+        "models.Report: expected another name, for results/Report is used for results; found 'Report'",
+    ),
+    (
+        "limits: {",
+        "backends: {tensorrt: {workspace_gb: 4}}\nlimits: {",
+        "backends.tensorrt.workspace_gb: unknown key, did you mean workspace_mb? allowed: python, workspace_mb, "
+        "optimization_level, one_region, tactic_sources, tactics, attention",
+    ),
+    (
+        "limits: {",
+        "backends: {tensorrt: {tactics: some}}\nlimits: {",
+        "backends.tensorrt.tactics: expected one of free, record, verified; found 'some'",
+    ),
+    (
+        "limits: {",
+        "backends: {tensorrt: {optimization_level: 6}}\nlimits: {",
+        "backends.tensorrt.optimization_level: expected at most 5; found 6",
+    ),
+    (
+        "limits: {",
+        "backends: {tensorrt: {optimization_level: 0, tactics: record}}\nlimits: {",
+        "backends.tensorrt.optimization_level: expected at least 1 with tactics: record, since level 0 ignores "
+        "the timing cache; found 0",
+    ),
+    (
+        "limits: {",
+        "backends: {tensorrt: {tactic_sources: [cudnn, cudnn]}}\nlimits: {",
+        "backends.tensorrt.tactic_sources[1]: expected each item once; found 'cudnn' again",
+    ),
+    (
+        "limits: {",
+        "backends: {tensorrt: {python: 3.10}}\nlimits: {",
+        "backends.tensorrt.python: expected text; found 3.1 (put it in quotes)",
+    ),
+    (
+        "demo-llama:",
+        "Demo-Llama: {source: a, golden: {prompts: [{text: Hi}]}}\n  demo-llama:",
+        "models.demo-llama: expected names that differ in more than capitals; found 'Demo-Llama' and 'demo-llama'",
+    ),
+    (
+        "source: checkpoint",
+        'source: "a\\0b"',
+        "models.demo-llama.source: expected a path without the character U+0000; found 'a\\x00b'",
+    ),
     ("limits: {", 'cache: "\\0"\nlimits: {', "cache: expected a path without the character U+0000; found '\\x00'"),
     ("[2, all]", "!!set {2, all}", "models.demo-llama.layers: expected a list; found a set"),
-    ("models:", "modles:", "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, backends (and 1 more)"),
+    (
+        "models:",
+        "modles:",
+        "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, backends (and 1 more)",
+    ),
 ]
 
 
@@ -188,16 +314,25 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
     assert message(tmp_path / "config.yaml", FULL.replace(old, new)) == expected
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("", "expected a mapping of models, limits, tolerances, cache, backends; found an empty file"),
-    ("# only a comment\n", "expected a mapping of models, limits, tolerances, cache, backends; found an empty file"),
-    ("- a\n- b\n", "expected a mapping of models, limits, tolerances, cache, backends; found a list"),
-    ("just text\n", "expected a mapping of models, limits, tolerances, cache, backends; found 'just text'"),
-    ("models:\n", "models: expected a mapping; found nothing"),
-    ("models: {}\n", "models: expected at least one item; found an empty mapping"),
-    ("models:\n  m:\n", "models.m: expected a mapping of source, layers, precisions, backends, golden, tolerances; found nothing"),
-    ("limits: {}\n", "models: expected this key; found nothing"),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "expected a mapping of models, limits, tolerances, cache, backends; found an empty file"),
+        (
+            "# only a comment\n",
+            "expected a mapping of models, limits, tolerances, cache, backends; found an empty file",
+        ),
+        ("- a\n- b\n", "expected a mapping of models, limits, tolerances, cache, backends; found a list"),
+        ("just text\n", "expected a mapping of models, limits, tolerances, cache, backends; found 'just text'"),
+        ("models:\n", "models: expected a mapping; found nothing"),
+        ("models: {}\n", "models: expected at least one item; found an empty mapping"),
+        (
+            "models:\n  m:\n",
+            "models.m: expected a mapping of source, layers, precisions, backends, golden, tolerances; found nothing",
+        ),
+        ("limits: {}\n", "models: expected this key; found nothing"),
+    ],
+)
 def test_a_file_without_models_says_what_is_expected(tmp_path, text, expected):
     assert message(tmp_path / "config.yaml", text) == expected
 
@@ -221,7 +356,11 @@ def test_no_model_can_be_named_as_what_lies_beside_the_models_folders():
 
 
 def test_a_mapping_is_called_config_and_a_given_name_wins():
-    with pytest.raises(InputError, match=r"^config: foo: unknown key, allowed: models, limits, tolerances, cache, backends$"):
+    with pytest.raises(
+        InputError,
+        match=r"^config: foo: unknown key, allowed: models, limits, tolerances, "
+        r"cache, backends$",
+    ):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
     with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):
         load({**SMALLEST, "foo": "bar"}, where="my.yaml")
@@ -241,7 +380,10 @@ def test_merged_config_reads_its_files_again_strictly(tmp_path):
 
 
 def test_targets_come_in_one_order():
-    models = {"b": {**SMALLEST["models"]["m"], "layers": ["all", 3], "precisions": ["fp16", "fp32"]}, "a": SMALLEST["models"]["m"]}
+    models = {
+        "b": {**SMALLEST["models"]["m"], "layers": ["all", 3], "precisions": ["fp16", "fp32"]},
+        "a": SMALLEST["models"]["m"],
+    }
     expected = ["a/fp32/all/onnxruntime", *(f"b/{p}/{n}/onnxruntime" for p in ("fp16", "fp32") for n in ("all", 3))]
     assert [str(target) for target in load({"models": models}).targets()] == expected
     assert [str(target) for target in load({"models": dict(sorted(models.items()))}).targets()] == expected
@@ -253,10 +395,15 @@ def test_a_target_is_found_by_name(tmp_path, text):
     assert load(tmp_path / "c.yaml").parse_target(text) == Target("demo-llama", "fp16", 2, "onnxruntime")
 
 
-@pytest.mark.parametrize(("text", "guess"), [
-    ("demo-llama/fp16/3", "; did you mean demo-llama/fp16/2?"), ("", ""), ("zzz", ""),
-    ("demo-lama/fp16/all", "; did you mean demo-llama/fp16/all?"),
-])
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [
+        ("demo-llama/fp16/3", "; did you mean demo-llama/fp16/2?"),
+        ("", ""),
+        ("zzz", ""),
+        ("demo-lama/fp16/all", "; did you mean demo-llama/fp16/all?"),
+    ],
+)
 def test_an_unknown_target_lists_the_targets(tmp_path, text, guess):
     (tmp_path / "c.yaml").write_text(FULL)
     with pytest.raises(InputError) as caught:
@@ -265,18 +412,38 @@ def test_an_unknown_target_lists_the_targets(tmp_path, text, guess):
     assert str(caught.value) == f"target: expected one of {allowed}; found {text!r}{guess}"
 
 
-NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True).filter(lambda name: name[0] not in "cCrRsSlLbB")
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True).filter(
+    lambda name: name[0] not in "cCrRsSlLbB"
+)
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 MODELS = st.fixed_dictionaries(
-    {"source": TEXT.filter(lambda text: not text.startswith(("hf:", "random:")) and "\0" not in text),
-     "golden": st.fixed_dictionaries({"prompts": st.lists(st.fixed_dictionaries(
-         {"text": TEXT}, optional={"expected": st.dictionaries(st.sampled_from([2, "all"]), TEXT)}), min_size=1, max_size=3)})},
+    {
+        "source": TEXT.filter(lambda text: not text.startswith(("hf:", "random:")) and "\0" not in text),
+        "golden": st.fixed_dictionaries(
+            {
+                "prompts": st.lists(
+                    st.fixed_dictionaries(
+                        {"text": TEXT}, optional={"expected": st.dictionaries(st.sampled_from([2, "all"]), TEXT)}
+                    ),
+                    min_size=1,
+                    max_size=3,
+                )
+            }
+        ),
+    },
     optional={"precisions": st.sampled_from([["fp32"], ["fp16", "fp32"]])},
 ).map(lambda model: {**model, "layers": [2, "all"]})
 CONFIGS = st.fixed_dictionaries(
     {"models": st.dictionaries(NAMES, MODELS, min_size=1, max_size=3)},
-    optional={"tolerances": st.fixed_dictionaries({"fp16": st.fixed_dictionaries(
-        {"block": st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)})})},
+    optional={
+        "tolerances": st.fixed_dictionaries(
+            {
+                "fp16": st.fixed_dictionaries(
+                    {"block": st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)}
+                )
+            }
+        )
+    },
 )
 
 
@@ -290,9 +457,13 @@ def test_dump_is_plain_json_and_loads_again(value):
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3)
-KEYS = st.sampled_from(["models", "limits", "tolerances", "m", "source", "golden", "prompts", "text", "expected", "fp16", "layers"])
+KEYS = st.sampled_from(
+    ["models", "limits", "tolerances", "m", "source", "golden", "prompts", "text", "expected", "fp16", "layers"]
+)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | SCALARS, inner, max_size=4), max_leaves=12,
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | SCALARS, inner, max_size=4),
+    max_leaves=12,
 )
 
 
@@ -301,7 +472,9 @@ VALUES = st.recursive(
 @example({"[key]": None})  # pydantic's own mark for a wrong key
 @example({"models": {"[key]": {"[key]": 1}}})
 @example({"models": {"[key]": 1}})
-@example({"models": {"m": {"golden": {"prompts": [{"text": "a", "expected": {"[key]": "b", 16**6000: "c", 2.5: "d"}}]}}}})
+@example(
+    {"models": {"m": {"golden": {"prompts": [{"text": "a", "expected": {"[key]": "b", 16**6000: "c", 2.5: "d"}}]}}}}
+)
 def test_any_mapping_gives_a_config_or_one_line(value):
     try:
         assert isinstance(load(value), Config)
@@ -312,18 +485,30 @@ def test_any_mapping_gives_a_config_or_one_line(value):
 def test_importing_the_config_is_light():
     code = "import lockstep.config.load, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
-    loaded = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"torch", "transformers", "onnx", "onnxruntime", "numpy", "snakemake"} & set(loaded)
 
 
 def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_have():
-    config = load(SMALLEST | {"backends": {"tensorrt": {"python": "python3.10", "tactics": "record"}}, "limits": {"max_batch_size": 7}})
+    config = load(
+        SMALLEST
+        | {"backends": {"tensorrt": {"python": "python3.10", "tactics": "record"}}, "limits": {"max_batch_size": 7}}
+    )
     assert config.build_options("onnxruntime") == {} and config.interpreter("onnxruntime") is None
     assert config.interpreter("tensorrt") == "python3.10"
     assert config.build_options("tensorrt") == {
-        "workspace_mb": 4096, "optimization_level": 4, "one_region": True, "tactic_sources": None, "tactics": "record", "attention": "fused",
-        "max_batch_size": 7, "max_num_tokens": 512, "max_seq_len": 256,
-    }  # fmt: skip
+        "workspace_mb": 4096,
+        "optimization_level": 4,
+        "one_region": True,
+        "tactic_sources": None,
+        "tactics": "record",
+        "attention": "fused",
+        "max_batch_size": 7,
+        "max_num_tokens": 512,
+        "max_seq_len": 256,
+    }
 
 
 def test_tensorrt_computes_in_every_precision():

@@ -1,4 +1,5 @@
-"""Each key of the demo's config.json with every kind of wrong value: taken, or refused in one line; never a traceback, never a hang."""
+"""Each key of the demo's config.json with every kind of wrong value: taken, or refused in one line; never a traceback,
+never a hang."""
 
 from __future__ import annotations
 
@@ -17,19 +18,58 @@ from lockstep.artifacts import model_config
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import InputError
-from lockstep.export.quiet import quiet
 from lockstep.export import export
 from lockstep.export.checkpoint_layout import check_tensors
+from lockstep.export.quiet import quiet
 from lockstep.export.tracer import meta_model
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
 # Keys that the demo lacks and other models have.
-OTHERS = ("rope_scaling", "sliding_window", "layer_types", "num_local_experts", "attention_chunk_size", "text_config", "vision_config", "quantization_config", "is_decoder", "unknown")
+OTHERS = (
+    "rope_scaling",
+    "sliding_window",
+    "layer_types",
+    "num_local_experts",
+    "attention_chunk_size",
+    "text_config",
+    "vision_config",
+    "quantization_config",
+    "is_decoder",
+    "unknown",
+)
 DELETED = object()
 VALUES = (
-    DELETED, None, True, False, 0, -4, 1, 7, 10**9, 10**30, 0.0, -0.5, 0.5, 1.5, 1e300, float("nan"), float("inf"), "", "small", "1", "\ud800", [], [1, 2], [None] * 6,
-    {}, {"a": 1}, {"__float__": "Infinity"}, {"num_hidden_layers": 10**9}, {"rope_theta": "x"}, [[[]]],
-)  # fmt: skip
+    DELETED,
+    None,
+    True,
+    False,
+    0,
+    -4,
+    1,
+    7,
+    10**9,
+    10**30,
+    0.0,
+    -0.5,
+    0.5,
+    1.5,
+    1e300,
+    float("nan"),
+    float("inf"),
+    "",
+    "small",
+    "1",
+    "\ud800",
+    [],
+    [1, 2],
+    [None] * 6,
+    {},
+    {"a": 1},
+    {"__float__": "Infinity"},
+    {"num_hidden_layers": 10**9},
+    {"rope_theta": "x"},
+    [[[]]],
+)
 
 
 def folder_of(path: Path, key: str, value: Any) -> Path:
@@ -47,7 +87,12 @@ def resolved(folder: Path) -> Path | None:
     try:
         resolve(str(folder), folder, folder.parent / "checkpoint.json")
     except InputError as error:
-        assert str(error).startswith(str(folder)) and str(error).splitlines() == [str(error)] and "; " in str(error) and len(str(error)) < 600
+        assert (
+            str(error).startswith(str(folder))
+            and str(error).splitlines() == [str(error)]
+            and "; " in str(error)
+            and len(str(error)) < 600
+        )
         return None
     return resolve_architecture(str(folder), folder, folder.parent / "architecture.json")
 
@@ -62,27 +107,64 @@ def test_any_value_of_a_setting_is_taken_or_refused_in_one_line(tmp_path, key):
             taken.append(value)
     refused = len(VALUES) - len(taken)
     assert refused >= 4, "surrogates, infinity, NaN and 10^9 layers are refused anywhere"
-    if key in ("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings"):
-        assert not [value for value in taken if value not in (DELETED, None, True, 1, 7, 10**9, [1, 2])] and not any(value is True for value in taken)
+    if key in (
+        "hidden_size",
+        "num_attention_heads",
+        "head_dim",
+        "vocab_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "max_position_embeddings",
+    ):
+        assert not [value for value in taken if value not in (DELETED, None, True, 1, 7, 10**9, [1, 2])] and not any(
+            value is True for value in taken
+        )
 
 
 REFUSED = [
-    ("num_attention_heads", 4, "tensor 'model.layers.0.self_attn.o_proj.weight': expected shape [144, 160], found [144, 240]"),
-    ("num_attention_heads", 7, "ValueError: The hidden size (144) is not a multiple of the number of attention heads (7)."),
-    ("num_key_value_heads", DELETED, "tensor 'model.layers.0.self_attn.k_proj.weight': expected shape [240, 144], found [80, 144]"),
+    (
+        "num_attention_heads",
+        4,
+        "tensor 'model.layers.0.self_attn.o_proj.weight': expected shape [144, 160], found [144, 240]",
+    ),
+    (
+        "num_attention_heads",
+        7,
+        "ValueError: The hidden size (144) is not a multiple of the number of attention heads (7).",
+    ),
+    (
+        "num_key_value_heads",
+        DELETED,
+        "tensor 'model.layers.0.self_attn.k_proj.weight': expected shape [240, 144], found [80, 144]",
+    ),
     ("head_dim", None, "tensor 'model.layers.0.self_attn.k_proj.weight': expected shape [48, 144], found [80, 144]"),
     ("head_dim", 10**9, "expected sizes of a model, found ones that make inv_freq a table of 500000000 numbers"),
-    ("intermediate_size", 10**9, "tensor 'model.layers.0.mlp.down_proj.weight': expected shape [144, 1000000000], found [144, 400]"),
+    (
+        "intermediate_size",
+        10**9,
+        "tensor 'model.layers.0.mlp.down_proj.weight': expected shape [144, 1000000000], found [144, 400]",
+    ),
     ("attention_bias", True, "expected tensor 'model.layers.0.self_attn.k_proj.bias' [80], found none of this name"),
-    ("attention_bias", "no", "expected the config of a 'llama' model, found one that it refuses: TypeError: Field 'attention_bias' expected bool"),
+    (
+        "attention_bias",
+        "no",
+        "expected the config of a 'llama' model, found one that it refuses: TypeError: "
+        "Field 'attention_bias' expected bool",
+    ),
     ("hidden_act", "unknown", "expected the config of a 'llama' model, found one that it refuses: KeyError: "),
-    ("rope_parameters", {"rope_type": "x", "rope_theta": 1.0}, "expected the config of a 'llama' model, found one that it refuses: "),
+    (
+        "rope_parameters",
+        {"rope_type": "x", "rope_theta": 1.0},
+        "expected the config of a 'llama' model, found one that it refuses: ",
+    ),
     ("dtype", "small", "expected the config of a 'llama' model, found one that it refuses: AttributeError"),
     ("model_type", "unknown", "model_type: expected a causal LM of transformers"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("key", "value", "expected"), REFUSED, ids=[f"{key}={value}"[:40] for key, value, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("key", "value", "expected"), REFUSED, ids=[f"{key}={value}"[:40] for key, value, _ in REFUSED]
+)
 def test_what_only_the_model_knows_is_refused_by_the_export(tmp_path, key, value, expected):
     architecture = resolved(folder_of(tmp_path / "c", key, value))
     with pytest.raises(InputError) as caught:
@@ -107,17 +189,25 @@ def test_any_value_that_is_taken_is_exported_or_refused_in_one_line(tmp_path, ke
 def with_tensors(path: Path, **changes: Any) -> Path:
     """The demo's checkpoint with tensors changed, or left out where None is given; underscores twice for points."""
     folder_of(path, "hidden_size", 144)
-    values = {**load_file(DEMO / "model.safetensors"), **{name.replace("__", "."): value for name, value in changes.items()}}
+    values = {
+        **load_file(DEMO / "model.safetensors"),
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }
     (path / "model.safetensors").unlink()
     save_file({name: value for name, value in values.items() if value is not None}, path / "model.safetensors")
     return path
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), [
-    ("model.layers.3.mlp.up_proj.weight", None, "{folder}: expected tensor 'model.layers.3.mlp.up_proj.weight' [400, 144], found none of this name"),
-    ("model.norm.weight", np.ones((143,), np.float16), "{folder}/model.safetensors: tensor 'model.norm.weight': expected shape [144], found [143]"),
-    ("model.layers.5.self_attn.q_proj.weight", np.ones((144, 240), np.float16), "{folder}/model.safetensors: tensor 'model.layers.5.self_attn.q_proj.weight': expected shape [240, 144], found [144, 240]"),
-    ("model.norm.weight", np.ones((), np.float16), "{folder}/model.safetensors: tensor 'model.norm.weight': expected shape [144], found []"),
+    ("model.layers.3.mlp.up_proj.weight", None, "{folder}: expected tensor "
+"'model.layers.3.mlp.up_proj.weight' [400, 144], found none of this name"),
+    ("model.norm.weight", np.ones((143,), np.float16), "{folder}/model.safetensors: tensor "
+"'model.norm.weight': expected shape [144], found [143]"),
+    ("model.layers.5.self_attn.q_proj.weight", np.ones((144, 240), np.float16), "{folder}/model.safetensors: tensor "
+"'model.layers.5.self_attn.q_proj.weight': "
+"expected shape [240, 144], found [144, 240]"),
+    ("model.norm.weight", np.ones((), np.float16), "{folder}/model.safetensors: tensor 'model.norm.weight': "
+"expected shape [144], found []"),
 ])  # fmt: skip
 def test_weights_that_do_not_fit_are_refused_before_anything_is_traced(tmp_path, name, value, expected):
     folder = with_tensors(tmp_path / "c", **{name.replace(".", "__"): value})
@@ -128,12 +218,20 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_traced(tmp_path,
 
 def test_a_parameter_of_integers_is_refused(tmp_path):
     folder = with_tensors(tmp_path / "c", model__norm__weight=np.ones(144, np.int32))
-    with pytest.raises(InputError, match=r"tensor 'model\.norm\.weight': expected one of F64, F32, F16, BF16, found I32; use a checkpoint that is not quantized"):
+    with pytest.raises(
+        InputError,
+        match=r"tensor 'model\.norm\.weight': expected one of F64, F32, F16, "
+        r"BF16, found I32; use a checkpoint that is not quantized",
+    ):
         check_tensors(meta_model(CONFIG, "fp32"), find_tensors(folder).tensors, folder)
 
 
 def test_tensors_that_the_model_does_not_know_are_no_fault(tmp_path):
-    folder = with_tensors(tmp_path / "c", model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(20, np.float32), more=np.ones(3, np.float32))
+    folder = with_tensors(
+        tmp_path / "c",
+        model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(20, np.float32),
+        more=np.ones(3, np.float32),
+    )
     check_tensors(meta_model(CONFIG, "fp32"), find_tensors(folder).tensors, folder)
 
 
@@ -147,7 +245,8 @@ def test_a_bare_decoder_may_leave_out_the_first_part_of_its_names(tmp_path):
 
 @pytest.mark.long
 def test_no_default_of_transformers_is_refused():
-    """What every decoder is held to must hold for every decoder that there is: a false refusal is worse than a late one."""
+    """What every decoder is held to must hold for every decoder that there is: a false refusal is worse than a late
+    one."""
     refused = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
@@ -155,5 +254,6 @@ def test_no_default_of_transformers_is_refused():
                 default = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
         except Exception:  # a class that refuses its own defaults
             continue
-        refused |= {model_type: found for found in [model_config.fault(default)] if found}
+        if found := model_config.fault(default):
+            refused[model_type] = found
     assert not refused

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from lockstep.config import doc
-from lockstep.config.load import load
 from lockstep.config.documents import read_document
+from lockstep.config.load import load
 from lockstep.errors import CheckError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,7 +28,9 @@ def test_check_names_the_file_that_drifted(tmp_path):
     doc.write(tmp_path)
     doc.check(tmp_path)
     (tmp_path / "README.md").write_text("by hand")
-    with pytest.raises(CheckError, match="README.md: expected what src/lockstep/config/types.py gives; found other content"):
+    with pytest.raises(
+        CheckError, match="README.md: expected what src/lockstep/config/types.py gives; found other content"
+    ):
         doc.check(tmp_path)
     (tmp_path / "config.schema.json").unlink()
     with pytest.raises(CheckError, match="config.schema.json: expected .*; found no file"):
@@ -39,7 +41,7 @@ def test_the_command_writes_and_checks(tmp_path):
     def run(*arguments):
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
         return subprocess.run(
-            [sys.executable, "-m", "lockstep.config.doc", *arguments], env=environment, capture_output=True, text=True,
+            [sys.executable, "-m", "lockstep.config.doc", *arguments], env=environment, capture_output=True, text=True
         )
 
     assert run("--write", tmp_path).returncode == 0
@@ -70,7 +72,9 @@ def test_the_demo_expects_what_its_checkpoint_was_made_to_say():
 def test_the_example_in_the_readme_loads(tmp_path):
     (tmp_path / "example.yaml").write_text(doc.EXAMPLE)
     config = load(tmp_path / "example.yaml")
-    assert config.limits == load({"models": config.dump()["models"]}).limits, "the example says that these are the defaults"
+    assert config.limits == load({"models": config.dump()["models"]}).limits, (
+        "the example says that these are the defaults"
+    )
     jsonschema.validate(as_json(read_document(tmp_path / "example.yaml")), doc.schema())
     assert doc.EXAMPLE in doc.readme()
 
@@ -89,14 +93,33 @@ def test_the_readme_has_a_row_for_every_key():
         assert key == "models.m" or row in readme
 
 
-@pytest.mark.parametrize("change", [
-    {"limit": {}}, {"limits": {"max_batch": 4}}, {"limits": {"max_batch_size": "4"}}, {"limits": {"max_batch_size": 0}},
-    {"models": {"a/b": {"source": "a", "golden": {"prompts": [{"text": "a"}]}}}}, {"models": {}}, {"tolerances": {"fp16": {"block": 0}}},
-    *({"models": {"m": {"source": "a", "golden": {"prompts": [{"text": "a"}]}, **model}}} for model in (
-        {"layers": [0]}, {"layers": ["some"]}, {"layers": [2, 2]}, {"layers": []}, {"precisions": ["fp8"]}, {"precisions": ["fp16", "fp16"]},
-        {"backends": ["cuda"]}, {"golden": {}}, {"golden": {"prompts": [{"text": "a", "expected": {"half": "b"}}]}}, {"source": 4},
-    )),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"limit": {}},
+        {"limits": {"max_batch": 4}},
+        {"limits": {"max_batch_size": "4"}},
+        {"limits": {"max_batch_size": 0}},
+        {"models": {"a/b": {"source": "a", "golden": {"prompts": [{"text": "a"}]}}}},
+        {"models": {}},
+        {"tolerances": {"fp16": {"block": 0}}},
+        *(
+            {"models": {"m": {"source": "a", "golden": {"prompts": [{"text": "a"}]}, **model}}}
+            for model in (
+                {"layers": [0]},
+                {"layers": ["some"]},
+                {"layers": [2, 2]},
+                {"layers": []},
+                {"precisions": ["fp8"]},
+                {"precisions": ["fp16", "fp16"]},
+                {"backends": ["cuda"]},
+                {"golden": {}},
+                {"golden": {"prompts": [{"text": "a", "expected": {"half": "b"}}]}},
+                {"source": 4},
+            )
+        ),
+    ],
+)
 def test_editors_see_the_mistakes_too(change):
     good = {"models": {"m": {"source": "a", "golden": {"prompts": [{"text": "a", "expected": {"all": "b"}}]}}}}
     jsonschema.validate(good, doc.schema())

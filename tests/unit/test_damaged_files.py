@@ -19,13 +19,47 @@ WEIGHTS = (DEMO / "model.safetensors").read_bytes()
 HEADER_END = 8 + int.from_bytes(WEIGHTS[:8], "little")
 FILES = {
     **{name: (DEMO / name).read_bytes() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")},
-    "generation_config.json": b'{"eos_token_id": [0, 5], "max_length": 20}', "special_tokens_map.json": b'{"eos_token": "<eos>"}',
-    "added_tokens.json": b'{"<x>": 768}', "vocab.json": b'{"a": 1}', "merges.txt": b"#version: 0.2\na b\n", "chat_template.jinja": b"{{ x }}",
+    "generation_config.json": b'{"eos_token_id": [0, 5], "max_length": 20}',
+    "special_tokens_map.json": b'{"eos_token": "<eos>"}',
+    "added_tokens.json": b'{"<x>": 768}',
+    "vocab.json": b'{"a": 1}',
+    "merges.txt": b"#version: 0.2\na b\n",
+    "chat_template.jinja": b"{{ x }}",
     "model.safetensors": WEIGHTS[8:HEADER_END],
-}  # fmt: skip
+}
 WHOLE = (b"", b"null", b"[]", b"{}", b"1", b'"x"', b"true", b"[{}]", b"\xff\xfe", bytes(10))
-PIECES = (b"null", b"[]", b"{}", b"1e999", b"-1", b"NaN", b'"\\ud800"', b",", b'"', b"[[[[", b"99999999999999999999", b"\xc3")
-VALUES = (None, 0, -1, 10**9, 10**30, "x", [], {}, [1], {"a": 1}, True, 0.5, float("nan"), 1e308, "\ud800", {"__float__": "Infinity"})
+PIECES = (
+    b"null",
+    b"[]",
+    b"{}",
+    b"1e999",
+    b"-1",
+    b"NaN",
+    b'"\\ud800"',
+    b",",
+    b'"',
+    b"[[[[",
+    b"99999999999999999999",
+    b"\xc3",
+)
+VALUES = (
+    None,
+    0,
+    -1,
+    10**9,
+    10**30,
+    "x",
+    [],
+    {},
+    [1],
+    {"a": 1},
+    True,
+    0.5,
+    float("nan"),
+    1e308,
+    "\ud800",
+    {"__float__": "Infinity"},
+)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:

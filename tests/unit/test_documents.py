@@ -6,30 +6,69 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.load import Config, load
 from lockstep.config.documents import read_document
+from lockstep.config.load import Config, load
 from lockstep.errors import InputError
 
 PITFALLS = {
-    "key twice": (b"a:\n  x: 1\n  y: 2\n  x: 3\n", ":4: expected YAML; found the key 'x' twice in one mapping, first in line 2"),
-    "key twice at the top": (b"a: 1\na: 1\n", ":2: expected YAML; found the key 'a' twice in one mapping, first in line 1"),
-    "key twice inline": (b"a: {x: 1, x: 1}\n", ":1: expected YAML; found the key 'x' twice in one mapping, first in line 1"),
-    "equal keys written differently": (b"16: a\n0x10: b\n", ":2: expected YAML; found the key '16' twice in one mapping, first in line 1"),
+    "key twice": (
+        b"a:\n  x: 1\n  y: 2\n  x: 3\n",
+        ":4: expected YAML; found the key 'x' twice in one mapping, first in line 2",
+    ),
+    "key twice at the top": (
+        b"a: 1\na: 1\n",
+        ":2: expected YAML; found the key 'a' twice in one mapping, first in line 1",
+    ),
+    "key twice inline": (
+        b"a: {x: 1, x: 1}\n",
+        ":1: expected YAML; found the key 'x' twice in one mapping, first in line 1",
+    ),
+    "equal keys written differently": (
+        b"16: a\n0x10: b\n",
+        ":2: expected YAML; found the key '16' twice in one mapping, first in line 1",
+    ),
     "list as a key": (b"? [a]\n: 1\n", ":1: expected YAML; found a list or mapping as a key"),
     "tab": (b"a:\n\tb: 1\n", ":2: expected YAML; found a tab: indent with spaces"),
-    "indentation": (b"a:\n   b: 1\n  c: 2\n", ":3: expected YAML; found a mistake: expected <block end>, but found '<block mapping start>'"),
+    "indentation": (
+        b"a:\n   b: 1\n  c: 2\n",
+        ":3: expected YAML; found a mistake: expected <block end>, but found '<block mapping start>'",
+    ),
     "list not closed": (b"a: [1, 2\nb: 3\n", ":2: expected YAML; found a mistake: expected ',' or ']', but got ':'"),
     "quote not closed": (b"a: 'text\n", ":2: expected YAML; found unexpected end of stream"),
-    "colon in text": (b"text: The sea: cold\n", ":1: expected YAML; found a mistake: mapping values are not allowed here"),
+    "colon in text": (
+        b"text: The sea: cold\n",
+        ":1: expected YAML; found a mistake: mapping values are not allowed here",
+    ),
     "two documents": (b"a: 1\n---\nb: 2\n", ":2: expected YAML; found a second document (---): keep one"),
     "alias of nothing": (b"a: *b\n", ":1: expected YAML; found undefined alias 'b'"),
-    "impossible date": (b"a: 1\nb: 2024-13-45\n", ":2: expected YAML; found '2024-13-45', which is no timestamp; put text in quotes"),
-    "number of 5000 digits": (b"a: " + b"9" * 5000, f":1: expected YAML; found '{'9' * 40}', which is no int; put text in quotes"),
-    "base 8": (b"a: 1\nb: 010\n", ":2: expected YAML; found '010', which YAML 1.1 reads in base 8 or 60: write a number without zeros before it or colons, put text in quotes"),
-    "base 60": (b"a: [1, 1:30]\n", ":1: expected YAML; found '1:30', which YAML 1.1 reads in base 8 or 60: write a number without zeros before it or colons, put text in quotes"),
-    "base 60 with a point": (b"1:30.5: a\n", ":1: expected YAML; found '1:30.5', which YAML 1.1 reads in base 8 or 60: write a number without zeros before it or colons, put text in quotes"),
-    "python object": (b"a: !!python/name:os.system x\n",
-                      ":1: expected YAML; found a mistake: could not determine a constructor for the tag 'tag:yaml.org,2002:python/name:os.system'"),
+    "impossible date": (
+        b"a: 1\nb: 2024-13-45\n",
+        ":2: expected YAML; found '2024-13-45', which is no timestamp; put text in quotes",
+    ),
+    "number of 5000 digits": (
+        b"a: " + b"9" * 5000,
+        f":1: expected YAML; found '{'9' * 40}', which is no int; put text in quotes",
+    ),
+    "base 8": (
+        b"a: 1\nb: 010\n",
+        ":2: expected YAML; found '010', which YAML 1.1 reads in base 8 or 60: "
+        "write a number without zeros before it or colons, put text in quotes",
+    ),
+    "base 60": (
+        b"a: [1, 1:30]\n",
+        ":1: expected YAML; found '1:30', which YAML 1.1 reads in base 8 or 60: "
+        "write a number without zeros before it or colons, put text in quotes",
+    ),
+    "base 60 with a point": (
+        b"1:30.5: a\n",
+        ":1: expected YAML; found '1:30.5', which YAML 1.1 reads in "
+        "base 8 or 60: write a number without zeros before it or colons, put text in quotes",
+    ),
+    "python object": (
+        b"a: !!python/name:os.system x\n",
+        ":1: expected YAML; found a mistake: could not determine a constructor for the tag "
+        "'tag:yaml.org,2002:python/name:os.system'",
+    ),
     "not UTF-8": (b"a: 1\nb: \xff\n", ":2: expected UTF-8 text; found byte 0xff"),
     "binary": (b"a: 1\n\x00\x01", ":2: expected YAML; found character U+0000, which YAML does not allow"),
     "too deep": (b"[" * 5000, ": expected a config; found lists or mappings nested too deeply"),
@@ -45,12 +84,15 @@ def test_a_pitfall_of_yaml_gives_one_line_with_its_place(tmp_path, data, expecte
     assert str(caught.value) == f"{path}{expected}"
 
 
-@pytest.mark.parametrize(("data", "expected"), [
-    (b'{"a": 1,\n "b": }', ":2: expected JSON; found a mistake: Expecting value"),
-    (b'{"a": {"b": 1, "b": 2}}', ": expected each key once; found 'b' twice in one object"),
-    (b"a: 1", ":1: expected JSON; found a mistake: Expecting value"),
-    (b"[" * 200_000, ": expected a config; found lists or mappings nested too deeply"),
-])
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b'{"a": 1,\n "b": }', ":2: expected JSON; found a mistake: Expecting value"),
+        (b'{"a": {"b": 1, "b": 2}}', ": expected each key once; found 'b' twice in one object"),
+        (b"a: 1", ":1: expected JSON; found a mistake: Expecting value"),
+        (b"[" * 200_000, ": expected a config; found lists or mappings nested too deeply"),
+    ],
+)
 def test_a_mistake_in_json_gives_one_line(tmp_path, data, expected):
     path = tmp_path / "config.json"
     path.write_bytes(data)
@@ -77,7 +119,9 @@ def test_plain_numbers_are_read(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(InputError, match="absent.yaml: expected a readable config file; found No such file or directory"):
+    with pytest.raises(
+        InputError, match="absent.yaml: expected a readable config file; found No such file or directory"
+    ):
         load(tmp_path / "absent.yaml")
     with pytest.raises(InputError, match="found Is a directory"):
         load(tmp_path)
@@ -103,7 +147,11 @@ def test_aliases_that_repeat_or_hold_themselves_stay_one_short_line(tmp_path):
         load(path)
     layers = "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(30))
     path.write_text(f"a0: &a0 lol\n{layers}")
-    with pytest.raises(InputError, match=r"^\S+: a0: unknown key, allowed: models, limits, tolerances, cache, backends \(and 31 more\)$"):
+    with pytest.raises(
+        InputError,
+        match=r"^\S+: a0: unknown key, allowed: models, limits, tolerances, "
+        r"cache, backends \(and 31 more\)$",
+    ):
         load(path)
 
 
@@ -119,11 +167,59 @@ def test_a_number_too_long_to_print_is_described(tmp_path):
         load({"models": {16**6000: {}}})
 
 
-FRAGMENTS = st.sampled_from([
-    "models", "limits", "tolerances", "m", "source", "golden", "prompts", "text", "expected", "layers", "all", "2", ": ", ":\n  ", "- ",
-    "\n", "\n    ", "{", "}", "[", "]", ", ", "'", '"', "#", "&a ", "*a", "<<", "!!int ", "!!set ", "!!timestamp ", "!!bool ", "!!float ",
-    "!!binary ", "!!omap ", "!!pairs ", "? ", "|\n", "off", "~", "0x_", "1e-4", ".nan", "2024-99-99", "=", "\t", "\\ud800", "é", "---\n",
-])
+FRAGMENTS = st.sampled_from(
+    [
+        "models",
+        "limits",
+        "tolerances",
+        "m",
+        "source",
+        "golden",
+        "prompts",
+        "text",
+        "expected",
+        "layers",
+        "all",
+        "2",
+        ": ",
+        ":\n  ",
+        "- ",
+        "\n",
+        "\n    ",
+        "{",
+        "}",
+        "[",
+        "]",
+        ", ",
+        "'",
+        '"',
+        "#",
+        "&a ",
+        "*a",
+        "<<",
+        "!!int ",
+        "!!set ",
+        "!!timestamp ",
+        "!!bool ",
+        "!!float ",
+        "!!binary ",
+        "!!omap ",
+        "!!pairs ",
+        "? ",
+        "|\n",
+        "off",
+        "~",
+        "0x_",
+        "1e-4",
+        ".nan",
+        "2024-99-99",
+        "=",
+        "\t",
+        "\\ud800",
+        "é",
+        "---\n",
+    ]
+)
 
 
 @settings(max_examples=400, deadline=None)

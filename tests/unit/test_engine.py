@@ -13,14 +13,14 @@ import onnx
 import onnx.parser
 import pytest
 
+from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import EngineSet, build, builder, engine_set, get_backend
 from lockstep.backends.base import Built
-from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, describe_cpu, thread_count
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.onnx_tools.prepare import Prepared, check_same
+from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, describe_cpu, thread_count
 from lockstep.backends.tensorrt.device import gpu_key
 from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.onnx_tools.prepare import Prepared, check_same
 from lockstep.runtime import Advance, Model
 from lockstep.weights import Weights
 
@@ -61,9 +61,20 @@ def test_engines_hold_no_weights_paths_or_traces(demo, precision):
 
 def test_one_set_covers_every_class_and_kind_and_says_what_it_was_made_for(demo):
     manifest = read_json(demo.engines("demo-llama", "fp16", "onnxruntime"), "lockstep.engines/1")
-    assert sorted(manifest["engines"]) == ["attention.decode", "attention.prefill", "embedding", "entry", "exit", "middle"]
+    assert sorted(manifest["engines"]) == [
+        "attention.decode",
+        "attention.prefill",
+        "embedding",
+        "entry",
+        "exit",
+        "middle",
+    ]
     assert manifest["precision"] == "fp16" and manifest["backend_version"] == get_backend("onnxruntime").version()
-    assert manifest["device"]["architecture"] and manifest["options"] == {"optimization_level": "all", "opset": None, "fuse_projections": False}
+    assert manifest["device"]["architecture"] and manifest["options"] == {
+        "optimization_level": "all",
+        "opset": None,
+        "fuse_projections": False,
+    }
 
 
 def test_what_fits_is_not_built_again(made):
@@ -90,12 +101,28 @@ def test_only_what_changed_is_built_again_and_leftovers_go(made):
     EngineSet.open(engines, assembly)
 
 
-@pytest.mark.parametrize("values", [{"backend_version": "0.1"}, {"builder_revision": 0}, {"options": {}}, {"device": {"architecture": "riscv64", "isa": []}}, {"format": "older"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"backend_version": "0.1"},
+        {"builder_revision": 0},
+        {"options": {}},
+        {"device": {"architecture": "riscv64", "isa": []}},
+        {"format": "older"},
+    ],
+)
 def test_another_version_device_or_option_is_built_again(made, values):
     assembly, engines = made
     manifest = engines.read_bytes()
     (engines.parent / "middle.onnx").write_bytes(b"made elsewhere")
-    change(engines, engines={name: e | {"sha256": sha256_file(engines.parent / e["file"])} for name, e in read_json(engines)["engines"].items()}, **values)
+    change(
+        engines,
+        engines={
+            name: e | {"sha256": sha256_file(engines.parent / e["file"])}
+            for name, e in read_json(engines)["engines"].items()
+        },
+        **values,
+    )
     build(assembly, "onnxruntime", engines)
     assert engines.read_bytes() == manifest
     EngineSet.open(engines, assembly)
@@ -104,9 +131,14 @@ def test_another_version_device_or_option_is_built_again(made, values):
 def test_the_options_are_part_of_the_engine(made, tmp_path):
     other = build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "disabled"})
     assert EngineSet.open(other, made[0]).digest() != EngineSet.open(made[1], made[0]).digest()
-    with pytest.raises(InputError, match="optimization_level: expected one of all, basic, disabled, extended, found 'most'"):
+    with pytest.raises(
+        InputError, match="optimization_level: expected one of all, basic, disabled, extended, found 'most'"
+    ):
         build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "most"})
-    with pytest.raises(InputError, match="options of backend onnxruntime: expected only optimization_level, opset, fuse_projections, found level"):
+    with pytest.raises(
+        InputError,
+        match="options of backend onnxruntime: expected only optimization_level, opset, fuse_projections, found level",
+    ):
         build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"level": "all"})
 
 
@@ -121,7 +153,10 @@ def test_an_opset_that_nothing_is_lowered_to_is_a_mistake_of_the_user(demo, tmp_
     ("values", "message"),
     [
         ({"backend_version": "1.2.3"}, r"onnxruntime version: made for 1\.2\.3, found "),
-        ({"device": {"architecture": "x86_64", "isa": ["avx512_from_2042"]}}, "device: made for architecture x86_64, isa avx512_from_2042, found architecture"),
+        (
+            {"device": {"architecture": "x86_64", "isa": ["avx512_from_2042"]}},
+            "device: made for architecture x86_64, isa avx512_from_2042, found architecture",
+        ),
         ({"device": {"architecture": "riscv64", "isa": []}}, "device: made for architecture riscv64"),
         ({"precision": "fp16"}, "precision: made for fp16, found fp32"),
         ({"engines": {}}, "engines: made for , found attention.decode attention.prefill"),
@@ -184,7 +219,11 @@ def test_a_graph_that_the_library_refuses_is_one_line(made):
     value = read_json(assembly)
     value["classes"]["exit"]["sha256"] = sha256_file(graph)
     write_json(assembly, value)
-    with pytest.raises(CheckError, match=r"exit\.onnx: ONNX Runtime .* cannot build this graph: .*NoSuchOperator") as error:
+    with pytest.raises(
+        CheckError,
+        match=r"exit\.onnx: ONNX Runtime .* cannot build this graph: "
+        r".*NoSuchOperator",
+    ) as error:
         build(assembly, "onnxruntime", engines)
     assert "\n" not in str(error.value)
     assert not list(engines.parent.glob(".*"))
@@ -196,7 +235,11 @@ def test_a_graph_with_other_inputs_than_the_assembly_says_is_refused(made):
     content["classes"]["entry"]["inputs"][0]["shape"][1] = 145
     write_json(assembly, content)
     (engines.parent / "entry.onnx").unlink()
-    with pytest.raises(CheckError, match=r"entry.onnx: inputs: hidden: expected float32 \['num_tokens', 145\] as in the assembly, found float32 \['num_tokens', 144\]; export again"):
+    with pytest.raises(
+        CheckError,
+        match=r"entry.onnx: inputs: hidden: expected float32 \['num_tokens', "
+        r"145\] as in the assembly, found float32 \['num_tokens', 144\]; export again",
+    ):
         build(assembly, "onnxruntime", engines)
 
 
@@ -217,15 +260,33 @@ def test_a_long_build_has_a_line_and_a_record_for_each_engine(made, tmp_path, mo
     monkeypatch.setattr(builder, "get_backend", lambda name: Slow())
     out = build(made[0], "onnxruntime", tmp_path / "slow" / "engines.json")
     lines = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"build: engine 1 of 6: embedding \.\.\. [0-9.]+ s, 3 MiB of GPU memory", lines[0]) and len(lines) == 6
+    assert (
+        re.fullmatch(
+            r"build: engine 1 of 6: embedding \.\.\. [0-9.]+ s, 3 MiB of GPU "
+            r"memory",
+            lines[0],
+        )
+        and len(lines) == 6
+    )
     assert [line.split()[5] for line in lines if line.endswith(" 3 MiB of GPU memory; warm to the touch")] == ["middle"]
     costs = read_json(out.parent / "build.costs.json", "lockstep.build_costs/1")["engines"]
     manifest = read_json(out)
-    assert set(costs) == set(manifest["engines"]) and costs["entry"]["peak_memory_bytes"] == 3 << 20 and costs["entry"]["seconds"] > 0
-    assert "seconds" not in out.read_text() and manifest["engines"]["entry"]["said"] == "entry" and set(costs["middle"]) == {"seconds", "peak_memory_bytes"}
+    assert (
+        set(costs) == set(manifest["engines"])
+        and costs["entry"]["peak_memory_bytes"] == 3 << 20
+        and costs["entry"]["seconds"] > 0
+    )
+    assert (
+        "seconds" not in out.read_text()
+        and manifest["engines"]["entry"]["said"] == "entry"
+        and set(costs["middle"]) == {"seconds", "peak_memory_bytes"}
+    )
     (out.parent / "exit.onnx").unlink()
     build(made[0], "onnxruntime", out)
-    assert list(read_json(out.parent / "build.costs.json")["engines"]) == ["exit"] and len(capsys.readouterr().err.splitlines()) == 1
+    assert (
+        list(read_json(out.parent / "build.costs.json")["engines"]) == ["exit"]
+        and len(capsys.readouterr().err.splitlines()) == 1
+    )
 
 
 def test_a_build_that_fails_says_in_which_engine(made, tmp_path, monkeypatch, capsys):
@@ -233,7 +294,11 @@ def test_a_build_that_fails_says_in_which_engine(made, tmp_path, monkeypatch, ca
     monkeypatch.setattr(builder, "get_backend", lambda name: Slow())
     with pytest.raises(CheckError, match="exit.onnx: out of memory"):
         build(made[0], "onnxruntime", tmp_path / "slow" / "engines.json")
-    assert re.fullmatch(r"build: engine 3 of 6: exit \.\.\. failed after [0-9.]+ s", capsys.readouterr().err.splitlines()[-1])
+    assert re.fullmatch(
+        r"build: engine 3 of 6: exit \.\.\. failed after "
+        r"[0-9.]+ s",
+        capsys.readouterr().err.splitlines()[-1],
+    )
 
 
 def test_a_build_that_is_killed_has_said_in_which_engine(made, tmp_path):
@@ -250,7 +315,11 @@ class Slow(OnnxRuntimeBackend):
         return super().build(graph_path, out_path, options)
 builder.get_backend = lambda name: Slow()
 build(Path(sys.argv[1]), "onnxruntime", Path(sys.argv[2]))"""
-    ended = subprocess.run([sys.executable, "-c", script, str(made[0]), str(tmp_path / "killed" / "engines.json")], stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(made[0]), str(tmp_path / "killed" / "engines.json")],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert ended.returncode == -signal.SIGKILL and ended.stderr.endswith("\nbuild: engine 3 of 6: exit ...")
 
 
@@ -263,8 +332,13 @@ def test_an_engine_that_the_backend_does_not_keep_is_built_again(made, monkeypat
 
 
 def test_a_plan_for_another_gpu_is_told_with_both(tmp_path):
-    made, here = ({"name": "NVIDIA H200", "compute_capability": capability, "driver": "570.86"} for capability in ("9.0", "8.9"))
-    message = "x.json: device: made for name NVIDIA H200, compute_capability 9.0, driver 570.86, found name NVIDIA H200, compute_capability 8.9, driver 570.86; build"
+    made, here = (
+        {"name": "NVIDIA H200", "compute_capability": capability, "driver": "570.86"} for capability in ("9.0", "8.9")
+    )
+    message = (
+        "x.json: device: made for name NVIDIA H200, compute_capability 9.0, driver 570.86, found name "
+        "NVIDIA H200, compute_capability 8.9, driver 570.86; build"
+    )
     with pytest.raises(CheckError, match=message):
         engine_set._same(Path("x.json"), "device", gpu_key(made), gpu_key(here), "build")
 
@@ -272,7 +346,11 @@ def test_a_plan_for_another_gpu_is_told_with_both(tmp_path):
 def test_a_precision_that_the_backend_lacks_is_refused(made):
     assembly, engines = made
     change(assembly, precision="bf16")
-    with pytest.raises(InputError, match=r"precision: expected one of fp32, fp16 \(backend onnxruntime\), found 'bf16'"):
+    with pytest.raises(
+        InputError,
+        match=r"precision: expected one of fp32, fp16 \(backend onnxruntime\), "
+        r"found 'bf16'",
+    ):
         build(assembly, "onnxruntime", engines)
 
 
@@ -285,22 +363,33 @@ def test_a_missing_graph_or_assembly_is_refused(made, tmp_path):
         build(tmp_path / "none.json", "onnxruntime", engines)
 
 
-# --- binding and running ----------------------------------------------------------------------------------------------------
+# --- binding and running
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def fused(tmp_path):
     """A product with one slot for two stacked tensors: (program, weights of a, b and c)."""
     text = """<ir_version: 10, opset_import: ["" : 20]>
-    g (float[num_tokens, 4] hidden, float[5, 4] both) => (float[num_tokens, 5] out) { out = Gemm<transB=1>(hidden, both) }"""
+    g (float[num_tokens, 4] hidden, float[5, 4] both) => (float[num_tokens, 5] out) { out = Gemm<transB=1>(hidden, both) }"""  # noqa: E501
     onnx.save(onnx.parser.parse_model(text), tmp_path / "g.onnx")
-    arrays = {"a": np.arange(8, dtype=np.float32), "b": np.arange(100, 112, dtype=np.float32), "c": np.arange(5, dtype=np.float32)}
+    arrays = {
+        "a": np.arange(8, dtype=np.float32),
+        "b": np.arange(100, 112, dtype=np.float32),
+        "c": np.arange(5, dtype=np.float32),
+    }
     shapes = {"a": [2, 4], "b": [3, 4], "c": [5]}
     (tmp_path / "w.bin").write_bytes(b"".join(array.tobytes() for array in arrays.values()))
     offsets = {"a": 0, "b": 32, "c": 80}
-    tensors = {n: {"file": 0, "offset": offsets[n], "length": arrays[n].nbytes, "dtype": "F32", "shape": shapes[n]} for n in arrays}
+    tensors = {
+        n: {"file": 0, "offset": offsets[n], "length": arrays[n].nbytes, "dtype": "F32", "shape": shapes[n]}
+        for n in arrays
+    }
     files = [{"path": "w.bin", "size": 100, "sha256": sha256_file(tmp_path / "w.bin")}]
-    write_json(tmp_path / "weights.json", {"format": "lockstep.weights/1", "precision": "fp32", "files": files, "tensors": tensors})
+    write_json(
+        tmp_path / "weights.json",
+        {"format": "lockstep.weights/1", "precision": "fp32", "files": files, "tensors": tensors},
+    )
     backend = get_backend("onnxruntime")
     backend.build(tmp_path / "g.onnx", tmp_path / "engine.onnx", backend.default_options())
     slots = [{"name": "both", "dtype": "float32", "shape": [5, 4]}]
@@ -338,19 +427,31 @@ def test_weights_and_arrays_that_do_not_fit_are_refused(fused):
         executable.prepare({"hidden": np.zeros((1, 4))}, {"out": np.zeros((1, 5), np.float32)})
 
 
-# --- the device -------------------------------------------------------------------------------------------------------------
+# --- the device
+# -------------------------------------------------------------------------------------------------------------
 
-AMD = "processor : 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 97\nflags\t\t: fpu sse4_1 avx avx2 fma f16c avx512f xsave\n\nprocessor : 1\nflags : fpu\n"
-ARM = "processor\t: 0\nFeatures\t: fp asimd asimdhp asimddp sve bf16 cpuid\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+AMD = (
+    "processor : 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 97\nflags\t\t: fpu sse4_1 avx "
+    "avx2 fma f16c avx512f xsave\n\nprocessor : 1\nflags : fpu\n"
+)
+ARM = (
+    "processor\t: 0\nFeatures\t: fp asimd asimdhp asimddp sve bf16 cpuid\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+)
 
 
 def test_a_cpu_is_described_by_what_its_kernels_depend_on():
     assert describe_cpu(AMD, "AMD64") == {
-        "architecture": "x86_64", "vendor": "AuthenticAMD", "family": "25 97", "isa": ["avx", "avx2", "avx512f", "f16c", "fma", "sse4_1"],
-    }  # fmt: skip
+        "architecture": "x86_64",
+        "vendor": "AuthenticAMD",
+        "family": "25 97",
+        "isa": ["avx", "avx2", "avx512f", "f16c", "fma", "sse4_1"],
+    }
     assert describe_cpu(ARM, "arm64") == {
-        "architecture": "aarch64", "vendor": "0x41", "family": "0xd40", "isa": ["asimd", "asimddp", "asimdhp", "bf16", "sve"],
-    }  # fmt: skip
+        "architecture": "aarch64",
+        "vendor": "0x41",
+        "family": "0xd40",
+        "isa": ["asimd", "asimddp", "asimdhp", "bf16", "sve"],
+    }
     assert describe_cpu("", "riscv64") == {"architecture": "riscv64", "vendor": "", "family": "", "isa": []}
 
 
@@ -369,7 +470,9 @@ def test_a_process_has_one_number_of_threads(made):
     engines = EngineSet.open(made[1], made[0])
     engines.load("entry")
     used = thread_count()
-    with pytest.raises(InputError, match=f"threads: expected {used}, which this process already uses, found {used + 1}"):
+    with pytest.raises(
+        InputError, match=f"threads: expected {used}, which this process already uses, found {used + 1}"
+    ):
         engines.load("entry", threads=used + 1)
 
 
@@ -379,7 +482,8 @@ def test_nothing_of_this_machine_stands_in_a_manifest(demo):
 
 
 def test_a_set_of_fused_and_lowered_graphs_gives_the_same_logits(demo, tmp_path):
-    """As a backend asks for that reads opset 17 and runs q, k and v as one product: the checkpoint's tensors are placed side by side."""
+    """As a backend asks for that reads opset 17 and runs q, k and v as one product: the checkpoint's tensors are placed
+    side by side."""
     options = {"opset": 17, "fuse_projections": True}
     assembly, weights = demo.assembly("demo-llama", "fp32"), demo.weights("demo-llama", "fp32")
     built = build(assembly, "onnxruntime", tmp_path / "engines.json", options)
@@ -396,20 +500,33 @@ def test_a_set_of_fused_and_lowered_graphs_gives_the_same_logits(demo, tmp_path)
 
 
 def test_a_rewritten_graph_that_computes_something_else_is_refused():
-    text = '<ir_version: 10, opset_import: ["": 20]> g (float[num_tokens, 4] hidden, float[2, 4] w) => (float[num_tokens, 2] y) { y = Gemm<%s>(hidden, w) }'
-    model, wrong = onnx.parser.parse_model(text % "transB = 1"), onnx.parser.parse_model(text % "transB = 1, alpha = 0.95")
+    text = (
+        '<ir_version: 10, opset_import: ["": 20]> g (float[num_tokens, 4] hidden, float[2, 4] w) => '
+        "(float[num_tokens, 2] y) { y = Gemm<%s>(hidden, w) }"
+    )
+    model, wrong = (
+        onnx.parser.parse_model(text % "transB = 1"),
+        onnx.parser.parse_model(text % "transB = 1, alpha = 0.95"),
+    )
     with pytest.raises(CheckError, match="expected the rewritten graph to give the same"):
         check_same(model, Prepared(wrong, [{"name": "w", "dtype": "float32", "shape": [2, 4]}], {"w": ["w"]}))
 
 
-@pytest.mark.parametrize("wrong", ["w0, w1 = Split<axis = 0>(w, rows)  both = Concat<axis = 0>(w1, w0)  y = Gemm<transB = 1>(hidden, both)  z = Gemm<transB = 1>(hidden, v)",
-                                   "y = Gemm<transB = 1>(hidden, v)  z = Gemm<transB = 1>(hidden, w)"], ids=["rows", "weights"])  # fmt: skip
+@pytest.mark.parametrize("wrong", ["w0, w1 = Split<axis = 0>(w, rows)  both = Concat<axis = 0>(w1, w0)  y = "
+"Gemm<transB = 1>(hidden, both)  z = Gemm<transB = 1>(hidden, v)",
+                                   "y = Gemm<transB = 1>(hidden, v)  z = Gemm<transB = "
+"1>(hidden, w)"], ids=["rows", "weights"])  # fmt: skip
 def test_large_weights_differ_in_every_row_and_from_each_other(wrong):
     """What they are filled with repeats: rows, and weights, that change places must show all the same."""
     text = """<ir_version: 10, opset_import: ["": 20]> g (float[num_tokens, 1024] hidden, float[3072, 1024] w, float[3072, 1024] v) => (float[num_tokens, 3072] y, float[num_tokens, 3072] z)
-    <int64[2] rows = {1024, 2048}> { BODY }"""
-    model = onnx.parser.parse_model(text.replace("BODY", "y = Gemm<transB = 1>(hidden, w)  z = Gemm<transB = 1>(hidden, v)"))
+    <int64[2] rows = {1024, 2048}> { BODY }"""  # noqa: E501
+    model = onnx.parser.parse_model(
+        text.replace("BODY", "y = Gemm<transB = 1>(hidden, w)  z = Gemm<transB = 1>(hidden, v)")
+    )
     slots = [{"name": name, "dtype": "float32", "shape": [3072, 1024]} for name in "wv"]
     check_same(model, Prepared(model, slots, {name: [name] for name in "wv"}))
     with pytest.raises(CheckError, match="output y: expected the rewritten graph to give the same"):
-        check_same(model, Prepared(onnx.parser.parse_model(text.replace("BODY", wrong)), slots, {name: [name] for name in "wv"}))
+        check_same(
+            model,
+            Prepared(onnx.parser.parse_model(text.replace("BODY", wrong)), slots, {name: [name] for name in "wv"}),
+        )

@@ -25,7 +25,8 @@ def test_an_interrupt_is_one_line(capsys):
 
 
 def test_an_interrupt_while_a_temporary_folder_is_removed_is_one(monkeypatch, capsys):
-    """CPython's rmtree, interrupted while it closes the folder, closes it once more, and fails with a bad file descriptor."""
+    """CPython's rmtree, interrupted while it closes the folder, closes it once more, and fails with a bad file
+    descriptor."""
     real, interrupts = os.close, iter([KeyboardInterrupt])
 
     def close(number: int) -> None:
@@ -42,7 +43,10 @@ def test_a_full_disk_is_one_line_with_the_place(capsys):
     with pytest.raises(SystemExit) as left, guard():
         raise OSError(errno.ENOSPC, "No space left on device", "engines/middle.engine")
     assert left.value.code == 2
-    assert capsys.readouterr().err == "lockstep: error: No space left on device (engines/middle.engine): free or make writable this place and run the same command again\n"
+    assert capsys.readouterr().err == (
+        "lockstep: error: No space left on device (engines/middle.engine): "
+        "free or make writable this place and run the same command again\n"
+    )
 
 
 def test_what_nobody_can_do_anything_about_keeps_its_traceback():
@@ -55,7 +59,13 @@ KEPT = "finished results are kept, run the same command to go on\n"
 
 def started(script: str, *arguments: str, ready: Path, **options) -> subprocess.Popen:
     """A process of `script`, as soon as it has made the file `ready`."""
-    process = subprocess.Popen([sys.executable, "-c", script, str(ready), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(ready), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
     end = time.monotonic() + 60
     while not ready.exists():
         assert process.poll() is None and time.monotonic() < end, process.communicate()
@@ -95,7 +105,11 @@ def test_a_second_signal_does_not_stop_the_undoing(tmp_path: Path) -> None:
         process.send_signal(number)
         time.sleep(0.1)
     said = process.communicate(timeout=60)[1]
-    assert process.returncode in (128 + signal.SIGTERM, 128 + signal.SIGHUP) and said.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert (
+        process.returncode in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
+        and said.count("\n") == 1
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_a_closed_terminal_ends_nothing_under_nohup(tmp_path: Path) -> None:
@@ -112,7 +126,10 @@ from lockstep.errors import guard
 with guard():
     processes.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
 """
-DEAF = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); pathlib.Path(sys.argv[1]).write_text(''); time.sleep(60)"
+DEAF = (
+    "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "pathlib.Path(sys.argv[1]).write_text(''); time.sleep(60)"
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -120,7 +137,9 @@ def test_a_child_undoes_its_work_and_ends_too(tmp_path: Path, number: signal.Sig
     process = started(PARENT, WORK, ready=tmp_path / "half")
     process.send_signal(number)
     said = process.communicate(timeout=60)[1]
-    assert (process.returncode, said) == (128 + number, f"lockstep: error: ended by {number.name}; {KEPT}"), "one of the two says it"
+    assert (process.returncode, said) == (128 + number, f"lockstep: error: ended by {number.name}; {KEPT}"), (
+        "one of the two says it"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -128,4 +147,7 @@ def test_a_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
     """It holds the pipe of its standard error, so that reading it to its end shows that it is gone."""
     process = started(PARENT.replace("with guard", "processes.GRACE = 0.3\nwith guard"), DEAF, ready=tmp_path / "here")
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=30)[1] == f"lockstep: error: ended by SIGTERM; {KEPT}" and process.returncode == 143
+    assert (
+        process.communicate(timeout=30)[1] == (f"lockstep: error: ended by SIGTERM; {KEPT}")
+        and process.returncode == 143
+    )

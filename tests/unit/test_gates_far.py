@@ -1,4 +1,5 @@
-"""Gates look as far as the limits allow: faults that begin behind 64 tokens, at a wide window, in chunks or in some rows only are caught."""
+"""Gates look as far as the limits allow: faults that begin behind 64 tokens, at a wide window, in chunks or in some
+rows only are caught."""
 
 from __future__ import annotations
 
@@ -8,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from demo_model import CONFIG, DEMO, GOLDEN, LIMITS, TOLERANCES
+from demo_model import CONFIG, GOLDEN, LIMITS, TOLERANCES
 from families import _family
 from onnx import helper, numpy_helper
 
-from lockstep.verify import compare, golden, validate
-from lockstep.pipeline import worker
-from lockstep.verify.boundaries import both_sides, config_lengths, edges, synthetic_past
-from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.backends import build
-from lockstep.errors import CheckError
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.targets import Results, Target
-from lockstep.export.random_model import make
+from lockstep.backends import build
+from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.errors import CheckError
 from lockstep.export import export
+from lockstep.export.random_model import make
+from lockstep.pipeline import worker
+from lockstep.targets import Results, Target
+from lockstep.verify import compare, golden, validate
+from lockstep.verify.boundaries import both_sides, config_lengths, edges, synthetic_past
 from lockstep.weights import convert
 
 WIDE = 300  # tokens
@@ -43,12 +44,16 @@ def constant(graph, value, name):
 
 def positions_clamped_at_63(graph):
     rename_input(graph, "position_ids", "clamped")
-    graph.node.insert(0, helper.make_node("Min", ["position_ids", constant(graph, np.int64(63), "last")], ["clamped"], name="planted"))
+    graph.node.insert(
+        0, helper.make_node("Min", ["position_ids", constant(graph, np.int64(63), "last")], ["clamped"], name="planted")
+    )
 
 
 def rows_from_64_on_forgotten(graph):
     rename_input(graph, "past_lengths", "at_most")
-    graph.node.insert(0, helper.make_node("Min", ["past_lengths", constant(graph, np.int64(64), "most")], ["at_most"], name="planted"))
+    graph.node.insert(
+        0, helper.make_node("Min", ["past_lengths", constant(graph, np.int64(64), "most")], ["at_most"], name="planted")
+    )
 
 
 def past_ignored(graph):
@@ -57,12 +62,20 @@ def past_ignored(graph):
 
 
 def window_one_more(graph):
-    (window,) = [value for value in graph.initializer if value.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(value).tolist() == WIDE]
+    (window,) = [
+        value
+        for value in graph.initializer
+        if value.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(value).tolist() == WIDE
+    ]
     window.CopyFrom(numpy_helper.from_array(np.array(WIDE + 1), window.name))
 
 
 def window_removed(graph):
-    (window,) = [value for value in graph.initializer if value.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(value).tolist() == WIDE]
+    (window,) = [
+        value
+        for value in graph.initializer
+        if value.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(value).tolist() == WIDE
+    ]
     window.CopyFrom(numpy_helper.from_array(np.array(1 << 20), window.name))
 
 
@@ -110,16 +123,27 @@ def plant(folder: Path, phase: str, fault) -> None:
 def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, precision, fault, phase, tensor):
     folder = shutil.copytree(demo.assembly("demo-llama", precision).parent, tmp_path / "graphs")
     plant(folder, phase, fault)
-    with pytest.raises(CheckError, match=rf"^layer 0 \(block entry, attention\): {tensor}: expected an error of at most"):
+    with pytest.raises(
+        CheckError,
+        match=rf"^layer 0 \(block entry, attention\): {tensor}: expected an error "
+        rf"of at most",
+    ):
         validate.run(
-            folder / "assembly.json", demo.weights("demo-llama", precision), demo.checkpoint("demo-llama"), 2, TOLERANCES[precision],
-            LIMITS["max_seq_len"], tmp_path / "validate.json", threads=1,
-        )  # fmt: skip
+            folder / "assembly.json",
+            demo.weights("demo-llama", precision),
+            demo.checkpoint("demo-llama"),
+            2,
+            TOLERANCES[precision],
+            LIMITS["max_seq_len"],
+            tmp_path / "validate.json",
+            threads=1,
+        )
 
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory) -> Results:
-    """A random Mistral whose layers have a window of 300 tokens, taken through all stages up to the engines, in fp32 and fp16."""
+    """A random Mistral whose layers have a window of 300 tokens, taken through all stages up to the engines, in fp32
+    and fp16."""
     root = tmp_path_factory.mktemp("windowed")
     config = {**_family("mistral", sliding_window=WIDE).config, "max_position_embeddings": 512, "num_hidden_layers": 2}
     write_json(root / "shape.json", config)
@@ -135,13 +159,21 @@ def windowed(tmp_path_factory) -> Results:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("fault", [None, window_one_more, window_removed], ids=lambda value: getattr(value, "__name__", "none"))
+@pytest.mark.parametrize(
+    "fault", [None, window_one_more, window_removed], ids=lambda value: getattr(value, "__name__", "none")
+)
 def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precision, fault):
     def validated():
         return validate.run(
-            folder / "assembly.json", windowed.weights(WINDOWED, precision), windowed.checkpoint(WINDOWED), "all", TOLERANCES[precision],
-            512, tmp_path / "validate.json", threads=1,
-        )  # fmt: skip
+            folder / "assembly.json",
+            windowed.weights(WINDOWED, precision),
+            windowed.checkpoint(WINDOWED),
+            "all",
+            TOLERANCES[precision],
+            512,
+            tmp_path / "validate.json",
+            threads=1,
+        )
 
     folder = shutil.copytree(windowed.assembly(WINDOWED, precision).parent, tmp_path / "graphs")
     if fault is None:
@@ -151,7 +183,11 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
         return
     for phase, past in (("decode", "decode"), ("prefill", "chunked")):
         plant(folder, phase, fault)
-        with pytest.raises(CheckError, match=rf"behind 299 cached tokens, {past}\.attention: expected an error of at most"):
+        with pytest.raises(
+            CheckError,
+            match=rf"behind 299 cached tokens, {past}\.attention: expected an "
+            rf"error of at most",
+        ):
             validated()
         shutil.rmtree(folder)
         shutil.copytree(windowed.assembly(WINDOWED, precision).parent, folder)
@@ -182,39 +218,93 @@ def plant_in_engine(engines: Path, phase: str, fault) -> None:
         (third_row_sees_the_second, "decode", r"prompt '.*, step 1"),
     ],
 )
-def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_both_checks(references, tmp_path, precision, fault, phase, said):
-    engines = shutil.copytree(references.engines("demo-llama", precision, "onnxruntime").parent, tmp_path / "engines") / "engines.json"
+def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_both_checks(
+    references, tmp_path, precision, fault, phase, said
+):
+    engines = (
+        shutil.copytree(references.engines("demo-llama", precision, "onnxruntime").parent, tmp_path / "engines")
+        / "engines.json"
+    )
     plant_in_engine(engines, phase, fault)
     assembly, weights = references.assembly("demo-llama", precision), references.weights("demo-llama", precision)
-    with pytest.raises(CheckError, match=rf"engine attention\.{phase}, profile 0 \(.*\), (attention|key_out): expected an error of at most"):
-        compare.run(assembly, weights, engines, TOLERANCES[precision]["block"], CONFIG.engine_limits(), tmp_path / "compare.json", threads=1)
+    with pytest.raises(
+        CheckError,
+        match=rf"engine attention\.{phase}, profile 0 \(.*\), "
+        rf"(attention|key_out): expected an error of at most",
+    ):
+        compare.run(
+            assembly,
+            weights,
+            engines,
+            TOLERANCES[precision]["block"],
+            CONFIG.engine_limits(),
+            tmp_path / "compare.json",
+            threads=1,
+        )
     with pytest.raises(CheckError, match=said):
         golden.check(
-            assembly, weights, engines, references.reference("demo-llama", 2), Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision],
-            LIMITS, tmp_path / "golden.json", tmp_path / "golden.speed.json", [prompt.expected[2] for prompt in GOLDEN.prompts],
-        )  # fmt: skip
+            assembly,
+            weights,
+            engines,
+            references.reference("demo-llama", 2),
+            Target("demo-llama", precision, 2, "onnxruntime"),
+            TOLERANCES[precision],
+            LIMITS,
+            tmp_path / "golden.json",
+            tmp_path / "golden.speed.json",
+            [prompt.expected[2] for prompt in GOLDEN.prompts],
+        )
 
 
 def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references, tmp_path):
     """Along the tokens that fail: here the long prompt alone does."""
-    engines = shutil.copytree(references.engines("demo-llama", "fp32", "onnxruntime").parent, tmp_path / "engines") / "engines.json"
+    engines = (
+        shutil.copytree(references.engines("demo-llama", "fp32", "onnxruntime").parent, tmp_path / "engines")
+        / "engines.json"
+    )
     plant_in_engine(engines, "decode", rows_from_64_on_forgotten)
-    names = {"assembly": references.assembly("demo-llama", "fp32"), "weights": references.weights("demo-llama", "fp32"), "engines": engines}
-    with pytest.raises(CheckError, match=r"the long prompt', behind .*golden\.failed\.json; engine: .*attention\.decode") as error:
+    names = {
+        "assembly": references.assembly("demo-llama", "fp32"),
+        "weights": references.weights("demo-llama", "fp32"),
+        "engines": engines,
+    }
+    with pytest.raises(
+        CheckError,
+        match=r"the long prompt', behind .*golden\.failed\.json; engine: "
+        r".*attention\.decode",
+    ) as error:
         worker.call(
-            None, "golden", **{name: str(path) for name, path in names.items()}, reference=str(references.reference("demo-llama", 2)),
-            target={"model": "demo-llama", "precision": "fp32", "layers": 2, "backend": "onnxruntime"}, tolerance=TOLERANCES["fp32"], limits=LIMITS,
-            out=str(tmp_path / "golden.json"), speed=str(tmp_path / "golden.speed.json"), expected=[prompt.expected[2] for prompt in GOLDEN.prompts],
-        )  # fmt: skip
+            None,
+            "golden",
+            **{name: str(path) for name, path in names.items()},
+            reference=str(references.reference("demo-llama", 2)),
+            target={"model": "demo-llama", "precision": "fp32", "layers": 2, "backend": "onnxruntime"},
+            tolerance=TOLERANCES["fp32"],
+            limits=LIMITS,
+            out=str(tmp_path / "golden.json"),
+            speed=str(tmp_path / "golden.speed.json"),
+            expected=[prompt.expected[2] for prompt in GOLDEN.prompts],
+        )
     assert "\n" not in str(error.value)
 
 
 def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
-    paths = (references.assembly("demo-llama", "fp32"), references.weights("demo-llama", "fp32"), references.engines("demo-llama", "fp32", "onnxruntime"))
-    report = read_json(golden.check(
-        *paths, references.reference("demo-llama", 2), Target("demo-llama", "fp32", 2, "onnxruntime"), TOLERANCES["fp32"], LIMITS,
-        tmp_path / "golden.json", tmp_path / "golden.speed.json",
-    ))  # fmt: skip
+    paths = (
+        references.assembly("demo-llama", "fp32"),
+        references.weights("demo-llama", "fp32"),
+        references.engines("demo-llama", "fp32", "onnxruntime"),
+    )
+    report = read_json(
+        golden.check(
+            *paths,
+            references.reference("demo-llama", 2),
+            Target("demo-llama", "fp32", 2, "onnxruntime"),
+            TOLERANCES["fp32"],
+            LIMITS,
+            tmp_path / "golden.json",
+            tmp_path / "golden.speed.json",
+        )
+    )
     long = report["long_prompt"]
     assert long["num_tokens"] == 240 and len(long["tokens"]) == 16 and long["generate_equal"]
     for entry in (long, *report["prompts"]):
@@ -227,7 +317,12 @@ def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
 
 
 def test_lengths_are_those_that_a_config_names():
-    config = {"sliding_window": 300, "rope_parameters": {"full": {"original_max_position_embeddings": 96, "factor": 4.0}}, "use_sliding_window": True, "window_sizes": [0, 7]}
+    config = {
+        "sliding_window": 300,
+        "rope_parameters": {"full": {"original_max_position_embeddings": 96, "factor": 4.0}},
+        "use_sliding_window": True,
+        "window_sizes": [0, 7],
+    }
     assert config_lengths(config) == {300, 96, 7}
     assert edges(512, [300]) == [64, 128, 256, 300, 448, 512] and edges(40) == [40]
     assert both_sides(130, [5]) == [4, 5, 6, 63, 64, 65, 127, 128, 129, 130]

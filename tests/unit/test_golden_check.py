@@ -12,14 +12,13 @@ from demo_model import GOLDEN, LIMITS, TOLERANCES
 from onnx import numpy_helper
 from safetensors.numpy import load_file, save_file
 
-from lockstep.verify import golden
-from lockstep.verify.metrics import failed_path
+from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.targets import Target
 from lockstep.step.host import HostExecutor
-
+from lockstep.targets import Target
+from lockstep.verify import golden
+from lockstep.verify.metrics import failed_path
 
 
 def check(results, tmp_path, precision="fp32", layers=2, **changes):
@@ -44,7 +43,12 @@ def check(results, tmp_path, precision="fp32", layers=2, **changes):
 def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, precision, layers):
     report = read_json(check(references, tmp_path, precision, layers), "lockstep.golden/1")
     assert report["result"] == "pass" and report["max_logit_error"] <= TOLERANCES[precision]["logits"]
-    assert report["target"] == {"model": "demo-llama", "precision": precision, "layers": layers, "backend": "onnxruntime"}
+    assert report["target"] == {
+        "model": "demo-llama",
+        "precision": precision,
+        "layers": layers,
+        "backend": "onnxruntime",
+    }
     for prompt, entry in zip(GOLDEN.prompts, report["prompts"], strict=True):
         assert entry["tokens_equal"] and entry["alone_equal"] and entry["generate_equal"] and not entry["differences"]
         assert entry["text_out"] == prompt.expected[layers] == entry["expected"]
@@ -55,7 +59,11 @@ def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, pre
 def test_a_device_that_chooses_other_tokens_than_its_logits_say_fails(references, tmp_path, monkeypatch):
     """`lockstep generate` leaves the choice to the device: the check decodes so too."""
     tokens = HostExecutor.tokens
-    monkeypatch.setattr(HostExecutor, "tokens", lambda self, advances, more: tokens(self, advances, more) + (max(advance.start for advance in advances) > 5))
+    monkeypatch.setattr(
+        HostExecutor,
+        "tokens",
+        lambda self, advances, more: tokens(self, advances, more) + (max(advance.start for advance in advances) > 5),
+    )
     with pytest.raises(CheckError, match="as lockstep generate decodes: expected token"):
         check(references, tmp_path)
     entries = read_json(failed_path(tmp_path / "check.json"))["prompts"]
@@ -67,7 +75,9 @@ def test_two_checks_are_the_same_bytes(references, tmp_path):
     assert check(references, tmp_path).read_bytes() == first
 
 
-@pytest.mark.parametrize("limits", [{"max_batch_size": 3}, {"max_num_tokens": 10}, {"max_batch_size": 1, "max_num_tokens": 7}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"max_batch_size": 3}, {"max_num_tokens": 10}, {"max_batch_size": 1, "max_num_tokens": 7}], ids=str
+)
 def test_more_prompts_than_slots_and_prompts_in_chunks_give_the_same(references, tmp_path, limits):
     report = read_json(check(references, tmp_path, limits={**LIMITS, **limits}))
     assert [entry["text_out"] for entry in report["prompts"]] == [prompt.expected[2] for prompt in GOLDEN.prompts]
@@ -119,7 +129,12 @@ def scale_logits(factor):
 
 def test_logits_over_tolerance_fail_though_the_tokens_are_equal(copy, tmp_path):
     edit_graph(copy, "exit", scale_logits(1.01))
-    report = fails(copy, tmp_path, "prompt 'San Francisco is a', step 0, along the reference's tokens: expected a logit error of at most 0.001, found 0.1")
+    report = fails(
+        copy,
+        tmp_path,
+        "prompt 'San Francisco is a', step 0, along the reference's tokens: "
+        "expected a logit error of at most 0.001, found 0.1",
+    )
     assert all(entry["tokens_equal"] for entry in report["prompts"])
 
 
@@ -133,7 +148,12 @@ def test_another_token_fails_and_is_named_with_its_gap(copy, tmp_path):
     edit_graph(copy, "exit", scale_logits(-1.0))
     first = read_json(copy.reference("demo-llama", 2))["prompts"][0]
     gap = f"{first['steps'][0]['gap']:.3g}"
-    report = fails(copy, tmp_path, rf"step 0, decoding freely: expected token {first['tokens'][0]}, found \d+; .* below 0.001, here it is {gap}")
+    report = fails(
+        copy,
+        tmp_path,
+        rf"step 0, decoding freely: expected token {first['tokens'][0]}, found "
+        rf"\d+; .* below 0.001, here it is {gap}",
+    )
     assert report["prompts"][0]["differences"][0]["accepted"] is False
 
 
@@ -144,7 +164,9 @@ def test_requests_that_see_each_other_give_something_else_alone(copy, tmp_path):
         for node in graph.node:
             node.input[:] = ["mixed" if name == "past_key" else name for name in node.input]
         graph.initializer.append(numpy_helper.from_array(np.array([0], np.int64), "requests"))
-        graph.node.insert(0, onnx.helper.make_node("ReduceMean", ["past_key", "requests"], ["mixed"], keepdims=1, name="planted"))
+        graph.node.insert(
+            0, onnx.helper.make_node("ReduceMean", ["past_key", "requests"], ["mixed"], keepdims=1, name="planted")
+        )
 
     edit_graph(copy, None, mix_requests, kind="decode")
     report = fails(copy, tmp_path, "prompt .*, step ")
@@ -175,11 +197,24 @@ def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
     step = read_json(copy.reference("demo-llama", 2))["prompts"][0]["steps"][2]
     wide = {"logits": step["gap"] * 1.01}
     report = read_json(check(copy, tmp_path, tolerance=wide, expected=[None] * 4))
-    difference = {"step": 2, "reference": step["top_ids"][1], "found": step["top_ids"][0], "gap": step["gap"], "accepted": True}
+    difference = {
+        "step": 2,
+        "reference": step["top_ids"][1],
+        "found": step["top_ids"][0],
+        "gap": step["gap"],
+        "accepted": True,
+    }
     assert report["prompts"][0]["differences"] == [difference] and not report["prompts"][0]["tokens_equal"]
     assert report["prompts"][0]["alone_equal"]
-    fails(copy, tmp_path / "narrow", "step 2, decoding freely", tolerance={"logits": step["gap"] * 0.99}, expected=[None] * 4,
-          out=tmp_path / "narrow" / "check.json", speed_out=tmp_path / "narrow" / "check.speed.json")  # fmt: skip
+    fails(
+        copy,
+        tmp_path / "narrow",
+        "step 2, decoding freely",
+        tolerance={"logits": step["gap"] * 0.99},
+        expected=[None] * 4,
+        out=tmp_path / "narrow" / "check.json",
+        speed_out=tmp_path / "narrow" / "check.speed.json",
+    )
 
 
 def test_an_unlikely_token_is_not_accepted_for_a_small_gap(copy, tmp_path):
@@ -197,11 +232,20 @@ def test_an_unlikely_token_is_not_accepted_for_a_small_gap(copy, tmp_path):
 
 def test_a_text_other_than_the_configs_fails_and_both_are_shown(references, tmp_path):
     expected = [" sunny city", *(prompt.expected[2] for prompt in GOLDEN.prompts[1:])]
-    fails(references, tmp_path, r"text: expected ' sunny city' as in the config, found ' cars on fog .*' \(the reference says ' cars on", expected=expected)
+    fails(
+        references,
+        tmp_path,
+        r"text: expected ' sunny city' as in the config, found ' cars on fog .*' "
+        r"\(the reference says ' cars on",
+        expected=expected,
+    )
 
 
 def test_other_prompt_ids_than_transformers_fail(copy, tmp_path):
-    edit_reference(copy, lambda manifest, logits: manifest["prompts"][0].update(prompt_ids=manifest["prompts"][0]["prompt_ids"][1:]))
+    edit_reference(
+        copy,
+        lambda manifest, logits: manifest["prompts"][0].update(prompt_ids=manifest["prompts"][0]["prompt_ids"][1:]),
+    )
     fails(copy, tmp_path, r"prompt ids: expected \[221, .*\] as in transformers, found \[681, 221")
 
 
@@ -226,7 +270,11 @@ def test_engines_of_another_export_are_refused(copy, tmp_path):
     ("changes", "message"),
     [
         ({"expected": [None]}, "prompts: expected 1 as in the config, found 4"),
-        ({"limits": {**LIMITS, "max_input_len": 20}}, r"'Lake Zürich .*': expected at most 20 tokens \(limits.max_input_len\), found 24"),
+        (
+            {"limits": {**LIMITS, "max_input_len": 20}},
+            r"'Lake Zürich .*': expected at most 20 tokens "
+            r"\(limits.max_input_len\), found 24",
+        ),
         ({"limits": {**LIMITS, "max_seq_len": 30}}, r"within 30 tokens \(limits.max_seq_len\), found 24 \+ 16"),
     ],
 )
@@ -249,5 +297,8 @@ def test_a_reference_of_other_layers_or_without_its_logits_is_refused(copy, tmp_
 
 
 def test_the_check_needs_no_torch():
-    program = "import sys; from lockstep.verify import golden; golden.check; bad = {'torch', 'transformers', 'snakemake', 'pydantic'} & set(sys.modules); assert not bad, bad"
+    program = (
+        "import sys; from lockstep.verify import golden; golden.check; bad = {'torch', 'transformers', "
+        "'snakemake', 'pydantic'} & set(sys.modules); assert not bad, bad"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent)

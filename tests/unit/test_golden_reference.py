@@ -10,10 +10,10 @@ from demo_model import DEMO
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.verify import golden
+from lockstep.artifacts.files import read_json, sha256_file
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.artifacts.files import read_json, sha256_file
+from lockstep.verify import golden
 from lockstep.verify.golden.reference import compute
 from lockstep.verify.golden.text import new_text
 
@@ -27,13 +27,17 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(checkpoint):
-    return golden.make_reference(checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS, "long_prompt": 0}, checkpoint.parent / "2.json")
+    return golden.make_reference(
+        checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS, "long_prompt": 0}, checkpoint.parent / "2.json"
+    )
 
 
 @pytest.mark.parametrize("layers", [2, "all"])
 def test_tokens_are_those_of_generate(layers):
     config = json.loads((DEMO / "config.json").read_text())
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        DEMO, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
     if layers != "all":
         model.model.layers = model.model.layers[:layers]
         model.config.num_hidden_layers = layers
@@ -60,7 +64,11 @@ def test_decoding_stops_at_the_end_of_the_text_and_keeps_its_token(checkpoint):
 
 def test_the_manifest_holds_the_largest_logits_of_each_step(made):
     manifest, logits = read_json(made, "lockstep.reference/2"), load_file(made.with_suffix(".safetensors"))
-    assert (manifest["layers"], manifest["eos_token_ids"], [p["text"] for p in manifest["prompts"]]) == (2, [0], PROMPTS)
+    assert (manifest["layers"], manifest["eos_token_ids"], [p["text"] for p in manifest["prompts"]]) == (
+        2,
+        [0],
+        PROMPTS,
+    )
     assert manifest["logits"] == {"file": "2.safetensors", "sha256": sha256_file(made.with_suffix(".safetensors"))}
     for i, prompt in enumerate(manifest["prompts"]):
         rows = logits[f"logits.{i}"]
@@ -72,18 +80,26 @@ def test_the_manifest_holds_the_largest_logits_of_each_step(made):
 
 
 def test_two_references_are_the_same_bytes(checkpoint, made, tmp_path):
-    again = golden.make_reference(checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS, "long_prompt": 0}, tmp_path / "2.json")
+    again = golden.make_reference(
+        checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS, "long_prompt": 0}, tmp_path / "2.json"
+    )
     assert again.read_bytes() == made.read_bytes()
     assert again.with_suffix(".safetensors").read_bytes() == made.with_suffix(".safetensors").read_bytes()
 
 
 def test_a_prompt_that_cannot_be_answered_is_refused(checkpoint, tmp_path):
     with pytest.raises(InputError, match=r"within 512 tokens .*found 8 \+ 505"):
-        golden.make_reference(checkpoint, 1, {"max_new_tokens": 505, "prompts": PROMPTS[:1], "long_prompt": 0}, tmp_path / "1.json")
+        golden.make_reference(
+            checkpoint, 1, {"max_new_tokens": 505, "prompts": PROMPTS[:1], "long_prompt": 0}, tmp_path / "1.json"
+        )
     with pytest.raises(InputError, match="at least one token"):
-        golden.make_reference(checkpoint, 1, {"max_new_tokens": 1, "prompts": [""], "long_prompt": 0}, tmp_path / "1.json")
+        golden.make_reference(
+            checkpoint, 1, {"max_new_tokens": 1, "prompts": [""], "long_prompt": 0}, tmp_path / "1.json"
+        )
     with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 7"):
-        golden.make_reference(checkpoint, 7, {"max_new_tokens": 1, "prompts": PROMPTS, "long_prompt": 0}, tmp_path / "7.json")
+        golden.make_reference(
+            checkpoint, 7, {"max_new_tokens": 1, "prompts": PROMPTS, "long_prompt": 0}, tmp_path / "7.json"
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -95,8 +111,10 @@ def test_a_missing_tensor_is_an_error_not_a_random_weight(tmp_path):
 
 
 @pytest.mark.parametrize(("file", "change", "expected"), [
-    ("config.json", {"intermediate_size": 401}, "expected a checkpoint that transformers can load, found RuntimeError: "),
-    ("config.json", {"num_attention_heads": "six"}, "expected the config of a model, found StrictDataclassFieldValidationError: "),
+    ("config.json", {"intermediate_size": 401}, "expected a checkpoint that transformers can load, found "
+"RuntimeError: "),
+    ("config.json", {"num_attention_heads": "six"}, "expected the config of a model, found "
+"StrictDataclassFieldValidationError: "),
     ("tokenizer_config.json", {"tokenizer_class": 3}, "expected a tokenizer that transformers can load, found "),
     ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "expected a tokenizer that transformers can load, found "),
 ])  # fmt: skip
@@ -115,7 +133,10 @@ def test_a_tokenizer_of_another_model_is_refused_by_the_first_token_that_this_on
     (folder / "tokenizer.json").write_text(json.dumps(text))
     config = json.loads((DEMO / "config.json").read_text())
     assert compute(folder, config, 2, PROMPTS[:1], 1).answers[0].tokens
-    with pytest.raises(InputError, match="golden prompt 'a <new> word': expected tokens below 768, as the model's embedding has rows, found 768"):
+    with pytest.raises(
+        InputError,
+        match="golden prompt 'a <new> word': expected tokens below 768, as the model's embedding has rows, found 768",
+    ):
         compute(folder, config, 2, ["a <new> word"], 1)
 
 
@@ -124,4 +145,5 @@ def test_text_is_decoded_behind_the_prompt():
     words = ["", " San", " Francisco", " is"]
     decode = lambda ids: "".join(words[i] for i in ids)[1:]
     assert new_text(decode, [1, 2], [3]) == " is" and decode([3]) == "is"
-    assert new_text(lambda ids: f"<{len(ids)}>", [1], [2]) == "<1>"  # the prompt's own text changed: the new tokens alone
+    # the prompt's own text changed: the new tokens alone
+    assert new_text(lambda ids: f"<{len(ids)}>", [1], [2]) == "<1>"

@@ -1,4 +1,5 @@
-"""Tests marked `gpu`, on a device that is stood in for (standin_cuda.py): whoever has no GPU sees that these tests say what they mean."""
+"""Tests marked `gpu`, on a device that is stood in for (standin_cuda.py): whoever has no GPU sees that these tests say
+what they mean."""
 
 from __future__ import annotations
 

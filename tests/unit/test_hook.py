@@ -12,14 +12,23 @@ from transformers import masking_utils
 
 from lockstep.errors import InputError
 from lockstep.export.attention_hook import HARMLESS, Mask, refused_arguments, window_of
-from lockstep.export.unique_layers import parts_of
 from lockstep.export.tracer import meta_model
+from lockstep.export.unique_layers import parts_of
 
-TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 def test_an_argument_that_nobody_has_looked_at_is_refused_by_its_name():
-    assert refused_arguments({"brand_new": 1.0, "dropout": 0.1, "is_causal": True, "s_aux": None}) == ["the argument brand_new, which is not known to be harmless"]
+    assert refused_arguments({"brand_new": 1.0, "dropout": 0.1, "is_causal": True, "s_aux": None}) == [
+        "the argument brand_new, which is not known to be harmless"
+    ]
     assert "later tokens" in refused_arguments({"is_causal": False})[0]
     assert "sinks" in refused_arguments({"s_aux": torch.zeros(1)})[0]
     assert all(HARMLESS.values()), "each with its reason"
@@ -27,9 +36,17 @@ def test_an_argument_that_nobody_has_looked_at_is_refused_by_its_name():
 
 def test_sparse_attention_is_refused():
     config = {
-        "model_type": "minimax_m3_vl_text", **TINY, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 8,
-        "layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 2, "dense_intermediate_size": 64,
-    }  # fmt: skip
+        "model_type": "minimax_m3_vl_text",
+        **TINY,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "layer_types": ["minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense"] * 2,
+        "dense_intermediate_size": 64,
+    }
     with pytest.raises(InputError, match="sparse attention .* given as block_indices"):
         parts_of(meta_model(config, "fp32"))
 
@@ -42,23 +59,37 @@ def test_windows_are_read_from_the_mask(window):
 
 @pytest.mark.parametrize(("mask", "size", "reason"), [
     (masking_utils.bidirectional_mask_function, None, "lets tokens see later ones"),
-    (masking_utils.or_masks(masking_utils.causal_mask_function, lambda *_: torch.tensor(True)), None, "lets tokens see later ones"),
+    (masking_utils.or_masks(masking_utils.causal_mask_function, lambda *_: torch.tensor(True)), None, "lets tokens see later ones"),  # noqa: E501
     (masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=int)), 8, "more than the distance"),
-    (masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: (k + q) % 2 == 0), None, "has holes"),
-    (masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.padding_mask_function(torch.ones(1, 4, dtype=bool))), None, "depends on the tokens"),
+    (masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: (k + q) % 2 == 0), None, "has holes"),  # noqa: E501
+    (masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.padding_mask_function(torch.ones(1, 4, dtype=bool))), None, "depends on the tokens"),  # noqa: E501
 ])  # fmt: skip
 def test_masks_that_are_no_window_are_refused(mask, size, reason):
     with pytest.raises(InputError, match=reason):
         window_of(mask, size)
 
 
-@pytest.mark.parametrize("use", [lambda mask: mask[:, :1], lambda mask: mask + 1, lambda mask: mask.shape, lambda mask: torch.cat([mask]), lambda mask: ~mask])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask[:, :1],
+        lambda mask: mask + 1,
+        lambda mask: mask.shape,
+        lambda mask: torch.cat([mask]),
+        lambda mask: ~mask,
+    ],
+)
 def test_a_mask_may_be_handed_on_and_nothing_else(use):
     with pytest.raises(InputError, match="change the attention mask"):
         use(Mask(0))
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 # Their windows stand in the mask alone: the layers hand none to attention.
 MASKED = {
     "qwen2_moe": ({**EXPERTS, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, None),
@@ -67,7 +98,9 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ["phimoe", *(pytest.param(name, marks=pytest.mark.long) for name in MASKED if name != "phimoe")])
+@pytest.mark.parametrize(
+    "name", ["phimoe", *(pytest.param(name, marks=pytest.mark.long) for name in MASKED if name != "phimoe")]
+)
 def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
     settings, expected = MASKED[name]
     meta = meta_model({"model_type": name.partition(",")[0], **TINY, **settings}, "fp32")
@@ -82,10 +115,11 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
     ({"model_type": "falcon", **TINY, "alibi": True}, "ALiBi"),
     ({"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64}, "ALiBi"),
     ({"model_type": "falcon", **TINY}, "computes attention in code of its own"),
-    ({"model_type": "gptj", "n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "vocab_size": 64}, "computes attention in code of its own"),
+    ({"model_type": "gptj", "n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "vocab_size": 64}, "computes attention in "  # noqa: E501
+"code of its own"),
     ({"model_type": "bert", **TINY}, "lets tokens see later ones, as encoders do"),
     ({**FAMILIES["gemma3_text"].config, "use_bidirectional_attention": True}, "lets tokens see later ones"),
-    ({"model_type": "llama4_text", **TINY, "head_dim": 8, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}, "chunks of 8 tokens"),
+    ({"model_type": "llama4_text", **TINY, "head_dim": 8, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}, "chunks of 8 tokens"),  # noqa: E501
     ({"model_type": "gpt_oss", **TINY, "head_dim": 8, "num_local_experts": 2}, "attention sinks"),
     ({"model_type": "mamba", **TINY}, "recurrent layers"),
     pytest.param({"model_type": "recurrent_gemma", **TINY}, "recurrent layers", marks=pytest.mark.long),

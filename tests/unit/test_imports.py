@@ -13,13 +13,47 @@ from lockstep.provenance import code_identity
 PACKAGE = code_identity.SOURCES
 # From the bottom to the top: a package imports from those above it in this list, as docs/design.md draws it.
 LAYERS = (
-    "__init__", "errors", "processes", "targets", "artifacts", "config", "checkpoint", "weights", "onnx_tools", "export", "step", "backends",
-    "runtime", "verify", "pipeline", "provenance", "bundle", "report", "cli", "__main__",
-)  # fmt: skip
+    "__init__",
+    "errors",
+    "processes",
+    "targets",
+    "artifacts",
+    "config",
+    "checkpoint",
+    "weights",
+    "onnx_tools",
+    "export",
+    "step",
+    "backends",
+    "runtime",
+    "verify",
+    "pipeline",
+    "provenance",
+    "bundle",
+    "report",
+    "cli",
+    "__main__",
+)
 # What traces, and what is compared with. Nothing else may need torch to be installed.
-TORCH = ("export/", "verify/validate/", "verify/golden/reference.py", "verify/bisect/run.py", "verify/bisect/streamed.py", "verify/bisect/export_again.py")
+TORCH = (
+    "export/",
+    "verify/validate/",
+    "verify/golden/reference.py",
+    "verify/bisect/run.py",
+    "verify/bisect/streamed.py",
+    "verify/bisect/export_again.py",
+)
 # What runs where only an engine's runtime is installed.
-RUNS_ALONE = ("errors", "artifacts.manifests", "artifacts.digest_cache", "weights", "backends", "runtime", "verify.bisect.explain", "bundle.opened")
+RUNS_ALONE = (
+    "errors",
+    "artifacts.manifests",
+    "artifacts.digest_cache",
+    "weights",
+    "backends",
+    "runtime",
+    "verify.bisect.explain",
+    "bundle.opened",
+)
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -57,11 +91,16 @@ def test_the_package_knows_no_snakemake(path: Path) -> None:
 def loaded_by(code: str) -> set[str]:
     """Top-level packages that a new process has loaded after `code`."""
     script = f"{code}\nimport sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
-    return set(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split())
+    return set(
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    )
 
 
 def test_what_runs_engines_loads_no_torch() -> None:
-    loaded = loaded_by("import " + ", ".join(f"lockstep.{module}" for module in (*RUNS_ALONE, "verify.golden.check", "pipeline.worker")))
+    loaded = loaded_by(
+        "import "
+        + ", ".join(f"lockstep.{module}" for module in (*RUNS_ALONE, "verify.golden.check", "pipeline.worker"))
+    )
     assert not loaded & {"torch", "transformers", "pydantic", "yaml", "snakemake", "matplotlib"}
 
 
@@ -71,5 +110,8 @@ def test_the_program_explains_itself_without_loading_what_it_runs() -> None:
 
 
 def test_what_a_workflow_loads_when_it_starts_is_light() -> None:
-    loaded = loaded_by("import lockstep.config.load, lockstep.provenance.code_identity, lockstep.artifacts.manifest_files, lockstep.checkpoint.resolve")
+    loaded = loaded_by(
+        "import lockstep.config.load, lockstep.provenance.code_identity, "
+        "lockstep.artifacts.manifest_files, lockstep.checkpoint.resolve"
+    )
     assert not loaded & {"torch", "transformers", "onnx", "onnxruntime", "matplotlib", "scipy"}

@@ -1,4 +1,5 @@
-"""No token may depend on another outside attention: planted mixtures are refused by name, and ropes that change with length are held."""
+"""No token may depend on another outside attention: planted mixtures are refused by name, and ropes that change with
+length are held."""
 
 from __future__ import annotations
 
@@ -19,17 +20,19 @@ from lockstep.errors import InputError
 from lockstep.export.independence import check_independence
 from lockstep.export.parity import reference_model
 from lockstep.export.rope import freeze_ropes, position_limit
-from lockstep.export.unique_layers import parts_of
 from lockstep.export.tracer import build_config, meta_model
+from lockstep.export.unique_layers import parts_of
 
 HEAD = """<ir_version: 8, opset_import: ["": 20]> g (float[num_tokens, 4] hidden, int64[num_tokens] position_ids) => (float[num_tokens, 4] out)
     <int64[1] zero = {0}, int64[1] one = {1}, int64[2] turned = {4, -1}, int64[2] back = {-1, 4}, int64[1] end = {9223372036854775807}, int64 first = {0}, int64 step = {1},
-     int64[2] two = {2, -1}>"""
+     int64[2] two = {2, -1}>"""  # noqa: E501
 
 
 def check(body: str) -> None:
     model = onnx.parser.parse_model(f"{HEAD} {{ {body} }}")
-    check_independence(ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(model, data_prop=True)).graph, "lockstep", "toy")
+    check_independence(
+        ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(model, data_prop=True)).graph, "lockstep", "toy"
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,19 +55,32 @@ def test_token_wise_graphs_pass(body):
     ("body", "named"),
     [
         ("m = ReduceMean(hidden, zero)  out = Sub(hidden, m)", "ReduceMean mixes along the tokens"),
-        ("m = ReduceMax<keepdims = 0>(position_ids)  f = Cast<to = 1>(m)  out = Mul(hidden, f)", "ReduceMax mixes along the tokens"),
+        ("m = ReduceMax<keepdims = 0>(position_ids)  f = Cast<to = 1>(m)  out = "
+"Mul(hidden, f)", "ReduceMax mixes "
+"along the tokens"),
         ("c = CumSum(hidden, first)  out = Add(hidden, c)", "CumSum mixes along the tokens"),
         ("out = Softmax<axis = 0>(hidden)", "Softmax mixes along the tokens"),
-        ("a = Slice(hidden, one, end, zero)  b = Slice(hidden, zero, one, zero)  out = Concat<axis = 0>(a, b)", "Slice mixes along the tokens"),
+        ("a = Slice(hidden, one, end, zero)  b = Slice(hidden, zero, one, zero)  out = Concat<axis = "
+"0>(a, b)", "Slice mixes along the tokens"),
         ("out = Gather<axis = 0>(hidden, position_ids)", "Gather takes tokens by their number"),
-        ("t = Transpose<perm = [1, 0]>(hidden)  s = MatMul(hidden, t)  out = MatMul(s, hidden)", "MatMul combines each token with each other"),
-        ("t = Reshape(hidden, turned)  u = Transpose<perm = [1, 0]>(t)  out = Identity(u)", "Reshape moves values from token to token"),
-        ("n = Shape(hidden)  f = Cast<to = 1>(n)  s = ReduceSum<keepdims = 0>(f)  out = Mul(hidden, s)", "ReduceSum computes with the number of tokens"),
-        ("n = Shape<end = 1>(hidden)  k = Squeeze(n)  r = Range(first, k, step)  f = Cast<to = 1>(r)  g = Unsqueeze(f, one)  out = Add(hidden, g)",
+        ("t = Transpose<perm = [1, 0]>(hidden)  s = MatMul(hidden, t)  out = MatMul(s, "
+"hidden)", "MatMul combines each token "
+"with each other"),
+        ("t = Reshape(hidden, turned)  u = Transpose<perm = [1, 0]>(t)  out = "
+"Identity(u)", "Reshape moves values from "
+"token to token"),
+        ("n = Shape(hidden)  f = Cast<to = 1>(n)  s = ReduceSum<keepdims = 0>(f)  out = "
+"Mul(hidden, s)", "ReduceSum computes with the "
+"number of tokens"),
+        ("n = Shape<end = 1>(hidden)  k = Squeeze(n)  r = Range(first, k, step)  f = Cast<to = 1>(r)  g = "
+"Unsqueeze(f, one)  out = Add(hidden, g)",
          "Range computes with the number of tokens"),
-        ("n = Shape<end = 1>(hidden)  o = ConstantOfShape<value = int64[1] {1}>(n)  c = CumSum(o, first)  f = Cast<to = 1>(c)  g = Unsqueeze(f, one)  out = Add(hidden, g)",
+        ("n = Shape<end = 1>(hidden)  o = ConstantOfShape<value = int64[1] {1}>(n)  c = CumSum(o, first)  f "
+"= Cast<to = 1>(c)  g = Unsqueeze(f, one)  out = Add(hidden, g)",
          "CumSum mixes along the tokens"),
-        ("i = NonZero(hidden)  out = GatherND(hidden, i)", "NonZero may mix tokens: it is not known to keep them apart"),
+        ("i = NonZero(hidden)  out = "
+"GatherND(hidden, i)", "NonZero may mix tokens: it is not known to keep "
+"them apart"),
     ],
 )  # fmt: skip
 def test_mixed_tokens_are_named(body, named):
@@ -101,26 +117,49 @@ def test_a_rope_that_reads_the_longest_position_is_refused(monkeypatch):
 
 
 def longrope(**more):
-    return {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0 + i for i in range(6)], **more}
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(6)],
+        "long_factor": [2.0 + i for i in range(6)],
+        **more,
+    }
 
 
-PHI3 = {**FAMILIES["phi3"].config, "sliding_window": None, "num_hidden_layers": 1, "original_max_position_embeddings": 32, "rope_parameters": longrope()}
+PHI3 = {
+    **FAMILIES["phi3"].config,
+    "sliding_window": None,
+    "num_hidden_layers": 1,
+    "original_max_position_embeddings": 32,
+    "rope_parameters": longrope(),
+}
 PHIMOE = {
-    **FAMILIES["phi3"].config, "model_type": "phimoe", "sliding_window": None, "num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+    **FAMILIES["phi3"].config,
+    "model_type": "phimoe",
+    "sliding_window": None,
+    "num_hidden_layers": 1,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
     "rope_parameters": longrope(original_max_position_embeddings=32, short_mscale=1.1, long_mscale=1.3),
-}  # fmt: skip
+}
 DYNAMIC = {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 
 
-@pytest.mark.parametrize(("config", "limit"), [(PHI3, 32), (PHIMOE, 32), (DYNAMIC, 128)], ids=["phi3", "phimoe", "dynamic"])
+@pytest.mark.parametrize(
+    ("config", "limit"), [(PHI3, 32), (PHIMOE, 32), (DYNAMIC, 128)], ids=["phi3", "phimoe", "dynamic"]
+)
 def test_a_rope_that_changes_with_length_is_held_to_its_first_frequencies(config, limit):
-    """The frozen model gives what transformers gives up to the limit, bit for bit, and something else beyond it, where users cannot go."""
+    """The frozen model gives what transformers gives up to the limit, bit for bit, and something else beyond it, where
+    users cannot go."""
     assert position_limit(build_config(config))[0] == limit
     model, frozen = reference_model(config, 0, 1.0), reference_model(config, 0, 1.0)
     freeze_ropes(frozen)
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 288, limit + 1))[None]
     with torch.no_grad():
-        at, beyond = (torch.equal(model(ids[:, :n], use_cache=False).logits, frozen(ids[:, :n], use_cache=False).logits) for n in (limit, limit + 1))
+        at, beyond = (
+            torch.equal(model(ids[:, :n], use_cache=False).logits, frozen(ids[:, :n], use_cache=False).logits)
+            for n in (limit, limit + 1)
+        )
     assert at and not beyond
 
 
@@ -135,19 +174,32 @@ def test_a_frozen_rope_leaves_no_look_at_other_tokens_in_the_trace():
 
 
 @pytest.mark.parametrize("config", [
-    {"rope_scaling": {"type": "su", "original_max_position_embeddings": 64}}, {"rope_parameters": longrope(), "original_max_position_embeddings": 64},
+    {"rope_scaling": {"type": "su", "original_max_position_embeddings": 64}}, {"rope_parameters": longrope(), "original_max_position_embeddings": 64},  # noqa: E501
     {"text_config": {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 64}}},
 ])  # fmt: skip
 def test_the_limit_of_a_longrope_is_known_before_anything_runs(tmp_path, config):
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "max_position_embeddings": 128, **config}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 2, "max_position_embeddings": 128, **config})
+    )
     shape = read_shape(tmp_path)
-    assert shape.max_position_embeddings == 64 and shape.limited_by.startswith("original_max_position_embeddings: beyond it longrope")
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "max_position_embeddings": 128, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 64}}))
+    assert shape.max_position_embeddings == 64 and shape.limited_by.startswith(
+        "original_max_position_embeddings: beyond it longrope"
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "num_hidden_layers": 2,
+                "max_position_embeddings": 128,
+                "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 64},
+            }
+        )
+    )
     assert read_shape(tmp_path).max_position_embeddings == 128
 
 
 def test_transformers_itself_lets_a_neighbour_change_a_longrope():
-    """Why it is held: one long request in a batch changes a short one's logits. If this fails, transformers has changed: look again."""
+    """Why it is held: one long request in a batch changes a short one's logits. If this fails, transformers has
+    changed: look again."""
     model = AutoModelForCausalLM.from_config(build_config(PHI3), attn_implementation="eager").eval()
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 288, (2, 40)))
     positions = torch.arange(40).expand(2, 40).clone()

@@ -6,20 +6,35 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.backends import build
-from lockstep.export.random_model import byte_tokenizer
-from lockstep.runtime import Advance, Model
+from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.export import export
 from lockstep.export.checkpoint_layout import checkpoint_layout, checkpoint_shapes
+from lockstep.export.random_model import byte_tokenizer
 from lockstep.export.tracer import meta_model
+from lockstep.runtime import Advance, Model
 from lockstep.weights import convert
 
 pytestmark = pytest.mark.exports
 
-SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
 MIXTRAL = {"model_type": "mixtral", **SIZES, "num_local_experts": 3, "num_experts_per_tok": 2}
-QWEN = {"model_type": "qwen3_moe", **SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+QWEN = {
+    "model_type": "qwen3_moe",
+    **SIZES,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "mlp_only_layers": [0],
+}
 GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 
@@ -27,7 +42,9 @@ def saved(config: dict, folder) -> torch.nn.Module:
     """A random model of `config`, saved by transformers itself."""
     torch.manual_seed(0)
     values = {k: v for k, v in config.items() if k != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], initializer_range=0.2, **values), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config["model_type"], initializer_range=0.2, **values), attn_implementation="eager"
+    ).eval()
     model.save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return model
@@ -39,7 +56,9 @@ def engine_logits(folder, work, ids: list[int]) -> np.ndarray:
     convert(work / "checkpoint.json", "fp32", work / "weights.json")
     export(work / "architecture.json", "fp32", work / "graphs" / "assembly.json")
     build(work / "graphs" / "assembly.json", "onnxruntime", work / "engines" / "engines.json")
-    model = Model.open(work / "engines" / "engines.json", work / "graphs" / "assembly.json", work / "weights.json", max_seq_len=32)
+    model = Model.open(
+        work / "engines" / "engines.json", work / "graphs" / "assembly.json", work / "weights.json", max_seq_len=32
+    )
     return model.step([Advance(0, np.array(ids), 0)])[0]
 
 
@@ -71,12 +90,17 @@ def test_names_and_shapes_are_those_that_transformers_saves(tmp_path):
 def test_parts_are_in_the_order_of_the_parameters_bytes():
     layout = checkpoint_layout(meta_model(MIXTRAL, "fp32"))
     experts = "model.layers.0.block_sparse_moe.experts"
-    assert layout["model.layers.0.mlp.experts.gate_up_proj"] == [f"{experts}.{e}.{w}.weight" for e in range(3) for w in ("w1", "w3")]
+    assert layout["model.layers.0.mlp.experts.gate_up_proj"] == [
+        f"{experts}.{e}.{w}.weight" for e in range(3) for w in ("w1", "w3")
+    ]
     assert layout["model.norm.weight"] == ["model.norm.weight"]
 
 
 def test_checkpoint_of_a_bare_decoder_runs_as_in_transformers(tmp_path):
     model = saved(GPT2, tmp_path / "model")  # as the published gpt2: names without "transformer."
-    save_file({n.removeprefix("transformer."): t.clone() for n, t in model.state_dict().items() if n != "lm_head.weight"}, tmp_path / "model" / "model.safetensors")
+    save_file(
+        {n.removeprefix("transformer."): t.clone() for n, t in model.state_dict().items() if n != "lm_head.weight"},
+        tmp_path / "model" / "model.safetensors",
+    )
     logits = engine_logits(tmp_path / "model", tmp_path / "work", IDS)
     assert np.abs(logits - torch_logits(model, IDS)).max() < 1e-4  # as above

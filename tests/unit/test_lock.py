@@ -13,20 +13,19 @@ from pathlib import Path
 import pytest
 from demo_model import CONFIG, DEMO
 
-from lockstep.provenance import code_identity
 from lockstep import backends, weights
-from lockstep.checkpoint import resolve
-from lockstep.verify.metrics import finish
-from lockstep.errors import CheckError, InputError
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.provenance import diff, explain
-from lockstep.provenance import run as stage
-from lockstep.pipeline.step import Step
-from lockstep.provenance.record import build_key, content, read_record, record_path
+from lockstep.artifacts.manifest_files import failed_path
+from lockstep.checkpoint import resolve
+from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import step, steps
+from lockstep.pipeline.step import Step
+from lockstep.provenance import code_identity, diff, explain
+from lockstep.provenance import run as stage
+from lockstep.provenance.record import build_key, content, read_record, record_path
 from lockstep.provenance.verify import verify
 from lockstep.targets import Results, Target
-from lockstep.artifacts.manifest_files import failed_path
+from lockstep.verify.metrics import finish
 
 NAMES = {"model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
 
@@ -37,9 +36,19 @@ def built(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
     results = Results(tmp_path_factory.mktemp("built") / "results")
     shutil.copytree(demo.assembly("demo-llama", "fp16").parent, results.assembly("demo-llama", "fp16").parent)
     run(results, "resolve", lambda: resolve("resources/demo-llama", DEMO, results.checkpoint("demo-llama")))
-    run(results, "convert", lambda: weights.convert(results.checkpoint("demo-llama"), "fp16", results.weights("demo-llama", "fp16")))
+    run(
+        results,
+        "convert",
+        lambda: weights.convert(results.checkpoint("demo-llama"), "fp16", results.weights("demo-llama", "fp16")),
+    )
     run(results, "export", lambda: None)
-    run(results, "build", lambda: backends.build(results.assembly("demo-llama", "fp16"), "onnxruntime", results.engines("demo-llama", "fp16", "onnxruntime")))
+    run(
+        results,
+        "build",
+        lambda: backends.build(
+            results.assembly("demo-llama", "fp16"), "onnxruntime", results.engines("demo-llama", "fp16", "onnxruntime")
+        ),
+    )
     return results
 
 
@@ -49,13 +58,21 @@ def copy(built: Results, tmp_path: Path) -> Results:
     results = Results(tmp_path / "results")
     for name in ("checkpoint", "weights"):  # they point to the checkpoint from where they lie
         path = results.checkpoint("demo-llama") if name == "checkpoint" else results.weights("demo-llama", "fp16")
-        run(results, "resolve" if name == "checkpoint" else "convert",
-            lambda: resolve("resources/demo-llama", DEMO, path) if name == "checkpoint" else weights.convert(results.checkpoint("demo-llama"), "fp16", path))  # fmt: skip
+        run(
+            results,
+            "resolve" if name == "checkpoint" else "convert",
+            lambda: (
+                resolve("resources/demo-llama", DEMO, path)
+                if name == "checkpoint"
+                else weights.convert(results.checkpoint("demo-llama"), "fp16", path)
+            ),
+        )
     return results
 
 
 def run(results: Results, name: str, make) -> None:
-    # The manifest of the graphs is read from architecture.json, which this tree has not: its record is made without inputs.
+    # The manifest of the graphs is read from architecture.json, which this tree has not: its record is made without
+    # inputs.
     made = step(name, CONFIG, results, NAMES)
     stage.run(made if name != "export" else type(made)(made.stage, made.names, {}, {}, made.output), make)
 
@@ -64,9 +81,13 @@ def test_a_record_says_what_an_engine_set_was_made_of(built: Results) -> None:
     record = read_record(built.engines("demo-llama", "fp16", "onnxruntime"))
     assert record["inputs"] == {"assembly": content(built.assembly("demo-llama", "fp16"))}
     assert "backends/builder.py" in record["code"] and "export/cut.py" not in record["code"]
-    assert record["environment"]["onnxruntime"] == record["backend"]["version"] == code_identity.read_pins()["onnxruntime"]
+    assert (
+        record["environment"]["onnxruntime"] == record["backend"]["version"] == code_identity.read_pins()["onnxruntime"]
+    )
     assert record["backend"]["device"]["architecture"]
-    assert set(record["outputs"]) == {path.name for path in built.engines("demo-llama", "fp16", "onnxruntime").parent.iterdir()} - {"engines.build.json", "provenance.json"}
+    assert set(record["outputs"]) == {
+        path.name for path in built.engines("demo-llama", "fp16", "onnxruntime").parent.iterdir()
+    } - {"engines.build.json", "provenance.json"}
     assert str(built.root.parent) not in json.dumps(record)
 
 
@@ -88,20 +109,31 @@ def test_a_key_does_not_hang_on_places(built: Results, copy: Results, tmp_path: 
     other = Results(tmp_path / "deeper" / "results")
     folder = shutil.copytree(DEMO, tmp_path / "deeper" / "checkpoint")
     run(other, "resolve", lambda: resolve(str(folder), folder, other.checkpoint("demo-llama")))
-    run(other, "convert", lambda: weights.convert(other.checkpoint("demo-llama"), "fp16", other.weights("demo-llama", "fp16")))
+    run(
+        other,
+        "convert",
+        lambda: weights.convert(other.checkpoint("demo-llama"), "fp16", other.weights("demo-llama", "fp16")),
+    )
     for name in ("convert", "validate"):
         keys = [build_key(step(name, CONFIG, results, NAMES))["inputs"].get("checkpoint") for results in (built, copy)]
         assert keys[0] == keys[1]
     assert content(other.weights("demo-llama", "fp16")) == content(built.weights("demo-llama", "fp16"))
 
 
-def test_explain_says_what_it_can_where_the_interpreter_of_the_backend_answers_no_question(built: Results, tmp_path: Path) -> None:
+def test_explain_says_what_it_can_where_the_interpreter_of_the_backend_answers_no_question(
+    built: Results, tmp_path: Path
+) -> None:
     """As on a machine without a GPU."""
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho lockstep: error: backend tensorrt: expected an NVIDIA GPU with its driver, found none >&2\nexit 2\n")
+    python.write_text(
+        "#!/bin/sh\necho lockstep: error: backend tensorrt: expected an NVIDIA GPU with its "
+        "driver, found none >&2\nexit 2\n"
+    )
     python.chmod(0o755)
     made = step("build", CONFIG, built, NAMES)
-    assert explain._explain(dataclasses.replace(made, python=str(python)), {}, None) == dataclasses.replace(explain._explain(made, {}, None), step=dataclasses.replace(made, python=str(python)))
+    assert explain._explain(dataclasses.replace(made, python=str(python)), {}, None) == dataclasses.replace(
+        explain._explain(made, {}, None), step=dataclasses.replace(made, python=str(python))
+    )
 
 
 def test_an_untouched_tree_is_the_same(copy: Results) -> None:
@@ -109,10 +141,16 @@ def test_an_untouched_tree_is_the_same(copy: Results) -> None:
 
 
 FILES = (
-    "demo-llama/checkpoint.json", "demo-llama/fp16/weights.json", "demo-llama/fp16/graphs/assembly.json", "demo-llama/fp16/graphs/middle.onnx",
-    "demo-llama/fp16/graphs/tokenizer.json", "demo-llama/fp16/engines/onnxruntime/engines.json", "demo-llama/fp16/engines/onnxruntime/middle.onnx",
-    "demo-llama/fp16/engines/onnxruntime/engines.build.json", "demo-llama/fp16/engines/onnxruntime/provenance.json",
-)  # fmt: skip
+    "demo-llama/checkpoint.json",
+    "demo-llama/fp16/weights.json",
+    "demo-llama/fp16/graphs/assembly.json",
+    "demo-llama/fp16/graphs/middle.onnx",
+    "demo-llama/fp16/graphs/tokenizer.json",
+    "demo-llama/fp16/engines/onnxruntime/engines.json",
+    "demo-llama/fp16/engines/onnxruntime/middle.onnx",
+    "demo-llama/fp16/engines/onnxruntime/engines.build.json",
+    "demo-llama/fp16/engines/onnxruntime/provenance.json",
+)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -123,7 +161,9 @@ def test_a_flipped_byte_is_named(copy: Results, name: str) -> None:
     path.write_bytes(data)
     wrong = [finding for finding in verify(copy.root) if finding.status != "same"]
     assert ("different", name) in [(finding.status, finding.name) for finding in wrong]
-    assert all(finding.name == name or finding.status == "unknown" for finding in wrong), "the files of a damaged record are not known"
+    assert all(finding.name == name or finding.status == "unknown" for finding in wrong), (
+        "the files of a damaged record are not known"
+    )
 
 
 def test_a_lost_file_is_missing_and_a_foreign_one_unknown(copy: Results) -> None:
@@ -131,7 +171,10 @@ def test_a_lost_file_is_missing_and_a_foreign_one_unknown(copy: Results) -> None
     (engines / "middle.onnx").unlink()
     (engines / "foreign.onnx").write_bytes(b"x")
     wrong = {finding.name: finding.status for finding in verify(copy.root) if finding.status != "same"}
-    assert wrong == {"demo-llama/fp16/engines/onnxruntime/middle.onnx": "missing", "demo-llama/fp16/engines/onnxruntime/foreign.onnx": "unknown"}
+    assert wrong == {
+        "demo-llama/fp16/engines/onnxruntime/middle.onnx": "missing",
+        "demo-llama/fp16/engines/onnxruntime/foreign.onnx": "unknown",
+    }
 
 
 def test_another_manifest_behind_the_records_back(copy: Results) -> None:
@@ -166,7 +209,12 @@ with guard():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_stage_that_is_ended_before_its_record_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    process = subprocess.Popen([sys.executable, "-c", ENDED, str(tmp_path / "config.json")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDED, str(tmp_path / "config.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "made\n"
     process.send_signal(number)
     assert process.communicate(timeout=60)[1].count("\n") == 1 and process.returncode == 128 + number
@@ -178,7 +226,11 @@ def test_a_manifest_without_its_record_is_not_read(copy: Results) -> None:
     record_path(copy.assembly("demo-llama", "fp16")).unlink()
     made = step("build", CONFIG, copy, NAMES)
     before = read_json(made.output)
-    with pytest.raises(InputError, match=r"assembly.json: expected its record assembly.build.json beside it, found none: .*; make it again"):
+    with pytest.raises(
+        InputError,
+        match=r"assembly.json: expected its record assembly.build.json beside it, "
+        r"found none: .*; make it again",
+    ):
         stage.run(made, lambda: pytest.fail("it was read"))
     assert read_json(made.output) == before and read_record(made.output)
 
@@ -200,7 +252,9 @@ def failing(results: Results, error: BaseException) -> dict | None:
     (SystemExit(2), "golden ended with exit code 2; its log says why"),
     (SystemExit(143), None), (KeyboardInterrupt(), None),
 ])  # fmt: skip
-def test_a_check_that_fails_before_it_has_a_report_leaves_the_reason(tmp_path: Path, error: BaseException, reason: str | None) -> None:
+def test_a_check_that_fails_before_it_has_a_report_leaves_the_reason(
+    tmp_path: Path, error: BaseException, reason: str | None
+) -> None:
     left = failing(Results(tmp_path), error)
     assert (left and left["failure"]) == reason
 
@@ -208,29 +262,60 @@ def test_a_check_that_fails_before_it_has_a_report_leaves_the_reason(tmp_path: P
 def test_a_check_leaves_its_own_report_where_it_has_one(tmp_path: Path) -> None:
     out = tmp_path / "all.json"
     with pytest.raises(CheckError, match="off; details in"):
-        stage.run(Step("golden", {**NAMES}, {}, {}, out), lambda: finish(out, {"format": "lockstep.golden/1", "prompts": []}, "off"))
-    assert read_json(failed_path(out)) == {"format": "lockstep.golden/1", "prompts": [], "result": "fail", "failure": "off"} and not out.exists()
+        stage.run(
+            Step("golden", {**NAMES}, {}, {}, out),
+            lambda: finish(out, {"format": "lockstep.golden/1", "prompts": []}, "off"),
+        )
+    assert (
+        read_json(failed_path(out))
+        == {"format": "lockstep.golden/1", "prompts": [], "result": "fail", "failure": "off"}
+        and not out.exists()
+    )
 
 
 def test_engines_without_a_record_are_not_gone_on_with(copy: Results) -> None:
     made = step("build", CONFIG, copy, NAMES)
     record_path(made.output).unlink()
-    stage.run(made, lambda: [pytest.fail("they were there") if made.output.exists() else backends.build(made.inputs["assembly"], "onnxruntime", made.output)])
+    stage.run(
+        made,
+        lambda: [
+            pytest.fail("they were there")
+            if made.output.exists()
+            else backends.build(made.inputs["assembly"], "onnxruntime", made.output)
+        ],
+    )
     assert {finding.status for finding in verify(copy.root)} == {"same"}
 
 
 def test_verify_needs_the_standard_library_only() -> None:
-    code = "import lockstep.provenance.verify, sys; print(*sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
+    code = (
+        "import lockstep.provenance.verify, sys; print(*sorted({name.partition('.')[0] for name in "
+        "sys.modules} - set(sys.stdlib_module_names)))"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert not set(loaded) & {"numpy", "onnx", "onnxruntime", "torch", "transformers", "pydantic", "yaml", "click", "ml_dtypes"}
+    assert not set(loaded) & {
+        "numpy",
+        "onnx",
+        "onnxruntime",
+        "torch",
+        "transformers",
+        "pydantic",
+        "yaml",
+        "click",
+        "ml_dtypes",
+    }
 
 
 def test_a_difference_is_in_words_with_both_values() -> None:
     one = {"a": {"x": "1", "gone": 2}, "digest": "ab" * 32, "list": [1, 2]}
     other = {"a": {"x": "2", "new": True}, "digest": "cd" * 32, "list": [1, 3]}
     assert [f"{'.'.join(where)}: {change}" for where, change in diff.changes(one, other)] == [
-        "a.gone: gone, was 2", "a.new: new, True", "a.x: 1 -> 2", "digest: abababababab -> cdcdcdcdcdcd", "list: 1 2 -> 1 3",
-    ]  # fmt: skip
+        "a.gone: gone, was 2",
+        "a.new: new, True",
+        "a.x: 1 -> 2",
+        "digest: abababababab -> cdcdcdcdcdcd",
+        "list: 1 2 -> 1 3",
+    ]
 
 
 def test_what_is_no_lock_is_named(tmp_path: Path) -> None:

@@ -4,25 +4,41 @@ import numpy as np
 import onnx
 import pytest
 
+from lockstep.artifacts.files import write_json
+from lockstep.errors import CheckError, InputError
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
 from lockstep.onnx_tools.prepare import Prepared, check_same
-from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import write_json
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.show import layer_table, show
-from lockstep.export.run import assemble
-from lockstep.export.tracer import meta_model
 
 pytestmark = pytest.mark.exports
 
-BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+BASE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
 FAMILIES = {
     "llama": ({"model_type": "llama", **BASE}, "fp16"),
     "qwen2 (biases)": ({"model_type": "qwen2", **BASE}, "fp32"),
-    "gemma2 (windows, soft caps, tanh gelu)": ({"model_type": "gemma2", **BASE, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}, "fp32"),
-    "gpt_neox (one tensor for q, k and v; erf gelu)": ({"model_type": "gpt_neox", **BASE, "hidden_act": "gelu"}, "fp32"),
-    "gpt2 (learned positions)": ({"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, "fp32"),
+    "gemma2 (windows, soft caps, tanh gelu)": (
+        {"model_type": "gemma2", **BASE, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+        "fp32",
+    ),
+    "gpt_neox (one tensor for q, k and v; erf gelu)": (
+        {"model_type": "gpt_neox", **BASE, "hidden_act": "gelu"},
+        "fp32",
+    ),
+    "gpt2 (learned positions)": (
+        {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        "fp32",
+    ),
     "phi (parallel attention)": ({"model_type": "phi", **BASE, "partial_rotary_factor": 0.5}, "fp32"),
 }
 
@@ -38,13 +54,18 @@ def graphs():
 
 
 def inputs_of(model, seed=0):
-    """Random values for every input; integers that are valid positions, rows and lengths for 3 tokens and a cache of 5."""
+    """Random values for every input; integers that are valid positions, rows and lengths for 3 tokens and a cache of
+    5."""
     random, sizes = np.random.default_rng(seed), {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
     feeds = {}
     for value in model.graph.input:
         shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        integers = {"position_ids": np.arange(2, 5), "past_lengths": np.arange(2, 2 + (shape or [1])[0]), "logit_rows": np.array([2, 0, 1])}
+        integers = {
+            "position_ids": np.arange(2, 5),
+            "past_lengths": np.arange(2, 2 + (shape or [1])[0]),
+            "logit_rows": np.array([2, 0, 1]),
+        }
         if dtype.kind == "i":
             feeds[value.name] = integers.get(value.name, np.array([5, 1, 63]))
         else:
@@ -61,29 +82,40 @@ def run(model, feeds):
 def test_lowered_graphs_compute_the_same(graphs, family):
     for name, model in graphs[family]:
         lowered = lower(model)
-        assert [(entry.domain, entry.version) for entry in lowered.opset_import] == [("", 17)] and not lowered.functions, name
+        assert [(entry.domain, entry.version) for entry in lowered.opset_import] == [
+            ("", 17)
+        ] and not lowered.functions, name
         feeds = inputs_of(model)
         expected, found = run(model, feeds), run(lowered, feeds)
         assert expected.keys() == found.keys()
         for output in expected:
-            # the same operators on the same numbers, but for Gelu, which is written out: a few units in the last place of fp32
+            # the same operators on the same numbers, but for Gelu, which is written out: a few units in the last place
+            # of fp32
             np.testing.assert_allclose(found[output], expected[output], rtol=0, atol=1e-5, err_msg=f"{name}: {output}")
 
 
 def test_reductions_keep_their_axes_as_attributes(graphs):
     (middle,) = [model for name, model in graphs["llama"] if name == "middle.onnx"]
     means = [node for node in lower(middle).graph.node if node.op_type == "ReduceMean"]
-    assert means and all(len(node.input) == 1 and [list(a.ints) for a in node.attribute if a.name == "axes"] == [[-1]] for node in means)
+    assert means and all(
+        len(node.input) == 1 and [list(a.ints) for a in node.attribute if a.name == "axes"] == [[-1]] for node in means
+    )
 
 
 def test_an_operator_that_opset_17_lacks_is_named():
-    text = '<ir_version: 10, opset_import: ["": 20]> g (float[2, 2, 2] x, float[1, 2, 2, 2] grid) => (float[2] y) { n = StringConcat(x, x) y = Neg(n) }'
+    text = (
+        '<ir_version: 10, opset_import: ["": 20]> g (float[2, 2, 2] x, float[1, 2, 2, 2] grid) => '
+        "(float[2] y) { n = StringConcat(x, x) y = Neg(n) }"
+    )
     with pytest.raises(InputError, match="found StringConcat"):
         lower(onnx.parser.parse_model(text))
 
 
 def test_reduction_over_axes_that_are_computed_is_refused():
-    text = '<ir_version: 10, opset_import: ["": 20]> g (float[2, 2] x, int64[1] axes) => (float[2, 1] y) { y = ReduceMean(x, axes) }'
+    text = (
+        '<ir_version: 10, opset_import: ["": 20]> g (float[2, 2] x, int64[1] axes) => (float[2, 1] y) { y '
+        "= ReduceMean(x, axes) }"
+    )
     with pytest.raises(InputError, match="expected constant axes"):
         lower(onnx.parser.parse_model(text))
 
@@ -100,17 +132,23 @@ def test_fused_projections_compute_the_same(graphs, family, products):
     expected = run(model, feeds)
     found = run(fused, {name: feeds[name] for name in ("hidden", "attention")} | rows)
     for output in expected:
-        # sums of 32 products of size 0.1 in another blocking: fp32 1e-6; in fp16 one unit in the last place of values up to 1
-        np.testing.assert_allclose(found[output], expected[output], rtol=0, atol=1e-3 if family == "llama" else 1e-5, err_msg=output)
+        # sums of 32 products of size 0.1 in another blocking: fp32 1e-6; in fp16 one unit in the last place of values
+        # up to 1
+        np.testing.assert_allclose(
+            found[output], expected[output], rtol=0, atol=1e-3 if family == "llama" else 1e-5, err_msg=output
+        )
 
 
 def test_fp32_made_from_fp16_products_may_differ_by_fp16s_last_bits():
-    """Some models normalise fp16 queries and keys in fp32. Which bits a product in fp16 ends in depends on the processor; here it is rounded by hand."""
+    """Some models normalise fp16 queries and keys in fp32. Which bits a product in fp16 ends in depends on the
+    processor; here it is rounded by hand."""
     text = """<ir_version: 10, opset_import: ["": 20]> g (float16[3, 64] hidden, float16[32, 64] weight) => (float[3, 32] key)
-    { h = Cast<to = 1>(hidden)  w = Cast<to = 1>(weight)  PRODUCT  short = Cast<to = 10>(y)  key = Cast<to = 1>(short) }"""
+    { h = Cast<to = 1>(hidden)  w = Cast<to = 1>(weight)  PRODUCT  short = Cast<to = 10>(y)  key = Cast<to = 1>(short) }"""  # noqa: E501
     halves = """h1, h2 = Split<axis = 1, num_outputs = 2>(h)  w1, w2 = Split<axis = 1, num_outputs = 2>(w)  y1 = Gemm<transB = 1>(h1, w1)
-    short1 = Cast<to = 10>(y1)  long1 = Cast<to = 1>(short1)  y2 = Gemm<transB = 1>(h2, w2)  y = Add(long1, y2)"""
-    whole, parts = (onnx.parser.parse_model(text.replace("PRODUCT", product)) for product in ("y = Gemm<transB = 1>(h, w)", halves))
+    short1 = Cast<to = 10>(y1)  long1 = Cast<to = 1>(short1)  y2 = Gemm<transB = 1>(h2, w2)  y = Add(long1, y2)"""  # noqa: E501
+    whole, parts = (
+        onnx.parser.parse_model(text.replace("PRODUCT", product)) for product in ("y = Gemm<transB = 1>(h, w)", halves)
+    )
     check_same(whole, Prepared(parts, [], {"weight": ["weight"]}))
     wrong = onnx.parser.parse_model(text.replace("PRODUCT", halves.replace("Add", "Sub")))
     with pytest.raises(CheckError, match="output key: expected the rewritten graph to give the same within"):
@@ -119,7 +157,7 @@ def test_fp32_made_from_fp16_products_may_differ_by_fp16s_last_bits():
 
 def test_a_weight_that_another_operator_reads_is_not_fused():
     text = """<ir_version: 10, opset_import: ["": 20]> g (float[n, 4] x, float[2, 4] a, float[2, 4] b) => (float[n, 2] y, float[n, 2] z, float[2, 4] c)
-    { y = Gemm<transB = 1>(x, a)  z = Gemm<transB = 1>(x, b)  c = Neg(b) }"""
+    { y = Gemm<transB = 1>(x, a)  z = Gemm<transB = 1>(x, b)  c = Neg(b) }"""  # noqa: E501
     fused, mapping = fuse(onnx.parser.parse_model(text), {"a", "b"})
     assert mapping == {"a": ["a"], "b": ["b"]} and sum(node.op_type == "Gemm" for node in fused.graph.node) == 2
 
@@ -130,7 +168,9 @@ def test_show_names_operators_shapes_and_slots(graphs, tmp_path):
     text = show(tmp_path / "middle.onnx")
     assert "previous.mlp.gate_proj.weight" in text and "fp16 [48, 32]" in text
     assert "query" in text and "Gemm(mul_5, current.self_attn.q_proj.weight, transB=1)" in text
-    assert "lockstep" not in show(tmp_path / "attention.decode.onnx") and "function attention(query, key, value, position_ids)" in show(tmp_path / "batchful.onnx")
+    assert "lockstep" not in show(tmp_path / "attention.decode.onnx") and (
+        "function attention(query, key, value, position_ids)"
+    ) in show(tmp_path / "batchful.onnx")
 
 
 def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
@@ -142,17 +182,35 @@ def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
 
 
 def test_layer_table_says_which_layer_uses_which_class(tmp_path):
-    config = {"model_type": "qwen3_moe", **BASE, "num_hidden_layers": 4, "head_dim": 8, "mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    write_json(tmp_path / "assembly.json", {**assemble(meta_model(config, "fp32"), config, "fp32")[1], "eos_token_ids": []})
+    config = {
+        "model_type": "qwen3_moe",
+        **BASE,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "mlp_only_layers": [0],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    write_json(
+        tmp_path / "assembly.json", {**assemble(meta_model(config, "fp32"), config, "fp32")[1], "eos_token_ids": []}
+    )
     lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]
     assert lines[0] == "4 layers, 6 classes, 1 kinds".split()
-    assert lines[2:5] == [["0", "entry", "attention", "exit"], ["1", "middle", "attention", "exit_2"], ["2-3", "middle_2", "attention", "exit_2"]]
+    assert lines[2:5] == [
+        ["0", "entry", "attention", "exit"],
+        ["1", "middle", "attention", "exit_2"],
+        ["2-3", "middle_2", "attention", "exit_2"],
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16"])
 def test_a_cast_like_another_value_becomes_a_cast_to_its_type(dtype):
-    """TensorRT 8.6 does not know CastLike: found by building a model with GELU, whose lowering writes constants in the type of its input."""
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> g ({dtype}[n, 4] x) => ({dtype}[n, 4] y) {{ y = Gelu(x) }}')
+    """TensorRT 8.6 does not know CastLike: found by building a model with GELU, whose lowering writes constants in the
+    type of its input."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 20]> g ({dtype}[n, 4] x) => ({dtype}[n, 4] y) {{ y = Gelu(x) }}'
+    )
     lowered = lower(model)
     assert "CastLike" not in {node.op_type for node in lowered.graph.node}
     onnx.checker.check_model(lowered, full_check=True)

@@ -1,4 +1,5 @@
-"""Nothing is sent that the config does not ask for: what other packages do by default is off before they are imported."""
+"""Nothing is sent that the config does not ask for: what other packages do by default is off before they are
+imported."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
-from network import TELEMETRY, Recorder
 
 from lockstep import NO_TELEMETRY
 from lockstep.export.quiet import quiet
+from network import TELEMETRY, Recorder
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 # Where one of these is set ONNX Runtime sends nothing by itself.
@@ -37,7 +38,9 @@ def clean(recorder: Recorder, **variables: str) -> dict[str, str]:
 
 
 def run(code: str, environment: dict[str, str]) -> str:
-    return subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 CALLS = """
@@ -67,7 +70,12 @@ def test_the_recorder_sees_and_refuses_each_call(recorder: Recorder) -> None:
     hosts = [line.split(": ")[0] for line in recorder.calls()]
     for host in ("192.0.2.1", "example.invalid", "two.invalid", "(an address)"):
         assert any(line.endswith(f" {host}") for line in hosts), hosts
-    assert hosts[-4:] == ["connect 192.0.2.4 port 80", "connect 2001:db8::5 port 443", "sendto 192.0.2.6 port 53", "sendmsg 192.0.2.7 port 53"]
+    assert hosts[-4:] == [
+        "connect 192.0.2.4 port 80",
+        "connect 2001:db8::5 port 443",
+        "sendto 192.0.2.6 port 53",
+        "sendmsg 192.0.2.7 port 53",
+    ]
 
 
 def test_onnx_runtime_alone_leaves_what_the_tests_look_for(recorder: Recorder) -> None:

@@ -8,14 +8,14 @@ import onnx.parser
 import pytest
 from test_lowering import BASE, inputs_of, run
 
-from lockstep.onnx_tools.fuse_projections import fuse
-from lockstep.onnx_tools.lower_opset import lower
 from lockstep.backends.tensorrt.v8_6 import one_region
 from lockstep.backends.tensorrt.v8_6.one_region import as_one_region
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.sessions import open_session
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
+from lockstep.onnx_tools.fuse_projections import fuse
+from lockstep.onnx_tools.lower_opset import lower
+from lockstep.onnx_tools.sessions import open_session
 
 pytestmark = pytest.mark.exports
 
@@ -23,10 +23,16 @@ FAMILIES = {
     "llama": {"model_type": "llama", **BASE},
     "olmo2 (norms of whole queries and keys in fp32 to the end)": {"model_type": "olmo2", **BASE},
     "phi3 (one tensor for q, k and v)": {"model_type": "phi3", **BASE, "pad_token_id": 0},
-    "gemma3 (norms in fp32 to the end, scaled embedding)": {"model_type": "gemma3_text", **BASE, "head_dim": 8, "query_pre_attn_scalar": 8},
+    "gemma3 (norms in fp32 to the end, scaled embedding)": {
+        "model_type": "gemma3_text",
+        **BASE,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+    },
 }
 
-# Their copies are held to the graphs within rounding, before they are built: some of ONNX Runtime's own fp16 kernels depend on what is around them.
+# Their copies are held to the graphs within rounding, before they are built: some of ONNX Runtime's own fp16 kernels
+# depend on what is around them.
 BROADCASTING = {
     "cohere (weights of several heads)": {"model_type": "cohere", **BASE, "use_qk_norm": True},
     "hunyuan (frequencies of the rotary encoding)": {"model_type": "hunyuan_v1_dense", **BASE, "head_dim": 8},
@@ -40,7 +46,9 @@ def graphs(family: str, precision: str = "fp16") -> dict[str, onnx.ModelProto]:
     files, manifest = assemble(meta_model(config, precision), config, precision)
     prepared = {}
     for name, entry in manifest["classes"].items():
-        prepared[name], _ = fuse(lower(onnx.load_from_string(files[entry["graph"]])), {slot["name"] for slot in entry["slots"]})
+        prepared[name], _ = fuse(
+            lower(onnx.load_from_string(files[entry["graph"]])), {slot["name"] for slot in entry["slots"]}
+        )
     return prepared
 
 
@@ -54,14 +62,24 @@ def test_not_a_bit_changes(family):
         if whole is None:
             continue
         changed.append(name)
-        assert [value.name for value in whole.graph.output] == [value.name for value in model.graph.output] and list(whole.graph.input) == list(model.graph.input)
+        assert [value.name for value in whole.graph.output] == [value.name for value in model.graph.output] and list(
+            whole.graph.input
+        ) == list(model.graph.input)
         assert [node.op_type for node in whole.graph.node[-2:]] == ["Reshape", "Gather"]
-        assert list(whole.graph.node[-1].output) == ["logits" if name == "exit" else "hidden" if name == "embedding" else "value"]
+        assert list(whole.graph.node[-1].output) == [
+            "logits" if name == "exit" else "hidden" if name == "embedding" else "value"
+        ]
         feeds = inputs_of(model)
         expected, found = run(model, feeds), run(whole, feeds)
         for output, values in expected.items():
-            assert values.dtype == found[output].dtype and values.shape == found[output].shape and np.isfinite(values).all(), output
-            np.testing.assert_array_equal(values.view(np.uint8), found[output].view(np.uint8), err_msg=f"{name}: {output}")
+            assert (
+                values.dtype == found[output].dtype
+                and values.shape == found[output].shape
+                and np.isfinite(values).all()
+            ), output
+            np.testing.assert_array_equal(
+                values.view(np.uint8), found[output].view(np.uint8), err_msg=f"{name}: {output}"
+            )
     assert {"entry", "middle", "exit"} <= set(changed)
 
 
@@ -69,20 +87,30 @@ def test_not_a_bit_changes(family):
 def test_all_inputs_and_outputs_have_one_floating_type(family):
     """A region of TensorRT 8.6 has one for all."""
     for name, model in graphs(family).items():
-        floating = {value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)} - {onnx.TensorProto.INT64, onnx.TensorProto.INT32}
+        floating = {value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)} - {
+            onnx.TensorProto.INT64,
+            onnx.TensorProto.INT32,
+        }
         assert floating == {onnx.TensorProto.FLOAT16}, name
 
 
 def fp32_broadcasts(model):
-    """[(operand, its rank, rank of the result)] where they differ, in fp32 and but for scalars: there the parser puts a layer that a region gives fp16."""
+    """[(operand, its rank, rank of the result)] where they differ, in fp32 and but for scalars: there the parser puts a
+    layer that a region gives fp16."""
     graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
     types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.value_info, *graph.output)}
     ranks = {name: len(known.shape.dim) for name, known in types.items() if known.elem_type == onnx.TensorProto.FLOAT}
-    ranks.update((tensor.name, len(tensor.dims)) for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT)
+    ranks.update(
+        (tensor.name, len(tensor.dims)) for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT
+    )
     found = []
     for node in graph.node:
         if node.op_type in ("Add", "Sub", "Mul", "Div") and node.output[0] in ranks:
-            found += [(name, ranks[name], ranks[node.output[0]]) for name in node.input if 0 < ranks[name] < ranks[node.output[0]]]
+            found += [
+                (name, ranks[name], ranks[node.output[0]])
+                for name in node.input
+                if 0 < ranks[name] < ranks[node.output[0]]
+            ]
     return found
 
 
@@ -108,11 +136,12 @@ SEVERAL = """<ir_version: 8, opset_import: ["": 17]> g (float16[num_tokens, 4] x
         a = Mul(f, t)  b = Sub(u, f)  c = Div(d, both)  e = Mul(d, t)  g = Mul(f, most)  h = Mul(high, f)  k = Add(f, some)
         cc = ReduceSum<keepdims = 0>(c, first)  ee = ReduceSum<keepdims = 0>(e, first)
         sum1 = Add(a, b)  sum2 = Add(cc, ee)  sum3 = Add(g, h)  sum4 = Add(sum1, sum2)  sum5 = Add(sum3, k)  sum6 = Add(sum4, sum5)
-        v = Cast<to = 10>(t)  y = Cast<to = 10>(sum6) }"""
+        v = Cast<to = 10>(t)  y = Cast<to = 10>(sum6) }"""  # noqa: E501
 
 
 def test_a_weight_takes_part_at_every_rank_that_it_is_broadcast_to():
-    """Once at each rank, whatever else reads it; what is not made of weights and constants element by element stays, and so do operands of full rank."""
+    """Once at each rank, whatever else reads it; what is not made of weights and constants element by element stays,
+    and so do operands of full rank."""
     model = onnx.parser.parse_model(SEVERAL)
     region = as_one_region(model)
     assert {name for name, _, _ in fp32_broadcasts(model)} == {"t", "u", "both", "most", "some", "long"}
@@ -120,7 +149,8 @@ def test_a_weight_takes_part_at_every_rank_that_it_is_broadcast_to():
     reshaped = [node.input[0] for node in region.graph.node if node.op_type == "Reshape"]
     assert sorted(reshaped) == ["w", "w", "w2", "y/all"]  # w at ranks 2 and 3, w2 at 3, and the end
     made = {output for node in region.graph.node for output in node.output}
-    read = {name for node in region.graph.node for name in node.input} | {"v", "y", "low"}  # nothing is computed in vain, but for half a Split
+    # nothing is computed in vain, but for half a Split
+    read = {name for node in region.graph.node for name in node.input} | {"v", "y", "low"}
     assert made <= read and {tensor.name for tensor in region.graph.initializer} <= read
     random = np.random.default_rng(0)
     shapes = {"x": (3, 4), "z": (2, 3, 4), "w": (4,), "w2": (1, 4), "w3": (2, 4), "x2": (4, 3), "scale": (3,)}
@@ -136,7 +166,9 @@ def test_a_copy_that_computes_something_else_is_not_built(monkeypatch):
 
     with monkeypatch.context() as patch:
         proven = []
-        patch.setattr(one_region, "check_same", lambda model, prepared: proven.append((model.graph.name, prepared.model)))
+        patch.setattr(
+            one_region, "check_same", lambda model, prepared: proven.append((model.graph.name, prepared.model))
+        )
         for model in (onnx.parser.parse_model(SEVERAL), graphs("llama")["exit"]):
             assert as_one_region(model)
     assert [name for name, _ in proven] == ["g"]  # what only got another end is not
@@ -147,7 +179,11 @@ def test_a_copy_that_computes_something_else_is_not_built(monkeypatch):
 
 @pytest.mark.parametrize(
     ("family", "precision", "name"),
-    [("llama", "fp16", "embedding"), ("llama", "fp32", "middle"), ("gemma3 (norms in fp32 to the end, scaled embedding)", "fp32", "exit")],
+    [
+        ("llama", "fp16", "embedding"),
+        ("llama", "fp32", "middle"),
+        ("gemma3 (norms in fp32 to the end, scaled embedding)", "fp32", "exit"),
+    ],
 )
 def test_graphs_that_need_none_have_none(family, precision, name):
     """A Gather at the end is there already; fp32 is not built so."""
@@ -161,7 +197,10 @@ def test_an_output_of_another_form_is_left(output):
 
 
 def test_what_reads_the_output_goes_on_reading_it():
-    text = '<ir_version: 8, opset_import: ["": 17]> g (float16[n, 4] x) => (float[n, 4] z, float16[n, 4] y) { y = Neg(x)  w = Cast<to = 1>(y)  z = Neg(w) }'
+    text = (
+        '<ir_version: 8, opset_import: ["": 17]> g (float16[n, 4] x) => (float[n, 4] z, float16[n, 4] y) '
+        "{ y = Neg(x)  w = Cast<to = 1>(y)  z = Neg(w) }"
+    )
     model = onnx.parser.parse_model(text)
     values = np.arange(12, dtype=np.float16).reshape(3, 4)
     z, y = open_session(as_one_region(model).SerializeToString()).run(None, {"x": values})

@@ -1,4 +1,5 @@
-"""Folders where files are to be written and files where folders are to be made: one line, before any work, and nothing is touched."""
+"""Folders where files are to be written and files where folders are to be made: one line, before any work, and nothing
+is touched."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from checkpoints import error_of, write
 from click.testing import CliRunner
 from demo_model import DEMO
 
+from lockstep.artifacts.files import write_bytes, write_json
+from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, thread_count
 from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
-from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, thread_count
-from lockstep.artifacts.files import write_bytes, write_json
 from lockstep.export import export
 from lockstep.weights import convert
 
@@ -20,14 +21,21 @@ CONFIG = f"models: {{m: {{source: {DEMO}, golden: {{prompts: [{{text: Light}}]}}
 
 
 def everything(folder) -> list[tuple[str, bytes | None]]:
-    return sorted((path.relative_to(folder).as_posix(), path.read_bytes() if path.is_file() else None) for path in folder.rglob("*"))
+    return sorted(
+        (path.relative_to(folder).as_posix(), path.read_bytes() if path.is_file() else None)
+        for path in folder.rglob("*")
+    )
 
 
-@pytest.mark.parametrize("call", [lambda path: write_bytes(path, b"new"), lambda path: write_json(path, {"format": "x"})])
+@pytest.mark.parametrize(
+    "call", [lambda path: write_bytes(path, b"new"), lambda path: write_json(path, {"format": "x"})]
+)
 def test_a_folder_where_a_file_is_to_be_written(tmp_path, call):
     (tmp_path / "out" / "inside").mkdir(parents=True)
     before = everything(tmp_path)
-    assert error_of(call, tmp_path / "out") == f"{tmp_path}/out: expected to write a file here, found a folder; remove or rename it, or choose another place"
+    assert error_of(call, tmp_path / "out") == (
+        f"{tmp_path}/out: expected to write a file here, found a folder; remove or rename it, or choose another place"
+    )
     assert everything(tmp_path) == before
 
 
@@ -35,17 +43,23 @@ def test_a_folder_where_a_file_is_to_be_written(tmp_path, call):
 def test_a_file_where_a_folder_is_to_be_made(tmp_path, below):
     (tmp_path / "file").write_text("kept")
     line = error_of(write_bytes, tmp_path / "file" / below, b"new")
-    assert line == f"{tmp_path}/file: expected a folder to write into, found a file; remove or rename it, or choose another place"
+    assert line == (
+        f"{tmp_path}/file: expected a folder to write into, found a file; remove or rename it, or choose another place"
+    )
     assert everything(tmp_path) == [("file", b"kept")]
 
 
 def test_stages_say_so_too(tmp_path):
     folder, results = write(tmp_path / "checkpoint"), tmp_path / "results"
     (results / "checkpoint.json").mkdir(parents=True)
-    assert f"{results}/checkpoint.json: expected to write a file here, found a folder" in error_of(resolve, str(folder), folder, results / "checkpoint.json")
+    assert (f"{results}/checkpoint.json: expected to write a file here, found a folder") in error_of(
+        resolve, str(folder), folder, results / "checkpoint.json"
+    )
     checkpoint = resolve(str(folder), folder, tmp_path / "c.json")
     (results / "fp32" / "weights.safetensors").mkdir(parents=True)
-    assert f"{results}/fp32/weights.safetensors: expected to write a file here, found a folder" in error_of(convert, checkpoint, "fp32", results / "fp32" / "weights.json")
+    assert (f"{results}/fp32/weights.safetensors: expected to write a file here, found a folder") in error_of(
+        convert, checkpoint, "fp32", results / "fp32" / "weights.json"
+    )
     (tmp_path / "graphs").touch()
     assert f"{tmp_path}/graphs: expected a folder to write into, found a file" in error_of(
         export, resolve(str(DEMO), DEMO, tmp_path / "demo.json"), "fp32", tmp_path / "graphs" / "assembly.json"
@@ -73,7 +87,8 @@ def test_commands_say_so_before_any_work(lockstep, tmp_path):
     (tmp_path / "results" / "m" / "fp32" / "graphs" / "assembly.json").mkdir(parents=True)
     code, said = lockstep("export", "--config", "my.yaml")
     assert code == 2 and said == (
-        "lockstep: error: results/m/fp32/graphs/assembly.json: expected to write a file here, found a folder; remove or rename it, or choose another place\n"
+        "lockstep: error: results/m/fp32/graphs/assembly.json: expected to write a file here, found a "
+        "folder; remove or rename it, or choose another place\n"
     )
     code, said = lockstep("bundle", "m/fp32/all", "--out", str(tmp_path))
     assert code == 2 and f"File '{tmp_path}' is a directory." in said
@@ -85,7 +100,9 @@ def test_commands_say_so_before_any_work(lockstep, tmp_path):
 def test_a_number_of_threads_that_cannot_be_meant(monkeypatch, text):
     monkeypatch.setenv(THREADS_VARIABLE, text)
     cpus = len(os.sched_getaffinity(0))
-    assert error_of(thread_count).startswith(f"{THREADS_VARIABLE}: expected 1 to {max(64, 4 * cpus)} ({cpus} CPUs are here), found {text[:37]}")
+    assert error_of(thread_count).startswith(
+        f"{THREADS_VARIABLE}: expected 1 to {max(64, 4 * cpus)} ({cpus} CPUs are here), found {text[:37]}"
+    )
 
 
 def test_as_many_threads_as_a_job_may_ask_for(monkeypatch):

@@ -12,8 +12,8 @@ from onnx import numpy_helper
 from transformers.models.llama import modeling_llama
 
 from lockstep.errors import InputError
-from lockstep.export.run import assemble, export_config
 from lockstep.export.parity import TOLERANCE, depths_to_try, make_small, measure, prove
+from lockstep.export.run import assemble, export_config
 from lockstep.export.small_configs import small_configs
 from lockstep.export.tracer import meta_model
 
@@ -57,7 +57,13 @@ def with_graph(small, name, change):
 
 def with_slots(small, change):
     """The small model with other tensors bound: `change` takes the layers of the assembly."""
-    assembly = {**small.assembly, "layers": [{**layer, "block": {**layer["block"], "slots": dict(layer["block"]["slots"])}} for layer in small.assembly["layers"]]}
+    assembly = {
+        **small.assembly,
+        "layers": [
+            {**layer, "block": {**layer["block"], "slots": dict(layer["block"]["slots"])}}
+            for layer in small.assembly["layers"]
+        ],
+    }
     change(assembly["layers"])
     return dataclasses.replace(small, assembly=assembly)
 
@@ -107,9 +113,16 @@ def is_float(array, value):
 
 SCALE = CONFIG["query_pre_attn_scalar"] ** -0.5
 SCALED = replace_constant(lambda array: is_float(array, SCALE), lambda array: array * np.float32(1.05))
-NO_ROTARY = replace_constant(lambda array: array.dtype == np.float32 and array.size == CONFIG["head_dim"] // 2, np.zeros_like)
-WIDER = replace_constant(lambda array: array.dtype == np.int64 and array.shape == () and array == CONFIG["sliding_window"], lambda array: array + 1)
-UNCAPPED = replace_constant(lambda array: is_float(array, CONFIG["attn_logit_softcapping"]), lambda array: array * np.float32(20))
+NO_ROTARY = replace_constant(
+    lambda array: array.dtype == np.float32 and array.size == CONFIG["head_dim"] // 2, np.zeros_like
+)
+WIDER = replace_constant(
+    lambda array: array.dtype == np.int64 and array.shape == () and array == CONFIG["sliding_window"],
+    lambda array: array + 1,
+)
+UNCAPPED = replace_constant(
+    lambda array: is_float(array, CONFIG["attn_logit_softcapping"]), lambda array: array * np.float32(20)
+)
 GRAPH_FAULTS = {
     "scale off by 5 %": SCALED,
     "mask dropped": bypass("Where", keep_input=1),
@@ -145,7 +158,11 @@ def forget_rows_from(row):
     """What says which cache rows are filled says no from `row` on."""
 
     def change(graph):
-        index, node = next((i, node) for i, node in enumerate(graph.node) if node.op_type == "Less" and any("range" in name for name in node.input))
+        index, node = next(
+            (i, node)
+            for i, node in enumerate(graph.node)
+            if node.op_type == "Less" and any("range" in name for name in node.input)
+        )
         rows, given = next(name for name in node.input if "range" in name), node.output[0]
         node.output[0] = "filled"
         graph.initializer.append(numpy_helper.from_array(np.array(row), "row"))
@@ -177,7 +194,9 @@ def test_long_contexts_of_the_split_form_itself_pass(wide, llama):
 
 
 def window_of_300(by):
-    return replace_constant(lambda array: array.dtype == np.int64 and array.shape == () and array == 300, lambda array: array + by)
+    return replace_constant(
+        lambda array: array.dtype == np.int64 and array.shape == () and array == 300, lambda array: array + by
+    )
 
 
 LATE_FAULTS = {
@@ -197,7 +216,10 @@ def test_a_fault_that_begins_late_is_caught(wide, fault, phase):
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("at", [4096, 16384, 131060])
 def test_positions_are_right_up_to_the_last(llama, at, phase):
-    assert measure(with_graph(llama, llama.assembly["kinds"]["attention"][phase]["graph"], clamp_positions(at))).error > 10 * TOLERANCE
+    assert (
+        measure(with_graph(llama, llama.assembly["kinds"]["attention"][phase]["graph"], clamp_positions(at))).error
+        > 10 * TOLERANCE
+    )
 
 
 def swap(layer, one, other):
@@ -238,25 +260,38 @@ def test_a_fault_in_the_export_is_a_refusal_that_says_so(small):
     meta = meta_model(CONFIG, "fp32")
     with pytest.raises(InputError) as error:
         prove(CONFIG, meta, *faulty(meta, CONFIG, "fp32"), faulty)
-    assert "its split form differs from transformers" in str(error.value) and "please report" in str(error.value) and "\n" not in str(error.value)
+    assert (
+        ("its split form differs from transformers") in str(error.value)
+        and "please report" in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_a_model_that_traces_without_complaint_but_attends_otherwise_is_refused(tmp_path, monkeypatch):
     own = modeling_llama.eager_attention_forward
 
-    def sharper(module, query, key, value, attention_mask, scaling, **options):  # what the attention interface is told is not what is done
+    # what the attention interface is told is not what is done
+    def sharper(module, query, key, value, attention_mask, scaling, **options):
         return own(module, query, key, value, attention_mask, scaling * 1.05, **options)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper)
     config = {**FAMILIES["llama"].config, "num_hidden_layers": 2}
-    assemble(meta_model(config, "fp32"), config, "fp32")  # nothing to see: one attention for each layer, no token mixed, no weight in a batchless graph
+    # nothing to see: one attention for each layer, no token mixed, no weight in a batchless graph
+    assemble(meta_model(config, "fp32"), config, "fp32")
     with pytest.raises(InputError, match="its split form differs"):
         export_config(config, "fp32", tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_an_encoder_is_refused_unless_it_is_told_to_be_a_decoder(tmp_path):
-    bert = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    bert = {
+        "model_type": "bert",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     with pytest.raises(InputError, match="lets tokens see later ones"):
         export_config(bert, "fp32", tmp_path)
     assert export_config({**bert, "is_decoder": True}, "fp32", tmp_path)
@@ -264,7 +299,15 @@ def test_an_encoder_is_refused_unless_it_is_told_to_be_a_decoder(tmp_path):
 
 @pytest.mark.parametrize(
     ("looks", "depths"),
-    [("a", [1]), ("ab", [2]), ("aaaaaaaa", [3]), ("abababab", [3, 4]), ("aabbbbbb", [4]), ("aaaaabaaaaab", [7, 12]), ("aaaabbbba", [9])],
+    [
+        ("a", [1]),
+        ("ab", [2]),
+        ("aaaaaaaa", [3]),
+        ("abababab", [3, 4]),
+        ("aabbbbbb", [4]),
+        ("aaaaabaaaaab", [7, 12]),
+        ("aaaabbbba", [9]),
+    ],
 )
 def test_the_small_model_is_deep_enough_to_show_all_neighbours(looks, depths):
     assert depths_to_try(looks) == depths
@@ -274,20 +317,57 @@ def test_the_small_model_is_deep_enough_to_show_all_neighbours(looks, depths):
 
 SHAPES = {
     "llama-3-70b": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192, "bos_token_id": 128000, "eos_token_id": [128001, 128009],
-        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128009],
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     },
-    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024, "vocab_size": 50257},
+    "gpt2-xl": {
+        "model_type": "gpt2",
+        "n_embd": 1600,
+        "n_head": 25,
+        "n_layer": 48,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    },
     "gemma-3-27b": {
-        "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32, "vocab_size": 262208,
-        "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
+        "model_type": "gemma3_text",
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "vocab_size": 262208,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "sliding_window": 1024,
     },
     "mixtral-8x22b": {
-        "model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48,
-        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32768,
+        "model_type": "mixtral",
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 56,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32768,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
@@ -296,7 +376,17 @@ def test_large_shapes_become_small_and_keep_their_settings(config):
     assert sum(parameter.numel() for parameter in small.parameters()) < 8_000_000
     real, text = meta_model(config, "fp32").config, small.config
     assert text.num_hidden_layers == 3
-    for key in ("hidden_act", "activation_function", "rope_parameters", "head_dim", "query_pre_attn_scalar", "tie_word_embeddings", "rms_norm_eps"):
+    for key in (
+        "hidden_act",
+        "activation_function",
+        "rope_parameters",
+        "head_dim",
+        "query_pre_attn_scalar",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+    ):
         assert getattr(text, key, None) == getattr(real, key, None), key
-    ratio = lambda config: config.num_attention_heads > getattr(config, "num_key_value_heads", config.num_attention_heads)
+    ratio = lambda config: (
+        config.num_attention_heads > getattr(config, "num_key_value_heads", config.num_attention_heads)
+    )
     assert ratio(text) == ratio(real)

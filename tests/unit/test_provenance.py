@@ -11,24 +11,25 @@ import jsonschema
 import pytest
 from demo_model import CONFIG, DEMO
 
-from lockstep.provenance import code_identity
 from lockstep import backends
+from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.checkpoint import resolve_architecture
 from lockstep.errors import InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.provenance import run as stage
-from lockstep.provenance.slsa import now, provenance_path
-from lockstep.provenance.record import record_path
 from lockstep.pipeline.stages import step
+from lockstep.provenance import code_identity
+from lockstep.provenance import run as stage
+from lockstep.provenance.record import record_path
+from lockstep.provenance.slsa import now, provenance_path
 from lockstep.provenance.verify import verify
 from lockstep.targets import Results
 
 NAMES = {"model": "demo-llama", "precision": "fp16", "backend": "onnxruntime"}
 NAME = "demo-llama/fp16/engines/onnxruntime/provenance.json"
 
-# What is published. Statement, descriptor: github.com/in-toto/attestation/blob/main/spec/v1/statement.md and resource_descriptor.md (of a descriptor at least
-# one of uri, digest, content; of a subject the digest). Predicate: slsa.dev/spec/v1.0/provenance (buildType, externalParameters and builder.id are
-# required; version maps strings to strings; times are RFC 3339 in UTC; fields of one's own are named vendor_field).
+# What is published. Statement, descriptor: github.com/in-toto/attestation/blob/main/spec/v1/statement.md and
+# resource_descriptor.md (of a descriptor at least one of uri, digest, content; of a subject the digest). Predicate:
+# slsa.dev/spec/v1.0/provenance (buildType, externalParameters and builder.id are required; version maps strings to
+# strings; times are RFC 3339 in UTC; fields of one's own are named vendor_field).
 URI = {"type": "string", "pattern": "^[a-z][a-z0-9+.-]*:.+$"}
 TIME = {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z$"}
 OWN = {"^[a-z]+_": True}
@@ -38,7 +39,12 @@ DESCRIPTOR = {
     "properties": {
         "name": {"type": "string"},
         "uri": URI,
-        "digest": {"type": "object", "minProperties": 1, "properties": {"sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"}}, "additionalProperties": {"type": "string"}},
+        "digest": {
+            "type": "object",
+            "minProperties": 1,
+            "properties": {"sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"}},
+            "additionalProperties": {"type": "string"},
+        },
         "content": {"type": "string", "contentEncoding": "base64"},
         "downloadLocation": URI,
         "mediaType": {"type": "string"},
@@ -49,7 +55,13 @@ DESCRIPTOR = {
 
 
 def fields(required: list[str], **properties: dict) -> dict:
-    return {"type": "object", "required": required, "properties": properties, "patternProperties": OWN, "additionalProperties": False}
+    return {
+        "type": "object",
+        "required": required,
+        "properties": properties,
+        "patternProperties": OWN,
+        "additionalProperties": False,
+    }
 
 
 SCHEMA = {
@@ -70,7 +82,10 @@ SCHEMA = {
             runDetails=fields(
                 ["builder"],
                 builder=fields(
-                    ["id"], id=URI, version={"type": "object", "additionalProperties": {"type": "string"}}, builderDependencies={"type": "array", "items": DESCRIPTOR}
+                    ["id"],
+                    id=URI,
+                    version={"type": "object", "additionalProperties": {"type": "string"}},
+                    builderDependencies={"type": "array", "items": DESCRIPTOR},
                 ),
                 metadata=fields([], invocationId={"type": "string"}, startedOn=TIME, finishedOn=TIME),
                 byproducts={"type": "array", "items": DESCRIPTOR},
@@ -92,7 +107,13 @@ def results(demo: Results, tmp_path: Path) -> Results:
     """The demo's graphs in fp16 with the manifest of what they were made of; no engines."""
     results = Results(tmp_path / "results")
     shutil.copytree(demo.assembly("demo-llama", "fp16").parent, results.assembly("demo-llama", "fp16").parent)
-    for name, make in (("architecture", lambda: resolve_architecture("resources/demo-llama", DEMO, results.architecture("demo-llama"))), ("export", lambda: None)):
+    for name, make in (
+        (
+            "architecture",
+            lambda: resolve_architecture("resources/demo-llama", DEMO, results.architecture("demo-llama")),
+        ),
+        ("export", lambda: None),
+    ):
         stage.run(step(name, CONFIG, results, NAMES), make)
     return results
 
@@ -108,12 +129,16 @@ def test_a_build_that_fails_before_it_writes_keeps_the_earlier_one(results: Resu
     before = path.read_bytes()
 
     def fail() -> None:
-        assert not path.exists() and not record_path(path.with_name("engines.json")).exists(), "a kill now leaves neither"
+        assert not path.exists() and not record_path(path.with_name("engines.json")).exists(), (
+            "a kill now leaves neither"
+        )
         raise InputError("no room")
 
     with pytest.raises(InputError, match="no room"):
         stage.run(step("build", CONFIG, results, NAMES), fail)
-    assert path.read_bytes() == before and {finding.status for finding in verify(results.root) if finding.name.startswith("demo-llama/fp16/engines")} == {"same"}
+    assert path.read_bytes() == before and {
+        finding.status for finding in verify(results.root) if finding.name.startswith("demo-llama/fp16/engines")
+    } == {"same"}
 
 
 def test_a_build_that_fails_after_it_wrote_leaves_none(results: Results) -> None:
@@ -133,10 +158,16 @@ def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:
     path = build(results)
     statement, engines = json.loads(path.read_text()), path.parent
     subjects = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
-    assert subjects == {file.name: sha256_file(file) for file in engines.iterdir() if file.suffix == ".onnx" or file.name == "engines.json"}
+    assert subjects == {
+        file.name: sha256_file(file)
+        for file in engines.iterdir()
+        if file.suffix == ".onnx" or file.name == "engines.json"
+    }
     definition, details = statement["predicate"]["buildDefinition"], statement["predicate"]["runDetails"]
     dependencies = {item["name"]: item for item in definition["resolvedDependencies"]}
-    assert dependencies["graphs/middle.onnx"]["digest"]["sha256"] == sha256_file(results.assembly("demo-llama", "fp16").with_name("middle.onnx"))
+    assert dependencies["graphs/middle.onnx"]["digest"]["sha256"] == sha256_file(
+        results.assembly("demo-llama", "fp16").with_name("middle.onnx")
+    )
     assert dependencies["checkpoint/config.json"]["digest"]["sha256"] == sha256_file(DEMO / "config.json")
     assert "checkpoint/model.safetensors" not in dependencies, "engines hold no weights"
     assert dependencies["onnxruntime"]["uri"] == f"pkg:pypi/onnxruntime@{code_identity.read_pins()['onnxruntime']}"
@@ -150,12 +181,20 @@ def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:
 def test_a_model_of_the_hub_is_named_at_its_commit(results: Results) -> None:
     manifest = results.architecture("demo-llama")
     write_json(manifest, {**read_json(manifest), "source": "hf:org/name@main"})
-    write_json(results.source("demo-llama"), {"format": "lockstep.source/1", "source": "hf:org/name@main", "commit": "ab" * 20, "files": []})
+    write_json(
+        results.source("demo-llama"),
+        {"format": "lockstep.source/1", "source": "hf:org/name@main", "commit": "ab" * 20, "files": []},
+    )
     found = json.loads(build(results).read_text())["predicate"]["buildDefinition"]["resolvedDependencies"]
-    assert next(item["uri"] for item in found if item["name"] == "checkpoint/config.json") == f"pkg:huggingface/org/name@{'ab' * 20}#config.json"
+    assert (
+        next(item["uri"] for item in found if item["name"] == "checkpoint/config.json")
+        == f"pkg:huggingface/org/name@{'ab' * 20}#config.json"
+    )
 
 
-def test_times_stand_only_there_and_are_those_of_the_source_if_it_says_so(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_stand_only_there_and_are_those_of_the_source_if_it_says_so(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = build(results)
     others = {path: path.read_bytes() for path in first.parent.iterdir() if path != first}
     assert not any(re.search(rb"20\d\d-\d\d-\d\dT", data) for path, data in others.items() if path.suffix == ".json")
@@ -186,7 +225,9 @@ def test_verify_says_whether_it_is_that_of_the_engines(results: Results) -> None
     path.write_bytes(data)
     engines = path.with_name("engines.json")
     write_json(engines, {**read_json(engines), "backend_version": "0.0"})
-    assert of_it() == [("different", "it is of another engine set: engines.json differs; `lockstep build` makes it again")]
+    assert of_it() == [
+        ("different", "it is of another engine set: engines.json differs; `lockstep build` makes it again")
+    ]
     build(results)
     path.unlink()
     assert of_it() == [("missing", "`lockstep build` makes it again")]

@@ -1,4 +1,5 @@
-"""Random checkpoints: the same bytes for the same seed, logits of a useful size, little memory, and nothing left of an earlier one."""
+"""Random checkpoints: the same bytes for the same seed, logits of a useful size, little memory, and nothing left of an
+earlier one."""
 
 from __future__ import annotations
 
@@ -12,21 +13,28 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from lockstep.export import random_model
-from lockstep.checkpoint import describe, resolve_fetched
-from lockstep.errors import InputError
 from lockstep.artifacts.fetched import read_fetched
 from lockstep.artifacts.files import sha256_file
+from lockstep.checkpoint import describe, resolve_fetched
+from lockstep.errors import InputError
+from lockstep.export import random_model
 from lockstep.export.quiet import quiet
 
 SIZES = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 256,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
 OWN = {
-    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}, "opt": {"ffn_dim": 160, "word_embed_proj_dim": 64},
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
+    "opt": {"ffn_dim": 160, "word_embed_proj_dim": 64},
     "gemma2": {"query_pre_attn_scalar": 16},
-}  # fmt: skip
+}
 
 
 def shape(folder: Path, **changes) -> Path:
@@ -43,19 +51,24 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "opt", "qwen2"])
 def test_logits_neither_vanish_nor_explode(tmp_path: Path, model_type: str, tied: bool) -> None:
-    config = shape(tmp_path, model_type=model_type, dtype="float32", tie_word_embeddings=tied, **OWN.get(model_type, {}))
+    config = shape(
+        tmp_path, model_type=model_type, dtype="float32", tie_word_embeddings=tied, **OWN.get(model_type, {})
+    )
     folder = random_model.make(config, 0, tmp_path / "checkpoint")
     with quiet(), torch.no_grad():
         model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         logits = model(torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))).logits
     assert not any(info.values()), "transformers finds each tensor, and no other"
-    # Softmax over logits of std 0.3 is all but flat and over std 3 all but certain; in between rounding errors can be read.
+    # Softmax over logits of std 0.3 is all but flat and over std 3 all but certain; in between rounding errors can be
+    # read.
     assert 0.3 < logits.std() < 3 and 0.3 < logits.std(-1).min()
 
 
 def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
     config = shape(tmp_path)
-    first, again, other = (digests(random_model.make(config, seed, tmp_path / name)) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    first, again, other = (
+        digests(random_model.make(config, seed, tmp_path / name)) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
     assert first == again and first["model.safetensors"] != other["model.safetensors"]
     assert {name for name in first if first[name] != other[name]} == {"model.safetensors"}
 
@@ -90,7 +103,8 @@ def test_a_tokenizer_beside_the_config_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "gpt_neox", "llama"])
 def test_transformers_reads_the_tokenizer_whatever_the_models_type(tmp_path: Path, model_type: str) -> None:
-    """Else it takes the class of the type: Gemma's is refused without an <unk>, GPT-NeoX's adds tokens that the vocabulary does not have."""
+    """Else it takes the class of the type: Gemma's is refused without an <unk>, GPT-NeoX's adds tokens that the
+    vocabulary does not have."""
     folder = random_model.make(shape(tmp_path, model_type=model_type), 0, tmp_path / "checkpoint")
     with quiet():
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -113,15 +127,24 @@ def test_fetch_records_what_it_made(tmp_path: Path) -> None:
     fetched = read_fetched(out)
     assert fetched.sha256 == digests(fetched.folder) and fetched.commit is None
     manifest = json.loads(resolve_fetched(out, tmp_path / "m" / "checkpoint.json").read_text())
-    assert (manifest["source"], manifest["folder"], "commit" in manifest) == ("random:shape.json?seed=5", "checkpoint", False)
+    assert (manifest["source"], manifest["folder"], "commit" in manifest) == (
+        "random:shape.json?seed=5",
+        "checkpoint",
+        False,
+    )
     before = out.read_bytes()
     random_model.fetch("random:shape.json?seed=5", config, out)
     assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("{", "expected JSON"), ("[]", "expected a JSON object, found list"), ('{"model_type": "llama", "dtype": "int8"}', "dtype: expected one of bfloat16"),
-    ('{"model_type": "nothing"}', "model_type: expected a causal LM of transformers"), ('{"model_type": "t5"}', "expected a causal LM of transformers"),
+    ("{", "expected JSON"), ("[]", "expected a JSON object, "
+"found list"), ('{"model_type": "llama", '
+'"dtype": "int8"}', "dtype: expected one "
+"of bfloat16"),
+    ('{"model_type": "nothing"}', "model_type: expected a causal LM of "
+"transformers"), ('{"model_type": "t5"}', "expected a causal LM of "
+"transformers"),
 ])  # fmt: skip
 def test_a_config_that_is_no_causal_lms(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "shape.json").write_text(text)
@@ -137,7 +160,8 @@ def test_a_model_larger_than_the_disk_is_refused_before_anything_is_written(tmp_
 
 
 def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
-    """A model of 240 MB, whose largest tensor has 100 MB. Pieces have 16 MB: a few at a time, and what the page cache does not count."""
+    """A model of 240 MB, whose largest tensor has 100 MB. Pieces have 16 MB: a few at a time, and what the page cache
+    does not count."""
     config = shape(tmp_path, vocab_size=100_000, hidden_size=512, dtype="float16", tie_word_embeddings=False)
     code = (
         "import resource, sys; from lockstep.export import random_model; from pathlib import Path\n"
@@ -146,5 +170,7 @@ def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
         "random_model.make(sys.argv[1], 0, sys.argv[3]); print(peak() - before)"
     )
     small = shape(tmp_path / "small")
-    output = subprocess.run([sys.executable, "-c", code, config, small, tmp_path / "c"], check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code, config, small, tmp_path / "c"], check=True, capture_output=True, text=True
+    ).stdout
     assert float(output) < 90

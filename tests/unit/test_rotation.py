@@ -1,4 +1,5 @@
-"""Rotary encodings as two numbers for each position and element: read out of graphs of many families, held against the graphs and against transformers.
+"""Rotary encodings as two numbers for each position and element: read out of graphs of many families, held against the
+graphs and against transformers.
 
 What is not of that form is refused, with what was found.
 """
@@ -17,13 +18,13 @@ import torch
 from families import FAMILIES
 
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.onnx_tools.rope import rotary
 from lockstep.backends.tensorrt.attention_kinds import can_fuse
 from lockstep.backends.tensorrt.rotation import Tables, check_rotation, read_rotation
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.sessions import open_session
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
+from lockstep.onnx_tools.rope import rotary
+from lockstep.onnx_tools.sessions import open_session
 
 pytestmark = pytest.mark.exports
 
@@ -32,7 +33,8 @@ POSITIONS = 100
 ALWAYS = {"llama, yarn rope", "glm", "cohere", "gpt2"}
 TWO_KINDS = {"qwen2", "gemma2", "gemma3_text", "smollm3"}
 REFUSED = {"deepseek_v3"}  # writes neighbours into halves, and puts keys together before they are turned
-WITHOUT = {"gpt2", "opt", "hunyuan_v1_dense"}  # positions in the embedding; keys normalised behind the encoding, which then stays in the block
+# positions in the embedding; keys normalised behind the encoding, which then stays in the block
+WITHOUT = {"gpt2", "opt", "hunyuan_v1_dense"}
 
 
 @dataclass
@@ -61,9 +63,13 @@ def cut(request) -> Cut:
     config, layers = {**FAMILIES[request.param].config, "dtype": "float16"}, 2 if request.param in TWO_KINDS else 1
     config |= {"n_layer": layers} if "n_layer" in config else {"num_hidden_layers": layers}
     config |= {name: config[name][:layers] for name in ("layer_types", "no_rope_layers") if name in config}
-    config |= {"head_dim": 16} if request.param in ("cohere", "llama, yarn rope", "smollm3", "olmo2") else {}  # as fused attention asks for
+    # as fused attention asks for
+    config |= {"head_dim": 16} if request.param in ("cohere", "llama, yarn rope", "smollm3", "olmo2") else {}
     files, assembly = assemble(meta_model(config, "fp16"), config, "fp16")
-    graphs = {name: rotary(onnx.load_from_string(files[kind["decode"]["graph"]]), kind) for name, kind in assembly["kinds"].items()}
+    graphs = {
+        name: rotary(onnx.load_from_string(files[kind["decode"]["graph"]]), kind)
+        for name, kind in assembly["kinds"].items()
+    }
     return Cut(request.param, config, assembly["kinds"], graphs)
 
 
@@ -77,55 +83,100 @@ def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
     for name, model in cut.graphs.items():
         run = executable(model, tmp_path)
         if cut.family in REFUSED:
-            with pytest.raises(CheckError, match="here: expected a rotary encoding that mixes pairs .*found element 13 made of 2 others; build with attention: traced"):
+            with pytest.raises(
+                CheckError,
+                match="here: expected a rotary encoding that mixes pairs .*found "
+                "element 13 made of 2 others; build with attention: traced",
+            ):
                 check_rotation(run, POSITIONS, "here")
             continue
         check_rotation(run, POSITIONS, "here")
         tables = read_rotation(run, POSITIONS, "here")
         random, positions = np.random.default_rng(1), np.array([99, 0, 7, 7, 64, 31])
         kind = cut.kinds[name]
-        given = [random.standard_normal((len(positions), kind[heads], kind["head_dim"]), np.float32).astype(np.float16) for heads in ("num_heads", "num_kv_heads")]
+        given = [
+            random.standard_normal((len(positions), kind[heads], kind["head_dim"]), np.float32).astype(np.float16)
+            for heads in ("num_heads", "num_kv_heads")
+        ]
         types = {entry["name"]: entry["dtype"] for entry in kind["decode"]["inputs"]}
-        feeds = {name: x.reshape(len(x), -1).astype(types[name]) for name, x in zip(("query", "key"), given)} | {"position_ids": positions}
+        feeds = {name: x.reshape(len(x), -1).astype(types[name]) for name, x in zip(("query", "key"), given)} | {
+            "position_ids": positions
+        }
         session = open_session(model.SerializeToString())
-        for x, found in zip(given, session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})):
-            # Numbers up to 4: the products and their sum are rounded to fp16 by the graph, each by 2^-11 of its size at most.
+        for x, found in zip(
+            given, session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
+        ):
+            # Numbers up to 4: the products and their sum are rounded to fp16 by the graph, each by 2^-11 of its size at
+            # most.
             assert np.abs(applied(tables, x, positions) - found.astype(np.float32)).max() < 3 * 4 * 2**-11
         turns = (tables.partner != np.arange(len(tables.partner))).any()
         assert turns == ("position_ids" in feeds.keys() & {value.name for value in model.graph.input})
         assert turns != (cut.family in WITHOUT or cut.family == "smollm3" and name == "attention_2")
 
 
-@pytest.mark.parametrize("cut", of(["llama, llama3 rope", "llama, yarn rope", "mistral", "cohere", "glm"]), indirect=True)
+@pytest.mark.parametrize(
+    "cut", of(["llama, llama3 rope", "llama, yarn rope", "mistral", "cohere", "glm"]), indirect=True
+)
 def test_the_tables_turn_as_transformers_does(cut, tmp_path) -> None:
-    """Its own function on its own cosines, in float64: what is left is that these are fp16 in the graph, each rounded by 2^-11 at most."""
-    module = importlib.import_module(f"transformers.models.{cut.config['model_type']}.modeling_{cut.config['model_type']}")
-    encoding = next(value for value in meta_model(cut.config, "fp32").modules() if type(value).__name__.endswith("RotaryEmbedding"))
+    """Its own function on its own cosines, in float64: what is left is that these are fp16 in the graph, each rounded
+    by 2^-11 at most."""
+    module = importlib.import_module(
+        f"transformers.models.{cut.config['model_type']}.modeling_{cut.config['model_type']}"
+    )
+    encoding = next(
+        value for value in meta_model(cut.config, "fp32").modules() if type(value).__name__.endswith("RotaryEmbedding")
+    )
     positions = np.arange(POSITIONS)
     random = np.random.default_rng(2)
-    (name, model), kind = *cut.graphs.items(), next(iter(cut.kinds.values()))
-    query, key = (torch.from_numpy(random.standard_normal((1, kind[heads], POSITIONS, kind["head_dim"]))) for heads in ("num_heads", "num_kv_heads"))
+    (_, model), kind = *cut.graphs.items(), next(iter(cut.kinds.values()))
+    query, key = (
+        torch.from_numpy(random.standard_normal((1, kind[heads], POSITIONS, kind["head_dim"])))
+        for heads in ("num_heads", "num_kv_heads")
+    )
     cos, sin = encoding(torch.zeros(1, dtype=torch.float64), torch.from_numpy(positions)[None])
     tables = read_rotation(executable(model, tmp_path), POSITIONS, "here")
     for x, expected in zip((query, key), module.apply_rotary_pos_emb(query, key, cos, sin)):
         found = applied(tables, x[0].numpy().swapaxes(0, 1), positions)
-        assert np.abs(found - expected[0].numpy().swapaxes(0, 1)).max() < 2 * 2**-11 * 4.5  # of random numbers up to 4.5
+        # of random numbers up to 4.5
+        assert np.abs(found - expected[0].numpy().swapaxes(0, 1)).max() < 2 * 2**-11 * 4.5
 
 
 @pytest.mark.parametrize(
     ("sizes", "factor", "positions"),
     [
-        # At position 30744 an angle of Llama-2-7B is next to pi/2: its cosine is -2.9e-6, below fp16's smallest normal number.
-        pytest.param({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}, 1.0, 30745, marks=pytest.mark.long),
-        ({"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}, 1e-5, POSITIONS),  # all numbers of the encoding are below it
+        # At position 30744 an angle of Llama-2-7B is next to pi/2: its cosine is -2.9e-6, below fp16's smallest normal
+        # number.
+        pytest.param(
+            {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32},
+            1.0,
+            30745,
+            marks=pytest.mark.long,
+        ),
+        # all numbers of the encoding are below it
+        ({"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}, 1e-5, POSITIONS),
     ],
 )
 def test_numbers_below_the_smallest_normal_one_are_no_other_numbers(tmp_path, sizes, factor, positions) -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "original_max_position_embeddings": 65536, "attention_factor": factor}
-    config = {**FAMILIES["llama"].config, **sizes, "dtype": "float16", "num_hidden_layers": 1, "max_position_embeddings": 65536, "rope_parameters": rope}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 1.0,
+        "original_max_position_embeddings": 65536,
+        "attention_factor": factor,
+    }
+    config = {
+        **FAMILIES["llama"].config,
+        **sizes,
+        "dtype": "float16",
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 65536,
+        "rope_parameters": rope,
+    }
     files, assembly = assemble(meta_model(config, "fp16"), config, "fp16")
     (kind,) = assembly["kinds"].values()
-    check_rotation(executable(rotary(onnx.load_from_string(files[kind["decode"]["graph"]]), kind), tmp_path), positions, "here")
+    check_rotation(
+        executable(rotary(onnx.load_from_string(files[kind["decode"]["graph"]]), kind), tmp_path), positions, "here"
+    )
 
 
 def test_what_fused_attention_can_run_is_known_by_types_too(cut) -> None:
@@ -133,7 +184,9 @@ def test_what_fused_attention_can_run_is_known_by_types_too(cut) -> None:
         types = {entry["name"]: entry["dtype"] for entry in kind["decode"]["inputs"]}
         assert {types[name] for name in ("query", "key", "value")} == {"float16"}
         assert can_fuse(kind, "float16") == (kind["head_dim"] == 16 and not kind["softcap"])
-        values = [{**entry, "dtype": "float32"} if entry["name"] == "value" else entry for entry in kind["decode"]["inputs"]]
+        values = [
+            {**entry, "dtype": "float32"} if entry["name"] == "value" else entry for entry in kind["decode"]["inputs"]
+        ]
         assert not can_fuse({**kind, "decode": {"inputs": values}}, "float16")
 
 
@@ -147,19 +200,24 @@ HALVES = """
 TURN = """
     {x} = Reshape({name}, {heads})
     {x}_low, {x}_high = Split<axis = -1, num_outputs = 2>({x})  {x}_minus = Neg({x}_high)  {x}_half = Concat<axis = -1>({x}_minus, {x}_low)
-    {x}_one = Mul({x}, wide_cosines)  {x}_two = Mul({x}_half, wide_sines)  {name}_turned = Add({x}_one, {x}_two)"""
+    {x}_one = Mul({x}, wide_cosines)  {x}_two = Mul({x}_half, wide_sines)  {name}_turned = Add({x}_one, {x}_two)"""  # noqa: E501
 
 
 def handmade(
-    query: str = "query_out = Identity(query_turned)", key: str = "key_out = Identity(key_turned)", angle: str = ANGLE, inputs: str = "", heads: int = 2
+    query: str = "query_out = Identity(query_turned)",
+    key: str = "key_out = Identity(key_turned)",
+    angle: str = ANGLE,
+    inputs: str = "",
+    heads: int = 2,
 ) -> onnx.ModelProto:
-    """Heads of four elements, one of the key; halves turned by the position. query, key: what gives query_out, key_out."""
+    """Heads of four elements, one of the key; halves turned by the position. query, key: what gives query_out,
+    key_out."""
     return onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 20]>
         rotary (float[num_tokens, {4 * heads}] query, float[num_tokens, 4] key, int64[num_tokens] position_ids{inputs})
             => (float[num_tokens, {heads}, 4] query_out, float[num_tokens, 1, 4] key_out)
         <int64[1] one = {{1}}, int64[3] query_heads = {{-1, {heads}, 4}}, int64[3] key_heads = {{-1, 1, 4}}, float[2] frequencies = {{1, 0.01}}>
-        {{ {angle} {HALVES} {TURN.format(x="q", name="query", heads="query_heads")} {TURN.format(x="k", name="key", heads="key_heads")} {query} {key} }}"""
+        {{ {angle} {HALVES} {TURN.format(x="q", name="query", heads="query_heads")} {TURN.format(x="k", name="key", heads="key_heads")} {query} {key} }}"""  # noqa: E501
     )
 
 
@@ -185,27 +243,42 @@ ORDER = "order = Constant<value_ints = [1, 2, 3, 0]>()  query_out = Gather<axis 
         ({"query": "query_out = Identity(q)"}, "other numbers at position 99"),
         ({"key": "key_out = Identity(k)"}, "other numbers at position 99"),
         ({"key": "key_out = Relu(key_turned)"}, "other numbers at position 1"),  # by chance all positive at 0
-        ({"query": "square = Mul(query_turned, query_turned)  mean = ReduceMean(square)  query_out = Div(query_turned, mean)"}, "other numbers at position 0"),
-        ({"query": "two = Constant<value = float[2, 1] {1, 1.0001}>()  query_out = Mul(query_turned, two)"}, "other numbers at position 0"),  # heads differ
+        (
+            {
+                "query": "square = Mul(query_turned, query_turned)  mean = ReduceMean(square)  query_out = "
+                "Div(query_turned, mean)"
+            },
+            "other numbers at position 0",
+        ),
+        # heads differ
+        (
+            {"query": "two = Constant<value = float[2, 1] {1, 1.0001}>()  query_out = Mul(query_turned, two)"},
+            "other numbers at position 0",
+        ),
         ({"query": f"{ORDER}(query_turned, order)"}, "element 0 made of 2 others"),
         ({"query": f"{ORDER}(q, order)"}, "element 0 made of 1, which is made of 2"),
-        ({"angle": "angle = Cast<to = 1>(past_lengths)", "inputs": ", int64[num_tokens] past_lengths"}, "one that depends on past_lengths"),
+        (
+            {"angle": "angle = Cast<to = 1>(past_lengths)", "inputs": ", int64[num_tokens] past_lengths"},
+            "one that depends on past_lengths",
+        ),
     ],
 )
 def test_another_form_is_refused(tmp_path, changes, found) -> None:
     with pytest.raises(CheckError) as error:
         check_rotation(executable(handmade(**changes), tmp_path), POSITIONS, "x/attention.rotary.onnx")
     assert str(error.value) == (
-        "x/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements, in all heads alike, by their position alone, "
+        "x/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements, in all heads "
+        "alike, by their position alone, "
         f"found {found}; build with attention: traced"
     )
 
 
 @pytest.mark.parametrize("limit", [1, 3, 60, 98])
 def test_an_encoding_that_depends_on_the_length_is_refused(tmp_path, limit) -> None:
-    """As of dynamic NTK scaling, or with other frequencies for long prompts: the largest position of a step turns all of it."""
+    """As of dynamic NTK scaling, or with other frequencies for long prompts: the largest position of a step turns all
+    of it."""
     angle = f"""largest = ReduceMax(position_ids)  limit = Constant<value_int = {limit}>()  long = Greater(largest, limit)  plain = Cast<to = 1>(position_ids)
-    scale = Constant<value_float = 0.25>()  scaled = Mul(plain, scale)  angle = Where(long, scaled, plain)"""
+    scale = Constant<value_float = 0.25>()  scaled = Mul(plain, scale)  angle = Where(long, scaled, plain)"""  # noqa: E501
     run = executable(handmade(angle=angle), tmp_path)
     with pytest.raises(CheckError, match="found other numbers at position [0-9]+; build with attention: traced"):
         check_rotation(run, POSITIONS, "here")
@@ -218,4 +291,5 @@ def test_numbers_are_turned_in_pieces(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("lockstep.backends.tensorrt.rotation._NUMBERS", 7 * 12)
     check_rotation(run, POSITIONS, "here")
     for name, values in vars(read_rotation(run, POSITIONS, "here")).items():
-        np.testing.assert_allclose(values, getattr(whole, name), rtol=0, atol=2**-23, err_msg=name)  # sine of one number or of eight at a time: the last bit
+        # sine of one number or of eight at a time: the last bit
+        np.testing.assert_allclose(values, getattr(whole, name), rtol=0, atol=2**-23, err_msg=name)

@@ -1,4 +1,5 @@
-"""The step: any mix of requests, in any order and any chunks, gives what each gives alone, and what a forward by hand gives."""
+"""The step: any mix of requests, in any order and any chunks, gives what each gives alone, and what a forward by hand
+gives."""
 
 import shutil
 
@@ -6,14 +7,15 @@ import numpy as np
 import pytest
 from handmade import CONFIG, llama, make
 
-from lockstep.errors import InputError
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.targets import Results
+from lockstep.errors import InputError
 from lockstep.runtime import Advance, Model
+from lockstep.targets import Results
 from lockstep.weights import Weights
 
-# Largest error of logits of standard deviation 1. fp32: sums of some hundred products in another order, 1e-6 seen. fp16: weights
-# are the rounded ones on both sides; what is left is rounding of the values between engines, 2**-11 each, 3e-3 seen.
+# Largest error of logits of standard deviation 1. fp32: sums of some hundred products in another order, 1e-6 seen.
+# fp16: weights are the rounded ones on both sides; what is left is rounding of the values between engines, 2**-11 each,
+# 3e-3 seen.
 TOLERANCE = {"fp32": 2e-5, "fp16": 2e-2}
 
 
@@ -24,9 +26,12 @@ def tiny(shared):
 
 def open_model(tiny, precision="fp32", layers="all", **limits):
     return Model.open(
-        tiny.engines("tiny", precision, "onnxruntime"), tiny.assembly("tiny", precision), tiny.weights("tiny", precision),
-        layers, **({"max_batch_size": 4, "max_seq_len": 256} | limits),
-    )  # fmt: skip
+        tiny.engines("tiny", precision, "onnxruntime"),
+        tiny.assembly("tiny", precision),
+        tiny.weights("tiny", precision),
+        layers,
+        **({"max_batch_size": 4, "max_seq_len": 256} | limits),
+    )
 
 
 def tokens(count, seed=0):
@@ -45,7 +50,9 @@ def alone(tiny, sequence, precision="fp32", layers="all"):
 @pytest.mark.parametrize("layers", [1, 2, "all"])
 def test_logits_are_those_of_a_forward_by_hand(tiny, precision, layers):
     sequence = tokens(24)
-    expected = llama(Weights.open(tiny.weights("tiny", precision)), CONFIG, sequence, 3 if layers == "all" else layers)[2:]
+    expected = llama(Weights.open(tiny.weights("tiny", precision)), CONFIG, sequence, 3 if layers == "all" else layers)[
+        2:
+    ]
     found = alone(tiny, sequence, precision, layers)
     assert found.dtype == np.float32 and 0.5 < expected.std() < 2  # the tolerance is for this scale
     assert abs(found - expected).max() < TOLERANCE[precision]
@@ -85,7 +92,9 @@ def test_prefill_and_decode_mix_in_one_step_in_any_order(tiny):
     model = open_model(tiny)
     model.step([Advance(3, one[:10], 0), Advance(0, two[:7], 0)])
     # slots 0 and 3 decode with a gap between them that a prompt and the next chunk of another fill
-    found = model.step([Advance(3, one[10:11], 10), Advance(1, three[:20], 0), Advance(0, two[7:8], 7), Advance(2, four[:1], 0)])
+    found = model.step(
+        [Advance(3, one[10:11], 10), Advance(1, three[:20], 0), Advance(0, two[7:8], 7), Advance(2, four[:1], 0)]
+    )
     assert abs(found[0] - expected[0][8]).max() < TOLERANCE["fp32"]
     assert abs(found[1] - expected[1 + 1][17]).max() < TOLERANCE["fp32"]
     assert abs(found[2] - expected[1][5]).max() < TOLERANCE["fp32"]
@@ -182,7 +191,11 @@ def test_a_step_that_cannot_be_taken_is_refused_and_changes_nothing(tiny, advanc
         ({"max_num_tokens": 0}, "max_num_tokens: expected at least 1, found 0"),
         ({"threads": 0}, "threads: expected 1 to .*, found 0"),
         ({"threads": -1}, "threads: expected 1 to .*, found -1"),
-        ({"threads": 100_000}, r"threads: expected 1 to \d+ \(\d+ CPUs are here\), found 100000; more only wait for each other"),
+        (
+            {"threads": 100_000},
+            r"threads: expected 1 to \d+ \(\d+ CPUs are here\), found 100000; more only "
+            r"wait for each other",
+        ),
     ],
 )
 def test_limits_that_the_model_does_not_allow_are_refused(tiny, limits, message):
@@ -202,7 +215,11 @@ def test_limits_are_those_that_the_engines_were_built_for(tiny, tmp_path):
         model.step([Advance(0, tokens(41), 0)])
     for name, limit in built.items():
         assert getattr(Model.open(*paths, **{name: limit - 1}), name) == limit - 1
-        with pytest.raises(InputError, match=f"{name}: expected at most {limit}, which .*engines.json was built for, found {limit + 1}; raise limits.{name} and build again"):
+        with pytest.raises(
+            InputError,
+            match=f"{name}: expected at most {limit}, which .*engines.json was "
+            f"built for, found {limit + 1}; raise limits.{name} and build again",
+        ):
             Model.open(*paths, **{name: limit + 1})
 
 

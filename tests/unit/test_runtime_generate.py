@@ -17,7 +17,11 @@ PROMPTS = [entry["text"] for entry in EXPECTED]
 
 
 def open_model(demo, precision="fp32", layers="all", **limits):
-    paths = demo.engines("demo-llama", precision, "onnxruntime"), demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
+    paths = (
+        demo.engines("demo-llama", precision, "onnxruntime"),
+        demo.assembly("demo-llama", precision),
+        demo.weights("demo-llama", precision),
+    )
     return Model.open(*paths, layers, **({"max_batch_size": 3} | limits))
 
 
@@ -49,7 +53,9 @@ def test_known_texts_come_from_more_prompts_than_slots_in_any_chunks(demo, token
     for max_num_tokens in (None, 7, 3):
         generation = generate(model, tokenizer, PROMPTS, 16, max_num_tokens=max_num_tokens)
         found, finish = texts(generation, len(PROMPTS))
-        assert [text[: len(want)] for text, want in zip(found, expected)] == [want[: len(text)] for text, want in zip(found, expected)]
+        assert [text[: len(want)] for text, want in zip(found, expected)] == [
+            want[: len(text)] for text, want in zip(found, expected)
+        ]
         assert found == [tokenizer.decode(tokens) for tokens in generation.tokens]
         assert set(finish) <= {"max_new_tokens", "stop_id"}
         assert generation.speed.prefill_tokens == sum(len(tokenizer.encode(prompt)) for prompt in PROMPTS)
@@ -97,7 +103,10 @@ def test_a_full_slot_ends_the_request(demo, tokenizer):
     [
         ({"prompts": ["fine", ""]}, r"prompt 2: expected 1 to 256 tokens \(max_input_len, max_seq_len\), found 0"),
         ({"prompts": ["A " * 300]}, "prompt 1: expected 1 to 256 tokens"),
-        ({"prompts": ["San Francisco is a"], "max_input_len": 4}, "prompt 1: expected 1 to 4 tokens .* shorten it or raise the limits"),
+        (
+            {"prompts": ["San Francisco is a"], "max_input_len": 4},
+            "prompt 1: expected 1 to 4 tokens .* shorten it or raise the limits",
+        ),
         ({"prompts": ["A"], "max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
         ({"prompts": ["A"], "max_num_tokens": 2}, r"max_num_tokens: expected at least max_batch_size \(3\), found 2"),
         ({"prompts": ["A"], "stop": [""]}, "found an empty one"),
@@ -128,18 +137,29 @@ def test_tokens_come_with_their_logits_and_can_be_forced(model, tokenizer):
 
 def test_where_all_take_the_most_likely_token_only_tokens_come_back(model, tokenizer):
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    alone, chosen = (list(Decoding(model, [Request(prompt, 6, choose) for prompt in prompts])) for choose in (None, greedy))
-    assert [(made.request, made.token, made.finish) for made in alone] == [(made.request, made.token, made.finish) for made in chosen]
+    alone, chosen = (
+        list(Decoding(model, [Request(prompt, 6, choose) for prompt in prompts])) for choose in (None, greedy)
+    )
+    assert [(made.request, made.token, made.finish) for made in alone] == [
+        (made.request, made.token, made.finish) for made in chosen
+    ]
     assert all(made.logits is None for made in alone) and all(made.logits is not None for made in chosen)
 
 
 def test_generating_loads_no_torch(demo):
-    paths = [str(p) for p in (demo.engines("demo-llama", "fp16", "onnxruntime"), demo.assembly("demo-llama", "fp16"), demo.weights("demo-llama", "fp16"))]
+    paths = [
+        str(p)
+        for p in (
+            demo.engines("demo-llama", "fp16", "onnxruntime"),
+            demo.assembly("demo-llama", "fp16"),
+            demo.weights("demo-llama", "fp16"),
+        )
+    ]
     script = f"""
 import sys
 from lockstep.runtime import Model, Tokenizer, generate
 print("".join(piece.text for piece in generate(Model.open(*{paths}), Tokenizer.open({paths[1]!r}), ["Light"], 8)))
 print(*sorted({{"torch", "transformers", "snakemake", "pydantic", "yaml", "polygraphy", "onnxscript"}} & set(sys.modules)))
-"""
+"""  # noqa: E501
     out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert out.startswith(EXPECTED[2]["all"]["new_text"][:20]) and out.splitlines()[1:] == [""]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models
 
-from lockstep.errors import CheckError, InputError
 from lockstep.artifacts.files import write_json
+from lockstep.errors import CheckError, InputError
 from lockstep.runtime.generate import StopFilter
 from lockstep.runtime.tokenizer import Tokenizer
 
@@ -22,11 +22,29 @@ def byte_level(demo):
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory):
-    """As Llama 2's: pieces that begin with a mark for the space, bytes for what no piece covers, the first space taken off."""
-    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581city", "\u2581in", "Nor", "th", "é"]
-    library = Library(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    """As Llama 2's: pieces that begin with a mark for the space, bytes for what no piece covers, the first space taken
+    off."""
+    vocabulary = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "\u2581city",
+        "\u2581in",
+        "Nor",
+        "th",
+        "é",
+    ]
+    library = Library(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], byte_fallback=True, unk_token="<unk>"
+        )
+    )
     library.add_special_tokens(["<s>", "</s>"])
-    library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     library.save(str(path))
     return Tokenizer(path)
@@ -74,7 +92,10 @@ def test_a_tokenizer_that_is_absent_changed_or_none_is_refused(demo, tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(InputError, match=r"expected a tokenizer\.json, found"):
         Tokenizer(tmp_path / "tokenizer.json")
-    write_json(tmp_path / "assembly.json", {"format": "lockstep.assembly/1", "tokenizer": {"file": "tokenizer.json", "sha256": "0" * 64}})
+    write_json(
+        tmp_path / "assembly.json",
+        {"format": "lockstep.assembly/1", "tokenizer": {"file": "tokenizer.json", "sha256": "0" * 64}},
+    )
     with pytest.raises(CheckError, match="sha256: expected 0000"):
         Tokenizer.open(tmp_path / "assembly.json")
 
@@ -118,17 +139,24 @@ def test_an_empty_stop_string_is_refused():
 
 
 def test_a_prompt_that_is_no_text_is_refused(byte_level):
-    with pytest.raises(InputError, match=r"^prompt: expected text in UTF-8, found '\\udcff' at character 2; correct it$"):
+    with pytest.raises(
+        InputError,
+        match=r"^prompt: expected text in UTF-8, found '\\udcff' at character 2; "
+        r"correct it$",
+    ):
         byte_level.encode("ab\udcff")  # what a shell's byte 0xff becomes
 
 
 @pytest.mark.parametrize(("change", "text", "expected"), [
-    ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}}, "b", "found 'b': WordLevel error: Missing"),
-    ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?:(x+)+$)"}, "behavior": "Isolated", "invert": False}}, "x" * 40 + "!", "found 'xxxx"),
+    ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}}, "b", "found 'b': WordLevel "
+"error: Missing"),
+    ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?:(x+)+$)"}, "behavior": "Isolated", "invert": False}}, "x" * 40 + "!", "found 'xxxx"),  # noqa: E501
 ])  # fmt: skip
 def test_a_text_that_the_tokenizer_fails_on_is_one_line(tmp_path, change, text, expected):
     """The first raises an Exception, the second a panic of native code, which is none."""
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"x": 0}, "merges": []}, **change}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"type": "BPE", "vocab": {"x": 0}, "merges": []}, **change})
+    )
     with pytest.raises(InputError) as caught:
         Tokenizer(tmp_path / "tokenizer.json").encode(text)
     assert expected in str(caught.value) and str(caught.value).splitlines() == [str(caught.value)]

@@ -1,4 +1,5 @@
-"""Levels of sameness: the demo's engines built twice, and for each level a planted difference that only a look at that level finds."""
+"""Levels of sameness: the demo's engines built twice, and for each level a planted difference that only a look at that
+level finds."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ import pytest
 from demo_model import LIMITS, TOLERANCES
 from recorded import recorded
 
-from lockstep.verify import golden
+from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import CanonicalBytes, EngineSet, base
 from lockstep.backends.inspected import inspected
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.errors import InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.provenance.record import record_path
 from lockstep.provenance.reproduce import print_table
 from lockstep.provenance.sameness import LEVELS, Facts, compare, facts, reached
 from lockstep.targets import Results, Target
+from lockstep.verify import golden
 
 TARGET = Target("demo-llama", "fp16", 2, "onnxruntime")
 NAMES = ("demo-llama", "fp16", 2, "onnxruntime")
@@ -30,9 +31,16 @@ def make(references: Results, root: Path, options: dict | None = None, change_gr
     """A recorded tree of the target, with its golden check."""
     results = recorded(references, root, options, change_graphs)
     golden.check(
-        results.assembly("demo-llama", "fp16"), results.weights("demo-llama", "fp16"), results.engines("demo-llama", "fp16", "onnxruntime"),
-        references.reference("demo-llama", 2), TARGET, TOLERANCES["fp16"], LIMITS, results.golden(*NAMES), results.speed(*NAMES),
-    )  # fmt: skip
+        results.assembly("demo-llama", "fp16"),
+        results.weights("demo-llama", "fp16"),
+        results.engines("demo-llama", "fp16", "onnxruntime"),
+        references.reference("demo-llama", 2),
+        TARGET,
+        TOLERANCES["fp16"],
+        LIMITS,
+        results.golden(*NAMES),
+        results.speed(*NAMES),
+    )
     return results
 
 
@@ -42,7 +50,14 @@ def first(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Resu
 
 
 def look(results: Results, failure: str | None = None) -> Facts:
-    return facts(results, TARGET, inspected(EngineSet.open(results.engines("demo-llama", "fp16", "onnxruntime"), results.assembly("demo-llama", "fp16"))), failure)
+    return facts(
+        results,
+        TARGET,
+        inspected(
+            EngineSet.open(results.engines("demo-llama", "fp16", "onnxruntime"), results.assembly("demo-llama", "fp16"))
+        ),
+        failure,
+    )
 
 
 def same(first: Results, second: Results) -> tuple[dict[str, bool], dict[str, list[str]]]:
@@ -60,7 +75,9 @@ def test_two_builds_on_the_cpu_are_the_same_at_every_level(references: Results, 
     assert reached(levels) == "R4"
 
 
-def test_another_optimisation_level_is_another_input_and_other_choices(references: Results, first: Results, tmp_path: Path) -> None:
+def test_another_optimisation_level_is_another_input_and_other_choices(
+    references: Results, first: Results, tmp_path: Path
+) -> None:
     levels, found = same(first, make(references, tmp_path / "results", {"optimization_level": "disabled"}))
     assert levels == {"R0": False, "R1": False, "R2": False, "R3": True, "R4": False}
     assert found["R0"] == ["engines / options / optimization_level: all -> disabled"]
@@ -75,7 +92,9 @@ class Unasked(OnnxRuntimeBackend):
         return super().build(graph_path, out_path, {**options, "optimization_level": "disabled"})
 
 
-def test_other_choices_from_the_same_inputs_are_seen(references: Results, first: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_choices_from_the_same_inputs_are_seen(
+    references: Results, first: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(monkeypatch, Unasked)
     levels, found = same(first, make(references, tmp_path / "results"))
     assert levels == {"R0": True, "R1": False, "R2": False, "R3": True, "R4": False}
@@ -91,12 +110,17 @@ class Renaming(OnnxRuntimeBackend):
         name = model.graph.node[0].output[0]
         for node in model.graph.node:
             for names in (node.input, node.output):
-                names[:] = ["renamed" if found == name and name not in {value.name for value in model.graph.output} else found for found in names]
+                names[:] = [
+                    "renamed" if found == name and name not in {value.name for value in model.graph.output} else found
+                    for found in names
+                ]
         onnx.save(model, out_path)
         return built
 
 
-def test_other_layers_of_the_same_operators_are_seen(references: Results, first: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_layers_of_the_same_operators_are_seen(
+    references: Results, first: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(monkeypatch, Renaming)
     levels, found = same(first, make(references, tmp_path / "results"))
     assert levels == {"R0": True, "R1": True, "R2": False, "R3": True, "R4": False}
@@ -157,12 +181,16 @@ class Honest(RandomByte):
         return CanonicalBytes(model.SerializeToString(deterministic=True), ("producer_name: 16 random digits",))
 
 
-def test_a_random_byte_is_seen_where_the_backend_does_not_name_it(references: Results, first: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_byte_is_seen_where_the_backend_does_not_name_it(
+    references: Results, first: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(monkeypatch, RandomByte)
     second = make(references, tmp_path / "results")
     levels, found = same(first, second)
     assert levels == {"R0": True, "R1": True, "R2": True, "R3": True, "R4": False} and reached(levels) == "R3"
-    assert {line.split(":")[0] for line in found["R4"]} == set(read_json(second.engines("demo-llama", "fp16", "onnxruntime"))["engines"])
+    assert {line.split(":")[0] for line in found["R4"]} == set(
+        read_json(second.engines("demo-llama", "fp16", "onnxruntime"))["engines"]
+    )
     use(monkeypatch, Honest)
     levels, found = same(first, second)
     assert levels == dict.fromkeys(LEVELS, True), "compared without these bytes"
@@ -172,7 +200,10 @@ def test_a_random_byte_is_seen_where_the_backend_does_not_name_it(references: Re
 def test_a_tree_that_does_not_say_how_it_was_made_is_refused(first: Results, tmp_path: Path) -> None:
     second = Results(shutil.copytree(first.root, tmp_path / "results"))
     record_path(second.engines("demo-llama", "fp16", "onnxruntime")).unlink()
-    with pytest.raises(InputError, match="engines.json: expected the record of how it was made, found none of this file; run snakemake first"):
+    with pytest.raises(
+        InputError,
+        match="engines.json: expected the record of how it was made, found none of this file; run snakemake first",
+    ):
         look(second)
 
 
@@ -180,5 +211,11 @@ def test_lists_differ_at_a_place_and_removed_bytes_stand_below_the_table(capsys:
     values = {level: [1, 2] for level in LEVELS}
     assert compare(Facts(values, {}), Facts({**values, "R2": [1, 3, 4]}, {}))["R2"] == ["001: 2 -> 3", "002: new, 4"]
     entry = {"what": "bytes", "same_rounds": 3, "differences": []}
-    print_table({"rounds": 3, "levels": {"R4": entry}, "bytes_left_out": {"middle": ["bytes 8 to 15: a name made from a pointer"]}})
+    print_table(
+        {
+            "rounds": 3,
+            "levels": {"R4": entry},
+            "bytes_left_out": {"middle": ["bytes 8 to 15: a name made from a pointer"]},
+        }
+    )
     assert "left out of middle: bytes 8 to 15: a name made from a pointer" in capsys.readouterr().out

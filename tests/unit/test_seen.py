@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.artifacts import digest_cache
-from lockstep.errors import InputError
-from lockstep.artifacts.files import SEAL, read_json, sha256_file, write_json
 from lockstep.artifacts.digest_cache import Expected, check_files
+from lockstep.artifacts.files import SEAL, read_json, sha256_file, write_json
+from lockstep.errors import InputError
 
 
 @pytest.fixture
@@ -60,7 +60,11 @@ def test_a_flipped_byte_is_named_though_the_file_is_large(large: Path, restore: 
     flip(large)
     if restore:
         os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(InputError, match=rf"{large}: expected sha256 \w{{64}}, found \w{{64}}: the file has changed; restore it or convert again"):
+    with pytest.raises(
+        InputError,
+        match=rf"{large}: expected sha256 \w{{64}}, found \w{{64}}: the file has "
+        rf"changed; restore it or convert again",
+    ):
         check_files([expected], "convert again")
 
 
@@ -96,7 +100,8 @@ def test_a_manifest_is_given_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_each_flipped_byte_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
-    """All bytes, lowest bit: digits become other digits, keys other keys. Only spaces, and the name of the seal, are no content."""
+    """All bytes, lowest bit: digits become other digits, keys other keys. Only spaces, and the name of the seal, are no
+    content."""
     path = tmp_path / "manifest.json"
     value = {"format": "f/1", "num_heads": 8, "file": "entry.onnx", "list": [1, True, None, "x"]}
     write_json(path, value)

@@ -5,8 +5,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from lockstep.onnx_tools.sessions import open_session
 from lockstep.export.simplify import pack
+from lockstep.onnx_tools.sessions import open_session
 
 N, H, D = 5, 2, 4
 GRAPHS = {
@@ -18,12 +18,14 @@ GRAPHS = {
     "reduction over the leading axis": "m = ReduceSum(x, axis0)  r = Sub(x, m)",
     "softmax over tokens": "r = Softmax <axis = 1> (x)",
     "softmax over the leading axis": "r = Softmax <axis = 0> (x)",
-    "heads and back": "a = Reshape(x, heads)  b = Transpose <perm = [0, 2, 1, 3]> (a)  c = Transpose <perm = [0, 2, 1, 3]> (b)  r = Reshape(c, flat)",
+    "heads and back": "a = Reshape(x, heads)  b = Transpose <perm = [0, 2, 1, 3]> (a)  c = Transpose <perm = "
+    "[0, 2, 1, 3]> (b)  r = Reshape(c, flat)",
     "transpose of the leading axis": "r = Transpose <perm = [1, 0, 2]> (x)",
     "rows and back": "a = Reshape(x, rows)  b = MatMul(a, w)  r = Reshape(b, flat)",
     "matmul with a weight": "r = MatMul(x, w)",
     "matmul of two that lead": "t = Transpose <perm = [0, 2, 1]> (x)  r = MatMul(x, t)",
-    "slice and concat": "a = Slice(x, axis0, axis2, minus1)  b = Slice(x, axis2, big, minus1)  n = Neg(b)  r = Concat <axis = -1> (n, a)",
+    "slice and concat": "a = Slice(x, axis0, axis2, minus1)  b = Slice(x, axis2, big, minus1)  n = Neg(b)  r "
+    "= Concat <axis = -1> (n, a)",
     "slice of the leading axis": "r = Slice(x, axis0, axis1, axis0)",
     "concat over the leading axis": "r = Concat <axis = 0> (x, x)",
     "split over heads": "a, b = Split <axis = 2, num_outputs = 2> (x)  r = Mul(a, b)",
@@ -35,15 +37,29 @@ GRAPHS = {
     "reshape that copies dimensions": "a = Reshape(x, copies)  r = Relu(a)",
 }
 CONSTANTS = {
-    "s": np.float32(0.5), "v": np.linspace(-1, 1, H * D, dtype=np.float32), "lead": np.arange(N * H * D, dtype=np.float32).reshape(1, N, H * D),
-    "w": np.linspace(-1, 1, (H * D) ** 2, dtype=np.float32).reshape(H * D, H * D), "minus1": np.array([-1]), "axis0": np.array([0]),
-    "axis1": np.array([1]), "axis2": np.array([2]), "big": np.array([2**40]), "heads": np.array([1, -1, H, D]), "flat": np.array([1, -1, H * D]),
-    "rows": np.array([-1, H * D]), "zero": np.int64(0), "one": np.int64(1), "copies": np.array([0, 0, H, D]),
-}  # fmt: skip
+    "s": np.float32(0.5),
+    "v": np.linspace(-1, 1, H * D, dtype=np.float32),
+    "lead": np.arange(N * H * D, dtype=np.float32).reshape(1, N, H * D),
+    "w": np.linspace(-1, 1, (H * D) ** 2, dtype=np.float32).reshape(H * D, H * D),
+    "minus1": np.array([-1]),
+    "axis0": np.array([0]),
+    "axis1": np.array([1]),
+    "axis2": np.array([2]),
+    "big": np.array([2**40]),
+    "heads": np.array([1, -1, H, D]),
+    "flat": np.array([1, -1, H * D]),
+    "rows": np.array([-1, H * D]),
+    "zero": np.int64(0),
+    "one": np.int64(1),
+    "copies": np.array([0, 0, H, D]),
+}
 
 
 def build(body: str) -> onnx.ModelProto:
-    text = f'<ir_version: 10, opset_import: ["": 20]> g (float[num_tokens, {H * D}] hidden) => (float r) {{ x = Unsqueeze(hidden, axis0) {body} }}'
+    text = (
+        f'<ir_version: 10, opset_import: ["": 20]> g (float[num_tokens, {H * D}] hidden) => (float r) {{ '
+        f"x = Unsqueeze(hidden, axis0) {body} }}"
+    )
     model = onnx.parser.parse_model(text)
     for name, value in CONSTANTS.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
@@ -65,7 +81,10 @@ def test_packed_graph_gives_the_same_bytes(body):
     np.testing.assert_array_equal(run(packed), run(model))  # movement only: not one bit may differ
 
 
-@pytest.mark.parametrize("name", ["heads and back", "rows and back", "reduction over the last axis", "slice and concat", "matmul with a weight"])
+@pytest.mark.parametrize(
+    "name",
+    ["heads and back", "rows and back", "reduction over the last axis", "slice and concat", "matmul with a weight"],
+)
 def test_no_leading_one_is_left_inside(name):
     packed = pack(ir.from_proto(build(GRAPHS[name])))
     *inner, _ = packed.graph

@@ -7,15 +7,32 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.load import load
-from lockstep.errors import InputError
 from lockstep.artifacts.fetched import write_fetched
+from lockstep.config.load import load
+from lockstep.config.sources import (
+    REPOSITORY,
+    CheckpointShape,
+    FolderSource,
+    HubSource,
+    RandomSource,
+    SourceError,
+    parse_source,
+    read_shape,
+    resolve_source,
+    source_folders,
+)
+from lockstep.errors import InputError
 from lockstep.targets import Results
-from lockstep.config.sources import REPOSITORY, CheckpointShape, FolderSource, HubSource, RandomSource, SourceError, parse_source, read_shape, resolve_source, source_folders
 
-CONFIG = {"models": {"m": {
-    "source": "checkpoint", "layers": [2, "all"], "golden": {"max_new_tokens": 8, "prompts": [{"text": "Hello"}]},
-}}}
+CONFIG = {
+    "models": {
+        "m": {
+            "source": "checkpoint",
+            "layers": [2, "all"],
+            "golden": {"max_new_tokens": 8, "prompts": [{"text": "Hello"}]},
+        }
+    }
+}
 
 
 @pytest.fixture
@@ -37,7 +54,9 @@ def error_of(checkpoint: Path, **changes) -> str:
     return str(caught.value)
 
 
-def test_a_relative_source_is_looked_up_from_the_working_directory_then_the_repository(tmp_path, checkpoint, monkeypatch):
+def test_a_relative_source_is_looked_up_from_the_working_directory_then_the_repository(
+    tmp_path, checkpoint, monkeypatch
+):
     monkeypatch.chdir(tmp_path / "work")
     assert source_folders() == (tmp_path / "work", REPOSITORY)
     assert resolve_source("checkpoint") == checkpoint
@@ -55,7 +74,9 @@ def test_an_absolute_source_is_taken_as_it_is(checkpoint, tmp_path):
 def test_a_source_that_is_nowhere_names_every_place_looked_at(tmp_path):
     with pytest.raises(InputError) as caught:
         resolve_source("absent", [tmp_path / "a", tmp_path / "b"])
-    assert str(caught.value) == f"expected a checkpoint folder; found none at {tmp_path}/a/absent and {tmp_path}/b/absent"
+    assert str(caught.value) == (
+        f"expected a checkpoint folder; found none at {tmp_path}/a/absent and {tmp_path}/b/absent"
+    )
     with pytest.raises(InputError) as caught:
         resolve_source(str(tmp_path / "absent"), [tmp_path / "a", tmp_path / "b"])
     assert str(caught.value) == f"expected a checkpoint folder; found none at {tmp_path}/absent"
@@ -73,7 +94,8 @@ def test_a_source_that_no_folder_can_have_is_only_not_found(tmp_path, source):
     ("https://huggingface.co/org/name", "; for a model on the hub write hf:org/name"),
     ("huggingface.co/org/name/", "; for a model on the hub write hf:org/name"),
     ("https://hf.co/org/name/tree/v1.0/sub", "; for a model on the hub write hf:org/name@v1.0"),
-    ("https://example.org/model.tar.gz", "; nothing is fetched by URL: download it and give its path, or write hf:org/name@revision for a model on the hub"),
+    ("https://example.org/model.tar.gz", "; nothing is fetched by URL: download it and give its path, or "
+"write hf:org/name@revision for a model on the hub"),
     ("s3://bucket/model", "; nothing is fetched by URL: "),
     ("git@example.org:org/name", "; nothing is fetched by URL: "),
     ("~/models/llama", "; ~ and variables are not expanded: write the path out, such as /home/me/models/llama"),
@@ -92,45 +114,80 @@ def test_a_source_that_is_meant_as_something_else_gets_a_hint(tmp_path, monkeypa
 def test_a_random_source_gets_no_hint_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert error_of(tmp_path / "x", source="random:a/shape.json").endswith(f"found none at {tmp_path}/a/shape.json")
-    assert error_of(tmp_path / "x", source="random:~/shape.json").endswith("write the path out, such as /home/me/shape.json")
+    assert error_of(tmp_path / "x", source="random:~/shape.json").endswith(
+        "write the path out, such as /home/me/shape.json"
+    )
 
 
-@pytest.mark.parametrize(("text", "source"), [
-    ("hf:a/b", HubSource("a/b", "main")),
-    ("hf:gpt2", HubSource("gpt2", "main")),
-    ("hf:a/b.c-1@refs/pr/1", HubSource("a/b.c-1", "refs/pr/1")),
-    ("random:shape.json", RandomSource("shape.json", 0)),
-    ("random:../a b/shape.json?seed=12", RandomSource("../a b/shape.json", 12)),
-    ("checkpoints/hf:a", FolderSource("checkpoints/hf:a")),
-])
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("hf:a/b", HubSource("a/b", "main")),
+        ("hf:gpt2", HubSource("gpt2", "main")),
+        ("hf:a/b.c-1@refs/pr/1", HubSource("a/b.c-1", "refs/pr/1")),
+        ("random:shape.json", RandomSource("shape.json", 0)),
+        ("random:../a b/shape.json?seed=12", RandomSource("../a b/shape.json", 12)),
+        ("checkpoints/hf:a", FolderSource("checkpoints/hf:a")),
+    ],
+)
 def test_a_source_is_a_folder_a_name_on_the_hub_or_a_shape(text, source):
     assert parse_source(text) == source
 
 
-@pytest.mark.parametrize("text", [
-    "hf:", "hf:a/b/c", "hf:/b", "hf:a/", "hf:../b", "hf:a/b..c", "hf:a--b/c", "hf:a b/c", "hf:a/b@", "hf:a/b@../x", "hf:a/b@a b", "hf:a/b@x@y", "hf:a/b\n",
-    "random:", "random:?seed=1", "random:a?", "random:a?seed=", "random:a?seed=-1", "random:a?seed=1&x=2", "random:a?sed=1", "random:a?seed=٣",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf:",
+        "hf:a/b/c",
+        "hf:/b",
+        "hf:a/",
+        "hf:../b",
+        "hf:a/b..c",
+        "hf:a--b/c",
+        "hf:a b/c",
+        "hf:a/b@",
+        "hf:a/b@../x",
+        "hf:a/b@a b",
+        "hf:a/b@x@y",
+        "hf:a/b\n",
+        "random:",
+        "random:?seed=1",
+        "random:a?",
+        "random:a?seed=",
+        "random:a?seed=-1",
+        "random:a?seed=1&x=2",
+        "random:a?sed=1",
+        "random:a?seed=٣",
+    ],
+)
 def test_what_opens_like_a_source_of_another_kind_must_be_one(text):
     with pytest.raises(SourceError, match=r"^expected (hf:org/name or|random:path/to/config.json or) .*; found "):
         parse_source(text)
 
 
 def test_a_random_source_names_a_config_that_can_spell_prompts(tmp_path):
-    assert error_of(tmp_path / "x", source="random:shape.json") == f"config/config.yaml: models.m.source: expected a model's config.json; found none at {tmp_path}/shape.json"
+    assert error_of(tmp_path / "x", source="random:shape.json") == (
+        f"config/config.yaml: models.m.source: expected a model's config.json; found none at {tmp_path}/shape.json"
+    )
     shape = write_checkpoint(tmp_path / "shape", {"num_hidden_layers": 3, "vocab_size": 255})
     assert "found a folder at" in error_of(shape, source="random:shape")
     assert error_of(shape, source="random:shape/config.json") == (
-        f"config/config.yaml: models.m.source: expected a vocab_size of 256 or more in {shape}/config.json, a token for each byte, "
+        f"config/config.yaml: models.m.source: expected a vocab_size of 256 or more in {shape}/config.json, "
+        f"a token for each byte, "
         "or a tokenizer.json beside it; found 255"
     )
     (shape / "tokenizer.json").touch()
     assert "models.m.layers[0]: expected at most 3" in error_of(shape, source="random:shape/config.json", layers=[4])
-    assert load({"models": {"m": {**CONFIG["models"]["m"], "source": "random:shape/config.json?seed=3"}}}).check_sources([tmp_path]) == {"m": shape / "config.json"}
+    assert load(
+        {"models": {"m": {**CONFIG["models"]["m"], "source": "random:shape/config.json?seed=3"}}}
+    ).check_sources([tmp_path]) == {"m": shape / "config.json"}
 
 
 def test_a_model_on_the_hub_is_checked_once_it_is_here(tmp_path):
-    config, results = load({"models": {"m": {**CONFIG["models"]["m"], "source": "hf:a/b", "layers": [9]}}}), Results(tmp_path / "results")
+    config, results = (
+        load({"models": {"m": {**CONFIG["models"]["m"], "source": "hf:a/b", "layers": [9]}}}),
+        Results(tmp_path / "results"),
+    )
     assert config.check_sources([tmp_path], results=results) == {}
     write_checkpoint(tmp_path / "results" / "m" / "checkpoint", {"num_hidden_layers": 6})
     write_fetched(results.source("m"), "hf:a/b", {"config.json": "0"}, commit="1")
@@ -142,7 +199,9 @@ def test_a_model_on_the_hub_is_checked_once_it_is_here(tmp_path):
 
 def test_a_file_and_a_folder_without_config_are_told_apart(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(InputError, match="expected a folder; found a file at .*/model.safetensors: give the folder that holds it"):
+    with pytest.raises(
+        InputError, match="expected a folder; found a file at .*/model.safetensors: give the folder that holds it"
+    ):
         resolve_source("model.safetensors", [tmp_path])
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="expected a checkpoint folder with a config.json; found none in .*/empty"):
@@ -158,19 +217,23 @@ def test_the_shape_is_read_under_other_models_names_for_it(tmp_path):
     assert read_shape(gpt2) == CheckpointShape(12, 1024)
     bloom = write_checkpoint(tmp_path / "bloom", {"n_layer": 30})
     assert read_shape(bloom) == CheckpointShape(30, None)
-    with_images = write_checkpoint(tmp_path / "with_images", {"text_config": {"num_hidden_layers": 34, "max_position_embeddings": 131072}})
+    with_images = write_checkpoint(
+        tmp_path / "with_images", {"text_config": {"num_hidden_layers": 34, "max_position_embeddings": 131072}}
+    )
     assert read_shape(with_images) == CheckpointShape(34, 131072)
 
 
 def test_more_layers_than_the_model_has(checkpoint):
     assert error_of(checkpoint, layers=[2, 7, 8]) == (
-        f"config/config.yaml: models.m.layers[1]: expected at most 6 (num_hidden_layers in {checkpoint}/config.json) or all; found 7 (and 1 more)"
+        f"config/config.yaml: models.m.layers[1]: expected at most 6 (num_hidden_layers in "
+        f"{checkpoint}/config.json) or all; found 7 (and 1 more)"
     )
 
 
 def test_the_full_depth_as_a_number_and_as_all(checkpoint):
     assert error_of(checkpoint, layers=["all", 6]) == (
-        "config/config.yaml: models.m.layers[1]: expected each target once; found 6, which is all of this model's layers, beside all"
+        "config/config.yaml: models.m.layers[1]: expected each target once; found 6, which is all of this "
+        "model's layers, beside all"
     )
     only_number = {"models": {"m": {**CONFIG["models"]["m"], "layers": [6]}}}
     assert load(only_number).check_sources([checkpoint.parent])
@@ -178,7 +241,8 @@ def test_the_full_depth_as_a_number_and_as_all(checkpoint):
 
 def test_longer_than_the_model_knows_positions(checkpoint):
     assert error_of(checkpoint, limits={"max_seq_len": 257}) == (
-        f"config/config.yaml: limits.max_seq_len: expected at most 256 (max_position_embeddings in {checkpoint}/config.json); found 257"
+        f"config/config.yaml: limits.max_seq_len: expected at most 256 (max_position_embeddings in "
+        f"{checkpoint}/config.json); found 257"
     )
 
 
@@ -188,15 +252,27 @@ def test_a_source_that_is_not_there_names_its_key(checkpoint):
     )
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("{", "expected JSON in {path}; found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-    ("[]", "expected a JSON object in {path}; found list"),
-    ("{}", "expected num_hidden_layers in {path}; found none"),
-    ('{"num_hidden_layers": "6"}', "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found '6'"),
-    ('{"num_hidden_layers": true}', "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found True"),
-    ('{"num_hidden_layers": 6, "max_position_embeddings": 0}',
-     "expected an integer from 1 to 134217728 as max_position_embeddings in {path}; found 0"),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "{",
+            "expected JSON in {path}; found Expecting property name enclosed in double quotes: line 1 column "
+            "2 (char 1)",
+        ),
+        ("[]", "expected a JSON object in {path}; found list"),
+        ("{}", "expected num_hidden_layers in {path}; found none"),
+        ('{"num_hidden_layers": "6"}', "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found '6'"),
+        (
+            '{"num_hidden_layers": true}',
+            "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found True",
+        ),
+        (
+            '{"num_hidden_layers": 6, "max_position_embeddings": 0}',
+            "expected an integer from 1 to 134217728 as max_position_embeddings in {path}; found 0",
+        ),
+    ],
+)
 def test_a_bad_config_json_is_named(tmp_path, text, expected):
     folder = write_checkpoint(tmp_path / "checkpoint", text)
     expected = expected.replace("{path}", str(folder / "config.json"))

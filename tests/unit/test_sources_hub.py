@@ -16,16 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hub_server import HubServer
 from safetensors.numpy import save
 
+from hub_server import HubServer
 from lockstep.artifacts import formats
+from lockstep.artifacts.fetched import read_fetched
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.manifest_files import lost_files
 from lockstep.checkpoint import resolve_fetched
 from lockstep.errors import InputError
-from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.fetched import read_fetched
 from lockstep.export.random_model import byte_tokenizer
-from lockstep.artifacts.manifest_files import lost_files
 
 NAME = "acme/tiny"
 TOKENIZER = byte_tokenizer().to_str().encode()
@@ -39,9 +39,15 @@ def weights(seed: int = 0, size: int = 1 << 20) -> bytes:
 def model(**changes: bytes | None) -> dict[str, bytes]:
     """The files of a repository, with what nobody needs among them."""
     files = {
-        "config.json": CONFIG, "generation_config.json": b"{}", "tokenizer.json": TOKENIZER, "model.safetensors": weights(),
-        "README.md": b"#", "modeling_tiny.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "onnx/model.onnx": b"x",
-    }  # fmt: skip
+        "config.json": CONFIG,
+        "generation_config.json": b"{}",
+        "tokenizer.json": TOKENIZER,
+        "model.safetensors": weights(),
+        "README.md": b"#",
+        "modeling_tiny.py": b"raise SystemExit",
+        "pytorch_model.bin": b"pickle",
+        "onnx/model.onnx": b"x",
+    }
     return {name: data for name, data in (files | changes).items() if data is not None}
 
 
@@ -57,12 +63,19 @@ class User:
     def start(self, source: str = f"hf:{NAME}", layers: int = 2, *options: str, **environment: str) -> subprocess.Popen:
         config = {"models": {"m": {"source": source, "layers": [layers], "golden": {"prompts": [{"text": "Hello"}]}}}}
         (self.folder / "config.json").write_text(json.dumps(config))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_") and not name.lower().endswith("_proxy")}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("HF_") and not name.lower().endswith("_proxy")
+        }
         return subprocess.Popen(
-            [sys.executable, "-m", "lockstep", "fetch", "--config", "config.json", *options], cwd=self.folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-m", "lockstep", "fetch", "--config", "config.json", *options],
+            cwd=self.folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env={**kept, "HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, **environment},
-        )  # fmt: skip
+        )
 
     def fetch(self, *arguments, **environment: str):
         process = self.start(*arguments, **environment)
@@ -72,7 +85,15 @@ class User:
 
     def lock(self, source: str, commit: str) -> None:
         """Lock the model at a commit, with files that nothing here looks at."""
-        value = {"format": formats.LOCK, "model": "m", "made with": {}, "checkpoint": {"source": source, "commit": commit}, "precisions": {}, "reference": {}, "checks": {}}
+        value = {
+            "format": formats.LOCK,
+            "model": "m",
+            "made with": {},
+            "checkpoint": {"source": source, "commit": commit},
+            "precisions": {},
+            "reference": {},
+            "checks": {},
+        }
         (self.folder / "locks").mkdir(exist_ok=True)
         (self.folder / "locks" / "m.lock.json").write_text(json.dumps(value))
 
@@ -108,7 +129,11 @@ def test_only_the_files_that_are_needed_come_and_the_commit_is_recorded(user: Us
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert found.commit == commit and found.source == f"hf:{NAME}" and sorted(found.sha256) == names
     assert {path.name: sha256_file(path) for path in found.folder.iterdir()} == found.sha256
-    asked = [request.path for request in hub.requests if not request.path.startswith((f"/api/models/{NAME}", f"/{NAME}/resolve/", "/cdn/"))]
+    asked = [
+        request.path
+        for request in hub.requests
+        if not request.path.startswith((f"/api/models/{NAME}", f"/{NAME}/resolve/", "/cdn/"))
+    ]
     assert not asked, "no telemetry, no list of agents: nothing but this model"
     assert sorted(path.name for path in user.snapshots.joinpath(commit).iterdir()) == names
     manifest = json.loads(resolve_fetched(user.out, user.out.with_name("checkpoint.json")).read_text())
@@ -117,12 +142,21 @@ def test_only_the_files_that_are_needed_come_and_the_commit_is_recorded(user: Us
 
 def test_shards_are_those_of_the_index(user: User, hub: HubServer) -> None:
     shards = {f"model-0000{n}-of-00002.safetensors": weights(n) for n in (1, 2)}
-    index = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}).encode()
-    files = {"model.safetensors": None, "model.safetensors.index.json": index, "consolidated.safetensors": weights(3), **shards}
+    index = json.dumps(
+        {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    ).encode()
+    files = {
+        "model.safetensors": None,
+        "model.safetensors.index.json": index,
+        "consolidated.safetensors": weights(3),
+        **shards,
+    }
     hub.model(NAME, model(**files))
     assert {name for name in user.fetch().sha256 if "safetensors" in name} == {"model.safetensors.index.json", *shards}
     hub.model(NAME, model(**files | {"model-00002-of-00002.safetensors": None}))
-    assert "expected model-00002-of-00002.safetensors, which model.safetensors.index.json names" in User(user.folder / "other", hub).error()
+    assert ("expected model-00002-of-00002.safetensors, which model.safetensors.index.json names") in User(
+        user.folder / "other", hub
+    ).error()
 
 
 def test_a_branch_a_tag_and_a_commit(user: User, hub: HubServer) -> None:
@@ -130,7 +164,10 @@ def test_a_branch_a_tag_and_a_commit(user: User, hub: HubServer) -> None:
     second = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}), ref="refs/pr/1")
     assert user.fetch(f"hf:{NAME}@refs/pr/1").commit == second
     assert user.fetch(f"hf:{NAME}@{first}").commit == first
-    assert sha256_file(user.out.parent / "checkpoint" / "model.safetensors") == read_fetched(user.out).sha256["model.safetensors"]
+    assert (
+        sha256_file(user.out.parent / "checkpoint" / "model.safetensors")
+        == read_fetched(user.out).sha256["model.safetensors"]
+    )
 
 
 def test_a_branch_that_moves_is_not_followed(user: User, hub: HubServer) -> None:
@@ -155,10 +192,14 @@ def test_locked_the_locked_commit_is_taken_wherever_the_branch_is(user: User, hu
     user.lock(f"hf:{NAME}@main", first)
     second = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
     assert user.fetch(f"hf:{NAME}@main", 2, "--locked").commit == first
-    assert len({request.path for request in hub.asked("/cdn/")}) == 1, "the weights of the branch as it is now are not downloaded"
+    assert len({request.path for request in hub.asked("/cdn/")}) == 1, (
+        "the weights of the branch as it is now are not downloaded"
+    )
     user.fetch(f"hf:{NAME}@main", 2, "--newest")
     assert user.fetch(f"hf:{NAME}@main", 2).commit == second
-    assert user.fetch(f"hf:{NAME}@main", 2, "--locked").commit == first, "what was fetched before without the lock is not taken"
+    assert user.fetch(f"hf:{NAME}@main", 2, "--locked").commit == first, (
+        "what was fetched before without the lock is not taken"
+    )
 
 
 def test_locked_another_commit_is_refused_before_its_weights_come(user: User, hub: HubServer) -> None:
@@ -166,7 +207,10 @@ def test_locked_another_commit_is_refused_before_its_weights_come(user: User, hu
     user.lock(f"hf:{NAME}@main", first)
     second = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
     hub.repositories[NAME].refs["dev"] = second
-    both = f"fetch: commit differs: {first} -> {second}; locked by locks/m.lock.json: undo the change, or run without locked and `lockstep lock` again"
+    both = (
+        f"fetch: commit differs: {first} -> {second}; locked by locks/m.lock.json: undo the change, or "
+        f"run without locked and `lockstep lock` again"
+    )
     for source, options in ((f"hf:{NAME}@{second}", []), (f"hf:{NAME}@dev", []), (f"hf:{NAME}@main", ["--newest"])):
         assert user.error(source, 2, "--locked", *options, code=1) == both
     assert not hub.asked("/cdn/")
@@ -196,7 +240,10 @@ def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> 
 def test_a_dropped_download_goes_on_with_a_range(user: User, hub: HubServer) -> None:
     hub.model(NAME, model(**{"model.safetensors": weights(size=8 << 20)}))
     hub.drop_after = 25_000_000
-    assert user.error() == f"hf:{NAME}: expected the whole download, found it interrupted (RemoteProtocolError); run the same command again, it goes on where it stopped"
+    assert user.error() == (
+        f"hf:{NAME}: expected the whole download, found it interrupted "
+        f"(RemoteProtocolError); run the same command again, it goes on where it stopped"
+    )
     (part,) = user.parts()
     done = part.stat().st_size
     assert done == 20 << 20, "whole pieces of 10 MiB are kept"
@@ -247,7 +294,9 @@ def test_bytes_damaged_on_the_way_never_reach_the_cache(user: User, hub: HubServ
 def test_a_file_of_another_size_than_announced(user: User, hub: HubServer) -> None:
     hub.model(NAME, model())
     hub.announce = 100
-    assert "expected the files that the hub announces, found Consistency check failed: file should be of size" in user.error()
+    assert (
+        "expected the files that the hub announces, found Consistency check failed: file should be of size"
+    ) in user.error()
     hub.announce = 0
     user.fetch()
 
@@ -265,8 +314,12 @@ def test_a_file_that_changed_in_the_cache_is_seen_by_resolve(user: User, hub: Hu
 def test_the_token_goes_to_the_hub_and_not_beyond(user: User, hub: HubServer) -> None:
     hub.model(NAME, model())
     hub.repositories[NAME].token = "hf_secret"
-    assert "found none of this name (401); correct it, or if it is private log in with `hf auth login` or set HF_TOKEN" in user.error()
-    assert "found none of this name (404); correct it, or if it is private use a token that may read it" in user.error(HF_TOKEN="hf_other")
+    assert (
+        "found none of this name (401); correct it, or if it is private log in with `hf auth login` or set HF_TOKEN"
+    ) in user.error()
+    assert (
+        "found none of this name (404); correct it, or if it is private use a token that may read it"
+    ) in user.error(HF_TOKEN="hf_other")
     hub.requests.clear()
     user.fetch(HF_TOKEN="hf_secret")
     assert {request.token for request in hub.asked("/resolve/")} == {"hf_secret"}
@@ -287,16 +340,22 @@ def test_a_gated_model(user: User, hub: HubServer) -> None:
 def test_no_such_model_and_no_such_revision(user: User, hub: HubServer) -> None:
     assert f"hf:{NAME}: expected a model on {hub.url}, found none of this name (401)" in user.error()
     hub.model(NAME, model())
-    assert user.error(f"hf:{NAME}@v9") == f"hf:{NAME}@v9: expected a branch, tag or commit, found no revision 'v9' in {NAME}; correct it"
+    assert user.error(f"hf:{NAME}@v9") == (
+        f"hf:{NAME}@v9: expected a branch, tag or commit, found no revision 'v9' in {NAME}; correct it"
+    )
     assert "found no revision" in user.error(f"hf:{NAME}@{'0' * 40}")
 
 
 @pytest.mark.parametrize(("files", "expected"), [
-    ({"model.safetensors": None}, "found pickled weights (pytorch_model.bin), which can run code when they are opened; use a revision with safetensors"),
-    ({"model.safetensors": None, "pytorch_model.bin": None}, "expected model.safetensors or model.safetensors.index.json, found no weights"),
-    ({"tokenizer.json": None}, "expected tokenizer.json, found none in the repository; download it with `hf download acme/tiny --local-dir FOLDER`"),
+    ({"model.safetensors": None}, "found pickled weights (pytorch_model.bin), which can run code when they "
+"are opened; use a revision with safetensors"),
+    ({"model.safetensors": None, "pytorch_model.bin": None}, "expected model.safetensors or "
+"model.safetensors.index.json, found no weights"),
+    ({"tokenizer.json": None}, "expected tokenizer.json, found none in the repository; download it with `hf "
+"download acme/tiny --local-dir FOLDER`"),
     ({"config.json": None}, "expected config.json, found none in the repository"),
-    ({"config.json": None, "adapter_config.json": b"{}"}, "found an adapter (adapter_config.json); merge it into its base model"),
+    ({"config.json": None, "adapter_config.json": b"{}"}, "found an adapter (adapter_config.json); merge it "
+"into its base model"),
 ])  # fmt: skip
 def test_a_repository_that_holds_no_checkpoint(user: User, hub: HubServer, files: dict, expected: str) -> None:
     hub.model(NAME, model(**files))
@@ -306,7 +365,9 @@ def test_a_repository_that_holds_no_checkpoint(user: User, hub: HubServer, files
 def test_without_a_network_the_cache_serves(user: User, hub: HubServer) -> None:
     commit = hub.model(NAME, model())
     dark = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
-    nothing = f"hf:{NAME}: expected the hub or its cache, found {{}} and no such model in the cache; run again with a network"
+    nothing = (
+        f"hf:{NAME}: expected the hub or its cache, found {{}} and no such model in the cache; run again with a network"
+    )
     assert user.error(HF_HUB_OFFLINE="1") == nothing.format("HF_HUB_OFFLINE set")
     assert user.error(HF_ENDPOINT=dark) == nothing.format(f"{dark} out of reach")
     user.fetch()
@@ -317,7 +378,9 @@ def test_without_a_network_the_cache_serves(user: User, hub: HubServer) -> None:
         assert user.fetch(f"hf:{NAME}@{commit}", **environment).commit == commit
     user.out.unlink()
     (user.snapshots / commit / "model.safetensors").resolve().unlink()
-    assert f"found HF_HUB_OFFLINE set and no model.safetensors in {user.snapshots / commit}" in user.error(HF_HUB_OFFLINE="1")
+    assert (f"found HF_HUB_OFFLINE set and no model.safetensors in {user.snapshots / commit}") in user.error(
+        HF_HUB_OFFLINE="1"
+    )
 
 
 def test_a_hub_that_is_down(user: User, hub: HubServer) -> None:

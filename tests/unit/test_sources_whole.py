@@ -1,4 +1,5 @@
-"""Checkpoints as people have them, each through the whole run: resolve, convert, export, build, generate; against transformers."""
+"""Checkpoints as people have them, each through the whole run: resolve, convert, export, build, generate; against
+transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -15,23 +18,31 @@ import transformers
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
-from shared import Shared
 
-from lockstep.export import random_model
-from lockstep.verify import validate
-from lockstep.checkpoint import resolve
 from lockstep.backends import build
+from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.targets import Results
+from lockstep.export import export, random_model
 from lockstep.export.quiet import quiet
 from lockstep.runtime import Model, Tokenizer, generate
-from lockstep.export import export
+from lockstep.targets import Results
+from lockstep.verify import validate
 from lockstep.weights import convert
+from shared import Shared
 
 SHAPE = {
-    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 PROMPT, NEW = "San Francisco", 12
 TOLERANCE = {"block": 1e-4, "logits": 1e-3}  # those of fp32 in the config
 
@@ -49,7 +60,11 @@ def graphs(shared: Shared) -> Results:
     def make(folder: Path) -> None:
         results = Results(folder / "results")
         checkpoint = resolve("s", source(folder / "s"), results.checkpoint("m"))
-        build(export(checkpoint, "fp32", results.assembly("m", "fp32")), "onnxruntime", results.engines("m", "fp32", "onnxruntime"))
+        build(
+            export(checkpoint, "fp32", results.assembly("m", "fp32")),
+            "onnxruntime",
+            results.engines("m", "fp32", "onnxruntime"),
+        )
 
     return Results(shared.folder("whole", make) / "results")
 
@@ -58,13 +73,25 @@ def run(folder: Path, graphs: Results, name: str = "relative/checkpoint") -> tup
     """Results of the checkpoint in `folder`, in fp32, and the tokens that it generates after the prompt."""
     results = Results(folder.parent / "results")
     convert(resolve(name, folder, results.checkpoint("m")), "fp32", results.weights("m", "fp32"))
-    shutil.copytree(graphs.assembly("m", "fp32").parents[1], results.assembly("m", "fp32").parents[1], dirs_exist_ok=True, ignore=shutil.ignore_patterns("weights*"))
+    shutil.copytree(
+        graphs.assembly("m", "fp32").parents[1],
+        results.assembly("m", "fp32").parents[1],
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("weights*"),
+    )
     return results, tokens(results)
 
 
 def tokens(results: Results) -> list[int]:
     assembly = results.assembly("m", "fp32")
-    model = Model.open(results.engines("m", "fp32", "onnxruntime"), assembly, results.weights("m", "fp32"), "all", max_batch_size=1, max_seq_len=64)
+    model = Model.open(
+        results.engines("m", "fp32", "onnxruntime"),
+        assembly,
+        results.weights("m", "fp32"),
+        "all",
+        max_batch_size=1,
+        max_seq_len=64,
+    )
     generation = generate(model, Tokenizer.open(assembly), [PROMPT], NEW)
     list(generation)
     return generation.tokens[0]
@@ -79,7 +106,8 @@ def expected(folder: Path) -> list[int]:
 
 
 def as_hub_cache(folder: Path, root: Path) -> Path:
-    """The files of `folder` as the hub's cache keeps them: blobs named by digest, and a snapshot of links that leave it."""
+    """The files of `folder` as the hub's cache keeps them: blobs named by digest, and a snapshot of links that leave
+    it."""
     snapshot = root / "hub" / "models--a--b" / "snapshots" / ("0" * 40)
     blobs = snapshot.parents[1] / "blobs"
     snapshot.mkdir(parents=True)
@@ -91,8 +119,10 @@ def as_hub_cache(folder: Path, root: Path) -> Path:
     return snapshot
 
 
-def change(path: Path, add: dict[str, np.ndarray] = {}, drop: tuple[str, ...] = ()) -> None:
-    tensors = {name: torch.from_numpy(array) for name, array in (load_file(path) | dict(add)).items() if name not in drop}
+def change(path: Path, add: Mapping[str, np.ndarray] = MappingProxyType({}), drop: tuple[str, ...] = ()) -> None:
+    tensors = {
+        name: torch.from_numpy(array) for name, array in (load_file(path) | dict(add)).items() if name not in drop
+    }
     save_file(tensors, path)
 
 
@@ -105,7 +135,9 @@ def test_every_dtype_in_one_file_or_shards_as_a_folder_or_in_a_hub_cache(tmp_pat
         folder = as_hub_cache(folder, tmp_path)
     results, found = run(folder, graphs)
     assert found == expected(folder) and len(found) == NEW
-    assert results.weights("m", "fp32").with_name("weights.safetensors").exists() == (dtype != "float32"), "what fits is not copied"
+    assert results.weights("m", "fp32").with_name("weights.safetensors").exists() == (dtype != "float32"), (
+        "what fits is not copied"
+    )
     if cached and dtype == "float32":  # the manifest points through the links, and follows when all of it moves
         shutil.move(tmp_path / "hub", tmp_path / "moved")
         assert tokens(Results(tmp_path / "moved" / results.root.relative_to(tmp_path / "hub"))) == found
@@ -114,12 +146,25 @@ def test_every_dtype_in_one_file_or_shards_as_a_folder_or_in_a_hub_cache(tmp_pat
 def test_tensors_that_the_model_does_not_know_are_ignored_and_listed(tmp_path, graphs):
     folder = source(tmp_path / "s")
     before = expected(folder)
-    change(folder / "model.safetensors", {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32), "step": np.array([3])})
+    change(
+        folder / "model.safetensors",
+        {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32), "step": np.array([3])},
+    )
     results, found = run(folder, graphs)
     assert found == before
-    names = results.weights("m", "fp32"), results.checkpoint("m"), "all", TOLERANCE, 64, results.validation("m", "fp32", "all")
+    names = (
+        results.weights("m", "fp32"),
+        results.checkpoint("m"),
+        "all",
+        TOLERANCE,
+        64,
+        results.validation("m", "fp32", "all"),
+    )
     report = json.loads(validate.run(results.assembly("m", "fp32"), *names).read_text())
-    assert report["unused_tensors"] == ["model.layers.0.self_attn.rotary_emb.inv_freq", "step"] and report["result"] == "pass"
+    assert (
+        report["unused_tensors"] == ["model.layers.0.self_attn.rotary_emb.inv_freq", "step"]
+        and report["result"] == "pass"
+    )
 
 
 def test_a_shards_tensor_that_the_index_does_not_name_is_ignored_and_listed(tmp_path, graphs):
@@ -157,7 +202,11 @@ def test_a_copy_of_the_tied_embedding_changes_nothing(tmp_path):
     results = Results(folder / "results")
     checkpoint = resolve("s", plain, results.checkpoint("m"))
     convert(checkpoint, "fp32", results.weights("m", "fp32"))
-    build(export(checkpoint, "fp32", results.assembly("m", "fp32")), "onnxruntime", results.engines("m", "fp32", "onnxruntime"))
+    build(
+        export(checkpoint, "fp32", results.assembly("m", "fp32")),
+        "onnxruntime",
+        results.engines("m", "fp32", "onnxruntime"),
+    )
     found = tokens(results)
     assert found == expected(plain)
     with safe_open(plain / "model.safetensors", "np") as file:

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.onnx_tools.sessions import open_session
 from lockstep.export import export
 from lockstep.export.cut import _Flow
 from lockstep.export.run import assemble
-from lockstep.export.unique_layers import parts_of
 from lockstep.export.tracer import meta_model
+from lockstep.export.unique_layers import parts_of
+from lockstep.onnx_tools.sessions import open_session
 from lockstep.weights import Weights, convert
 
 pytestmark = pytest.mark.exports
@@ -66,7 +66,10 @@ def test_names_and_shapes_are_those_of_the_contract(exported):
     qkv = {"query": ["num_tokens", heads * dim], "key": ["num_tokens", kv * dim], "value": ["num_tokens", kv * dim]}
     assert shapes(classes["entry"]["inputs"]) == {"hidden": ["num_tokens", hidden]}
     assert shapes(classes["entry"]["outputs"]) == qkv
-    assert shapes(classes["middle"]["inputs"]) == {"hidden": ["num_tokens", hidden], "attention": ["num_tokens", heads * dim]}
+    assert shapes(classes["middle"]["inputs"]) == {
+        "hidden": ["num_tokens", hidden],
+        "attention": ["num_tokens", heads * dim],
+    }
     assert shapes(classes["middle"]["outputs"]) == {"hidden_out": ["num_tokens", hidden]} | qkv
     assert shapes(classes["exit"]["inputs"])["logit_rows"] == ["num_requests"]
     assert shapes(classes["exit"]["outputs"]) == {"logits": ["num_requests", vocab]}
@@ -76,14 +79,26 @@ def test_names_and_shapes_are_those_of_the_contract(exported):
             "query": [rows, heads * dim], "key": [rows, kv * dim], "value": [rows, kv * dim], "position_ids": [rows],
             "past_key": past, "past_value": past, "past_lengths": [requests],
         }  # fmt: skip
-        assert shapes(kind[form]["outputs"]) == {"attention": [rows, heads * dim], "key_out": [rows, kv, dim], "value_out": [rows, kv, dim]}
-    assert {value["dtype"] for value in classes["middle"]["inputs"] + classes["middle"]["slots"] + classes["exit"]["outputs"]} == {"float16"}
+        assert shapes(kind[form]["outputs"]) == {
+            "attention": [rows, heads * dim],
+            "key_out": [rows, kv, dim],
+            "value_out": [rows, kv, dim],
+        }
+    assert {
+        value["dtype"]
+        for value in classes["middle"]["inputs"] + classes["middle"]["slots"] + classes["exit"]["outputs"]
+    } == {"float16"}
 
 
 def test_every_checkpoint_tensor_is_bound_and_has_the_slots_shape(exported):
     assembly, weights = assembly_of(exported), Weights.open(exported / "fp32" / "weights.json")
     bound = {tensor for layer in assembly["layers"] for slots in layer["block"]["slots"].values() for tensor in slots}
-    bound |= {tensor for slots in (assembly["layers"][-1]["exit"]["slots"], assembly["embedding"]["slots"]) for names in slots.values() for tensor in names}
+    bound |= {
+        tensor
+        for slots in (assembly["layers"][-1]["exit"]["slots"], assembly["embedding"]["slots"])
+        for names in slots.values()
+        for tensor in names
+    }
     assert bound == set(weights.names())
     for layer in assembly["layers"]:
         for part in (layer["block"], layer["exit"]):
@@ -96,12 +111,15 @@ def test_graphs_hold_no_weight_path_time_or_trace(exported):
     for path in (exported / "fp16" / "graphs").glob("*.onnx"):
         model = onnx.load(path)
         onnx.checker.check_model(model, full_check=True)
-        assert sum(len(tensor.raw_data) for tensor in model.graph.initializer) < 1024, path  # shapes, axes, 20 rotary frequencies
+        # shapes, axes, 20 rotary frequencies
+        assert sum(len(tensor.raw_data) for tensor in model.graph.initializer) < 1024, path
         assert not model.metadata_props and not model.doc_string and not model.producer_version, path
         for node in [*model.graph.node, *(node for function in model.functions for node in function.node)]:
             assert not node.metadata_props and not node.doc_string, path
         assert not model.graph.value_info and not model.graph.metadata_props, path
-        assert b"site-packages" not in path.read_bytes() and os.fsencode(DEMO.parent.parent) not in path.read_bytes(), path
+        assert b"site-packages" not in path.read_bytes() and os.fsencode(DEMO.parent.parent) not in path.read_bytes(), (
+            path
+        )
 
 
 def digests(folder):
@@ -117,12 +135,23 @@ def test_another_process_with_another_hash_seed_gives_the_same_bytes(exported, t
 
 MIXED = {
     "uniform": {"model_type": "llama", "num_hidden_layers": 3},
-    "alternating": {"model_type": "gemma2", "num_hidden_layers": 3, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "alternating": {
+        "model_type": "gemma2",
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 8,
+    },
     "mixed depth": {
-        "model_type": "qwen3_moe", "num_hidden_layers": 3, "head_dim": 8, "mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "mlp_only_layers": [0],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("config", MIXED.values(), ids=MIXED.keys())
@@ -151,7 +180,8 @@ def run(path, feeds, weights):
 
 @pytest.mark.parametrize(
     ("precision", "tolerance"),
-    [("fp32", 1e-4), ("fp16", 5e-2)],  # logits of std 2.3: fp32 differs by the order of sums, fp16 by 2^-11 of each value over 6 layers
+    # logits of std 2.3: fp32 differs by the order of sums, fp16 by 2^-11 of each value over 6 layers
+    [("fp32", 1e-4), ("fp16", 5e-2)],
 )
 def test_uncut_graph_equals_transformers(exported, precision, tolerance):
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager")
@@ -181,7 +211,11 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_reason(config, reason)
 @pytest.mark.parametrize(
     ("way", "at"),
     [
-        ("narrow = Cast<to = 10>(normed)  later = Identity(narrow)  heads = Reshape(later, shape)  given = Cast<to = 1>(heads)", "narrow"),
+        (
+            "narrow = Cast<to = 10>(normed)  later = Identity(narrow)  heads = Reshape(later, shape)  given = "
+            "Cast<to = 1>(heads)",
+            "narrow",
+        ),
         ("heads = Reshape(normed, shape)  given = Neg(heads)", "normed"),
         # a narrower value from which not all of its numbers come
         (
@@ -194,6 +228,6 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_reason(config, reason)
 def test_queries_are_cut_where_they_are_narrowest_and_there_as_early_as_can_be(way, at):
     text = f"""<ir_version: 8, opset_import: ["": 20]> g (float16[num_tokens, 8] hidden) => (float[num_tokens, 2, 4] given)
         <float[1] gain = {{2}}, int64[3] shape = {{-1, 2, 4}}, int64[1] low = {{4}}, int64[1] high = {{12}}, int64[1] axis = {{1}}>
-        {{ f = Cast<to = 1>(hidden)  normed = Mul(f, gain)  {way} }}"""
+        {{ f = Cast<to = 1>(hidden)  normed = Mul(f, gain)  {way} }}"""  # noqa: E501
     graph = ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))).graph
     assert _Flow(graph, frozenset({"gain"})).cut_value(graph.outputs[0]).name == at

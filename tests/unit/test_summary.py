@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.report import plots, summary
-from lockstep.verify.metrics import finish
-from lockstep.errors import CheckError
 from lockstep.artifacts.files import write_json
-from lockstep.targets import Results, Target
 from lockstep.artifacts.manifest_files import content, record_path
+from lockstep.errors import CheckError
+from lockstep.report import plots, summary
+from lockstep.targets import Results, Target
+from lockstep.verify.metrics import finish
 
 TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "onnxruntime")]
 
@@ -23,22 +23,40 @@ TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "on
 def recorded(out: Path, report: dict, **inputs: Path) -> None:
     """A check's report, and what of its record the summary looks at."""
     write_json(out, report)
-    write_json(record_path(out), {"format": "lockstep.build/1", "inputs": {name: content(path) for name, path in inputs.items()}})
+    write_json(
+        record_path(out),
+        {"format": "lockstep.build/1", "inputs": {name: content(path) for name, path in inputs.items()}},
+    )
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     results = Results(tmp_path)
-    write_json(results.engines("m", "fp16", "onnxruntime"), {"format": "lockstep.engines/1", "backend_version": "1.0", "device": {"type": "cpu", "architecture": "x86_64"}})
+    write_json(
+        results.engines("m", "fp16", "onnxruntime"),
+        {"format": "lockstep.engines/1", "backend_version": "1.0", "device": {"type": "cpu", "architecture": "x86_64"}},
+    )
     for target, error in zip(TARGETS, (0.25, 0.0)):
         names = (target.model, target.precision, target.layers, target.backend)
         about = {"target": {"model": "m", "precision": "fp16", "layers": target.layers}, "result": "pass"}
         tensors = {"hidden": {"max_abs_error": error, "relative_error": error, "cosine": 1.0, "tolerance": 0.5}}
         blocks = [{"block": "middle", "layer": layer, "tensors": tensors} for layer in range(2)]
         recorded(results.validation(*names[:3]), {"format": "lockstep.validate/1", **about, "blocks": blocks})
-        golden = {"engine_digest": "ab" * 32, "max_logit_error": error, "tolerance": 0.5, "prompts": [{"differences": [{}]}, {"differences": []}]}
-        recorded(results.golden(*names), {"format": "lockstep.golden/1", **about, **golden}, engines=results.engines("m", "fp16", "onnxruntime"))
-        write_json(results.speed(*names), {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1234.5, "decode_tokens_per_s": 0.0})
+        golden = {
+            "engine_digest": "ab" * 32,
+            "max_logit_error": error,
+            "tolerance": 0.5,
+            "prompts": [{"differences": [{}]}, {"differences": []}],
+        }
+        recorded(
+            results.golden(*names),
+            {"format": "lockstep.golden/1", **about, **golden},
+            engines=results.engines("m", "fp16", "onnxruntime"),
+        )
+        write_json(
+            results.speed(*names),
+            {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1234.5, "decode_tokens_per_s": 0.0},
+        )
     return results
 
 
@@ -53,7 +71,9 @@ def test_each_target_is_a_row_in_json_csv_and_html(results: Results) -> None:
     assert results.report("targets.html").read_text().count("abababababab<") == 2
 
 
-def test_the_table_has_whole_words_on_any_terminal(results: Results, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_whole_words_on_any_terminal(
+    results: Results, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     summary.print_table(summary.collect(results, TARGETS))
     head, first, _ = capsys.readouterr().out.splitlines()
@@ -63,13 +83,19 @@ def test_the_table_has_whole_words_on_any_terminal(results: Results, capsys: pyt
 
 def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) -> None:
     for layers, digest in ((2, "ab" * 32), ("all", "cd" * 32)):
-        write_json(results.reproduction("m", "fp16", layers, "onnxruntime"), {"format": "lockstep.reproduce/1", "engine_digest": digest, "level": "R4"})
+        write_json(
+            results.reproduction("m", "fp16", layers, "onnxruntime"),
+            {"format": "lockstep.reproduce/1", "engine_digest": digest, "level": "R4"},
+        )
     assert [row["reproduced"] for row in summary.collect(results, TARGETS)["targets"]] == ["R4", "-"]
 
 
 def test_the_error_of_the_engines_is_that_of_the_present_ones(results: Results) -> None:
     def compared(digest: str) -> list[float | None]:
-        recorded(results.comparison("m", "fp16", "onnxruntime"), {"format": "lockstep.compare/1", "result": "pass", "engine_digest": digest, "relative_error": 0.001})
+        recorded(
+            results.comparison("m", "fp16", "onnxruntime"),
+            {"format": "lockstep.compare/1", "result": "pass", "engine_digest": digest, "relative_error": 0.001},
+        )
         return [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]]
 
     assert [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]] == [None, None]
@@ -81,17 +107,29 @@ def lines(results: Results, capsys: pytest.CaptureFixture) -> list[str]:
     rows = summary.write(results, TARGETS)["targets"]
     assert json.loads(results.summary().read_text())["targets"] == rows
     with open(results.summary().with_suffix(".csv"), newline="") as file:
-        assert [(line["golden"], line["reason"]) for line in csv.DictReader(file)] == [(row["golden"], row["reason"] or "") for row in rows]
+        assert [(line["golden"], line["reason"]) for line in csv.DictReader(file)] == [
+            (row["golden"], row["reason"] or "") for row in rows
+        ]
     page = results.report("targets.html").read_text()
-    assert all(f">{row['golden']}<" in page and (not row["reason"] or html.escape(row["reason"]) in page) for row in rows)
+    assert all(
+        f">{row['golden']}<" in page and (not row["reason"] or html.escape(row["reason"]) in page) for row in rows
+    )
     assert page.count('<tr class="fail">') == sum(row["reason"] is not None for row in rows)
     summary.print_table({"targets": rows})
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_failed_check_is_a_row_with_its_reason_beside_an_earlier_pass_too(results: Results, capsys: pytest.CaptureFixture) -> None:
+def test_a_failed_check_is_a_row_with_its_reason_beside_an_earlier_pass_too(
+    results: Results, capsys: pytest.CaptureFixture
+) -> None:
     out = results.golden("m", "fp16", "all", "onnxruntime")
-    report = {"format": "lockstep.golden/1", "engine_digest": "ab" * 32, "max_logit_error": 3.0, "tolerance": 0.5, "prompts": []}
+    report = {
+        "format": "lockstep.golden/1",
+        "engine_digest": "ab" * 32,
+        "max_logit_error": 3.0,
+        "tolerance": 0.5,
+        "prompts": [],
+    }
     for _ in range(2):
         with pytest.raises(CheckError, match="step 3: expected token 5, found 7; details in"):
             finish(out, report, "step 3: expected token 5, found 7")
@@ -104,7 +142,9 @@ def test_a_failed_check_is_a_row_with_its_reason_beside_an_earlier_pass_too(resu
     assert len(lines(results, capsys)) == 3
 
 
-def test_a_validation_that_failed_is_a_reason_though_the_golden_check_passed(results: Results, capsys: pytest.CaptureFixture) -> None:
+def test_a_validation_that_failed_is_a_reason_though_the_golden_check_passed(
+    results: Results, capsys: pytest.CaptureFixture
+) -> None:
     with pytest.raises(CheckError):
         finish(results.validation("m", "fp16", 2), {"format": "lockstep.validate/1"}, "block middle: off")
     assert lines(results, capsys)[-1] == "m/fp16/2/onnxruntime: validate: block middle: off"
@@ -114,7 +154,10 @@ def test_what_has_not_run_is_not_run(results: Results, capsys: pytest.CaptureFix
     first, second = (results.golden("m", "fp16", layers, "onnxruntime") for layers in (2, "all"))
     first.unlink()
     record_path(second).unlink()
-    assert [line.partition(": golden: ")[2] for line in lines(results, capsys)[3:]] == [f"{first} is not there", f"no record says how {second} was made"]
+    assert [line.partition(": golden: ")[2] for line in lines(results, capsys)[3:]] == [
+        f"{first} is not there",
+        f"no record says how {second} was made",
+    ]
     assert [row["golden"] for row in summary.collect(results, TARGETS)["targets"]] == ["not run"] * 2
 
 
@@ -145,7 +188,10 @@ def test_a_summary_is_stale_when_a_verdict_is_another(results: Results) -> None:
     assert not summary.is_stale(results), "there is none"
     summary.write(results, TARGETS)
     assert not summary.is_stale(results) and summary.targets_of(results) == TARGETS
-    write_json(results.speed("m", "fp16", 2, "onnxruntime"), {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1.0, "decode_tokens_per_s": 1.0})
+    write_json(
+        results.speed("m", "fp16", 2, "onnxruntime"),
+        {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1.0, "decode_tokens_per_s": 1.0},
+    )
     assert not summary.is_stale(results), "a speed is no verdict"
     results.golden("m", "fp16", "all", "onnxruntime").unlink()
     assert summary.is_stale(results)

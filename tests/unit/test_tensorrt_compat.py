@@ -1,6 +1,8 @@
-"""What the TensorRT backend asks of TensorRT's Python API is there in every version that it is for, or stands in the table of features.
+"""What the TensorRT backend asks of TensorRT's Python API is there in every version that it is for, or stands in the
+table of features.
 
-`tests/data/tensorrt_api.txt` lists the classes and members of real extension modules of these versions; `tests/data/tensorrt_api.py` made it.
+`tests/data/tensorrt_api.txt` lists the classes and members of real extension modules of these versions;
+`tests/data/tensorrt_api.py` made it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ FOLDER = Path(compat.__file__).parent
 LISTING = Path(__file__).parents[1] / "data" / "tensorrt_api.txt"
 LINES = [line.split() for line in LISTING.read_text().splitlines()]
 VERSIONS = [tuple(int(part) for part in version.split(".")[:2]) for version in LINES[0][1:]]
-IN_VERSIONS = {name: frozenset(version for version, mark in zip(VERSIONS, marks, strict=True) if mark == "x") for marks, name in LINES[1:]}
+IN_VERSIONS = {
+    name: frozenset(version for version, mark in zip(VERSIONS, marks, strict=True) if mark == "x")
+    for marks, name in LINES[1:]
+}
 MEMBERS = {name.partition(".")[2] for name in IN_VERSIONS if "." in name}
 
 
@@ -34,7 +39,8 @@ def guard_of(test: ast.expr) -> tuple[str, bool] | None:
 
 
 class Uses(ast.NodeVisitor):
-    """Every `Class.member` of TensorRT that a module names, with the versions in which that line runs; what cannot be told is in `unknown`."""
+    """Every `Class.member` of TensorRT that a module names, with the versions in which that line runs; what cannot be
+    told is in `unknown`."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, frozenset, int]] = []
@@ -70,7 +76,9 @@ class Uses(ast.NodeVisitor):
             leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], (ast.Return, ast.Raise))
             guard = guard_of(statement.test) if leaves else None
             if guard:  # the rest of the function runs where the test does not hold
-                inside = frozenset(version for version in VERSIONS if compat.available(compat.FEATURES[guard[0]], version))
+                inside = frozenset(
+                    version for version in VERSIONS if compat.available(compat.FEATURES[guard[0]], version)
+                )
                 self.versions &= frozenset(VERSIONS) - inside if guard[1] else inside
         self.types, self.versions = kept, versions
 
@@ -125,8 +133,14 @@ def test_every_attribute_is_in_every_version_in_which_its_line_runs():
     [
         ("config.set_flag(trt.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
         ("if has('strong_types'):\n    trt.BuilderFlag.FP16", "line 2: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
-        ("def f(engine: trt.ICudaEngine):\n    engine.device_memory_size", "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 4)]"),
-        ("def f(engine: trt.ICudaEngine):\n    return 1 if has('memory_size_v2') else engine.num_bindings", "line 2: ICudaEngine.num_bindings is not in [(10, 0)]"),
+        (
+            "def f(engine: trt.ICudaEngine):\n    engine.device_memory_size",
+            "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 4)]",
+        ),
+        (
+            "def f(engine: trt.ICudaEngine):\n    return 1 if has('memory_size_v2') else engine.num_bindings",
+            "line 2: ICudaEngine.num_bindings is not in [(10, 0)]",
+        ),
         ("trt.Builder.biuld", "line 1: Builder.biuld is not in"),
     ],
 )
@@ -135,7 +149,10 @@ def test_what_a_version_lacks_is_found(source, problem):
 
 
 def test_a_use_under_its_feature_is_right_and_an_object_without_a_class_is_found():
-    source = "def f(config: trt.IBuilderConfig):\n    if not has('precision_constraints'):\n        return\n    config.set_flag(trt.BuilderFlag.FP16)"
+    source = (
+        "def f(config: trt.IBuilderConfig):\n    if not has('precision_constraints'):\n        return\n "
+        "   config.set_flag(trt.BuilderFlag.FP16)"
+    )
     assert not missing(uses_of(source)) and uses_of("thing.num_layers").unknown == [("thing.num_layers", 1)]
 
 
@@ -145,27 +162,68 @@ def test_a_feature_is_in_every_version_that_the_table_says(name):
     for needed in feature.needs:
         versions = {version for version in VERSIONS if compat.available(feature, version)}
         assert versions and versions <= IN_VERSIONS[needed]
-        if name not in ("explicit_batch_flag", "precision_constraints", "profile_sharing_flag", "context_without_memory", "memory_size"):
-            assert versions == IN_VERSIONS[needed], "the table says less than there is"  # those named go on for a while, beside what replaced them
+        if name not in (
+            "explicit_batch_flag",
+            "precision_constraints",
+            "profile_sharing_flag",
+            "context_without_memory",
+            "memory_size",
+        ):
+            # those named go on for a while, beside what replaced them
+            assert versions == IN_VERSIONS[needed], "the table says less than there is"
 
 
 def test_only_compat_knows_tensorrt():
     for path in sorted(FOLDER.parents[1].rglob("*.py")):
-        imports = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import) for alias in node.names}
+        imports = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
         assert path.name == "compat.py" or "tensorrt" not in imports, path
 
 
-@pytest.mark.parametrize("path", sorted(path for path in FOLDER.glob("*.py") if path.name != "compat.py"), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(path for path in FOLDER.glob("*.py") if path.name != "compat.py"), ids=lambda path: path.name
+)
 def test_no_other_module_calls_a_method_of_tensorrt(path):
     """By name: methods of these classes that nothing of ours is called after."""
-    classes = ("Builder", "IBuilderConfig", "INetworkDefinition", "ICudaEngine", "IExecutionContext", "ITimingCache", "Runtime", "OnnxParser")
-    methods = {name.partition(".")[2] for name in IN_VERSIONS if name.partition(".")[0] in classes and "_" in name.partition(".")[2]}
-    called = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    assert not [ast.unparse(call) for call in called if call.attr in methods and ast.unparse(call.value) not in ("compat", "self", "onnx.shape_inference")]
+    classes = (
+        "Builder",
+        "IBuilderConfig",
+        "INetworkDefinition",
+        "ICudaEngine",
+        "IExecutionContext",
+        "ITimingCache",
+        "Runtime",
+        "OnnxParser",
+    )
+    methods = {
+        name.partition(".")[2]
+        for name in IN_VERSIONS
+        if name.partition(".")[0] in classes and "_" in name.partition(".")[2]
+    }
+    called = [
+        node.func
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    assert not [
+        ast.unparse(call)
+        for call in called
+        if call.attr in methods and ast.unparse(call.value) not in ("compat", "self", "onnx.shape_inference")
+    ]
 
 
 def test_without_tensorrt_the_backend_says_so_in_one_line():
-    code = "import sys; sys.modules['tensorrt'] = None\nfrom lockstep.backends import get_backend\nfrom lockstep.errors import guard\nwith guard(): get_backend('tensorrt')"
+    code = (
+        "import sys; sys.modules['tensorrt'] = None\nfrom lockstep.backends import get_backend\nfrom "
+        "lockstep.errors import guard\nwith guard(): get_backend('tensorrt')"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 2
-    assert ended.stderr == "lockstep: error: backend tensorrt: the Python package tensorrt is not installed for this Python; install what is missing, or name another interpreter in backends.tensorrt.python\n"
+    assert ended.stderr == (
+        "lockstep: error: backend tensorrt: the Python package tensorrt is not installed "
+        "for this Python; install what is missing, or name another interpreter in backends.tensorrt.python\n"
+    )

@@ -1,4 +1,5 @@
-"""Running TensorRT's engines, on a device that is stood in for (standin_cuda.py): all above CUDA and TensorRT is real, down to the uploads."""
+"""Running TensorRT's engines, on a device that is stood in for (standin_cuda.py): all above CUDA and TensorRT is real,
+down to the uploads."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ import numpy as np
 import onnx
 import pytest
 import standin_cuda
+from benchmarks import gpu as bench
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
-from lockstep.verify import golden
-from benchmarks import gpu as bench
-from lockstep.verify.bisect.explain import engine_report
+from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.targets import Target
 from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer, generate
+from lockstep.targets import Target
+from lockstep.verify import golden
+from lockstep.verify.bisect.explain import engine_report
 from lockstep.weights import Weights
 
 MODEL = "demo-llama"
@@ -36,8 +37,13 @@ def engines(demo, tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("tensorrt"), {}
     for version, precision, attention in FORMS:
         with standin_cuda.installed(version):
-            options = {"attention": attention, **{name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}}
-            found[version, precision, attention] = build(demo.assembly(MODEL, precision), "tensorrt", folder / precision / attention / "engines.json", options)
+            options = {
+                "attention": attention,
+                **{name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")},
+            }
+            found[version, precision, attention] = build(
+                demo.assembly(MODEL, precision), "tensorrt", folder / precision / attention / "engines.json", options
+            )
     return found
 
 
@@ -68,17 +74,29 @@ LIMITS_OF_MODEL = {name: LIMITS[name] for name in ("max_batch_size", "max_num_to
 
 
 class Both:
-    """The model beside the same in ONNX Runtime, step by step. Each slot goes on with the token that was found. more: what each step is told of the next one."""
+    """The model beside the same in ONNX Runtime, step by step. Each slot goes on with the token that was found. more:
+    what each step is told of the next one."""
 
     def __init__(self, demo, open_model, precision, layers=2, more=False):
-        paths = demo.engines(MODEL, precision, "onnxruntime"), demo.assembly(MODEL, precision), demo.weights(MODEL, precision)
-        self.reference, self.found, self.tolerance = Model.open(*paths, layers, **LIMITS_OF_MODEL), open_model(layers), TOLERANCE[precision]
+        paths = (
+            demo.engines(MODEL, precision, "onnxruntime"),
+            demo.assembly(MODEL, precision),
+            demo.weights(MODEL, precision),
+        )
+        self.reference, self.found, self.tolerance = (
+            Model.open(*paths, layers, **LIMITS_OF_MODEL),
+            open_model(layers),
+            TOLERANCE[precision],
+        )
         self.next, self.random, self.more = {}, np.random.default_rng(0), more
 
     def step(self, *slots, prompts=(), tokens=True):
-        """One token of each of `slots`, and (slot, count) of `prompts`, which go on where the slot is, or begin; the tokens or the logits of it."""
+        """One token of each of `slots`, and (slot, count) of `prompts`, which go on where the slot is, or begin; the
+        tokens or the logits of it."""
         advances = [Advance(slot, np.array([self.next[slot]]), self.found.length(slot)) for slot in slots]
-        advances += [Advance(slot, self.random.integers(0, 768, count), self.found.length(slot)) for slot, count in prompts]
+        advances += [
+            Advance(slot, self.random.integers(0, 768, count), self.found.length(slot)) for slot, count in prompts
+        ]
         expected = self.reference.step(advances)
         if tokens:
             found = self.found.step_tokens(advances, self.more)
@@ -120,16 +138,27 @@ def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, more):
 def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
     precision, expected = form[1], [prompt.expected["all"] for prompt in GOLDEN.prompts]
     golden.check(
-        references.assembly(MODEL, precision), references.weights(MODEL, precision), engines[form], references.reference(MODEL, "all"),
-        Target(MODEL, precision, "all", "tensorrt"), TOLERANCES[precision], LIMITS, tmp_path / "golden.json", tmp_path / "speed.json", expected,
-    )  # fmt: skip
+        references.assembly(MODEL, precision),
+        references.weights(MODEL, precision),
+        engines[form],
+        references.reference(MODEL, "all"),
+        Target(MODEL, precision, "all", "tensorrt"),
+        TOLERANCES[precision],
+        LIMITS,
+        tmp_path / "golden.json",
+        tmp_path / "speed.json",
+        expected,
+    )
     assert read_json(tmp_path / "golden.json")["result"] == "pass"
 
 
 def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, gpu, tmp_path):
-    """The engine of another graph, which goes by the name and the digest of the right one; fused attention is no engine, and is left out."""
+    """The engine of another graph, which goes by the name and the digest of the right one; fused attention is no
+    engine, and is left out."""
     assembly, weights = demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
-    report = lambda engines_json: engine_report(assembly, weights, engines_json, 2, TOLERANCES[form[1]], (list(range(3, 20)), 9))
+    report = lambda engines_json: engine_report(
+        assembly, weights, engines_json, 2, TOLERANCES[form[1]], (list(range(3, 20)), 9)
+    )
     right = report(engines[form])
     assert right["fault"] is None and right["served"]["passed"] and all(row["passed"] for row in right["rows"])
     assert any(row["part"] == "attention" for row in right["rows"]) == (form[2] == "traced")
@@ -141,7 +170,14 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     onnx.save(model, graph)
     described["classes"]["exit"]["sha256"] = sha256_file(graph)
     write_json(tmp_path / "graphs" / "assembly.json", described)
-    made = read_json(build(tmp_path / "graphs" / "assembly.json", "tensorrt", tmp_path / "engines" / "engines.json", read_json(engines[form])["options"]))
+    made = read_json(
+        build(
+            tmp_path / "graphs" / "assembly.json",
+            "tensorrt",
+            tmp_path / "engines" / "engines.json",
+            read_json(engines[form])["options"],
+        )
+    )
     made["engines"]["exit"]["graph_sha256"] = read_json(assembly)["classes"]["exit"]["sha256"]
     write_json(tmp_path / "engines" / "engines.json", made)
     found = report(tmp_path / "engines" / "engines.json")["fault"]
@@ -167,9 +203,12 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     (token,) = model.step_tokens([Advance(0, np.arange(5), 0)])
     gains = next(array for name, array in model._executor._network.exit.run._weights.items() if "norm" in name)
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
-    assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.ahead  # -1 is no token that a step could go on with
+    # -1 is no token that a step could go on with
+    assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.ahead
     assert model.step_tokens([Advance(1, np.arange(5), 0)]).tolist() == [-1]
-    with pytest.raises(CheckError, match="prompt 1: logits: expected finite numbers, found NaN or infinity as the largest"):
+    with pytest.raises(
+        CheckError, match="prompt 1: logits: expected finite numbers, found NaN or infinity as the largest"
+    ):
         list(Decoding(model, [Request([1, 2], 3)]))
 
 
@@ -188,7 +227,9 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
             launches, plain = gpu.launches, gpu.plain
             both.step(1, 2, 0)
             assert both.found.ahead
-    assert (gpu.launches, gpu.plain) == (launches + 1, plain) and launched[-1] == launches + 1, "a launch a step, before its tokens are waited for"
+    assert (gpu.launches, gpu.plain) == (launches + 1, plain) and launched[-1] == launches + 1, (
+        "a launch a step, before its tokens are waited for"
+    )
     both.step(2, 0)  # some of its rows
     assert not both.found.ahead and gpu.launches == launches + 1
     for _ in range(2):
@@ -229,7 +270,11 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
     both.step(prompts=[(0, 61), (1, 5)])
     both.step(0, 1)
     with monkeypatch.context() as patched:
-        patched.setattr(type(both.found._executor._forms[0]), "reserve", lambda self, ends, *rest: refuse() if max(ends.values()) > 64 else False)
+        patched.setattr(
+            type(both.found._executor._forms[0]),
+            "reserve",
+            lambda self, ends, *rest: refuse() if max(ends.values()) > 64 else False,
+        )
 
         def refuse():
             raise CheckError("expected 1 MiB of free GPU memory")
@@ -248,7 +293,9 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
 
         patched.setattr(cuda.Event, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            both.found.step_tokens([Advance(slot, np.array([both.next[slot]]), both.found.length(slot)) for slot in (0, 1)], more=True)
+            both.found.step_tokens(
+                [Advance(slot, np.array([both.next[slot]]), both.found.length(slot)) for slot in (0, 1)], more=True
+            )
     for _ in range(3):
         both.step(0, 1)
 
@@ -257,7 +304,9 @@ def test_decoding_goes_ahead_while_no_request_waits_and_ends_with_nothing_under_
     model = open_model()
     requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
     seen = [(made.request, model.ahead) for made in Decoding(model, requests)]
-    assert [ahead for request, ahead in seen if request in (0, 1, 2)] == [False] * 12, "the last request waits for a slot"
+    assert [ahead for request, ahead in seen if request in (0, 1, 2)] == [False] * 12, (
+        "the last request waits for a slot"
+    )
     # Its prompt; beside another, which ends; the first step alone; on; the end.
     assert [ahead for request, ahead in seen if request == 4] == [False, *[True] * 4, False, *[True] * 5, False]
 
@@ -273,25 +322,33 @@ def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
     assert (gpu.launches, gpu.plain) == (launches + 5, plain)
 
 
-
 def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, form, gpu, monkeypatch):
     """What it measures with, not what it measures: every part is there, and the model is as it was."""
     for name, size in (("CONTEXT", 20), ("PREFILL", 40), ("WARM", 2), ("STEPS", 4)):
         monkeypatch.setattr(bench, name, size)
     model, assembly = open_model("all"), read_json(demo.assembly(MODEL, form[1]))
     tokens, told = model.step_tokens, []
-    monkeypatch.setattr(model, "step_tokens", lambda advances, more=False: (told.append(more), tokens(advances, more))[1])
+    monkeypatch.setattr(
+        model, "step_tokens", lambda advances, more=False: (told.append(more), tokens(advances, more))[1]
+    )
     found = bench.decode(model, 2, 1)
     assert told == [False, False, *[True] * 5, False]  # two prompts; the last step has none behind it
-    assert found["last"] == 26 and {"block", "attention", "exit", "next token", "embedding", "gaps", "step"} <= set(found["microseconds"])
+    assert found["last"] == 26 and {"block", "attention", "exit", "next token", "embedding", "gaps", "step"} <= set(
+        found["microseconds"]
+    )
     found = bench.prefill(model, 1, assembly)
-    assert found["tokens"] == 40 and {"block", "attention", "exit", "embedding", "gaps"} <= set(bench.prefill_parts(model, found, assembly)["microseconds"])
+    assert found["tokens"] == 40 and {"block", "attention", "exit", "embedding", "gaps"} <= set(
+        bench.prefill_parts(model, found, assembly)["microseconds"]
+    )
     assert [model.length(slot) for slot in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize("fails", [1, 4])
-def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(demo, open_model, form, gpu, monkeypatch, fails):
-    """A new request and one that goes on, with a row that decodes: the rows hold what they held, and the next step finds nothing of it."""
+def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
+    demo, open_model, form, gpu, monkeypatch, fails
+):
+    """A new request and one that goes on, with a row that decodes: the rows hold what they held, and the next step
+    finds nothing of it."""
     both = Both(demo, open_model, form[1], "all")
     both.step(prompts=[(0, 8), (1, 5)])
     executor, made = both.found._executor, []
@@ -309,7 +366,8 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(demo, 
         with pytest.raises(CheckError, match="no more memory"):
             both.found.step([Advance(0, np.array([3]), 8), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
     assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held
-    if form[2] == "traced":  # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
+    # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
+    if form[2] == "traced":
         for array in (array for pair in executor._forms[0]._cache.values() for array in pair):
             gpu.array(array.address, array.shape, array.dtype)[2] = np.nan
     both.step(0, prompts=[(1, 3), (2, 10)])
@@ -367,7 +425,10 @@ def test_small_limits_leave_room_for_what_fused_attention_touches(open_model, gp
 def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engines, form, gpu):
     model = Model.open(engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1]), 2)
     most = LIMITS["max_num_tokens"] // LIMITS["max_batch_size"]
-    assert model.step([Advance(slot, np.arange(most), 0) for slot in range(LIMITS["max_batch_size"])]).shape == (LIMITS["max_batch_size"], 768)
+    assert model.step([Advance(slot, np.arange(most), 0) for slot in range(LIMITS["max_batch_size"])]).shape == (
+        LIMITS["max_batch_size"],
+        768,
+    )
     with pytest.raises(InputError, match=rf"expected at most {LIMITS['max_num_tokens']} tokens \(max_num_tokens\)"):
         model.step([Advance(slot, np.arange(most + (slot == 3)), 0) for slot in range(LIMITS["max_batch_size"])])
 
@@ -391,11 +452,19 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
     assert rows.nbytes > 2 * program._PIECE
     store = DeviceWeights.of(weights)
     array, blocks = store.put(names, rows.shape, dtype, "slot"), gpu.blocks
-    assert DeviceWeights.of(weights) is store and store.put(names, rows.shape, dtype, "slot").address == array.address and gpu.blocks == blocks
+    assert (
+        DeviceWeights.of(weights) is store
+        and store.put(names, rows.shape, dtype, "slot").address == array.address
+        and gpu.blocks == blocks
+    )
     store.uploads.wait()
     np.testing.assert_array_equal(down(array), rows)
     for shape, kind in (((rows.shape[0], rows.shape[1] + 1), dtype), (rows.shape, np.dtype("f8"))):
-        with pytest.raises(CheckError, match=r"where: expected weights .*, found float\d+ \[80, 144\], .*are graphs and weights of one model and precision"):
+        with pytest.raises(
+            CheckError,
+            match=r"where: expected weights .*, found float\d+ \[80, 144\], .*are "
+            r"graphs and weights of one model and precision",
+        ):
             store.put(names[::-1], shape, kind, "where")
 
 
@@ -446,7 +515,11 @@ def test_too_little_memory_is_told_with_what_it_was_for(open_model, gpu, share, 
     gpu.total = before + int(share * (settled(gpu) - before))
     del model
     settled(gpu)
-    with pytest.raises(CheckError, match=rf"^expected \d+ MiB of free GPU memory for {what}, found \d+ MiB of \d+ MiB; lower limits.max_batch_size"):
+    with pytest.raises(
+        CheckError,
+        match=rf"^expected \d+ MiB of free GPU memory for {what}, found \d+ MiB "
+        rf"of \d+ MiB; lower limits.max_batch_size",
+    ):
         run(open_model())
 
 
@@ -501,13 +574,20 @@ def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
     for _ in range(3):
         both.step(0, 1, 2, tokens=False)
     both.step(prompts=[(3, 210)])
-    with pytest.raises(InputError, match=r"breakdown: expected room for 44 more tokens in each row, at most 256 \(max_seq_len\), found a row of 215"):
+    with pytest.raises(
+        InputError,
+        match=r"breakdown: expected room for 44 more tokens in each row, at most "
+        r"256 \(max_seq_len\), found a row of 215",
+    ):
         both.found._executor.breakdown(4)
     both.step(0, 1, 2, 3, tokens=False)
 
 
 @pytest.mark.parametrize("form", FORMS[:1], indirect=True)
-@pytest.mark.parametrize(("call", "arguments"), [("set_profile", (1, 0)), ("set_input_shape", ("x", (1,))), ("set_tensor_address", ("x", 1)), ("enqueue", (0,))])
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [("set_profile", (1, 0)), ("set_input_shape", ("x", (1,))), ("set_tensor_address", ("x", 1)), ("enqueue", (0,))],
+)
 def test_what_tensorrt_said_before_is_not_told_as_the_error(gpu, call, arguments):
     from lockstep.backends.tensorrt import compat
 

@@ -1,4 +1,5 @@
-"""What is recorded of torch is what torch computes: checked against transformers' own cache, hidden states and a module's input."""
+"""What is recorded of torch is what torch computes: checked against transformers' own cache, hidden states and a
+module's input."""
 
 import json
 
@@ -9,8 +10,8 @@ import transformers
 from demo_model import DEMO
 from families import FAMILIES
 
-from lockstep.errors import InputError
 from lockstep.artifacts.files import read_json
+from lockstep.errors import InputError
 from lockstep.export.random_model import make
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.verify.validate.torch_trace import TorchModel, sequences
@@ -57,7 +58,9 @@ def test_fp16_weights_are_computed_with_in_float32(demo):
     record = TorchModel(CONFIG, Weights.open(demo.weights("demo-llama", "fp16")), 2).record(IDS)
     assert record.logits.dtype == np.float32
     # The demo is stored in fp16: its fp32 weights are the same numbers.
-    assert np.array_equal(record.logits, TorchModel(CONFIG, Weights.open(demo.weights("demo-llama", "fp32")), 2).record(IDS).logits)
+    assert np.array_equal(
+        record.logits, TorchModel(CONFIG, Weights.open(demo.weights("demo-llama", "fp32")), 2).record(IDS).logits
+    )
 
 
 def test_embedded_tokens_give_the_logits_of_their_ids(demo):
@@ -110,7 +113,9 @@ def test_a_cut_model_is_the_first_layers_of_the_whole_one(minicpm3):
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         states = whole(ids, use_cache=False, output_hidden_states=True).hidden_states[2]
-        assert torch.equal(cut.get_decoder().norm(states), cut(ids, use_cache=False, output_hidden_states=True).hidden_states[-1])
+        assert torch.equal(
+            cut.get_decoder().norm(states), cut(ids, use_cache=False, output_hidden_states=True).hidden_states[-1]
+        )
 
 
 def test_a_model_whose_first_layers_depend_on_how_many_follow_is_refused(minicpm3, monkeypatch):
@@ -123,5 +128,9 @@ def test_a_model_whose_first_layers_depend_on_how_many_follow_is_refused(minicpm
         self.shares_keys = layer_idx >= config.num_hidden_layers - 1
 
     monkeypatch.setattr(layer, "__init__", counts_from_the_end)
-    with pytest.raises(InputError, match=r"model.layers.1.shares_keys is False in the whole model and True in one of 2 layers; use layers: all"):
+    with pytest.raises(
+        InputError,
+        match=r"model.layers.1.shares_keys is False in the whole model and True "
+        r"in one of 2 layers; use layers: all",
+    ):
         load_folder(folder, cut_config(config, 2))

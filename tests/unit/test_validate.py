@@ -8,17 +8,21 @@ import torch
 import transformers
 from demo_model import DEMO, LIMITS, TOLERANCES
 
-from lockstep.verify import validate
-from lockstep.checkpoint import resolve
-from lockstep.verify.metrics import difference, failed_path, largest
-from lockstep.errors import InputError
 from lockstep.artifacts.files import read_json
+from lockstep.checkpoint import resolve
+from lockstep.errors import InputError
 from lockstep.export import export
+from lockstep.verify import validate
+from lockstep.verify.metrics import difference, failed_path, largest
 from lockstep.weights import convert
 
 
 def run(results, precision, layers, out, **changes):
-    paths = results.assembly("demo-llama", precision), results.weights("demo-llama", precision), results.checkpoint("demo-llama")
+    paths = (
+        results.assembly("demo-llama", precision),
+        results.weights("demo-llama", precision),
+        results.checkpoint("demo-llama"),
+    )
     return validate.run(*paths, layers, TOLERANCES[precision], LIMITS["max_seq_len"], out, threads=1, **changes)
 
 
@@ -32,18 +36,28 @@ def test_the_demos_graphs_compute_what_torch_computes(demo, tmp_path, precision,
     assert report["result"] == "pass" and report["first_failing_layer"] is None and not failed_path(out).exists()
     depth = 6 if layers == "all" else layers
     assert [block["layer"] for block in report["blocks"]] == list(range(depth))
-    phases = {f"{phase}.{name}" for phase in ("prefill", "chunked", "decode") for name in ("key_out", "value_out", "attention")}
+    phases = {
+        f"{phase}.{name}"
+        for phase in ("prefill", "chunked", "decode")
+        for name in ("key_out", "value_out", "attention")
+    }
     for block in report["blocks"]:
         # What leaves the last layer is seen in the logits of the exit block.
         assert set(block["tensors"]) == phases | ({"hidden"} if block["layer"] < depth - 1 else set())
-        assert all(tensor["max_abs_error"] <= tensor["tolerance"] and tensor["cosine"] > 0.9999 for tensor in block["tensors"].values())
+        assert all(
+            tensor["max_abs_error"] <= tensor["tolerance"] and tensor["cosine"] > 0.9999
+            for tensor in block["tensors"].values()
+        )
     assert set(report["forward"]) == ({"split", "batchful"} if layers == "all" else {"split"})
-    graphs = {"attention.decode", "attention.prefill", "embedding", "entry", "exit", "middle"} | ({"batchful"} if layers == "all" else set())
+    graphs = {"attention.decode", "attention.prefill", "embedding", "entry", "exit", "middle"} | (
+        {"batchful"} if layers == "all" else set()
+    )
     assert all(set(report["checks"][check]) == graphs for check in ("checker", "lint", "inspect"))
 
 
 def test_fp32_graphs_are_exact_to_rounding(demo, tmp_path):
-    """Far below the tolerance: a looser figure here would be a change in what the graphs compute. Measured 2e-6 and 1.4e-5."""
+    """Far below the tolerance: a looser figure here would be a change in what the graphs compute. Measured 2e-6 and
+    1.4e-5."""
     report = read_json(run(demo, "fp32", "all", tmp_path / "validate.json"))
     assert max(tensor["max_abs_error"] for block in report["blocks"] for tensor in block["tensors"].values()) < 1e-5
     assert max(runner["max_abs_error"] for runner in report["forward"].values()) < 1e-4
@@ -71,12 +85,27 @@ def test_inputs_that_do_not_fit_together_are_refused(demo, tmp_path):
 
 # --- other architectures: what the stage must not trip over ---
 
-SMALL = dict(vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-             max_position_embeddings=64, initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 MODELS = {
-    "windows and soft caps": lambda: transformers.Gemma2Config(**SMALL, head_dim=16, sliding_window=5, attn_logit_softcapping=20.0),
+    "windows and soft caps": lambda: transformers.Gemma2Config(
+        **SMALL, head_dim=16, sliding_window=5, attn_logit_softcapping=20.0
+    ),
     "norms of queries and keys": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
-    "learned positions": lambda: transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=3, n_head=4, n_positions=64, initializer_range=0.1),
+    "learned positions": lambda: transformers.GPT2Config(
+        vocab_size=96, n_embd=64, n_layer=3, n_head=4, n_positions=64, initializer_range=0.1
+    ),
     "fused projections": lambda: transformers.Phi3Config(**SMALL),
 }
 
@@ -92,7 +121,11 @@ def test_other_architectures_pass(tmp_path, name):
     assembly = export(checkpoint, "fp32", tmp_path / "graphs" / "assembly.json")
     weights = convert(checkpoint, "fp32", tmp_path / "weights.json")
     for layers in (2, "all"):
-        report = read_json(validate.run(assembly, weights, checkpoint, layers, TOLERANCES["fp32"], 64, tmp_path / f"{layers}.json", threads=1))
+        report = read_json(
+            validate.run(
+                assembly, weights, checkpoint, layers, TOLERANCES["fp32"], 64, tmp_path / f"{layers}.json", threads=1
+            )
+        )
         assert report["result"] == "pass" and len(report["blocks"]) == (3 if layers == "all" else 2)
 
 

@@ -8,10 +8,10 @@ import pytest
 from demo_model import LIMITS, TOLERANCES
 from onnx import numpy_helper
 
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.errors import CheckError
 from lockstep.verify import validate
 from lockstep.verify.metrics import failed_path
-from lockstep.errors import CheckError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
 
 FAULTY_LAYER = 3
 
@@ -28,7 +28,16 @@ def run(demo, copy, layers="all"):
     folder, precision = copy
     out = folder.parent / "validate.json"
     weights, checkpoint = demo.weights("demo-llama", precision), demo.checkpoint("demo-llama")
-    return validate.run(folder / "assembly.json", weights, checkpoint, layers, TOLERANCES[precision], LIMITS["max_seq_len"], out, threads=1)
+    return validate.run(
+        folder / "assembly.json",
+        weights,
+        checkpoint,
+        layers,
+        TOLERANCES[precision],
+        LIMITS["max_seq_len"],
+        out,
+        threads=1,
+    )
 
 
 def plant_in_attention(folder, change):
@@ -91,7 +100,11 @@ def position_off_by_one(graph):
 )
 def test_a_fault_in_one_layers_attention_is_caught_and_the_layer_named(demo, copy, fault, tensor):
     plant_in_attention(copy[0], fault)
-    with pytest.raises(CheckError, match=rf"^layer {FAULTY_LAYER} \(block middle, faulty\): {tensor}: expected an error of at most"):
+    with pytest.raises(
+        CheckError,
+        match=rf"^layer {FAULTY_LAYER} \(block middle, faulty\): {tensor}: "
+        rf"expected an error of at most",
+    ):
         run(demo, copy)
     report = read_json(failed_path(copy[0].parent / "validate.json"), "lockstep.validate/1")
     assert report["result"] == "fail" and report["first_failing_layer"] == FAULTY_LAYER
@@ -119,7 +132,8 @@ def swap(assembly, layer, one, other):
 
 
 def test_a_swapped_weight_is_caught_in_the_layer_that_it_belongs_to(demo, copy):
-    """Gate and up of layer 3 have one shape: only numbers can tell. The block before layer 4's attention computes them."""
+    """Gate and up of layer 3 have one shape: only numbers can tell. The block before layer 4's attention computes
+    them."""
     folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
     swap(assembly, FAULTY_LAYER, "previous.mlp.gate_proj.weight", "previous.mlp.up_proj.weight")
     write_json(folder / "assembly.json", assembly)
@@ -151,8 +165,12 @@ def test_a_fault_in_the_uncut_graph_alone_is_caught(demo, copy):
     folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
     path = folder / assembly["batchful"]["graph"]
     model = onnx.load(path)
-    constants = [node.attribute[0].t for function in model.functions for node in function.node if node.op_type == "Constant"]
-    scale = next(tensor for tensor in constants if not tensor.dims and numpy_helper.to_array(tensor) == np.float32(40**-0.5))
+    constants = [
+        node.attribute[0].t for function in model.functions for node in function.node if node.op_type == "Constant"
+    ]
+    scale = next(
+        tensor for tensor in constants if not tensor.dims and numpy_helper.to_array(tensor) == np.float32(40**-0.5)
+    )
     scale.CopyFrom(numpy_helper.from_array(np.asarray(1.05 * numpy_helper.to_array(scale), np.float32), scale.name))
     onnx.save(model, path)
     assembly["batchful"]["sha256"] = sha256_file(path)

@@ -1,4 +1,5 @@
-"""Names, dtypes and shapes that do not match are errors: in graphs, in arrays, and before and behind Polygraphy's Comparator."""
+"""Names, dtypes and shapes that do not match are errors: in graphs, in arrays, and before and behind Polygraphy's
+Comparator."""
 
 from collections import OrderedDict
 
@@ -6,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
-from lockstep.errors import CheckError
 from lockstep.artifacts.files import sha256_file
+from lockstep.errors import CheckError
 from lockstep.verify.validate.gate import check_arrays, check_graph, check_signature
 from lockstep.verify.validate.polygraphy_checks import GraphRunner, compare, inspect, lint
 
@@ -16,8 +17,15 @@ INPUTS = [{"name": "hidden", "shape": ["num_tokens", 4], **FLOAT}, {"name": "wei
 OUTPUTS = [{"name": "logits", "shape": ["num_tokens", 3], **FLOAT}]
 
 
-def model(text="hidden, weight", inputs="float[num_tokens,4] hidden, float[3,4] weight", outputs="float[num_tokens,3] logits", result="logits"):
-    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]> g ({inputs}) => ({outputs}) {{ {result} = Gemm<transB=1>({text}) }}')
+def model(
+    text="hidden, weight",
+    inputs="float[num_tokens,4] hidden, float[3,4] weight",
+    outputs="float[num_tokens,3] logits",
+    result="logits",
+):
+    return onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 20]> g ({inputs}) => ({outputs}) {{ {result} = Gemm<transB=1>({text}) }}'
+    )
 
 
 def test_a_graph_as_declared_passes():
@@ -27,12 +35,27 @@ def test_a_graph_as_declared_passes():
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (model("hiden, weight", "float[num_tokens,4] hiden, float[3,4] weight"), "found no hidden and unexpected hiden"),
+        (
+            model("hiden, weight", "float[num_tokens,4] hiden, float[3,4] weight"),
+            "found no hidden and unexpected hiden",
+        ),
         (model(inputs="float[num_tokens,4] hidden, float[3,4] weight, float[1] more"), "unexpected more"),
         (model(outputs="float[num_tokens,3] logit", result="logit"), "found no logits and unexpected logit"),
-        (model(inputs="float[num_tokens,4] hidden, float[4,4] weight"), r"'weight': expected float32 \[3, 4\], found float32 \[4, 4\]"),
-        (model(inputs="float[num_rows,4] hidden, float[3,4] weight"), r"expected float32 \[num_tokens, 4\], found float32 \[num_rows, 4\]"),
-        (model(inputs="float16[num_tokens,4] hidden, float[3,4] weight"), r"expected float32 \[num_tokens, 4\], found float16"),
+        (
+            model(inputs="float[num_tokens,4] hidden, float[4,4] weight"),
+            r"'weight': expected float32 \[3, 4\], "
+            r"found float32 \[4, 4\]",
+        ),
+        (
+            model(inputs="float[num_rows,4] hidden, float[3,4] weight"),
+            r"expected float32 \[num_tokens, 4\], found "
+            r"float32 \[num_rows, 4\]",
+        ),
+        (
+            model(inputs="float16[num_tokens,4] hidden, float[3,4] weight"),
+            r"expected float32 \[num_tokens, "
+            r"4\], found float16",
+        ),
     ],
     ids=["renamed input", "extra input", "missing output", "wrong shape", "renamed dimension", "wrong dtype"],
 )
@@ -119,7 +142,12 @@ def test_no_number_is_within_tolerance_when_one_is_nan():
     [
         ([runner("a"), runner("torch")], feeds("hiden"), "found no hidden and unexpected hiden"),
         ([runner("a"), runner("torch")], [{**feeds()[0], "more": np.ones(2)}], "unexpected more"),
-        ([runner("a"), runner("torch")], feeds(shape=(5, 3)), r"expected float32 \[num_tokens=5, 4\], found float32 \[5, 3\]"),
+        (
+            [runner("a"), runner("torch")],
+            feeds(shape=(5, 3)),
+            r"expected float32 \[num_tokens=5, 4\], found "
+            r"float32 \[5, 3\]",
+        ),
         ([runner("a"), runner("torch")], feeds(dtype=np.float64), "found float64"),
         ([runner("a", [{**INPUTS[0], "name": "hiden"}]), runner("torch")], feeds(), "runner a: expected the inputs"),
         ([runner("a"), runner("torch", output="logit")], feeds(), "expected outputs of a as of torch"),

@@ -17,13 +17,13 @@ import pytest
 from demo_model import CONFIG
 
 from lockstep.artifacts import formats
-from lockstep.errors import LockstepError
 from lockstep.artifacts.files import SEAL, sha256_json, write_json
+from lockstep.errors import LockstepError
+from lockstep.pipeline.stages import step
 from lockstep.provenance import run as stage
 from lockstep.provenance.diff import diff
 from lockstep.provenance.explain import explain
 from lockstep.provenance.lockfile import sections, write_lock
-from lockstep.pipeline.stages import step
 from lockstep.provenance.verify import SAME, Finding, verify
 from lockstep.targets import Results, Target
 
@@ -56,10 +56,24 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "checkpoint").mkdir()
     (root / "checkpoint" / "w").write_bytes(b"w")
     weight = {"path": "w", "size": 1, "sha256": sha256(b"w").hexdigest()}
-    make(results, "resolve", {"format": formats.CHECKPOINT, "source": "checkpoint", "folder": "../../checkpoint", "files": [weight]})
-    make(results, "convert", {"format": formats.WEIGHTS, "files": [{**weight, "path": "../../../checkpoint/w"}], "tensors": {}})
+    make(
+        results,
+        "resolve",
+        {"format": formats.CHECKPOINT, "source": "checkpoint", "folder": "../../checkpoint", "files": [weight]},
+    )
+    make(
+        results,
+        "convert",
+        {"format": formats.WEIGHTS, "files": [{**weight, "path": "../../../checkpoint/w"}], "tensors": {}},
+    )
     make(results, "export", {"format": formats.ASSEMBLY, "classes": {"g": {**named("g"), "graph": "g"}}}, g=b"g")
-    engines = {"format": formats.ENGINES, "engines": {"e": named("e")}, "options": {}, "device": {"name": "d"}, "backend_version": "1"}
+    engines = {
+        "format": formats.ENGINES,
+        "engines": {"e": named("e")},
+        "options": {},
+        "device": {"name": "d"},
+        "backend_version": "1",
+    }
     make(results, "build", engines, e=b"e")
     make(results, "validate", {"format": formats.VALIDATION, "result": "pass"})
     make(results, "reference", {"format": formats.REFERENCE, "prompts": [{"text": "A", "tokens": [1]}]})
@@ -82,7 +96,7 @@ def look(root: Path) -> None:
     """Everything that reads records and locks; errors are one line that names a file. Raises what is no such error."""
     results, lock = root / "results", root / "locks" / f"{MODEL}.lock.json"
     for call in (
-        lambda: diff(lock, lock), lambda: explain(CONFIG, Results(results), TARGET), lambda: write_lock(results, MODEL, root / "again.lock.json"),
+        lambda: diff(lock, lock), lambda: explain(CONFIG, Results(results), TARGET), lambda: write_lock(results, MODEL, root / "again.lock.json"),  # noqa: E501
         lambda: list(sections(results, MODEL)),
     ):  # fmt: skip
         try:
@@ -105,11 +119,33 @@ def nested(depth: int) -> list:
 
 
 RAW = {
-    "empty": b"", "half a document": None, "null": b"null", "a number": b"7", "a text": b'"text"', "a list": b"[]", "an object": b"{}", "not a number": b'{"format": NaN}',
-    "no text": b"\xff\xfe\x00", "half a character": b'{"format": "\\ud800"}', "deep": b"[" * 100_000, "deep and whole": b"[" * 900 + b"]" * 900,
-    "a number without end": b"1" * 5000, "a key of no kind": b'{"sealed_sha256": null, "format": null}', "a seal of nothing": b'{"format": "x", "sealed_sha256": {}}',
-}  # fmt: skip
-WRONG = (None, 1, "text", ["text"], {"text": None}, {"text": "text"}, [{"sha256": "x", "file": "\0"}], [{"sha256": "x", "file": "x" * 5000}], nested(400))
+    "empty": b"",
+    "half a document": None,
+    "null": b"null",
+    "a number": b"7",
+    "a text": b'"text"',
+    "a list": b"[]",
+    "an object": b"{}",
+    "not a number": b'{"format": NaN}',
+    "no text": b"\xff\xfe\x00",
+    "half a character": b'{"format": "\\ud800"}',
+    "deep": b"[" * 100_000,
+    "deep and whole": b"[" * 900 + b"]" * 900,
+    "a number without end": b"1" * 5000,
+    "a key of no kind": b'{"sealed_sha256": null, "format": null}',
+    "a seal of nothing": b'{"format": "x", "sealed_sha256": {}}',
+}
+WRONG = (
+    None,
+    1,
+    "text",
+    ["text"],
+    {"text": None},
+    {"text": "text"},
+    [{"sha256": "x", "file": "\0"}],
+    [{"sha256": "x", "file": "x" * 5000}],
+    nested(400),
+)
 
 
 def edited(value: Any) -> Iterator[Any]:
@@ -132,7 +168,9 @@ def sealed(value: Any) -> Any:
     """As if it had been written so: only what is in it is wrong."""
     value = copy.deepcopy(value)
     if "outputs" in value and "key" in value:
-        value["key"] = sha256_json({name: item for name, item in value.items() if name not in ("format", "key", "outputs", SEAL)})
+        value["key"] = sha256_json(
+            {name: item for name, item in value.items() if name not in ("format", "key", "outputs", SEAL)}
+        )
     if SEAL in value:
         value[SEAL] = sha256_json({name: item for name, item in value.items() if name != SEAL})
     return value
@@ -140,7 +178,12 @@ def sealed(value: Any) -> Any:
 
 @pytest.mark.parametrize("how", RAW)
 def test_a_document_that_is_none_is_named_in_one_line(damaged: Path, how: str) -> None:
-    for path in [path for path in documents(damaged) if path.name in ("checkpoint.json", "engines.json", "engines.build.json", "provenance.json", f"{MODEL}.lock.json")]:
+    for path in [
+        path
+        for path in documents(damaged)
+        if path.name
+        in ("checkpoint.json", "engines.json", "engines.build.json", "provenance.json", f"{MODEL}.lock.json")
+    ]:
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2] if RAW[how] is None else RAW[how])
         named = [finding for finding in found(damaged) if finding.status != SAME]
@@ -152,7 +195,8 @@ def test_a_document_that_is_none_is_named_in_one_line(damaged: Path, how: str) -
 
 @pytest.mark.parametrize("each", [13, pytest.param(1, marks=pytest.mark.long)])
 def test_entries_of_another_type_are_named_in_one_line(damaged: Path, each: int) -> None:
-    """Under whole seals and keys, so that they are seen by whoever takes them for what they should be. Every `each`-th of them is tried."""
+    """Under whole seals and keys, so that they are seen by whoever takes them for what they should be. Every `each`-th
+    of them is tried."""
     tried = 0
     for path in documents(damaged):
         data = path.read_bytes()

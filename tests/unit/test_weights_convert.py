@@ -1,4 +1,5 @@
-"""Convert: the same bytes as the safetensors library writes of torch's casts, nothing copied that need not be, and what is refused."""
+"""Convert: the same bytes as the safetensors library writes of torch's casts, nothing copied that need not be, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ import pytest
 from checkpoints import NUMPY, error_of, hub_cache, safetensors_bytes, tensors, write
 from safetensors.numpy import save_file
 
-from lockstep.checkpoint import resolve
 from lockstep.artifacts.dtypes import DTYPE_BITS
 from lockstep.artifacts.files import sha256_file
+from lockstep.checkpoint import resolve
 from lockstep.weights import Weights, convert
 from lockstep.weights.source import PIECE_BYTES
 
@@ -52,11 +53,18 @@ def test_the_file_is_the_one_that_the_library_writes_of_the_casts(tmp_path, dtyp
     values = tensors(dtype)
     values.update({"flags": np.array([True, False, True]), "positions": np.arange(5)})
     out = converted(write(tmp_path / "checkpoint", values, shards), precision)
-    wanted = {name: value if name in ("flags", "positions") else value.astype(NUMPY[DTYPES[precision]]) for name, value in values.items()}
+    wanted = {
+        name: value if name in ("flags", "positions") else value.astype(NUMPY[DTYPES[precision]])
+        for name, value in values.items()
+    }
     weights = Weights.open(out)
     assert weights.names() == sorted(wanted)
     for name, value in wanted.items():
-        assert (weights[name].dtype, weights[name].shape, bits(weights[name])) == (value.dtype, value.shape, bits(value))
+        assert (weights[name].dtype, weights[name].shape, bits(weights[name])) == (
+            value.dtype,
+            value.shape,
+            bits(value),
+        )
     manifest, file = json.loads(out.read_text()), out.with_name("weights.safetensors")
     assert (manifest["format"], manifest["precision"]) == ("lockstep.weights/1", precision)
     if DTYPES[precision] == dtype:
@@ -64,7 +72,9 @@ def test_the_file_is_the_one_that_the_library_writes_of_the_casts(tmp_path, dtyp
         return
     save_file(wanted, tmp_path / "library.safetensors", {"format": "pt"})
     assert file.read_bytes() == (tmp_path / "library.safetensors").read_bytes()
-    assert manifest["files"] == [{"path": "weights.safetensors", "size": file.stat().st_size, "sha256": sha256_file(file)}]
+    assert manifest["files"] == [
+        {"path": "weights.safetensors", "size": file.stat().st_size, "sha256": sha256_file(file)}
+    ]
 
 
 def every_finite(dtype: str) -> np.ndarray:
@@ -76,12 +86,19 @@ def near_ties() -> np.ndarray:
     """fp32 numbers that lie on, just below and just above the middle between two neighbours of bf16 or of fp16."""
     numbers = np.random.default_rng(0)
     high = numbers.integers(0, 2**32, 200_000, np.uint32)
-    parts = [(high & ~np.uint32(2**width - 1)) + np.uint32(2 ** (width - 1) + step) for width in (16, 13) for step in (-1, 0, 1)]
+    parts = [
+        (high & ~np.uint32(2**width - 1)) + np.uint32(2 ** (width - 1) + step)
+        for width in (16, 13)
+        for step in (-1, 0, 1)
+    ]
     every = np.concatenate([high, *parts]).view(np.float32)
     return every[np.isfinite(every)]
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("BF16", "fp32"), ("BF16", "fp16"), ("F16", "fp32"), ("F16", "bf16"), ("F32", "fp16"), ("F32", "bf16")])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("BF16", "fp32"), ("BF16", "fp16"), ("F16", "fp32"), ("F16", "bf16"), ("F32", "fp16"), ("F32", "bf16")],
+)
 def test_every_number_is_rounded_as_torch_rounds_it(tmp_path, dtype, precision):
     import torch
     from safetensors.torch import load_file
@@ -91,9 +108,12 @@ def test_every_number_is_rounded_as_torch_rounds_it(tmp_path, dtype, precision):
     numbers = numbers[np.abs(numbers.astype(np.float64)) <= limit]
     folder = write(tmp_path / "checkpoint", {"numbers": numbers})
     found = load_file(converted(folder, precision).with_name("weights.safetensors"))["numbers"]
-    wanted = load_file(folder / "model.safetensors")["numbers"].to({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision])
+    wanted = load_file(folder / "model.safetensors")["numbers"].to(
+        {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    )
     assert found.dtype == wanted.dtype
-    assert bits(found.contiguous().view(torch.uint8).numpy()) == bits(wanted.contiguous().view(torch.uint8).numpy())  # -0.0 too
+    # -0.0 too
+    assert bits(found.contiguous().view(torch.uint8).numpy()) == bits(wanted.contiguous().view(torch.uint8).numpy())
 
 
 def test_a_tensor_of_several_pieces_is_whole(tmp_path):
@@ -117,7 +137,10 @@ def test_the_same_type_points_into_the_checkpoint(tmp_path):
     folder = write(tmp_path / "checkpoint", shards=3)
     out = converted(folder, "bf16")
     assert [path.name for path in out.parent.iterdir()] == ["weights.json"]
-    manifest, checkpoint = json.loads(out.read_text()), json.loads((folder.parent / "results" / "checkpoint.json").read_text())
+    manifest, checkpoint = (
+        json.loads(out.read_text()),
+        json.loads((folder.parent / "results" / "checkpoint.json").read_text()),
+    )
     recorded = {file["path"]: file for file in checkpoint["files"]}
     for file in manifest["files"]:
         path = Path(file["path"])
@@ -130,8 +153,13 @@ def test_the_same_type_points_into_the_checkpoint(tmp_path):
 def test_a_relative_checkpoint_gives_a_manifest_that_moves_with_its_tree(tmp_path):
     folder, results = write(tmp_path / "a" / "resources" / "m"), tmp_path / "a" / "results" / "m"
     for precision in ("bf16", "fp32"):
-        convert(resolve("resources/m", folder, results / "checkpoint.json"), precision, results / precision / "weights.json")
-    assert json.loads((results / "bf16" / "weights.json").read_text())["files"][0]["path"] == "../../../resources/m/model.safetensors"
+        convert(
+            resolve("resources/m", folder, results / "checkpoint.json"), precision, results / precision / "weights.json"
+        )
+    assert (
+        json.loads((results / "bf16" / "weights.json").read_text())["files"][0]["path"]
+        == "../../../resources/m/model.safetensors"
+    )
     shutil.move(tmp_path / "a", tmp_path / "b")
     for precision in ("bf16", "fp32"):
         weights = Weights.open(tmp_path / "b" / "results" / "m" / precision / "weights.json")
@@ -168,7 +196,8 @@ def test_nan_and_infinity_are_counted_and_the_first_is_named(tmp_path, dtype, pr
     values["layers.0.up.weight"].flat[[7, 20, 21]] = [np.nan, -np.inf, np.inf]
     folder = write(tmp_path / "checkpoint", values)
     assert refused(folder, precision) == (
-        f"{folder}/model.safetensors: tensor 'layers.0.up.weight' ({dtype} [12, 8]): expected finite numbers, found 1 NaN and 2 infinite, "
+        f"{folder}/model.safetensors: tensor 'layers.0.up.weight' ({dtype} [12, 8]): expected finite "
+        f"numbers, found 1 NaN and 2 infinite, "
         "the first at flat index 7; download this file again, or use another checkpoint if it was trained to this"
     )
 
@@ -181,21 +210,30 @@ def test_a_nan_in_the_last_piece_is_found(tmp_path, precision):
     assert f"found 2 NaN and 0 infinite, the first at flat index {BIG - 3};" in line
 
 
-@pytest.mark.parametrize(("dtype", "precision", "fits", "overflows", "remedy"), [
-    ("F32", "fp16", 65519.996, 65520.0, "use bf16 or fp32"),
-    ("BF16", "fp16", 65280.0, 65536.0, "use bf16 or fp32"),
-    ("F32", "bf16", 3.3961e38, 3.3962e38, "use fp32"),
-    ("F64", "fp32", 3.4028235e38, 3.4028236e38, "use a checkpoint stored in fp32 or smaller"),
-])
+@pytest.mark.parametrize(
+    ("dtype", "precision", "fits", "overflows", "remedy"),
+    [
+        ("F32", "fp16", 65519.996, 65520.0, "use bf16 or fp32"),
+        ("BF16", "fp16", 65280.0, 65536.0, "use bf16 or fp32"),
+        ("F32", "bf16", 3.3961e38, 3.3962e38, "use fp32"),
+        ("F64", "fp32", 3.4028235e38, 3.4028236e38, "use a checkpoint stored in fp32 or smaller"),
+    ],
+)
 def test_a_number_too_large_for_the_precision(tmp_path, dtype, precision, fits, overflows, remedy):
     values = tensors(dtype)
     values["norm.weight"][3] = fits
-    assert np.isfinite(Weights.open(converted(write(tmp_path / "fits" / "checkpoint", values), precision))["norm.weight"]).all()
+    assert np.isfinite(
+        Weights.open(converted(write(tmp_path / "fits" / "checkpoint", values), precision))["norm.weight"]
+    ).all()
     values["norm.weight"][3] = -overflows
     folder = write(tmp_path / "not" / "checkpoint", values)
     line = refused(folder, precision)
-    assert line.startswith(f"{folder}/model.safetensors: tensor 'norm.weight' ({dtype} [8]): expected numbers that fit {precision}, found a magnitude of ")
-    assert float(line.split("magnitude of ")[1].split(",")[0]) == pytest.approx(overflows, rel=1e-5)  # printed with six digits
+    assert line.startswith(
+        f"{folder}/model.safetensors: tensor 'norm.weight' ({dtype} [8]): expected "
+        f"numbers that fit {precision}, found a magnitude of "
+    )
+    # printed with six digits
+    assert float(line.split("magnitude of ")[1].split(",")[0]) == pytest.approx(overflows, rel=1e-5)
     assert line.endswith(f"which overflows; {remedy} for this model")
 
 
@@ -234,11 +272,18 @@ def test_a_checkpoint_that_changed_since_it_was_resolved(tmp_path):
         return error_of(convert, checkpoint, "fp32", out)
 
     shard.write_bytes(whole + b"\0")
-    assert line() == f"{shard}: expected {len(whole)} bytes, found {len(whole) + 1}: the file has changed; restore it or resolve the checkpoint again"
+    assert line() == (
+        f"{shard}: expected {len(whole)} bytes, found {len(whole) + 1}: the file has changed; "
+        f"restore it or resolve the checkpoint again"
+    )
     shard.unlink()
-    assert line() == f"{shard}: expected a file of {len(whole)} bytes, found none; restore it or resolve the checkpoint again"
+    assert line() == (
+        f"{shard}: expected a file of {len(whole)} bytes, found none; restore it or resolve the checkpoint again"
+    )
     shard.write_bytes(whole.replace(b"[0,8]", b"[8,0]"))
-    assert line().startswith(f"{shard}: expected sha256 ") and line().endswith(": the file has changed; restore it or resolve the checkpoint again")
+    assert line().startswith(f"{shard}: expected sha256 ") and line().endswith(
+        ": the file has changed; restore it or resolve the checkpoint again"
+    )
     shard.write_bytes(whole)
     config = folder / "config.json"
     os.truncate(config, 3)

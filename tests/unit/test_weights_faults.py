@@ -18,18 +18,29 @@ from checkpoints import error_of, write
 from lockstep.checkpoint import resolve
 from lockstep.weights import Weights, convert
 
-RUN = "import sys; from lockstep.errors import guard; from lockstep.weights import convert\nwith guard(): convert(sys.argv[1], sys.argv[2], sys.argv[3])"
+RUN = (
+    "import sys; from lockstep.errors import guard; from lockstep.weights import convert\nwith guard(): "
+    "convert(sys.argv[1], sys.argv[2], sys.argv[3])"
+)
 MB = 1 << 20
 
 
 def big_checkpoint(folder: Path, megabytes: int, fill: float = 0.5) -> Path:
     """A resolved bf16 checkpoint of one large tensor and a small one; gives its manifest."""
-    write(folder, {"big": np.full(megabytes * MB // 2, fill, ml_dtypes.bfloat16), "small": np.ones(3, ml_dtypes.bfloat16)})
+    write(
+        folder, {"big": np.full(megabytes * MB // 2, fill, ml_dtypes.bfloat16), "small": np.ones(3, ml_dtypes.bfloat16)}
+    )
     return resolve(str(folder), folder, folder.parent / "checkpoint.json")
 
 
 def start(code: str, *arguments: object, **options) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -59,7 +70,10 @@ def test_killed_between_the_weights_and_their_manifest(tmp_path):
     out = tmp_path / "fp32" / "weights.json"
     convert(big_checkpoint(tmp_path / "checkpoint", 1, fill=0.5), "fp32", out)
     checkpoint = big_checkpoint(tmp_path / "checkpoint", 1, fill=0.25)
-    dies = "import os, signal, sys, lockstep.weights; sys.modules['lockstep.weights.convert'].write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    dies = (
+        "import os, signal, sys, lockstep.weights; sys.modules['lockstep.weights.convert'].write_json = "
+        "lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
     process = start(dies + RUN, checkpoint, "fp32", out)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -76,7 +90,9 @@ def test_interrupted_it_removes_its_half_file(tmp_path):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.0005)
     process.send_signal(signal.SIGINT)
-    assert process.communicate()[1] == "lockstep: error: interrupted; finished results are kept, run the same command to go on\n"
+    assert process.communicate()[1] == (
+        "lockstep: error: interrupted; finished results are kept, run the same command to go on\n"
+    )
     assert process.returncode == 130
     assert list(out.parent.iterdir()) == []
 
@@ -89,7 +105,9 @@ def test_a_file_size_limit_in_the_middle_is_one_line(tmp_path):
     line = process.communicate()[1]
     assert process.returncode == 2
     assert line.startswith(f"lockstep: error: {out.with_name('weights.safetensors')}: expected ")
-    assert line.endswith("bytes free for the converted weights, found the disk full (File too large); free space and run again\n")
+    assert line.endswith(
+        "bytes free for the converted weights, found the disk full (File too large); free space and run again\n"
+    )
     assert list(out.parent.iterdir()) == []
 
 
@@ -110,7 +128,9 @@ def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path):
     with small_disk(tmp_path / "disk", 5) as disk:
         line = error_of(convert, checkpoint, "fp32", disk / "weights.json")
         assert line.startswith(f"{disk}/weights.safetensors: expected 8388")
-        assert line.endswith(" bytes free for the converted weights, found 5242880; free space or choose another output folder")
+        assert line.endswith(
+            " bytes free for the converted weights, found 5242880; free space or choose another output folder"
+        )
         assert list(disk.iterdir()) == []
         convert(checkpoint, "bf16", disk / "weights.json")  # points into the checkpoint: room enough
 

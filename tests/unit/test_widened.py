@@ -1,4 +1,5 @@
-"""bf16 without hardware for it: ONNX Runtime computes no bf16 on a CPU, so graphs are validated, rewritten and cut in fp32."""
+"""bf16 without hardware for it: ONNX Runtime computes no bf16 on a CPU, so graphs are validated, rewritten and cut in
+fp32."""
 
 import shutil
 from pathlib import Path
@@ -10,18 +11,18 @@ import pytest
 from demo_model import CONFIG, DEMO
 from onnx import TensorProto, helper, numpy_helper
 
-from lockstep.verify import validate
-from lockstep.checkpoint import resolve
+from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.backends.tensorrt.rotation import check_rotation, read_rotation
+from lockstep.checkpoint import resolve
+from lockstep.errors import CheckError
+from lockstep.export import export
 from lockstep.onnx_tools.prepare import check_same, prepare
 from lockstep.onnx_tools.rope import rotary
-from lockstep.backends.tensorrt.rotation import check_rotation, read_rotation
-from lockstep.errors import CheckError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.targets import Results
-from lockstep.export import export
-from lockstep.weights import convert
 from lockstep.onnx_tools.widened import widened
+from lockstep.targets import Results
+from lockstep.verify import validate
+from lockstep.weights import convert
 
 
 @pytest.fixture
@@ -38,8 +39,14 @@ def bf16(shared, tmp_path) -> Results:
 
 
 def validated(results: Results, layers: int | str, out):
-    paths = results.assembly("demo-llama", "bf16"), results.weights("demo-llama", "bf16"), results.checkpoint("demo-llama")
-    return read_json(validate.run(*paths, layers, CONFIG.tolerances["bf16"].model_dump(), CONFIG.limits.max_seq_len, out, threads=1))
+    paths = (
+        results.assembly("demo-llama", "bf16"),
+        results.weights("demo-llama", "bf16"),
+        results.checkpoint("demo-llama"),
+    )
+    return read_json(
+        validate.run(*paths, layers, CONFIG.tolerances["bf16"].model_dump(), CONFIG.limits.max_seq_len, out, threads=1)
+    )
 
 
 def replace(results: Results, name: str, change) -> None:
@@ -69,7 +76,11 @@ def test_a_fault_in_a_bf16_graph_is_found_in_its_layer(bf16, tmp_path):
         next(node for node in model.graph.node if node.op_type == "Sigmoid").op_type = "Tanh"
 
     replace(bf16, "middle", change)
-    with pytest.raises(CheckError, match=r"layer 0 \(block entry, attention\): hidden: expected an error of at most 0.08"):
+    with pytest.raises(
+        CheckError,
+        match=r"layer 0 \(block entry, attention\): hidden: expected an error of "
+        r"at most 0.08",
+    ):
         validated(bf16, "all", tmp_path / "v.json")
 
 
@@ -78,7 +89,9 @@ def test_a_bf16_graph_with_fused_products_is_proven_and_stays_bf16(bf16):
     entry = read_json(path)["classes"]["middle"]
     model = onnx.load(path.parent / entry["graph"])
     prepared = prepare(model, entry["slots"], {"opset": None, "fuse_projections": True})
-    assert {slot["dtype"] for slot in prepared.slots} == {"bfloat16"} and any(len(parts) == 3 for parts in prepared.parts.values())
+    assert {slot["dtype"] for slot in prepared.slots} == {"bfloat16"} and any(
+        len(parts) == 3 for parts in prepared.parts.values()
+    )
     assert {value.type.tensor_type.elem_type for value in prepared.model.graph.output} == {TensorProto.BFLOAT16}
     next(node for node in prepared.model.graph.node if node.op_type == "Sigmoid").op_type = "Tanh"
     with pytest.raises(CheckError, match="graph middle: output .*: expected the rewritten graph to give the same"):
@@ -94,7 +107,8 @@ def test_the_rotary_encoding_of_a_bf16_graph_is_read_in_fp32(bf16, tmp_path):
     check_rotation(executable, 64, "here")
     own = read_rotation(executable, 64, "here").own
     angles = np.arange(64)[:, None] * 20000.0 ** (-np.arange(20) / 20)
-    np.testing.assert_allclose(own, np.cos(np.concatenate([angles, angles], axis=1)), atol=1e-5)  # fp32 angles up to 64: 4e-6
+    # fp32 angles up to 64: 4e-6
+    np.testing.assert_allclose(own, np.cos(np.concatenate([angles, angles], axis=1)), atol=1e-5)
 
 
 def test_a_scale_is_the_kinds_to_its_own_rounding(demo):
@@ -112,12 +126,18 @@ def test_all_that_is_bf16_in_a_graph_becomes_fp32():
     narrow = numpy_helper.from_array(np.array([1.5], ml_dtypes.bfloat16), "c")
     text = """<ir_version: 10, opset_import: ["": 20, "f": 1]> g (bfloat16[n] x, float16[n] h, bool b) => (bfloat16[n] y, float16[n] z)
     { y = If(b) <then_branch = t () => (bfloat16[n] u) { u = Cast<to = 16>(x) }, else_branch = e () => (bfloat16[n] v) { v = f.twice(x) }>  z = Neg(h) }
-    <domain: "f", opset_import: ["": 20]> twice (a) => (d) { w = Cast<to = 16>(a)  d = Add(w, w) }"""
+    <domain: "f", opset_import: ["": 20]> twice (a) => (d) { w = Cast<to = 16>(a)  d = Add(w, w) }"""  # noqa: E501
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(narrow)
     model.graph.node.append(helper.make_node("Constant", [], ["k"], value=narrow))
     wide = widened(model)
     assert "bfloat16" not in onnx.printer.to_text(wide) and "float16[n] h" in onnx.printer.to_text(wide)
     assert numpy_helper.to_array(wide.graph.initializer[0]).tolist() == [1.5] and wide.graph.initializer[0].name == "c"
-    assert all(a.i == TensorProto.FLOAT for function in wide.functions for node in function.node for a in node.attribute if a.name == "to")
+    assert all(
+        a.i == TensorProto.FLOAT
+        for function in wide.functions
+        for node in function.node
+        for a in node.attribute
+        if a.name == "to"
+    )
     assert widened(wide) is wide and model.graph.input[0].type.tensor_type.elem_type == TensorProto.BFLOAT16

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from demo_model import GOLDEN, LIMITS
 
-from lockstep.pipeline import worker
-from lockstep.errors import CheckError, InputError
 from lockstep.artifacts.files import read_json
+from lockstep.errors import CheckError, InputError
+from lockstep.pipeline import worker
 from lockstep.targets import Results
 
 
@@ -31,23 +31,34 @@ def python(tmp_path: Path):
 
 
 def request(demo: Results, out: Path, **options) -> dict:
-    return {"assembly": str(demo.assembly("demo-llama", "fp32")), "backend": "onnxruntime", "out": str(out / "engines.json"), "options": options}
+    return {
+        "assembly": str(demo.assembly("demo-llama", "fp32")),
+        "backend": "onnxruntime",
+        "out": str(out / "engines.json"),
+        "options": options,
+    }
 
 
 def test_another_interpreter_builds_the_same(demo: Results, tmp_path: Path) -> None:
     worker.call(sys.executable, "build", **request(demo, tmp_path / "engines"))
     here = demo.engines("demo-llama", "fp32", "onnxruntime").parent
-    assert {path.name: path.read_bytes() for path in here.iterdir()} == {path.name: path.read_bytes() for path in (tmp_path / "engines").iterdir()}
+    assert {path.name: path.read_bytes() for path in here.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "engines").iterdir()
+    }
 
 
 def test_another_interpreter_answers_the_same() -> None:
-    assert worker.ask(sys.executable, "identity", name="onnxruntime") == worker.ask(None, "identity", name="onnxruntime")
+    assert worker.ask(sys.executable, "identity", name="onnxruntime") == worker.ask(
+        None, "identity", name="onnxruntime"
+    )
 
 
 def test_engines_are_looked_at_in_the_interpreter_that_runs_them(demo: Results, tmp_path: Path) -> None:
     """What `lockstep reproduce` compares: another Python than this one's may have the library."""
     engines, assembly = demo.engines("demo-llama", "fp16", "onnxruntime"), demo.assembly("demo-llama", "fp16")
-    here, there = (worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly)) for python in (None, sys.executable))
+    here, there = (
+        worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly)) for python in (None, sys.executable)
+    )
     assert json.loads(json.dumps(here)) == there and set(there["engines"]) == set(read_json(engines)["engines"])
     copy = Path(shutil.copytree(engines.parent, tmp_path / "engines")) / engines.name
     (copy.parent / "middle.onnx").write_bytes(b"no engine")
@@ -65,23 +76,37 @@ def test_a_mistake_is_the_same_line_and_exit_code_here_and_there(demo, tmp_path,
     arguments = worker.json.dumps(interpreter), worker.json.dumps(request(demo, tmp_path, level="all"))
     ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
     assert ended.returncode == 2 and not list(tmp_path.glob("*.json"))
-    assert ended.stderr == "lockstep: error: options of backend onnxruntime: expected only optimization_level, opset, fuse_projections, found level\n"
+    assert ended.stderr == (
+        "lockstep: error: options of backend onnxruntime: expected only "
+        "optimization_level, opset, fuse_projections, found level\n"
+    )
 
 
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 def test_text_comes_from_here_and_there(demo, interpreter, capfd) -> None:
     names = ("demo-llama", "fp32")
     worker.call(
-        interpreter, "generate", assembly=str(demo.assembly(*names)), weights=str(demo.weights(*names)), engines=str(demo.engines(*names, "onnxruntime")),
-        layers="all", limits=LIMITS, prompt="San Francisco is a", max_new_tokens=16, sampling={"temperature": 0.0}, stop=[],
-    )  # fmt: skip
+        interpreter,
+        "generate",
+        assembly=str(demo.assembly(*names)),
+        weights=str(demo.weights(*names)),
+        engines=str(demo.engines(*names, "onnxruntime")),
+        layers="all",
+        limits=LIMITS,
+        prompt="San Francisco is a",
+        max_new_tokens=16,
+        sampling={"temperature": 0.0},
+        stop=[],
+    )
     said = capfd.readouterr()
     assert said.out == f"{GOLDEN.prompts[0].expected['all']}\n" and said.err.startswith("prefill: 8 tokens, ")
 
 
 def test_an_interpreter_that_is_not_there_or_none_at_all_is_named(tmp_path) -> None:
     for name in ("/nowhere/python3.10", str(tmp_path)):
-        with pytest.raises(InputError, match=f"backends.tensorrt.python: expected a Python interpreter, found '{name}'"):
+        with pytest.raises(
+            InputError, match=f"backends.tensorrt.python: expected a Python interpreter, found '{name}'"
+        ):
             worker.call(name, "build")
 
 
@@ -90,14 +115,21 @@ def test_a_package_that_the_interpreter_lacks_is_named(demo, tmp_path, python, c
         worker.call(python(f'exec {sys.executable} -S "$@"'), "build", **request(demo, tmp_path))
     assert ended.value.code == 2
     line = capfd.readouterr().err
-    assert line.count("\n") == 1 and "has no Python package '" in line and line.startswith("lockstep: error: backends.tensorrt.python: ")
+    assert (
+        line.count("\n") == 1
+        and "has no Python package '" in line
+        and line.startswith("lockstep: error: backends.tensorrt.python: ")
+    )
 
 
 def test_a_question_that_cannot_be_answered_is_an_error_to_be_caught(python, capfd) -> None:
     """As where the other interpreter's library finds no GPU: its line is the error's, and is said once."""
     with pytest.raises(InputError) as error:
         worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), "identity", name="nothing")
-    assert str(error.value) == "backend: expected one of onnxruntime, tensorrt, found 'nothing'" and not capfd.readouterr().err
+    assert (
+        str(error.value) == ("backend: expected one of onnxruntime, tensorrt, found 'nothing'")
+        and not capfd.readouterr().err
+    )
     with pytest.raises(CheckError, match="^other bytes$"):
         worker.ask(python("echo lockstep: error: other bytes >&2", "exit 1"), "identity", name="onnxruntime")
 
@@ -112,16 +144,27 @@ def test_a_defect_in_the_other_interpreter_keeps_its_traceback(python, capfd) ->
     with pytest.raises(SystemExit) as ended:
         worker.ask(sys.executable, "identity", nme="onnxruntime")
     said = capfd.readouterr().err
-    assert ended.value.code == 1 and said.startswith("Traceback") and "unexpected keyword argument 'nme'" in said.splitlines()[-1]
+    assert (
+        ended.value.code == 1
+        and said.startswith("Traceback")
+        and ("unexpected keyword argument 'nme'") in said.splitlines()[-1]
+    )
 
 
 def test_what_is_said_beside_an_answer_is_shown(python, capfd) -> None:
-    assert worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), "identity", name="onnxruntime")["name"] == "onnxruntime"
+    assert (
+        worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), "identity", name="onnxruntime")["name"]
+        == "onnxruntime"
+    )
     assert capfd.readouterr().err == "a warning\n"
 
 
 @pytest.mark.parametrize("stage", ["call", "ask"])
-@pytest.mark.parametrize("lines", [("kill -9 $$",), ("sh -c 'kill -9 $$'; exit $?",), ("exit 137",)], ids=["itself", "behind a shell", "its code"])
+@pytest.mark.parametrize(
+    "lines",
+    [("kill -9 $$",), ("sh -c 'kill -9 $$'; exit $?",), ("exit 137",)],
+    ids=["itself", "behind a shell", "its code"],
+)
 def test_an_interpreter_that_is_killed_is_told_with_the_signal(python, stage, lines) -> None:
     with pytest.raises(CheckError, match="build: .*python was ended by SIGKILL"):
         getattr(worker, stage)(python(*lines), "build")

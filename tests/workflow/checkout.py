@@ -49,14 +49,18 @@ class Checkout:
     def snakemake(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess:
         return self.run("snakemake", *arguments, **options)
 
-    def run(self, module: str, *arguments: str, folder: Path | None = None, check: bool = True) -> subprocess.CompletedProcess:
+    def run(
+        self, module: str, *arguments: str, folder: Path | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess:
         """`python -m module arguments`; output and exit code, which must be 0 where `check`."""
         process = subprocess.run(
             [sys.executable, "-m", module, *arguments], cwd=folder or self.folder, env=self.environment(),
             text=True, capture_output=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if check:
-            assert process.returncode == 0, f"{module} {' '.join(arguments)}: exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+            assert process.returncode == 0, (
+                f"{module} {' '.join(arguments)}: exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+            )
         return process
 
     def environment(self) -> dict[str, str]:
@@ -69,7 +73,9 @@ class Checkout:
         if "Nothing to be done" in text:
             return Counter()
         table = text.rpartition("Job stats:")[2].partition("total")[0]
-        return Counter({rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE) if rule != "all"})
+        return Counter(
+            {rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE) if rule != "all"}
+        )
 
     def finish(self, *arguments: str) -> str:
         """Run all of it on two cores; gives what was printed."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkout import Checkout
+
 from network import TELEMETRY, Recorder
 from shared import Shared
 
@@ -25,13 +26,14 @@ def filled_cache(first_run: Checkout) -> Path:
 
 @pytest.fixture(scope="session")
 def first_run(shared: Shared) -> Checkout:
-    """The demo, built and checked once for all processes of the test run, as a user runs it who has switched no telemetry off. Only to be read:
-    take `finished` to run anything in it."""
+    """The demo, built and checked once for all processes of the test run, as a user runs it who has switched no
+    telemetry off. Only to be read: take `finished` to run anything in it."""
 
     def make(folder: Path) -> None:
         recorder = Recorder.make(folder / "recorder")
         checkout = Checkout.make(folder / "checkout", {**dict.fromkeys(TELEMETRY, ""), **recorder.environment})
-        compileall.compile_dir(checkout.folder / "src", quiet=1)  # copies take the bytecode along: hundreds of processes need not compile
+        # copies take the bytecode along: hundreds of processes need not compile
+        compileall.compile_dir(checkout.folder / "src", quiet=1)
         checkout.finish("--config", f"cache={folder / 'cache'}")
 
     return Checkout(shared.folder("first_run", make) / "checkout")

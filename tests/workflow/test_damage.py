@@ -15,15 +15,24 @@ FP16, FP32 = f"{MODEL}/fp16/2", f"{MODEL}/fp32/2"
 KINDS = {
     "resolve": {f"{MODEL}/checkpoint.json": ("convert", FP16), f"{MODEL}/architecture.json": ("export", FP16)},
     "convert": {f"{MODEL}/fp32/weights.json": ("golden", FP32), f"{MODEL}/fp32/weights.safetensors": ("golden", FP32)},
-    "export": {f"{GRAPHS}/assembly.json": ("build", FP16), f"{GRAPHS}/middle.onnx": ("build", FP16), f"{GRAPHS}/tokenizer.json": ("golden", FP16)},
+    "export": {
+        f"{GRAPHS}/assembly.json": ("build", FP16),
+        f"{GRAPHS}/middle.onnx": ("build", FP16),
+        f"{GRAPHS}/tokenizer.json": ("golden", FP16),
+    },
     "build": {f"{ENGINES}/engines.json": ("golden", FP16), f"{ENGINES}/middle.onnx": ("golden", FP16)},
     "reference": {f"{REFERENCE}/2.json": ("golden", FP16), f"{REFERENCE}/2.safetensors": ("golden", FP16)},
-    None: {f"../resources/{MODEL}/model.safetensors": ("convert", FP16), f"../resources/{MODEL}/tokenizer.json": ("convert", FP16)},
+    None: {
+        f"../resources/{MODEL}/model.safetensors": ("convert", FP16),
+        f"../resources/{MODEL}/tokenizer.json": ("convert", FP16),
+    },
 }
 
 
 @pytest.mark.parametrize("maker, files", KINDS.items(), ids=[maker or "the user" for maker in KINDS])
-def test_a_flipped_byte_is_named_refused_and_repaired(demo: Checkout, maker: str | None, files: dict[str, tuple[str, str]]) -> None:
+def test_a_flipped_byte_is_named_refused_and_repaired(
+    demo: Checkout, maker: str | None, files: dict[str, tuple[str, str]]
+) -> None:
     """Each file alone is named and refused; making all of them again once repairs all."""
     before = demo.digests()
     for name, (reader, target) in files.items():
@@ -46,12 +55,19 @@ def test_a_flipped_byte_is_named_refused_and_repaired(demo: Checkout, maker: str
     assert {name: digest for name, digest in demo.digests().items() if not name.endswith(".failed.json")} == before
 
 
-@pytest.mark.parametrize("name, rule, precision", [(f"{ENGINES}/engines.json", "build", "fp16"), (f"{MODEL}/fp32/weights.safetensors", "convert", "fp32")])
+@pytest.mark.parametrize(
+    "name, rule, precision",
+    [(f"{ENGINES}/engines.json", "build", "fp16"), (f"{MODEL}/fp32/weights.safetensors", "convert", "fp32")],
+)
 def test_a_run_refuses_and_forcerun_repairs(demo: Checkout, name: str, rule: str, precision: str) -> None:
     before, target = demo.digests(), f"results/{MODEL}/{precision}/golden/onnxruntime/2.json"
     flip(demo.results / name)
     process = demo.snakemake("--cores", "2", "--forcerun", "golden", "--", target, check=False)
-    assert process.returncode == 2 and "lockstep: error: " in process.stdout + process.stderr and Path(name).name in process.stdout + process.stderr
+    assert (
+        process.returncode == 2
+        and "lockstep: error: " in process.stdout + process.stderr
+        and Path(name).name in process.stdout + process.stderr
+    )
     demo.finish("--forcerun", rule, "--", target)
     assert demo.digests() == before
     demo.run("lockstep", "verify")
@@ -62,4 +78,8 @@ def test_a_foreign_manifest_is_not_read(demo: Checkout) -> None:
     path = demo.results / ENGINES / "engines.json"
     path.write_bytes((demo.results / MODEL / "fp32" / "engines" / "onnxruntime" / "engines.json").read_bytes())
     process = demo.run("lockstep", "golden", FP16, check=False)
-    assert process.returncode == 2 and f"{ENGINES}/engines.json: expected sha256 " in process.stderr and "it was changed after it was made" in process.stderr
+    assert (
+        process.returncode == 2
+        and (f"{ENGINES}/engines.json: expected sha256 ") in process.stderr
+        and ("it was changed after it was made") in process.stderr
+    )

@@ -1,4 +1,5 @@
-"""A full disk in every stage, a clock that was set back, a results folder that cannot be written: one clear line, and nothing lost."""
+"""A full disk in every stage, a clock that was set back, a results folder that cannot be written: one clear line, and
+nothing lost."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def mounted(folder: Path, *arguments: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=[pytest.mark.long] * (stage in WITH_TORCH)) for stage in STAGES])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=[pytest.mark.long] * (stage in WITH_TORCH)) for stage in STAGES]
+)
 def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkout, stage: str) -> None:
     target, manifest = STAGES[stage]
     before = shutil.copytree(demo.results, demo.folder / "before")
@@ -61,7 +64,8 @@ def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkou
 
 
 def test_files_from_the_future_and_the_past_make_nothing_else(demo: Checkout) -> None:
-    """The clock was an hour ahead while the results were made; then set back, with the user's files younger or older than these."""
+    """The clock was an hour ahead while the results were made; then set back, with the user's files younger or older
+    than these."""
     hour = 3600 * 10**9
     before = demo.digests()
     for path in demo.results.rglob("*"):
@@ -80,10 +84,18 @@ def test_a_results_folder_that_cannot_be_written_is_one_line(demo: Checkout) -> 
     with mounted(demo.results, "--bind", str(demo.results)):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(demo.results)], check=True)
         process = demo.run("lockstep", "build", f"{MODEL}/fp16", check=False)
-        assert process.returncode == 2 and len(process.stderr.splitlines()) == 1 and "Read-only file system" in process.stderr
+        assert (
+            process.returncode == 2
+            and len(process.stderr.splitlines()) == 1
+            and "Read-only file system" in process.stderr
+        )
         assert demo.run("lockstep", "verify").returncode == 0
         assert demo.run("lockstep", "explain", f"{MODEL}/fp16/all").returncode == 0
         demo.append(f"resources/{MODEL}/tokenizer.json", "\n")
         process = demo.snakemake("--cores", "1", check=False)
-        assert process.returncode and "Write-protected output files" in process.stderr and "Traceback" not in process.stderr
+        assert (
+            process.returncode
+            and "Write-protected output files" in process.stderr
+            and "Traceback" not in process.stderr
+        )
     assert demo.digests() == before

@@ -10,17 +10,31 @@ from pathlib import Path
 import pytest
 import yaml
 from checkout import Checkout
-from hub_server import HubServer
 
+from hub_server import HubServer
 from lockstep.export import random_model
 
 SHAPE = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 256, "tie_word_embeddings": True, "eos_token_id": None, "bos_token_id": None, "dtype": "float32",
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "dtype": "float32",
+}
 GOLDEN = {"max_new_tokens": 4, "prompts": [{"text": "Hello"}]}
 CONFIG = ("--configfile", "own.yaml")
-WEIGHTS = [f"results/{model}/{name}" for model in ("hub", "random") for name in ("source.json", "checkpoint.json", "fp32/weights.json")]
+WEIGHTS = [
+    f"results/{model}/{name}"
+    for model in ("hub", "random")
+    for name in ("source.json", "checkpoint.json", "fp32/weights.json")
+]
 
 
 class User(Checkout):
@@ -33,7 +47,11 @@ class User(Checkout):
 
     def configure(self, seed: int = 0, layers: int | str = "all") -> None:
         models = {"hub": "hf:acme/tiny", "random": f"random:shape.json?seed={seed}"}
-        config = {"models": {name: {"source": source, "layers": [layers], "golden": GOLDEN} for name, source in models.items()}}
+        config = {
+            "models": {
+                name: {"source": source, "layers": [layers], "golden": GOLDEN} for name, source in models.items()
+            }
+        }
         (self.folder / "own.yaml").write_text(yaml.safe_dump(config))
         (self.folder / "shape.json").write_text(json.dumps(SHAPE))
 
@@ -47,7 +65,9 @@ def hub() -> Iterator[HubServer]:
 def checkpoint(folder: Path, seed: int) -> dict[str, bytes]:
     folder.mkdir(parents=True)
     (folder / "shape.json").write_text(json.dumps(SHAPE))
-    return {path.name: path.read_bytes() for path in random_model.make(folder / "shape.json", seed, folder / "c").iterdir()}
+    return {
+        path.name: path.read_bytes() for path in random_model.make(folder / "shape.json", seed, folder / "c").iterdir()
+    }
 
 
 def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub: HubServer) -> None:
@@ -105,7 +125,10 @@ def test_too_many_layers_stop_a_hub_model_before_its_weights(tmp_path: Path, hub
     user = User.make(tmp_path / "checkout")
     user.configure(layers=2)
     user.url = hub.url
-    hub.model("acme/tiny", checkpoint(tmp_path / "v1", 1) | {"config.json": json.dumps({**SHAPE, "num_hidden_layers": 1}).encode()})
+    hub.model(
+        "acme/tiny",
+        checkpoint(tmp_path / "v1", 1) | {"config.json": json.dumps({**SHAPE, "num_hidden_layers": 1}).encode()},
+    )
     process = user.snakemake("--cores", "1", "results/hub/checkpoint.json", *CONFIG, check=False)
     assert process.returncode and not hub.asked("/cdn/")
     assert "expected at most 1 (num_hidden_layers in " in process.stdout + process.stderr

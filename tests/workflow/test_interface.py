@@ -48,7 +48,15 @@ def test_the_table_names_each_target_with_its_engine_and_result(demo: Checkout) 
 
 def test_another_config_in_another_folder(fresh: Checkout, filled_cache: Path, tmp_path: Path) -> None:
     """Only the models of that config, and all results in that folder."""
-    config = {"models": {"mine": {"source": "resources/demo-llama", "layers": [1], "golden": {"max_new_tokens": 4, "prompts": [{"text": "Light"}]}}}}
+    config = {
+        "models": {
+            "mine": {
+                "source": "resources/demo-llama",
+                "layers": [1],
+                "golden": {"max_new_tokens": 4, "prompts": [{"text": "Light"}]},
+            }
+        }
+    }
     path, out = tmp_path / "my.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(config))
     cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs, engines and weights already
@@ -61,13 +69,18 @@ MISTAKES = {
     "unknown key": ({"layer": [1]}, "models.mine.layer: unknown key"),
     "wrong type": ({"layers": "two"}, "models.mine.layers: expected"),
     "too many layers": ({"layers": [99]}, "models.mine.layers[0]: expected at most 6"),
-    "precision that the backend lacks": ({"precisions": ["bf16"]}, "models.mine.precisions[0]: expected one of fp32, fp16"),
+    "precision that the backend lacks": (
+        {"precisions": ["bf16"]},
+        "models.mine.precisions[0]: expected one of fp32, fp16",
+    ),
     "no such folder": ({"source": "nowhere"}, "models.mine.source: expected a checkpoint folder"),
 }
 
 
 @pytest.mark.parametrize("change, message", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_in_the_config_is_one_line_before_any_job(fresh: Checkout, tmp_path: Path, change: dict, message: str) -> None:
+def test_a_mistake_in_the_config_is_one_line_before_any_job(
+    fresh: Checkout, tmp_path: Path, change: dict, message: str
+) -> None:
     model = {"source": "resources/demo-llama", "golden": {"prompts": [{"text": "Light"}]}, **change}
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump({"models": {"mine": model}}))
@@ -91,7 +104,9 @@ YAML_MISTAKES = {
 
 
 @pytest.mark.parametrize("data, message", YAML_MISTAKES.values(), ids=YAML_MISTAKES)
-def test_a_config_that_cannot_be_read_is_one_line_with_its_place(fresh: Checkout, tmp_path: Path, data: bytes | None, message: str) -> None:
+def test_a_config_that_cannot_be_read_is_one_line_with_its_place(
+    fresh: Checkout, tmp_path: Path, data: bytes | None, message: str
+) -> None:
     path = tmp_path / "my.yaml"
     if data is not None:
         path.write_bytes(data)
@@ -115,7 +130,9 @@ def refuses(checkout: Checkout, message: str, *arguments: str) -> None:
 def test_a_job_that_fails_says_the_line_first_and_ends_as_the_stage_by_hand(fresh: Checkout, snakefile: str) -> None:
     weights = fresh.folder / "resources" / "demo-llama" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + np.float32(np.nan).tobytes())
-    process = fresh.snakemake("--cores", "1", "--snakefile", snakefile, "results/demo-llama/fp16/weights.json", check=False)
+    process = fresh.snakemake(
+        "--cores", "1", "--snakefile", snakefile, "results/demo-llama/fp16/weights.json", check=False
+    )
     by_hand = fresh.run("lockstep", "convert", "demo-llama/fp16", check=False)
     assert by_hand.returncode == process.returncode == 2
     (line,) = by_hand.stderr.splitlines()
@@ -134,11 +151,15 @@ def test_a_damaged_checkpoint_is_one_line_before_any_job(fresh: Checkout) -> Non
 
 
 def nonsense(config: dict) -> None:
-    config["models"]["demo-llama"]["golden"]["prompts"][0] = {"text": "San Francisco is a", "expected": {"all": "nonsense"}}
+    config["models"]["demo-llama"]["golden"]["prompts"][0] = {
+        "text": "San Francisco is a",
+        "expected": {"all": "nonsense"},
+    }
 
 
 def rows(checkout: Checkout) -> dict[tuple[str, str], str]:
-    """The verdicts that `lockstep summary` prints, by precision and layer count, which summary.json and the report's table must say too."""
+    """The verdicts that `lockstep summary` prints, by precision and layer count, which summary.json and the report's
+    table must say too."""
     lines = checkout.run("lockstep", "summary").stdout.splitlines()
     found = {(line.split()[2], line.split()[1]): line[line.index("onnxruntime") :].split()[2] for line in lines[1:5]}
     written = json.loads((checkout.results / "summary.json").read_text())["targets"]
@@ -154,9 +175,17 @@ def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout)
     assert process.returncode == 1
     assert "lockstep: error: " in process.stderr + process.stdout and "nonsense" in process.stderr + process.stdout
     assert "Traceback" not in process.stderr + process.stdout
-    assert rows(demo) == {("fp32", "2"): "pass", ("fp32", "all"): "fail", ("fp16", "2"): "pass", ("fp16", "all"): "fail"}
+    assert rows(demo) == {
+        ("fp32", "2"): "pass",
+        ("fp32", "all"): "fail",
+        ("fp16", "2"): "pass",
+        ("fp16", "all"): "fail",
+    }
     said = demo.run("lockstep", "summary").stdout
-    assert "demo-llama/fp16/all/onnxruntime: golden: prompt 'San Francisco is a', text: expected 'nonsense' as in the config, found ' hilly" in said
+    assert (
+        "demo-llama/fp16/all/onnxruntime: golden: prompt 'San Francisco is a', text: expected 'nonsense' "
+        "as in the config, found ' hilly"
+    ) in said
     assert demo.would_run()["golden"] == 2
     demo.edit_config(lambda config: config["models"]["demo-llama"]["golden"]["prompts"][0].pop("expected"))
     demo.finish()
@@ -204,7 +233,15 @@ def test_generate_says_what_the_golden_text_says_and_how_fast(finished: Checkout
     model = yaml.safe_load((finished.folder / "config" / "config.yaml").read_text())["models"]["demo-llama"]
     prompt = model["golden"]["prompts"][0]
     for layers in (2, "all"):
-        process = generate(finished, "--target", f"demo-llama/fp16/{layers}", "--prompt", prompt["text"], "--max-new-tokens", str(model["golden"]["max_new_tokens"]))
+        process = generate(
+            finished,
+            "--target",
+            f"demo-llama/fp16/{layers}",
+            "--prompt",
+            prompt["text"],
+            "--max-new-tokens",
+            str(model["golden"]["max_new_tokens"]),
+        )
         assert process.returncode == 0 and process.stdout == prompt["expected"][layers] + "\n"
         assert [line.split(":")[0] for line in process.stderr.splitlines()] == ["prefill", "decode"]
 
@@ -214,8 +251,14 @@ def test_generate_says_what_the_golden_text_says_and_how_fast(finished: Checkout
     [
         (("--target", "demo-llama/fp64/all", "--prompt", "A"), "target: expected one of"),
         (("--target", "demo-llama/fp32/all", "--prompt", "word " * 500), "expected 1 to 128 tokens"),
-        (("--target", "demo-llama/fp32/all", "--prompt", "A", "--temperature", "-1"), "temperature: expected 0 or more"),
-        (("--target", "demo-llama/fp32/all", "--prompt", "A", "--results", "nowhere"), "nowhere/config.json: expected a file"),
+        (
+            ("--target", "demo-llama/fp32/all", "--prompt", "A", "--temperature", "-1"),
+            "temperature: expected 0 or more",
+        ),
+        (
+            ("--target", "demo-llama/fp32/all", "--prompt", "A", "--results", "nowhere"),
+            "nowhere/config.json: expected a file",
+        ),
     ],
 )
 def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple[str, ...], message: str) -> None:

@@ -30,7 +30,9 @@ def test_killed_runs_end_in_the_results_of_an_undisturbed_one(finished: Checkout
 
 
 @pytest.mark.long
-def test_runs_killed_at_random_moments_end_in_the_results_of_an_undisturbed_one(finished: Checkout, fresh: Checkout) -> None:
+def test_runs_killed_at_random_moments_end_in_the_results_of_an_undisturbed_one(
+    finished: Checkout, fresh: Checkout
+) -> None:
     """Twenty times in one full run, which starts over when it got to its end; the seed names the moments."""
     moments = random.Random(4)
     for _ in range(20):
@@ -75,13 +77,18 @@ def test_a_run_that_is_alive_keeps_others_out(fresh: Checkout) -> None:
 
 def start(checkout: Checkout, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "snakemake", "--cores", "2", *arguments], cwd=checkout.folder, env=checkout.environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "snakemake", "--cores", "2", *arguments],
+        cwd=checkout.folder,
+        env=checkout.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def kill_in(checkout: Checkout, stage: str) -> None:
-    """Kill a run that makes `stage` anew, and all its jobs, shortly after the first job of `stage` has opened its log."""
+    """Kill a run that makes `stage` anew, and all its jobs, shortly after the first job of `stage` has opened its
+    log."""
     log = checkout.results / "logs" / stage
     shutil.rmtree(log, ignore_errors=True)
     process = start(checkout, "--forcerun", stage)

@@ -59,21 +59,61 @@ def edit_prompt(checkout: Checkout) -> None:
 
 
 BEFORE = {
-    "a pin": (edit_pin, r"export: transformers \S+ -> 9\.9\.9; locked by locks/demo-llama\.lock\.json: undo the change, or run without locked"),
-    "a module": (lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "# edited\n"), r"build: code of the stage \w{12} -> \w{12}"),
-    "a weight": (lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100), r"resolve: model\.safetensors differs: \w{12} -> \w{12}"),
+    "a pin": (
+        edit_pin,
+        r"export: transformers \S+ -> 9\.9\.9; locked by locks/demo-llama\.lock\.json: undo "
+        r"the change, or run without locked",
+    ),
+    "a module": (
+        lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "# edited\n"),
+        r"build: code of the stage "
+        r"\w{12} -> \w{12}",
+    ),
+    "a weight": (
+        lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100),
+        r"resolve: model\.safetensors "
+        r"differs: \w{12} -> \w{12}",
+    ),
     "a prompt": (edit_prompt, r"reference: prompt 'Dark' differs: new"),
-    "a layer count": (lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["layers"].append(3)), r"demo-llama/fp32/3/onnxruntime: reference/3 is not in the lock"),
-    "a tolerance": (lambda demo: demo.edit_config(lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 1e9, "logits": 1e9})),
-                    rf"validate {MODEL}/fp16/2: tolerance\.block differs: [\d.e-]+ -> 1000000000\.0; locked by locks/demo-llama\.lock\.json: undo the change"),
-    "a length": (lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["golden"].update(max_new_tokens=4)),
-                 rf"reference {MODEL}/2: golden\.(max_new_tokens differs: 16 -> 4|long_prompt differs: 240 -> 252); locked by"),
-    "an expected text": (lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["golden"]["prompts"][0]["expected"].update({2: "x"})),
-                         rf"golden {MODEL}/fp32/2/onnxruntime: expected\.000 differs: cars on fog .* -> x; locked by"),
-    "a limit": (lambda demo: demo.edit_config(lambda config: config["limits"].update(max_batch_size=1)), r"\w+ \S+: limits\.max_batch_size differs: 4 -> 1; locked by"),
-    "a check's code": (lambda demo: demo.append("src/lockstep/verify/validate/__init__.py", "# edited\n"), r"validate: code of the stage \w{12} -> \w{12}"),
-    "no lock": (lambda demo: (demo.folder / "locks" / f"{MODEL}.lock.json").unlink(), r"locked: expected demo-llama\.lock\.json in locks or \S+/locks, found none; write it with `lockstep lock`"),
-}  # fmt: skip
+    "a layer count": (
+        lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["layers"].append(3)),
+        r"demo-llama/fp32/3/onnxruntime: "
+        r"reference/3 is not in the lock",
+    ),
+    "a tolerance": (
+        lambda demo: demo.edit_config(
+            lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 1e9, "logits": 1e9})
+        ),
+        rf"validate {MODEL}/fp16/2: tolerance\.block differs: [\d.e-]+ -> 1000000000\.0; locked "
+        rf"by locks/demo-llama\.lock\.json: undo the change",
+    ),
+    "a length": (
+        lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["golden"].update(max_new_tokens=4)),
+        rf"reference {MODEL}/2: golden\.(max_new_tokens differs: 16 -> 4|long_prompt differs: 240 "
+        rf"-> 252); locked by",
+    ),
+    "an expected text": (
+        lambda demo: demo.edit_config(
+            lambda config: config["models"][MODEL]["golden"]["prompts"][0]["expected"].update({2: "x"})
+        ),
+        rf"golden {MODEL}/fp32/2/onnxruntime: expected\.000 differs: cars on fog .* -> x; locked by",
+    ),
+    "a limit": (
+        lambda demo: demo.edit_config(lambda config: config["limits"].update(max_batch_size=1)),
+        r"\w+ \S+: limits\.max_batch_size "
+        r"differs: 4 -> 1; locked by",
+    ),
+    "a check's code": (
+        lambda demo: demo.append("src/lockstep/verify/validate/__init__.py", "# edited\n"),
+        r"validate: code of the stage "
+        r"\w{12} -> \w{12}",
+    ),
+    "no lock": (
+        lambda demo: (demo.folder / "locks" / f"{MODEL}.lock.json").unlink(),
+        r"locked: expected demo-llama\.lock\.json in locks or \S+/locks, found "
+        r"none; write it with `lockstep lock`",
+    ),
+}
 
 
 @pytest.mark.parametrize("edit, message", BEFORE.values(), ids=BEFORE)
@@ -84,24 +124,44 @@ def test_a_change_is_refused_before_any_job(locked: Checkout, edit: Callable[[Ch
     assert locked.digests() == before
 
 
-@pytest.mark.parametrize("edit, message", [BEFORE[name] for name in ("a module", "no lock")], ids=["a module", "no lock"])
-def test_a_stage_by_hand_is_refused_before_it_works(locked: Checkout, edit: Callable[[Checkout], None], message: str) -> None:
+@pytest.mark.parametrize(
+    "edit, message", [BEFORE[name] for name in ("a module", "no lock")], ids=["a module", "no lock"]
+)
+def test_a_stage_by_hand_is_refused_before_it_works(
+    locked: Checkout, edit: Callable[[Checkout], None], message: str
+) -> None:
     before = locked.digests()
     edit(locked)
-    assert re.match(message.replace(r" or \S+/locks", ""), refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
+    assert re.match(
+        message.replace(r" or \S+/locks", ""), refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16")
+    )
     assert locked.digests() == before
 
 
 def test_a_check_by_hand_is_held_to_its_terms(locked: Checkout) -> None:
     BEFORE["a tolerance"][0](locked)
     line = refused(locked, "lockstep", "golden", "--locked", f"{MODEL}/fp16/2")
-    assert re.match(rf"golden {MODEL}/fp16/2/onnxruntime: tolerance\.block differs: [\d.e-]+ -> 1000000000\.0; locked by", line)
+    assert re.match(
+        rf"golden {MODEL}/fp16/2/onnxruntime: tolerance\.block differs: [\d.e-]+ -> "
+        rf"1000000000\.0; locked by",
+        line,
+    )
     locked.run("lockstep", "golden", f"{MODEL}/fp16/2")
     process = locked.run("lockstep", "verify", check=False)
-    assert process.returncode == 1 and f"different {MODEL}: checks/golden/fp16/2/onnxruntime: tolerance.block " in process.stdout
+    assert (
+        process.returncode == 1
+        and (f"different {MODEL}: checks/golden/fp16/2/onnxruntime: tolerance.block ") in process.stdout
+    )
 
 
-@pytest.mark.parametrize("name, jobs", [("fp16/engines/onnxruntime/middle.onnx", "build"), ("fp32/weights.safetensors", "convert"), ("reference/2.safetensors", "reference")])
+@pytest.mark.parametrize(
+    "name, jobs",
+    [
+        ("fp16/engines/onnxruntime/middle.onnx", "build"),
+        ("fp32/weights.safetensors", "convert"),
+        ("reference/2.safetensors", "reference"),
+    ],
+)
 def test_a_flipped_byte_is_made_again_though_its_time_is_kept(locked: Checkout, name: str, jobs: str) -> None:
     path = locked.results / MODEL / name
     before, times = locked.digests(), path.stat()
@@ -117,21 +177,41 @@ def test_a_flipped_byte_is_made_again_though_its_time_is_kept(locked: Checkout, 
 
 def test_what_comes_out_otherwise_is_taken_away(locked: Checkout) -> None:
     edit_lock(locked, lambda lock: lock["precisions"]["fp32"]["weights"].update({"weights.safetensors": "0" * 64}))
-    assert re.match(r"convert: weights\.safetensors differs: 000000000000 -> \w{12}; locked by", refused(locked, "lockstep", "convert", "--locked", f"{MODEL}/fp32"))
+    assert re.match(
+        r"convert: weights\.safetensors differs: 000000000000 -> \w{12}; "
+        r"locked by",
+        refused(locked, "lockstep", "convert", "--locked", f"{MODEL}/fp32"),
+    )
     assert not (locked.results / MODEL / "fp32" / "weights.json").exists()
     process = locked.snakemake("--cores", "1", f"results/{MODEL}/fp32/weights.json", *LOCKED, check=False)
-    assert process.returncode == 1 and "convert: weights.safetensors differs: 000000000000 -> " in process.stdout + process.stderr
+    assert (
+        process.returncode == 1
+        and ("convert: weights.safetensors differs: 000000000000 -> ") in process.stdout + process.stderr
+    )
     assert not (locked.results / MODEL / "fp32" / "weights.json").exists()
 
 
 def test_an_engine_set_that_is_refused_takes_its_provenance_with_it(locked: Checkout) -> None:
-    edit_lock(locked, lambda lock: [device.update({"middle.onnx": "0" * 64}) for device in lock["precisions"]["fp16"]["engines"]["onnxruntime"].values()])
-    assert re.match(r"build: middle\.onnx differs: 000000000000 -> \w{12}; locked by", refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
+    edit_lock(
+        locked,
+        lambda lock: [
+            device.update({"middle.onnx": "0" * 64})
+            for device in lock["precisions"]["fp16"]["engines"]["onnxruntime"].values()
+        ],
+    )
+    assert re.match(
+        r"build: middle\.onnx differs: 000000000000 -> \w{12}; "
+        r"locked by",
+        refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"),
+    )
     assert not list((locked.results / MODEL / "fp16" / "engines" / "onnxruntime").glob("*.json"))
 
 
-def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(locked: Checkout, filled_cache: Path, tmp_path: Path) -> None:
-    """The cache of others who built the same inputs to other bytes; then a lock that what is built here does not hold to either."""
+def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
+    locked: Checkout, filled_cache: Path, tmp_path: Path
+) -> None:
+    """The cache of others who built the same inputs to other bytes; then a lock that what is built here does not hold
+    to either."""
     cache = tmp_path / "cache"
     shutil.copytree(filled_cache, cache)
     engines = locked.results / MODEL / "fp16" / "engines" / "onnxruntime"
@@ -146,7 +226,11 @@ def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(loc
 
     taken = f"cache: build {MODEL}/fp16/onnxruntime is taken from {cache}"
     said = build()
-    assert taken in said and re.search(r"cache: build: middle\.onnx differs: \w{12} -> \w{12} in what was taken, .* is made anew", said)
+    assert taken in said and re.search(
+        r"cache: build: middle\.onnx differs: \w{12} -> \w{12} in what was "
+        r"taken, .* is made anew",
+        said,
+    )
     assert locked.digests() == before
     locked.run("lockstep", "verify")
     said = build()
@@ -155,7 +239,13 @@ def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(loc
 
     replace_engine(cache, entry)
     held = entry.read_bytes()
-    edit_lock(locked, lambda lock: [device.update({"middle.onnx": "0" * 64}) for device in lock["precisions"]["fp16"]["engines"]["onnxruntime"].values()])
+    edit_lock(
+        locked,
+        lambda lock: [
+            device.update({"middle.onnx": "0" * 64})
+            for device in lock["precisions"]["fp16"]["engines"]["onnxruntime"].values()
+        ],
+    )
     assert "lockstep: error: build: middle.onnx differs: 000000000000 -> " in build(check=False)
     assert not list(engines.glob("*.json")) and entry.read_bytes() == held
 
@@ -173,7 +263,9 @@ def replace_engine(cache: Path, entry: Path) -> None:
     model.doc_string = "built elsewhere"
     value["files"]["middle.onnx"] = put(model.SerializeToString(deterministic=True))
     engines = read_json(cache / "blobs" / value["files"]["engines.json"]["sha256"])
-    next(engine for engine in engines["engines"].values() if engine["file"] == "middle.onnx")["sha256"] = value["files"]["middle.onnx"]["sha256"]
+    next(engine for engine in engines["engines"].values() if engine["file"] == "middle.onnx")["sha256"] = value[
+        "files"
+    ]["middle.onnx"]["sha256"]
     write_json(cache / "engines.json", engines)
     value["files"]["engines.json"] = put((cache / "engines.json").read_bytes())
     (cache / "engines.json").unlink()
@@ -182,7 +274,11 @@ def replace_engine(cache: Path, entry: Path) -> None:
 
 def test_a_lock_holds_the_engines_of_several_devices(locked: Checkout) -> None:
     edit_lock(locked, lambda lock: other_device(lock["precisions"]["fp16"]["engines"]))
-    assert re.match(r"build: device differs: other 0 -> \w+ \w{12}; locked by", refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
+    assert re.match(
+        r"build: device differs: other 0 -> \w+ \w{12}; "
+        r"locked by",
+        refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"),
+    )
     locked.run("lockstep", "lock")
     lock = json.loads((locked.folder / "locks" / f"{MODEL}.lock.json").read_text())
     assert len(lock["precisions"]["fp16"]["engines"]["onnxruntime"]) == 2
@@ -204,4 +300,8 @@ def test_what_is_there_and_not_locked_is_made_again(locked: Checkout) -> None:
 
 def test_what_was_made_from_something_else_is_not_read(locked: Checkout) -> None:
     edit_lock(locked, lambda lock: lock["precisions"]["fp16"]["graphs"].update({"middle.onnx": "0" * 64}))
-    assert re.match(r"export: middle\.onnx differs: 000000000000 -> \w{12}", refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"))
+    assert re.match(
+        r"export: middle\.onnx differs: 000000000000 -> "
+        r"\w{12}",
+        refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16"),
+    )

@@ -58,12 +58,32 @@ def test_a_lock_is_sorted_and_holds_no_place_and_no_time(locked: Checkout) -> No
 
 
 KINDS = (
-    "config.json", f"{MODEL}/checkpoint.json", f"{MODEL}/architecture.json", f"{MODEL}/fp32/weights.json", f"{MODEL}/fp32/weights.safetensors",
-    f"{MODEL}/fp16/graphs/assembly.json", f"{MODEL}/fp16/graphs/middle.onnx", f"{MODEL}/fp16/graphs/batchful.onnx", f"{MODEL}/fp16/graphs/tokenizer.json",
-    f"{MODEL}/fp16/validate/2.json", f"{ENGINES}/engines.json", f"{ENGINES}/attention.decode.onnx", f"{MODEL}/reference/all.json",
-    f"{MODEL}/reference/all.safetensors", f"{MODEL}/fp16/golden/onnxruntime/all.json", f"{MODEL}/fp16/golden/onnxruntime/all.speed.json",
-    "summary.json", "summary.csv", "report/targets.html", "report/speed.svg", "report/error_by_layer.svg", f"{ENGINES}/engines.build.json", f"{ENGINES}/provenance.json", "../resources/demo-llama/model.safetensors", "../resources/demo-llama/tokenizer.json",
-)  # fmt: skip
+    "config.json",
+    f"{MODEL}/checkpoint.json",
+    f"{MODEL}/architecture.json",
+    f"{MODEL}/fp32/weights.json",
+    f"{MODEL}/fp32/weights.safetensors",
+    f"{MODEL}/fp16/graphs/assembly.json",
+    f"{MODEL}/fp16/graphs/middle.onnx",
+    f"{MODEL}/fp16/graphs/batchful.onnx",
+    f"{MODEL}/fp16/graphs/tokenizer.json",
+    f"{MODEL}/fp16/validate/2.json",
+    f"{ENGINES}/engines.json",
+    f"{ENGINES}/attention.decode.onnx",
+    f"{MODEL}/reference/all.json",
+    f"{MODEL}/reference/all.safetensors",
+    f"{MODEL}/fp16/golden/onnxruntime/all.json",
+    f"{MODEL}/fp16/golden/onnxruntime/all.speed.json",
+    "summary.json",
+    "summary.csv",
+    "report/targets.html",
+    "report/speed.svg",
+    "report/error_by_layer.svg",
+    f"{ENGINES}/engines.build.json",
+    f"{ENGINES}/provenance.json",
+    "../resources/demo-llama/model.safetensors",
+    "../resources/demo-llama/tokenizer.json",
+)
 
 
 def test_a_byte_flipped_in_any_kind_of_artefact_is_named(locked: Checkout, tmp_path: Path) -> None:
@@ -106,14 +126,44 @@ def edit_pin(checkout: Checkout) -> None:
 
 EDITS = {
     "a pin": (edit_pin, "export", r"transformers \S+ -> 9\.9\.9"),
-    "a module": (lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "# edited\n"), "build", r"code onnx_tools/fuse_projections\.py \w{12} -> \w{12}"),
-    "a weight": (lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100), "resolve", r"model\.safetensors changed: sha256 \w{12} -> \w{12}"),
-    "a tokenizer": (lambda demo: demo.append(f"resources/{MODEL}/tokenizer.json", "\n"), "architecture", r"tokenizer\.json changed: sha256 \w{12} -> \w{12}"),
-    "a tolerance": (lambda demo: demo.edit_config(lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 0.09, "logits": 0.09})),
-                    "golden", r"option tolerance\.logits \S+ -> 0\.09"),
-    "a limit": (lambda demo: demo.edit_config(lambda config: config["limits"].update(max_seq_len=200)), "golden", r"option limits\.max_seq_len 256 -> 200"),
-    "a lost engine": (lambda demo: (demo.results / ENGINES / "middle.onnx").unlink(), "build", r"middle\.onnx is gone or cut short"),
-}  # fmt: skip
+    "a module": (
+        lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "# edited\n"),
+        "build",
+        r"code onnx_tools/fuse_projections\.py "
+        r"\w{12} -> \w{12}",
+    ),
+    "a weight": (
+        lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100),
+        "resolve",
+        r"model\.safetensors changed: "
+        r"sha256 \w{12} -> \w{12}",
+    ),
+    "a tokenizer": (
+        lambda demo: demo.append(f"resources/{MODEL}/tokenizer.json", "\n"),
+        "architecture",
+        r"tokenizer\.json changed: sha256 "
+        r"\w{12} -> \w{12}",
+    ),
+    "a tolerance": (
+        lambda demo: demo.edit_config(
+            lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 0.09, "logits": 0.09})
+        ),
+        "golden",
+        r"option tolerance\.logits \S+ -> 0\.09",
+    ),
+    "a limit": (
+        lambda demo: demo.edit_config(lambda config: config["limits"].update(max_seq_len=200)),
+        "golden",
+        r"option limits\.max_seq_len "
+        r"256 -> 200",
+    ),
+    "a lost engine": (
+        lambda demo: (demo.results / ENGINES / "middle.onnx").unlink(),
+        "build",
+        r"middle\.onnx is gone "
+        r"or cut short",
+    ),
+}
 # What a run makes again for one target beside what that target needs.
 OTHERS = {"config", "summary", "plots"}
 
@@ -143,4 +193,8 @@ def test_diff_of_two_locks_is_in_words(locked: Checkout, tmp_path: Path) -> None
 
 def test_a_lock_of_what_is_not_finished_is_refused(fresh: Checkout) -> None:
     process = fresh.run("lockstep", "lock", "demo-llama", check=False)
-    assert process.returncode == 2 and "expected a finished model" in process.stderr and len(process.stderr.splitlines()) == 1
+    assert (
+        process.returncode == 2
+        and "expected a finished model" in process.stderr
+        and len(process.stderr.splitlines()) == 1
+    )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkout import Checkout
+
 from network import TELEMETRY, Recorder
 
 
 def test_the_demo_asks_nothing_of_the_network(finished: Checkout, recorder: Recorder) -> None:
-    """All stages, from resolve to golden, the summary and the plots, with the switches unset where the run was started."""
+    """All stages, from resolve to golden, the summary and the plots, with the switches unset where the run was
+    started."""
     assert (finished.results / "summary.json").is_file()
     assert not recorder.calls() and not recorder.traces()
 

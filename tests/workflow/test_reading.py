@@ -27,27 +27,62 @@ def in_the_future(path: Path) -> None:
 
 # Kind of damage: what it does to the results, and the rules that a run makes again for it.
 DAMAGES = {
-    "lost engine": (lambda results: (results / FP16 / "engines/onnxruntime/middle.onnx").unlink(), {"build", "compare", "golden", "summary", "plots"}),
-    "truncated weights": (lambda results: os.truncate(results / FP32 / "weights.safetensors", 1000), {"convert", "compare", "validate", "golden", "summary", "plots"}),
-    "lost graph": (lambda results: (results / FP32 / "graphs/middle.onnx").unlink(), {"export", "validate", "build", "compare", "golden", "summary", "plots"}),
-    "lost record": (lambda results: (results / FP16 / "validate/2.build.json").unlink(), {"validate", "summary", "plots"}),
-    "lost record of the first": (lambda results: (results / MODEL / "checkpoint.build.json").unlink(), {"resolve", "convert", "compare", "reference", "validate", "golden", "summary", "plots"}),
+    "lost engine": (
+        lambda results: (results / FP16 / "engines/onnxruntime/middle.onnx").unlink(),
+        {"build", "compare", "golden", "summary", "plots"},
+    ),
+    "truncated weights": (
+        lambda results: os.truncate(results / FP32 / "weights.safetensors", 1000),
+        {"convert", "compare", "validate", "golden", "summary", "plots"},
+    ),
+    "lost graph": (
+        lambda results: (results / FP32 / "graphs/middle.onnx").unlink(),
+        {"export", "validate", "build", "compare", "golden", "summary", "plots"},
+    ),
+    "lost record": (
+        lambda results: (results / FP16 / "validate/2.build.json").unlink(),
+        {"validate", "summary", "plots"},
+    ),
+    "lost record of the first": (
+        lambda results: (results / MODEL / "checkpoint.build.json").unlink(),
+        {"resolve", "convert", "compare", "reference", "validate", "golden", "summary", "plots"},
+    ),
     "lost record of the last": (lambda results: (results / "report/error_by_layer.build.json").unlink(), {"plots"}),
     "lost record of the summary": (lambda results: (results / "summary.build.json").unlink(), {"summary", "plots"}),
-    "lost manifest": (lambda results: (results / FP16 / "golden/onnxruntime/2.json").unlink(), {"golden", "summary", "plots"}),
+    "lost manifest": (
+        lambda results: (results / FP16 / "golden/onnxruntime/2.json").unlink(),
+        {"golden", "summary", "plots"},
+    ),
     "from the future": (lambda results: in_the_future(results / FP16 / "graphs/assembly.json"), set()),
     "flipped byte": (lambda results: flip(results / FP16 / "engines/onnxruntime/entry.onnx"), set()),
-    "failed since": (lambda results: write_json(failed_path(results / FP32 / "golden/onnxruntime/all.json"), {"format": "lockstep.failure/1", "failure": "planted"}),
-                     {"golden", "summary", "plots"}),
+    "failed since": (
+        lambda results: write_json(
+            failed_path(results / FP32 / "golden/onnxruntime/all.json"),
+            {"format": "lockstep.failure/1", "failure": "planted"},
+        ),
+        {"golden", "summary", "plots"},
+    ),
 }
 SNAKEMAKE = (
-    ("--dry-run",), ("--dry-run", "--config", "locked=true"), ("--lint",), ("--summary",), ("--detailed-summary",), ("--list-rules",), ("--dag",),
-    ("--list-params-changes",), ("--touch", "--dry-run"), ("--report", "../report.html"),
-)  # fmt: skip
+    ("--dry-run",),
+    ("--dry-run", "--config", "locked=true"),
+    ("--lint",),
+    ("--summary",),
+    ("--detailed-summary",),
+    ("--list-rules",),
+    ("--dag",),
+    ("--list-params-changes",),
+    ("--touch", "--dry-run"),
+    ("--report", "../report.html"),
+)
 LOCKSTEP = (
-    ("verify", "--deep"), ("explain", f"{FP16}/all"), ("summary",), ("targets", "-v"), ("show", f"results/{FP16}/graphs/entry.onnx"),
+    ("verify", "--deep"),
+    ("explain", f"{FP16}/all"),
+    ("summary",),
+    ("targets", "-v"),
+    ("show", f"results/{FP16}/graphs/entry.onnx"),
     ("diff", f"locks/{MODEL}.lock.json", f"locks/{MODEL}.lock.json"),
-)  # fmt: skip
+)
 
 
 def state(folder: Path) -> dict[str, tuple]:
@@ -87,12 +122,19 @@ def test_looking_changes_nothing(damaged: Checkout) -> None:
 
 @pytest.mark.long
 def test_a_run_over_all_damages_repairs_them(damaged: Checkout, finished: Checkout) -> None:
-    (damaged.results / FP16 / "engines/onnxruntime/entry.onnx").unlink()  # a flipped byte is refused, which test_damage.py shows
+    # a flipped byte is refused, which test_damage.py shows
+    (damaged.results / FP16 / "engines/onnxruntime/entry.onnx").unlink()
     planned = damaged.would_run()
     said = damaged.finish()
-    for rule, words in {"build": "Build engines", "convert": "Convert", "validate": "Validate", "golden": "Golden check", "export": "Export"}.items():
+    for rule, words in {
+        "build": "Build engines",
+        "convert": "Convert",
+        "validate": "Validate",
+        "golden": "Golden check",
+        "export": "Export",
+    }.items():
         assert said.count(f": {words}") == planned[rule], (rule, planned, said)
-    assert damaged.digests() == {name: digest for name, digest in finished.digests().items()}
+    assert damaged.digests() == dict(finished.digests().items())
     assert not damaged.would_run()
     damaged.run("lockstep", "verify")
 

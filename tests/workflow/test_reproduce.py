@@ -20,25 +20,39 @@ def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Che
     before = demo.digests()
     process = demo.run("lockstep", "reproduce", TARGET, "--rounds", "1", "--at-least", "R4")
     rows = [line.split() for line in process.stdout.splitlines()]
-    assert [row[0] for row in rows[1:6]] == ["R0", "R1", "R2", "R3", "R4"] and all(row[-3:] == ["1", "of", "1"] for row in rows[1:6])
-    assert re.fullmatch(r"Level reached: R4, in results/demo-llama/fp16/reproduce/onnxruntime/all\.json", process.stdout.splitlines()[-1])
+    assert [row[0] for row in rows[1:6]] == ["R0", "R1", "R2", "R3", "R4"] and all(
+        row[-3:] == ["1", "of", "1"] for row in rows[1:6]
+    )
+    assert re.fullmatch(
+        r"Level reached: R4, in "
+        r"results/demo-llama/fp16/reproduce/onnxruntime/all\.json",
+        process.stdout.splitlines()[-1],
+    )
     record = json.loads((demo.results / "demo-llama/fp16/reproduce/onnxruntime/all.json").read_text())
     assert record["level"] == "R4" and record["rounds"] == 1 and not re.search(r"20\d\d-\d\d-\d\d", json.dumps(record))
-    assert before == {name: digest for name, digest in demo.digests().items() if "/reproduce/" not in name}, "nothing else was touched"
+    assert before == {name: digest for name, digest in demo.digests().items() if "/reproduce/" not in name}, (
+        "nothing else was touched"
+    )
     assert not demo.would_run()
-    shown = {tuple(line.split()[1:3]): line.split()[6] for line in demo.run("lockstep", "summary").stdout.splitlines()[1:5]}
+    shown = {
+        tuple(line.split()[1:3]): line.split()[6] for line in demo.run("lockstep", "summary").stdout.splitlines()[1:5]
+    }
     assert shown == {("2", "fp32"): "-", ("all", "fp32"): "-", ("2", "fp16"): "-", ("all", "fp16"): "R4"}
     assert demo.run("lockstep", "verify").returncode == 0
 
 
-def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(demo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(
+    demo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     demo.append("src/lockstep/export/run.py", "\nraise RuntimeError('planted')\n")
     before = demo.digests()
     process = demo.run("lockstep", "reproduce", TARGET, "--rounds", "1", check=False)
     assert process.returncode == 1
-    assert process.stderr.splitlines()[-1].endswith("expected export to succeed again in a clean folder, found: RuntimeError: planted")
+    assert process.stderr.splitlines()[-1].endswith(
+        "expected export to succeed again in a clean folder, found: RuntimeError: planted"
+    )
     assert demo.digests() == before
     assert not list((tmp_path / "scratch").glob("lockstep*"))
 
@@ -46,7 +60,13 @@ def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(demo: Che
 def test_an_interrupt_ends_it_in_one_line_and_leaves_nothing(finished: Checkout, tmp_path: Path) -> None:
     environment = {**finished.environment(), "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "reproduce", TARGET], cwd=finished.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "lockstep", "reproduce", TARGET],
+        cwd=finished.folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     while process.stderr.readline() != "round 1 of 3: export\n":
         assert process.poll() is None
@@ -57,7 +77,8 @@ def test_an_interrupt_ends_it_in_one_line_and_leaves_nothing(finished: Checkout,
 
 
 def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, tmp_path: Path) -> None:
-    """Packed twice, run in an empty folder with its own weights and with those of a folder; one flipped byte, and it is refused."""
+    """Packed twice, run in an empty folder with its own weights and with those of a folder; one flipped byte, and it is
+    refused."""
     prompt = ("--prompt", "San Francisco is a", "--max-new-tokens", "16")
     text = " hilly city on the coast of California, where cool\n"
     packed = [tmp_path / name for name in ("whole.tar", "again.tar", "apart.tar")]
@@ -69,23 +90,40 @@ def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, t
     elsewhere.mkdir()
     assert finished.run("lockstep", "generate", "--bundle", str(whole), *prompt, folder=elsewhere).stdout == text
     weights = ("--weights", str(finished.folder / "resources" / "demo-llama"))
-    assert finished.run("lockstep", "generate", "--bundle", str(apart), *weights, *prompt, folder=elsewhere).stdout == text
+    assert (
+        finished.run("lockstep", "generate", "--bundle", str(apart), *weights, *prompt, folder=elsewhere).stdout == text
+    )
     data = bytearray(whole.read_bytes())
     data[len(data) // 2] ^= 1
     whole.write_bytes(data)
     for arguments, message in (
         (("--bundle", str(whole)), "the bundle is damaged; copy it again"),
         (("--bundle", str(apart)), "expected --weights, for the bundle holds none"),
-        (("--bundle", str(apart), "--target", TARGET), "expected --target, or --bundle with or without --weights, found --target --bundle"),
+        (
+            ("--bundle", str(apart), "--target", TARGET),
+            "expected --target, or --bundle with or without --weights, found --target --bundle",
+        ),
         ((), "found neither"),
     ):
         process = finished.run("lockstep", "generate", *arguments, *prompt, folder=elsewhere, check=False)
-        assert process.returncode == 2 and message in process.stderr and len(process.stderr.splitlines()) == 1 and not process.stdout
+        assert (
+            process.returncode == 2
+            and message in process.stderr
+            and len(process.stderr.splitlines()) == 1
+            and not process.stdout
+        )
 
 
 def test_provenance_of_a_run_names_all_that_went_in(finished: Checkout) -> None:
     statement = json.loads((finished.results / "demo-llama/fp16/engines/onnxruntime/provenance.json").read_text())
     names = {item["name"] for item in statement["predicate"]["buildDefinition"]["resolvedDependencies"]}
-    assert {"graphs/assembly.json", "graphs/middle.onnx", "checkpoint/config.json", "checkpoint/tokenizer.json", "onnxruntime", "numpy"} <= names
+    assert {
+        "graphs/assembly.json",
+        "graphs/middle.onnx",
+        "checkpoint/config.json",
+        "checkpoint/tokenizer.json",
+        "onnxruntime",
+        "numpy",
+    } <= names
     metadata = statement["predicate"]["runDetails"]["metadata"]
     assert metadata["startedOn"] <= metadata["finishedOn"] and str(finished.folder) not in json.dumps(statement)

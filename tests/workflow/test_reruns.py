@@ -18,7 +18,9 @@ def test_a_second_run_does_nothing(demo: Checkout) -> None:
 
 def test_a_first_run_makes_each_result_once(fresh: Checkout) -> None:
     """Two layer counts in two precisions: one export and one engine set a precision, one reference a layer count."""
-    expected = Counter(config=1, resolve=1, architecture=1, convert=2, export=2, build=2, compare=2, reference=2, validate=4, golden=4)
+    expected = Counter(
+        config=1, resolve=1, architecture=1, convert=2, export=2, build=2, compare=2, reference=2, validate=4, golden=4
+    )
     assert fresh.would_run() == expected + REPORT
 
 
@@ -40,7 +42,9 @@ def test_a_precision_adds_its_own_jobs_only(demo: Checkout) -> None:
 def test_a_model_adds_its_own_jobs_only(demo: Checkout) -> None:
     other = {"source": f"resources/{MODEL}", "golden": {"prompts": [{"text": "Light"}]}}
     demo.edit_config(lambda config: config["models"].update(other=other))
-    expected = Counter(config=1, resolve=1, architecture=1, convert=1, export=1, build=1, compare=1, reference=1, validate=1, golden=1)
+    expected = Counter(
+        config=1, resolve=1, architecture=1, convert=1, export=1, build=1, compare=1, reference=1, validate=1, golden=1
+    )
     assert demo.would_run() == expected + REPORT
 
 
@@ -61,7 +65,11 @@ def test_prompts_touch_reference_and_golden(demo: Checkout) -> None:
 
 def test_an_expected_text_touches_the_checks_of_its_layer_count(demo: Checkout) -> None:
     demo.edit_config(lambda config: config["models"][MODEL]["golden"]["prompts"][0].update(expected={2: "x"}))
-    demo.edit_config(lambda config: config["models"][MODEL]["golden"]["prompts"].__setitem__(0, {"text": "San Francisco is a", "expected": {2: "x"}}))
+    demo.edit_config(
+        lambda config: config["models"][MODEL]["golden"]["prompts"].__setitem__(
+            0, {"text": "San Francisco is a", "expected": {2: "x"}}
+        )
+    )
     assert demo.would_run()["golden"] >= 2
     assert set(demo.would_run()) == {"config", "golden", "summary", "plots"}
 
@@ -76,12 +84,16 @@ def test_other_weights_need_no_new_graphs_and_no_new_engines(demo: Checkout) -> 
     engines = {name: digest for name, digest in demo.digests().items() if "/engines/" in name or "/graphs/" in name}
     printed = demo.finish(f"results/{MODEL}/fp16/golden/onnxruntime/2.json")
     assert "Golden check" in printed and "Export graphs" not in printed and "Build engines" not in printed
-    assert engines == {name: digest for name, digest in demo.digests().items() if "/engines/" in name or "/graphs/" in name}
+    assert engines == {
+        name: digest for name, digest in demo.digests().items() if "/engines/" in name or "/graphs/" in name
+    }
 
 
 def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
     demo.append(f"resources/{MODEL}/tokenizer.json", "\n")
-    made = Counter(resolve=1, architecture=1, convert=2, export=2, build=2, compare=2, reference=2, validate=4, golden=4)
+    made = Counter(
+        resolve=1, architecture=1, convert=2, export=2, build=2, compare=2, reference=2, validate=4, golden=4
+    )
     assert demo.would_run() == made + REPORT
 
 
@@ -105,13 +117,26 @@ def test_an_edited_module_reruns_the_stages_that_use_it(demo: Checkout, module: 
     ("package", "untouched"),
     [
         ("transformers", {"config", "resolve", "convert", "build", "golden"}),
-        ("matplotlib", {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "summary"}),
-        ("snakemake", {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "summary", "plots"}),
+        (
+            "matplotlib",
+            {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "summary"},
+        ),
+        (
+            "snakemake",
+            {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "summary", "plots"},
+        ),
     ],
 )
-def test_an_edited_pin_reruns_the_stages_that_import_the_package(demo: Checkout, package: str, untouched: set[str]) -> None:
+def test_an_edited_pin_reruns_the_stages_that_import_the_package(
+    demo: Checkout, package: str, untouched: set[str]
+) -> None:
     pins = demo.folder / "envs" / "requirements.txt"
-    pins.write_text("".join(line.replace("==", "==9999.") if line.startswith(f"{package}==") else line for line in pins.read_text().splitlines(True)))
+    pins.write_text(
+        "".join(
+            line.replace("==", "==9999.") if line.startswith(f"{package}==") else line
+            for line in pins.read_text().splitlines(True)
+        )
+    )
     text = demo.snakemake("--dry-run", "--quiet", "host", "reason").stdout
     triggered = text.partition("params have changed since last execution:")[2].partition("\n\n")[0]
     assert {name for name in untouched if name in triggered.replace(",", " ").split()} == set()

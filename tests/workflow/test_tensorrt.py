@@ -16,7 +16,13 @@ def with_tensorrt(config: dict[str, Any]) -> None:
 def test_the_dag_is_planned_without_a_gpu(demo: Checkout) -> None:
     demo.edit_config(with_tensorrt)
     jobs = demo.would_run()
-    assert jobs["build"] == 1 and jobs["compare"] == 1 and jobs["golden"] == 2 and "export" not in jobs and "validate" not in jobs
+    assert (
+        jobs["build"] == 1
+        and jobs["compare"] == 1
+        and jobs["golden"] == 2
+        and "export" not in jobs
+        and "validate" not in jobs
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")

@@ -9,17 +9,31 @@ from pathlib import Path
 import pytest
 from checkout import Checkout
 
+from lockstep.artifacts.files import sha256_file
 from lockstep.provenance.cache.store import Cache
 from lockstep.provenance.cache.upkeep import look, verify
-from lockstep.artifacts.files import sha256_file
 
 MODEL = "demo-llama"
 # What is made of weights and graphs; fp16 is the checkpoint's own precision, so that its weights are not copied.
-MADE = {"convert": ["fp32"], "export": ["fp16", "fp32"], "build": ["fp16/onnxruntime", "fp32/onnxruntime"], "reference": ["2", "all"]}
-TARGETS = [f"results/{MODEL}/{name}" for name in (
-    "fp32/weights.json", "fp16/weights.json", "fp32/engines/onnxruntime/engines.json", "fp16/engines/onnxruntime/engines.json",
-    "reference/2.json", "reference/all.json", "fp16/validate/all.json", "fp16/golden/onnxruntime/all.json",
-)]  # fmt: skip
+MADE = {
+    "convert": ["fp32"],
+    "export": ["fp16", "fp32"],
+    "build": ["fp16/onnxruntime", "fp32/onnxruntime"],
+    "reference": ["2", "all"],
+}
+TARGETS = [
+    f"results/{MODEL}/{name}"
+    for name in (
+        "fp32/weights.json",
+        "fp16/weights.json",
+        "fp32/engines/onnxruntime/engines.json",
+        "fp16/engines/onnxruntime/engines.json",
+        "reference/2.json",
+        "reference/all.json",
+        "fp16/validate/all.json",
+        "fp16/golden/onnxruntime/all.json",
+    )
+]
 
 
 class Sharing(Checkout):
@@ -44,8 +58,12 @@ def log_of(checkout: Checkout, stage: str, name: str) -> str:
 def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Path, tmp_path: Path) -> None:
     for stage, names in MADE.items():
         for name in names:
-            assert f"cache: {stage} {MODEL}/{name} is put into {filled_cache}, build key " in log_of(first_run, stage, name)
-    assert [used.entry.stage for used in look(Cache(filled_cache)).entries] == [stage for stage in sorted(MADE) for _ in MADE[stage]]
+            assert (f"cache: {stage} {MODEL}/{name} is put into {filled_cache}, build key ") in log_of(
+                first_run, stage, name
+            )
+    assert [used.entry.stage for used in look(Cache(filled_cache)).entries] == [
+        stage for stage in sorted(MADE) for _ in MADE[stage]
+    ]
     before = digests(filled_cache)
 
     second = Sharing.at(tmp_path / "elsewhere" / "deeper" / "second", filled_cache)
@@ -55,15 +73,22 @@ def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Pat
             line = f"cache: {stage} {MODEL}/{name} is taken from {filled_cache}, build key "
             assert log_of(second, stage, name).startswith(line), "and says nothing else, for nothing else was done"
             assert len(log_of(second, stage, name).splitlines()) == 1
-    assert log_of(second, "convert", "fp16") == "", "it names files of its own checkout: made here, in no time, and not shared"
-    assert [log_of(second, *check) for check in (("validate", "fp16/all"), ("golden", "fp16/onnxruntime/all"))] == ["", ""], "checks run"
+    assert log_of(second, "convert", "fp16") == "", (
+        "it names files of its own checkout: made here, in no time, and not shared"
+    )
+    assert [log_of(second, *check) for check in (("validate", "fp16/all"), ("golden", "fp16/onnxruntime/all"))] == [
+        "",
+        "",
+    ], "checks run"
     made = second.digests()
     assert len(made) > 50 and made.items() <= first_run.digests().items(), "records too"
     second.run("lockstep", "verify", "--deep")
     assert not second.would_run("--cores", "1", *TARGETS), "and there is nothing left to do"
     assert digests(filled_cache) == before and verify(Cache(filled_cache)) == []
     for checkout in (first_run, second):
-        assert not holding(checkout.results, str(filled_cache)) and not holding(filled_cache, str(checkout.folder)), "places are part of nothing that is kept"
+        assert not holding(checkout.results, str(filled_cache)) and not holding(filled_cache, str(checkout.folder)), (
+            "places are part of nothing that is kept"
+        )
 
 
 def test_a_stage_by_hand_takes_it_too(finished: Checkout, filled_cache: Path, fresh: Checkout) -> None:
@@ -80,7 +105,11 @@ def digests(folder: Path) -> dict[str, str]:
 
 def holding(folder: Path, text: str) -> list[Path]:
     """Files below `folder` that hold `text`, logs left out."""
-    return [path for path in folder.rglob("*") if path.is_file() and "logs" not in path.relative_to(folder).parts and text.encode() in path.read_bytes()]
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and "logs" not in path.relative_to(folder).parts and text.encode() in path.read_bytes()
+    ]
 
 
 def test_a_cache_that_is_a_file_is_one_line_before_any_job(fresh: Checkout, tmp_path: Path) -> None:
@@ -88,7 +117,10 @@ def test_a_cache_that_is_a_file_is_one_line_before_any_job(fresh: Checkout, tmp_
     process = fresh.snakemake("--cores", "1", "--config", f"cache={tmp_path / 'file'}", check=False)
     assert process.returncode == 2 and not fresh.results.exists()
     line = process.stderr.splitlines()[-1]
-    assert line.startswith("lockstep: error: config: cache: expected a folder, ") and f"found that {tmp_path / 'file'} is a file" in line
+    assert (
+        line.startswith("lockstep: error: config: cache: expected a folder, ")
+        and (f"found that {tmp_path / 'file'} is a file") in line
+    )
     assert "Traceback" not in process.stderr
 
 
@@ -97,9 +129,15 @@ def test_two_machines_fill_one_cache_at_once(finished: Checkout, tmp_path: Path)
     cache = tmp_path / "cache"
     checkouts = [Sharing.at(tmp_path / name, cache) for name in ("one", "other")]
     runs = [
-        subprocess.Popen([sys.executable, "-m", "snakemake", "--cores", "1"], cwd=checkout.folder, env=checkout.environment(),
-                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for checkout in checkouts
-    ]  # fmt: skip
+        subprocess.Popen(
+            [sys.executable, "-m", "snakemake", "--cores", "1"],
+            cwd=checkout.folder,
+            env=checkout.environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for checkout in checkouts
+    ]
     assert [run.wait() for run in runs] == [0, 0]
     assert [checkout.digests() for checkout in checkouts] == [finished.digests()] * 2
     assert verify(Cache(cache)) == []

@@ -19,8 +19,9 @@ RESULTS = Results(Path("results"))
 
 
 def job(snakemake):
-    """Decorate the script's function: it runs at once, as the job. Stdout and stderr, also those of native libraries, go to the rule's
-    log; a user's mistake becomes one line there and on the terminal, before Snakemake's own words. What was made is recorded beside it."""
+    """Decorate the script's function: it runs at once, as the job. Stdout and stderr, also those of native libraries,
+    go to the rule's log; a user's mistake becomes one line there and on the terminal, before Snakemake's own words.
+    What was made is recorded beside it."""
 
     def run(make):
         terminal = os.dup(2)
@@ -40,7 +41,8 @@ def job(snakemake):
 
 
 def _tell(log, terminal, code):
-    """The line that the log ends in on the terminal, and the exit code where the run looks for it (EXIT_CODES in common.smk)."""
+    """The line that the log ends in on the terminal, and the exit code where the run looks for it (EXIT_CODES in
+    common.smk)."""
     said = [line for line in Path(log).read_text(errors="replace").splitlines() if line.startswith(PREFIX)]
     if said:
         os.write(terminal, f"{said[-1]}\n".encode())
@@ -49,7 +51,8 @@ def _tell(log, terminal, code):
 
 
 def take_back_from_the_future(paths):
-    """Give results of a clock that was ahead the present time: what is made from them would look older, and Snakemake would refuse it."""
+    """Give results of a clock that was ahead the present time: what is made from them would look older, and Snakemake
+    would refuse it."""
     for path in map(Path, paths):
         if path.is_relative_to(RESULTS.root) and path.is_file() and path.stat().st_mtime > time.time():
             with contextlib.suppress(OSError):  # a folder that cannot be written: Snakemake says what it says
@@ -65,4 +68,10 @@ def lock_file(snakemake):
 
 def _step(snakemake):
     inputs = {name: value if isinstance(value, str) else list(value) for name, value in snakemake.input.items()}
-    return stage.from_rule(snakemake.rule, dict(snakemake.wildcards.items()), inputs, dict(snakemake.params.items()), list(snakemake.output))
+    return stage.from_rule(
+        snakemake.rule,
+        dict(snakemake.wildcards.items()),
+        inputs,
+        dict(snakemake.params.items()),
+        list(snakemake.output),
+    )

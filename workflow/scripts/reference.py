@@ -7,8 +7,8 @@ from job import job
 def reference():
     from pathlib import Path
 
-    from lockstep.verify import golden
     from lockstep.targets import layer_count
+    from lockstep.verify import golden
 
     golden.make_reference(
         Path(snakemake.input.checkpoint),

@@ -11,6 +11,5 @@ def summary():
     from lockstep.targets import Results, Target
 
     summary.write(
-        Results(Path(snakemake.output.json).parent),
-        [Target.parse(name) for name in snakemake.params.targets],
+        Results(Path(snakemake.output.json).parent), [Target.parse(name) for name in snakemake.params.targets]
     )

@@ -7,8 +7,8 @@ from job import job
 def validate():
     from pathlib import Path
 
-    from lockstep.verify import validate
     from lockstep.targets import layer_count
+    from lockstep.verify import validate
 
     validate.run(
         Path(snakemake.input.assembly),

@@ -1,8 +1,8 @@
 """Is a file still the one that was recorded? A path and its digest in; nothing out, or one line that names the file.
 
-Small files are hashed each time. A large one is hashed once: its digest is kept with its size and times in the user's cache, and while
-these stay as they were that digest holds. `deep` hashes in any case. What is kept speeds things up and decides nothing else: it may be
-deleted at any time.
+Small files are hashed each time. A large one is hashed once: its digest is kept with its size and times in the user's
+cache, and while these stay as they were that digest holds. `deep` hashes in any case. What is kept speeds things up and
+decides nothing else: it may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.artifacts import formats
-from lockstep.errors import InputError
 from lockstep.artifacts.files import check_file, read_json, sha256_file, write_json
+from lockstep.errors import InputError
 
 LARGE = 16 << 20  # hashed in about 10 ms: below this, looking at times saves nothing that is felt
 THREADS = min(8, os.cpu_count() or 1)
@@ -24,7 +24,8 @@ THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class Expected:
-    """A file, the hex sha256 that a manifest names it with, and its size in bytes; None where the manifest does not say."""
+    """A file, the hex sha256 that a manifest names it with, and its size in bytes; None where the manifest does not
+    say."""
 
     path: Path
     sha256: str
@@ -32,7 +33,8 @@ class Expected:
 
 
 def digest(path: str | os.PathLike, deep: bool = False) -> str:
-    """Hex sha256 of a file. A large file that has not changed since it was hashed is not read. Raises FileNotFoundError, and InputError for what is no file."""
+    """Hex sha256 of a file. A large file that has not changed since it was hashed is not read. Raises
+    FileNotFoundError, and InputError for what is no file."""
     path = os.path.realpath(path)
     before = _state(path)
     if before["size"] < LARGE:
@@ -47,7 +49,8 @@ def digest(path: str | os.PathLike, deep: bool = False) -> str:
 
 
 def remember(path: str | os.PathLike, sha256: str) -> None:
-    """Take the digest of a file that this process has just written or hashed, so that the next reader need not hash it."""
+    """Take the digest of a file that this process has just written or hashed, so that the next reader need not hash
+    it."""
     path = os.path.realpath(path)
     state = _state(path)
     if state["size"] >= LARGE:
@@ -55,7 +58,8 @@ def remember(path: str | os.PathLike, sha256: str) -> None:
 
 
 def check_files(files: Iterable[Expected], remedy: str, deep: bool = False) -> None:
-    """Raises InputError naming the first of `files` that is absent, of another size or of another digest, with `remedy`."""
+    """Raises InputError naming the first of `files` that is absent, of another size or of another digest, with
+    `remedy`."""
     files = list(files)
     for file in files:
         check_size(file.path, file.size, remedy)
@@ -63,7 +67,10 @@ def check_files(files: Iterable[Expected], remedy: str, deep: bool = False) -> N
         digests = list(pool.map(lambda file: digest(file.path, deep), files))
     for file, found in zip(files, digests):
         if found != file.sha256:
-            raise InputError(f"{file.path}: expected sha256 {file.sha256}, found {found}: the file has changed; restore it or {remedy}")
+            raise InputError(
+                f"{file.path}: expected sha256 {file.sha256}, found {found}: the file has "
+                f"changed; restore it or {remedy}"
+            )
 
 
 def check_size(path: Path, size: int | None, remedy: str) -> None:

@@ -1,4 +1,5 @@
-"""The element types of safetensors files: their sizes, their NumPy types, and the precisions Lockstep stores weights in."""
+"""The element types of safetensors files: their sizes, their NumPy types, and the precisions Lockstep stores weights
+in."""
 
 from __future__ import annotations
 
@@ -9,9 +10,27 @@ from lockstep.errors import InputError
 # Bits an element, in the order of the safetensors library's `Dtype` (src/tensor.rs): its writer places tensors from the
 # last of these to the first, which keeps each of them aligned.
 DTYPE_BITS = {
-    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
-}  # fmt: skip
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
 DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BITS)}
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -25,7 +44,8 @@ _NUMPY_NAMES = {
 
 
 def graph_dtype(dtype: str) -> str:
-    """The name graphs and NumPy use for a safetensors dtype: "F16" -> "float16". A type without one keeps its own name."""
+    """The name graphs and NumPy use for a safetensors dtype: "F16" -> "float16". A type without one keeps its own
+    name."""
     return _NUMPY_NAMES.get(dtype, dtype)
 
 
@@ -36,11 +56,16 @@ def numpy_dtype(dtype: str) -> np.dtype:
     """
     name = _NUMPY_NAMES.get(dtype)
     if name is None:
-        raise InputError(f"expected tensors of {', '.join(_NUMPY_NAMES)}, found {dtype}, which is not supported yet; use a checkpoint of another type")
+        raise InputError(
+            f"expected tensors of {', '.join(_NUMPY_NAMES)}, found {dtype}, which is not "
+            f"supported yet; use a checkpoint of another type"
+        )
     if name != "bfloat16":
         return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError:
-        raise InputError("bf16 weights need the package ml_dtypes, which is not installed; install it or use fp16 or fp32 weights") from None
+        raise InputError(
+            "bf16 weights need the package ml_dtypes, which is not installed; install it or use fp16 or fp32 weights"
+        ) from None
     return np.dtype(ml_dtypes.bfloat16)

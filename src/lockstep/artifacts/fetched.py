@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint that was fetched or made, `source.json`, and the folder `checkpoint/` beside it that holds its files.
+"""The manifest of a checkpoint that was fetched or made, `source.json`, and the folder `checkpoint/` beside it that
+holds its files.
 
-In: files in the hub's cache, or files just written. Out: what was taken from where, each file with size and sha256, so that a
-change is seen and a moving branch stays where it was found.
+In: files in the hub's cache, or files just written. Out: what was taken from where, each file with size and sha256, so
+that a change is seen and a moving branch stays where it was found.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **more
 
 
 def clear(folder: Path, keep: Iterable[str] = ()) -> None:
-    """Remove what an earlier source left in a fetched folder: a second set of weights there would be taken for the first."""
+    """Remove what an earlier source left in a fetched folder: a second set of weights there would be taken for the
+    first."""
     kept = set(keep)
     if folder.is_dir():
         for path in folder.iterdir():

@@ -21,9 +21,11 @@ SEAL = "sealed_sha256"
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[Path]:
-    """Give a temporary path in the folder of `path`; on success it is flushed to disk and renamed to `path`, else removed.
+    """Give a temporary path in the folder of `path`; on success it is flushed to disk and renamed to `path`, else
+    removed.
 
-    writer: what tells this writer's temporary file from others'; by default the process number, which is enough on one machine.
+    writer: what tells this writer's temporary file from others'; by default the process number, which is enough on one
+    machine.
 
     Raises InputError where a folder lies at `path`, or a file where its folder would be.
     """
@@ -57,8 +59,8 @@ def check_place(path: Path) -> None:
 
 
 def remove_leftovers(path: str | os.PathLike) -> None:
-    """Remove the temporary files for `path` of processes that were killed. Only where one machine at a time writes `path`:
-    another machine's process would look dead here."""
+    """Remove the temporary files for `path` of processes that were killed. Only where one machine at a time writes
+    `path`: another machine's process would look dead here."""
     path = Path(path)
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         pid = leftover.name.removeprefix(f".{path.name}.").removesuffix(".tmp")
@@ -88,7 +90,8 @@ def dump_json(value: Any) -> str:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write `value` as canonical JSON, whole or not at all. A manifest (an object with a "format") is sealed: `SEAL` is its digest."""
+    """Write `value` as canonical JSON, whole or not at all. A manifest (an object with a "format") is sealed: `SEAL` is
+    its digest."""
     if isinstance(value, dict) and "format" in value:
         value = {**value, SEAL: sha256_json({key: item for key, item in value.items() if key != SEAL})}
     write_bytes(path, dump_json(value).encode())
@@ -106,15 +109,23 @@ def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
         seal = value.pop(SEAL, None) if isinstance(found, str) else None
         content = sha256_json(value) if seal is not None else None  # fails for half a character
     except FileNotFoundError:
-        raise InputError(f"{path}: expected a file, found none; run snakemake first, or the stage that makes it") from None
+        raise InputError(
+            f"{path}: expected a file, found none; run snakemake first, or the stage that makes it"
+        ) from None
     except RecursionError:
-        raise InputError(f"{path}: expected JSON, found lists or objects nested too deeply; delete the file and run again") from None
+        raise InputError(
+            f"{path}: expected JSON, found lists or objects nested too deeply; delete the file and run again"
+        ) from None
     except ValueError as error:  # numbers of thousands of digits and text that is no Unicode are no JSONDecodeError
-        raise InputError(f"{path}: expected JSON, found {' '.join(str(error).split())}; delete the file and run again") from None
+        raise InputError(
+            f"{path}: expected JSON, found {' '.join(str(error).split())}; delete the file and run again"
+        ) from None
     if format is not None and found != format:
         raise InputError(f"{path}: expected format {format!r}, found {found!r}; delete the file and run again")
     if seal != content:
-        raise InputError(f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; delete it and run again")
+        raise InputError(
+            f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; delete it and run again"
+        )
     return value
 
 
@@ -123,7 +134,8 @@ def _no_number(name: str) -> None:
 
 
 def check_file(path: str | os.PathLike) -> os.stat_result:
-    """Give what `os.stat` says of the file `path`. Raises FileNotFoundError, and InputError for what is no file: reading a pipe would wait for a writer."""
+    """Give what `os.stat` says of the file `path`. Raises FileNotFoundError, and InputError for what is no file:
+    reading a pipe would wait for a writer."""
     try:
         found = os.stat(path)
         if stat.S_ISREG(found.st_mode):
@@ -139,7 +151,9 @@ def describe(path: str | os.PathLike) -> str:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        return {errno.ENOENT: "nothing", errno.ENOTDIR: "nothing", errno.ELOOP: "links in a circle"}.get(error.errno, os.strerror(error.errno).lower())
+        return {errno.ENOENT: "nothing", errno.ENOTDIR: "nothing", errno.ELOOP: "links in a circle"}.get(
+            error.errno, os.strerror(error.errno).lower()
+        )
     except ValueError:  # a name with a zero byte
         return "a name that no file can have"
     return "a file" if stat.S_ISREG(mode) else "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"

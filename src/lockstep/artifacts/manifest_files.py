@@ -1,4 +1,5 @@
-"""What a manifest stands for: a manifest in; its files, those of them that are gone, its record's place and its content out. Snakemake looks at the manifest only."""
+"""What a manifest stands for: a manifest in; its files, those of them that are gone, its record's place and its content
+out. Snakemake looks at the manifest only."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.errors import InputError
-from lockstep.artifacts.files import read_json, sha256_json
 from lockstep.artifacts.digest_cache import Expected, digest, size_of
+from lockstep.artifacts.files import read_json, sha256_json
+from lockstep.errors import InputError
 
 SUFFIX = ".build.json"  # of the record of how a manifest was made
 _NAMES = ("file", "graph", "path")
@@ -24,7 +25,8 @@ _NO_CONTENT = {
 
 
 def lost_files(manifest: str | os.PathLike) -> list[Path]:
-    """The files that a manifest (assembly, engines, weights) names with a digest, and that are absent or of another size.
+    """The files that a manifest (assembly, engines, weights) names with a digest, and that are absent or of another
+    size.
 
     A manifest that cannot be read is lost itself. Contents are not read: that is for whoever opens the files.
     """
@@ -54,19 +56,24 @@ def named_files(manifest: str | os.PathLike) -> list[Expected]:
 
 @contextlib.contextmanager
 def manifest_entries(manifest: Path) -> Iterator[None]:
-    """Where entries of a manifest are taken as what they should be: raises InputError, naming the manifest, where one is absent or of another type."""
+    """Where entries of a manifest are taken as what they should be: raises InputError, naming the manifest, where one
+    is absent or of another type."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         found = f"no {error}" if isinstance(error, KeyError) else "entries of another type"
-        raise InputError(f"{manifest}: expected a manifest of this version, found {found}; delete it and run again") from None
+        raise InputError(
+            f"{manifest}: expected a manifest of this version, found {found}; delete it and run again"
+        ) from None
 
 
 def _named(value: Any) -> Iterator[tuple[str, str, int | None]]:
     """(name, sha256, size or None) of each object that has a sha256 and a file name."""
     if isinstance(value, dict):
         if isinstance(value.get("sha256"), str):
-            yield from ((value[key], value["sha256"], value.get("size")) for key in _NAMES if isinstance(value.get(key), str))
+            yield from (
+                (value[key], value["sha256"], value.get("size")) for key in _NAMES if isinstance(value.get(key), str)
+            )
         value = list(value.values())
     if isinstance(value, list):
         for item in value:
@@ -86,7 +93,8 @@ def failed_path(out: str | os.PathLike) -> Path:
 
 
 def content(path: Path) -> str:
-    """Hex sha256 of what a manifest says, or of a file's bytes. Where files lie is no content, for they are named with their digests."""
+    """Hex sha256 of what a manifest says, or of a file's bytes. Where files lie is no content, for they are named with
+    their digests."""
     if path.suffix != ".json":
         return digest(path)
     value = read_json(path)

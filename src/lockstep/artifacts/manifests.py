@@ -1,7 +1,7 @@
 """Read the manifests that a run needs: assembly, engines, weights. A path in, the checked document out, or InputError.
 
-Types and ranges are checked, and that an assembly agrees with itself. Nothing behind it checks a type again: what a bundle
-from elsewhere says chooses files, sizes of buffers and what is bound to what.
+Types and ranges are checked, and that an assembly agrees with itself. Nothing behind it checks a type again: what a
+bundle from elsewhere says chooses files, sizes of buffers and what is bound to what.
 """
 
 from __future__ import annotations
@@ -13,7 +13,20 @@ from typing import Any
 from lockstep.artifacts import formats
 from lockstep.artifacts.dtypes import DTYPE_BITS
 from lockstep.artifacts.files import read_json
-from lockstep.artifacts.schema import Check, Wrong, check, either, integer, items, mapping, number, one_of, optional, record, text
+from lockstep.artifacts.schema import (
+    Check,
+    Wrong,
+    check,
+    either,
+    integer,
+    items,
+    mapping,
+    number,
+    one_of,
+    optional,
+    record,
+    text,
+)
 
 REMEDY = "the file is damaged, or not one that a stage wrote: make it again, or take another bundle"
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -28,15 +41,24 @@ _PRECISION = one_of(*DTYPES)
 _LAYERS = 10_000  # the deepest models have some hundred
 _DEVICE = record({}, {"architecture": _NAME, "isa": items(_NAME, 1000)})
 
-_IO = record({
-    "name": _NAME,
-    "dtype": one_of("float32", "float16", "bfloat16", "int64"),
-    "shape": items(either(_SIZE, one_of("num_tokens", "num_requests", "past_capacity"), words="a size, num_tokens, num_requests or past_capacity"), most=8),
-})  # fmt: skip
+_IO = record(
+    {
+        "name": _NAME,
+        "dtype": one_of("float32", "float16", "bfloat16", "int64"),
+        "shape": items(
+            either(
+                _SIZE,
+                one_of("num_tokens", "num_requests", "past_capacity"),
+                words="a size, num_tokens, num_requests or past_capacity",
+            ),
+            most=8,
+        ),
+    }
+)
 _SLOT = record({"name": _NAME, "dtype": one_of(*DTYPES.values()), "shape": items(_SIZE, most=8)})
 _IOS, _SLOTS, _TENSORS = items(_IO, 100), items(_SLOT, 10_000), items(_NAME, 10_000, least=1)
 _GRAPH = record({"graph": _FILE, "sha256": _DIGEST, "inputs": _IOS, "outputs": _IOS}, {"slots": _SLOTS})
-_HEADS = {name: _SIZE for name in ("num_heads", "num_kv_heads", "head_dim", "value_head_dim")}
+_HEADS = dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "value_head_dim"), _SIZE)
 _KIND = record(
     {**_HEADS, "scale": number, "softcap": number, "window": integer(0, LARGEST), "prefill": _GRAPH, "decode": _GRAPH}
 )
@@ -44,22 +66,33 @@ _PART = record({"class": _NAME, "slots": mapping(_TENSORS, _NAME)})
 _TOKENIZER = {"tokenizer": optional(record({"file": _FILE, "sha256": _DIGEST}))}
 _ASSEMBLY = record(
     {
-        "precision": _PRECISION, "dtype": one_of(*DTYPES.values()), "hidden_size": _SIZE, "vocab_size": _SIZE, "num_layers": integer(1, _LAYERS),
-        "classes": mapping(_GRAPH, _FILE), "kinds": mapping(_KIND, _FILE), "embedding": _PART,
+        "precision": _PRECISION,
+        "dtype": one_of(*DTYPES.values()),
+        "hidden_size": _SIZE,
+        "vocab_size": _SIZE,
+        "num_layers": integer(1, _LAYERS),
+        "classes": mapping(_GRAPH, _FILE),
+        "kinds": mapping(_KIND, _FILE),
+        "embedding": _PART,
         "layers": items(record({"block": _PART, "kind": _NAME, "exit": _PART}), most=_LAYERS, least=1),
-        "eos_token_ids": items(integer(0, LARGEST), most=10_000), "max_position_embeddings": optional(_SIZE),
+        "eos_token_ids": items(integer(0, LARGEST), most=10_000),
+        "max_position_embeddings": optional(_SIZE),
     },
     _TOKENIZER,
-)  # fmt: skip
+)
 _ENGINE = record(
     {"file": _FILE, "sha256": _DIGEST, "graph_sha256": _DIGEST}, {"slots": _SLOTS, "parts": mapping(_TENSORS, _NAME)}
 )
 _ENGINES = record(
     {
-        "backend": _NAME, "backend_version": _NAME, "precision": _PRECISION, "device": _DEVICE, "engines": mapping(_ENGINE, _FILE),
+        "backend": _NAME,
+        "backend_version": _NAME,
+        "precision": _PRECISION,
+        "device": _DEVICE,
+        "engines": mapping(_ENGINE, _FILE),
         "options": record({}, {name: optional(_SIZE) for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}),
-    },
-)  # fmt: skip
+    }
+)
 _TENSOR = record(
     {
         "file": integer(0, 100_000),
@@ -116,7 +149,8 @@ def _files_once(weights: Mapping[str, Any], where: str) -> None:
 
 
 def _agrees(assembly: Mapping[str, Any], where: str) -> None:
-    """Each block reads what stands before it, in the type and shape it has there; attention has the sizes of its kind."""
+    """Each block reads what stands before it, in the type and shape it has there; attention has the sizes of its
+    kind."""
     _same("num_layers", len(assembly["layers"]), assembly["num_layers"])
     _same("dtype", DTYPES[assembly["precision"]], assembly["dtype"])
     for name, kind in assembly["kinds"].items():
@@ -175,9 +209,14 @@ def _check_kind(where: str, kind: Mapping[str, Any], dtype: str) -> None:
     )
     for phase, tokens, rows in (("prefill", "num_tokens", 1), ("decode", "num_requests", "num_requests")):
         inputs = {
-            "query": [tokens, heads * dim], "key": [tokens, kv_heads * dim], "value": [tokens, kv_heads * value_dim], "position_ids": [tokens],
-            "past_key": [rows, kv_heads, "past_capacity", dim], "past_value": [rows, kv_heads, "past_capacity", value_dim], "past_lengths": [rows],
-        }  # fmt: skip
+            "query": [tokens, heads * dim],
+            "key": [tokens, kv_heads * dim],
+            "value": [tokens, kv_heads * value_dim],
+            "position_ids": [tokens],
+            "past_key": [rows, kv_heads, "past_capacity", dim],
+            "past_value": [rows, kv_heads, "past_capacity", value_dim],
+            "past_lengths": [rows],
+        }
         outputs = {
             "attention": [tokens, heads * value_dim],
             "key_out": [tokens, kv_heads, dim],

@@ -1,7 +1,7 @@
 """Check what a JSON document must look like, by small checks put together.
 
-In: a value and the place it stands at. Out: nothing, or InputError. Hand-made, since documents are also read where only an
-engine's runtime is installed. Keys that a schema does not name are allowed: a newer writer may add some.
+In: a value and the place it stands at. Out: nothing, or InputError. Hand-made, since documents are also read where only
+an engine's runtime is installed. Keys that a schema does not name are allowed: a newer writer may add some.
 """
 
 from __future__ import annotations

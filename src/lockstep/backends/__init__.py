@@ -1,4 +1,5 @@
-"""Engines: a backend's built graphs, without weights. `build` makes an engine set from an assembly, `EngineSet` opens and checks it."""
+"""Engines: a backend's built graphs, without weights. `build` makes an engine set from an assembly, `EngineSet` opens
+and checks it."""
 
 from lockstep.backends.base import Array, Backend, CanonicalBytes, Program, get_backend
 from lockstep.backends.builder import build

@@ -1,10 +1,11 @@
-"""What a backend is: describe the device, build a graph to an engine file, load it, bind weights, run. Nothing else knows a library's name.
+"""What a backend is: describe the device, build a graph to an engine file, load it, bind weights, run. Nothing else
+knows a library's name.
 
 A call of an engine goes through four steps, so that each costs what it must and no more:
 
     Backend.load(engine file)      -> Program      once an engine file; no weights yet
-    Program.bind(weights)          -> Executable   once a layer; weights stay where they are unless the library repacks them
-    Executable.prepare(in, out)    -> run()        once a set of buffers; allocates nothing afterwards
+    Program.bind(weights)          -> Executable   once a layer; weights stay where they are unless the library repacks
+    them Executable.prepare(in, out)    -> run()        once a set of buffers; allocates nothing afterwards
     run()                                          once a step
 
 Buffers are the backend's own arrays (`Backend.empty`): NumPy arrays on a CPU, device arrays elsewhere.
@@ -26,7 +27,8 @@ from lockstep.weights import Weights
 
 Array = TypeVar("Array")
 
-# Backend name -> (module, class). A module is imported when its backend is asked for, so that none needs another's library.
+# Backend name -> (module, class). A module is imported when its backend is asked for, so that none needs another's
+# library.
 _BACKENDS = {
     "onnxruntime": ("lockstep.backends.onnxruntime.backend", "OnnxRuntimeBackend"),
     "tensorrt": ("lockstep.backends.tensorrt.backend", "TensorRTBackend"),
@@ -35,7 +37,8 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class Built:
-    """What a build says besides its file. about: JSON for the engine's entry in engines.json. peak_memory: bytes of device memory, where known.
+    """What a build says besides its file. about: JSON for the engine's entry in engines.json. peak_memory: bytes of
+    device memory, where known.
     note: what whoever builds should know."""
 
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -49,15 +52,16 @@ class Program(Protocol):
     def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> Executable:
         """Give each slot the tensors of these names; several are placed one after another along axis 0.
 
-        `weights` may be None where there are no slots. Raises CheckError for a slot without tensors, tensors without a slot, or
-        another dtype or shape than the slot's.
+        `weights` may be None where there are no slots. Raises CheckError for a slot without tensors, tensors without a
+        slot, or another dtype or shape than the slot's.
         """
         ...
 
 
 @dataclass(frozen=True)
 class CanonicalBytes:
-    """An engine file's bytes without those that differ between equal builds; `removed` says in words which these were, and why they differ."""
+    """An engine file's bytes without those that differ between equal builds; `removed` says in words which these were,
+    and why they differ."""
 
     data: bytes
     removed: tuple[str, ...] = ()
@@ -69,7 +73,8 @@ class Backend(Protocol):
 
     name: str
     suffixes: tuple[str, ...]  # of engine files
-    revision: int  # raised when a change of this code makes other bytes of the same graph and options: nothing older is kept then
+    # raised when a change of this code makes other bytes of the same graph and options: nothing older is kept then
+    revision: int
     precisions: tuple[str, ...]
     takes_long: bool  # a build is worth a line of progress for each engine, and a record of what each took
 
@@ -82,7 +87,8 @@ class Backend(Protocol):
         ...
 
     def device_key(self, device: Mapping[str, Any]) -> Any:
-        """The part of a device's description that must be equal for an engine to be loaded; comparable and printable."""
+        """The part of a device's description that must be equal for an engine to be loaded; comparable and
+        printable."""
         ...
 
     def default_options(self) -> dict[str, Any]:
@@ -90,12 +96,16 @@ class Backend(Protocol):
         ...
 
     def options_key(self, options: Mapping[str, Any]) -> Any:
-        """The part of the options that must be equal for an engine that lies there to be kept; what else must hold, `keeps` says."""
+        """The part of the options that must be equal for an engine that lies there to be kept; what else must hold,
+        `keeps` says."""
         ...
 
-    def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(engine name, graph entry) of the engines that this backend runs an assembly with: `graphs.graphs_of`, unless its attention is its own. An entry
-        with "rotary_of" stands for the rotary encoding alone, which is cut out of the graph and given to `build` as it is."""
+    def graphs(
+        self, assembly: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(engine name, graph entry) of the engines that this backend runs an assembly with: `graphs.graphs_of`, unless
+        its attention is its own. An entry with "rotary_of" stands for the rotary encoding alone, which is cut out of
+        the graph and given to `build` as it is."""
         ...
 
     def file(self, name: str) -> str:
@@ -103,8 +113,8 @@ class Backend(Protocol):
         ...
 
     def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Before the engines of a set, which have these names, are built in `folder`; manifest: engines.json without engines. Raises InputError where
-        what runs them is not installed here."""
+        """Before the engines of a set, which have these names, are built in `folder`; manifest: engines.json without
+        engines. Raises InputError where what runs them is not installed here."""
         ...
 
     def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
@@ -112,19 +122,23 @@ class Backend(Protocol):
         ...
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
-        """Build the ONNX graph to an engine file. Raises CheckError when the library refuses the graph, or makes something else of it."""
+        """Build the ONNX graph to an engine file. Raises CheckError when the library refuses the graph, or makes
+        something else of it."""
         ...
 
     def finish(self, names: Sequence[str]) -> Mapping[str, Any]:
         """After them; what engines.json says of the whole set besides: JSON. names: of all its engines."""
         ...
 
-    def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Program:
+    def load(
+        self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool
+    ) -> Program:
         """Load an engine file whose weight inputs are `slots` (the assembly's IO entries)."""
         ...
 
     def choices(self, engine_path: Path) -> Any:
-        """JSON of what the library chose when it built the engine: its kernels, tactics, fusions. Equal for engines that compute in the same way."""
+        """JSON of what the library chose when it built the engine: its kernels, tactics, fusions. Equal for engines
+        that compute in the same way."""
         ...
 
     def layer_information(self, engine_path: Path) -> Any:
@@ -140,8 +154,8 @@ class Backend(Protocol):
         ...
 
     def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Any | None:
-        """What runs steps of a network (runtime.network.Network) of this backend's engines (runtime.step.Executor); None: the runtime's own,
-        on host arrays."""
+        """What runs steps of a network (runtime.network.Network) of this backend's engines (runtime.step.Executor);
+        None: the runtime's own, on host arrays."""
         ...
 
 
@@ -153,4 +167,6 @@ def get_backend(name: str) -> Backend:
     try:
         return getattr(importlib.import_module(module), attribute)()
     except ModuleNotFoundError as error:
-        raise InputError(f"backend {name}: needs the Python package {error.name!r}, which is not installed here; install it") from None
+        raise InputError(
+            f"backend {name}: needs the Python package {error.name!r}, which is not installed here; install it"
+        ) from None

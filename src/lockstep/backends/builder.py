@@ -16,29 +16,42 @@ from typing import Any
 import onnx
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.base import Backend, Built, get_backend
 from lockstep.backends.graphs import graph_file
+from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.prepare import dtype_name, prepare
 from lockstep.onnx_tools.rope import rotary
-from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
 
 COSTS = "build.costs.json"  # of the last build: seconds and memory are never the same twice
 
 
-def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str | os.PathLike, options: Mapping[str, Any] | None = None) -> Path:
+def build(
+    assembly_json: str | os.PathLike,
+    backend: str,
+    out_engines_json: str | os.PathLike,
+    options: Mapping[str, Any] | None = None,
+) -> Path:
     """Build the engine set of an assembly and write its engines.json; gives its path.
 
-    An engine already there is kept when graph, options, device, backend version and builder revision are those recorded and its file is whole.
-    Raises InputError for a precision that the backend lacks, CheckError for a graph that is damaged or that the library refuses.
+    An engine already there is kept when graph, options, device, backend version and builder revision are those recorded
+    and its file is whole.
+    Raises InputError for a precision that the backend lacks, CheckError for a graph that is damaged or that the library
+    refuses.
     """
     assembly_path, out = Path(assembly_json), Path(out_engines_json)
     assembly, library = read_json(assembly_path, formats.ASSEMBLY), get_backend(backend)
     unknown = sorted(set(options or {}) - set(library.default_options()))
     if unknown:
-        raise InputError(f"options of backend {backend}: expected only {', '.join(library.default_options())}, found {', '.join(unknown)}")
+        raise InputError(
+            f"options of backend {backend}: expected only "
+            f"{', '.join(library.default_options())}, found {', '.join(unknown)}"
+        )
     if assembly["precision"] not in library.precisions:
-        raise InputError(f"{assembly_path}: precision: expected one of {', '.join(library.precisions)} (backend {backend}), found {assembly['precision']!r}")
+        raise InputError(
+            f"{assembly_path}: precision: expected one of {', '.join(library.precisions)} "
+            f"(backend {backend}), found {assembly['precision']!r}"
+        )
     manifest = {
         "format": formats.ENGINES,
         "backend": backend,
@@ -57,7 +70,9 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
         entry = recorded.get(name)
         if entry is None or entry["graph_sha256"] != graph["sha256"]:
             with _progress(library, number, len(graphs), name) as cost:
-                made, built = _build_one(graph_path, graph, out.parent / library.file(name), library, manifest["options"])
+                made, built = _build_one(
+                    graph_path, graph, out.parent / library.file(name), library, manifest["options"]
+                )
                 cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
             entry = {**made, "graph_sha256": graph["sha256"]}
             costs[name] = cost
@@ -72,10 +87,12 @@ def build(assembly_json: str | os.PathLike, backend: str, out_engines_json: str 
 
 @contextlib.contextmanager
 def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[dict[str, Any]]:
-    """A line on stderr, begun before the engine and ended after it, so that a build that is killed says in which; gives what to write down, with a `note`
-    that is only said."""
+    """A line on stderr, begun before the engine and ended after it, so that a build that is killed says in which; gives
+    what to write down, with a `note` that is only said."""
     cost: dict[str, Any] = {}
-    say = functools.partial(print, file=sys.stderr, flush=True) if library.takes_long else lambda *words, **settings: None
+    say = (
+        functools.partial(print, file=sys.stderr, flush=True) if library.takes_long else lambda *words, **settings: None
+    )
     say(f"build: engine {number} of {total}: {name} ...", end="")
     start = time.perf_counter()
     try:
@@ -85,12 +102,18 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
         raise
     cost["seconds"] = round(time.perf_counter() - start, 3)
     memory, note = cost["peak_memory_bytes"], cost.pop("note")
-    say(f" {cost['seconds']:.1f} s" + (f", {memory / 2**20:.0f} MiB of GPU memory" if memory is not None else "") + (f"; {note}" if note else ""))
+    say(
+        f" {cost['seconds']:.1f} s"
+        + (f", {memory / 2**20:.0f} MiB of GPU memory" if memory is not None else "")
+        + (f"; {note}" if note else "")
+    )
 
 
-def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]) -> tuple[dict[str, Any], Built]:
-    """Build one engine; gives its entry and what the build said. Where the backend asked for another form of the graph, the entry says which slots it
-    has and of what."""
+def _build_one(
+    graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], Built]:
+    """Build one engine; gives its entry and what the build said. Where the backend asked for another form of the graph,
+    the entry says which slots it has and of what."""
     canonical = onnx.load(graph_path)
     _check_io(canonical, graph, graph_path)
     cut = rotary(canonical, graph["rotary_of"]) if "rotary_of" in graph else None
@@ -109,12 +132,18 @@ def _build_one(graph_path: Path, graph: Mapping[str, Any], file: Path, library: 
 
 def _check_io(model: onnx.ModelProto, graph: Mapping[str, Any], where: Path) -> None:
     """Raises CheckError where a graph takes or gives something else than the assembly says."""
-    for what, values, entries in (("inputs", model.graph.input, [*graph["inputs"], *graph.get("slots", ())]), ("outputs", model.graph.output, graph["outputs"])):
+    for what, values, entries in (
+        ("inputs", model.graph.input, [*graph["inputs"], *graph.get("slots", ())]),
+        ("outputs", model.graph.output, graph["outputs"]),
+    ):
         found = {value.name: _described(value) for value in values}
         expected = {entry["name"]: f"{entry['dtype']} {entry['shape']}" for entry in entries}
         for name in sorted({*expected, *found}):
             if expected.get(name) != found.get(name):
-                raise CheckError(f"{where}: {what}: {name}: expected {expected.get(name, 'none')} as in the assembly, found {found.get(name, 'none')}; export again")
+                raise CheckError(
+                    f"{where}: {what}: {name}: expected {expected.get(name, 'none')} as in the "
+                    f"assembly, found {found.get(name, 'none')}; export again"
+                )
 
 
 def _described(value: onnx.ValueInfoProto) -> str:
@@ -130,10 +159,17 @@ def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[
         old = read_json(out, formats.ENGINES)
     except InputError:
         return {}  # another format or half a file of an older version: it is built again
-    keys, parts = ("backend", "precision", "backend_version", "builder_revision"), {"device": library.device_key, "options": library.options_key}
-    if any(old.get(key) != manifest[key] for key in keys) or any(part(old.get(key, {})) != part(manifest[key]) for key, part in parts.items()):
+    keys, parts = (
+        ("backend", "precision", "backend_version", "builder_revision"),
+        {"device": library.device_key, "options": library.options_key},
+    )
+    if any(old.get(key) != manifest[key] for key in keys) or any(
+        part(old.get(key, {})) != part(manifest[key]) for key, part in parts.items()
+    ):
         return {}
-    whole = lambda entry: (out.parent / entry["file"]).is_file() and sha256_file(out.parent / entry["file"]) == entry["sha256"]
+    whole = lambda entry: (
+        (out.parent / entry["file"]).is_file() and sha256_file(out.parent / entry["file"]) == entry["sha256"]
+    )
     return {name: entry for name, entry in old["engines"].items() if whole(entry) and library.keeps(name, entry)}
 
 

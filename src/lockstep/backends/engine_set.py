@@ -1,4 +1,5 @@
-"""An engine set, opened: engines.json and the assembly in, loaded programs out. Refuses what was made elsewhere or changed since."""
+"""An engine set, opened: engines.json and the assembly in, loaded programs out. Refuses what was made elsewhere or
+changed since."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.backends.base import Backend, Program, get_backend
-from lockstep.errors import CheckError
 from lockstep.artifacts.files import sha256_file, sha256_json
 from lockstep.artifacts.manifests import read_assembly, read_engines
+from lockstep.backends.base import Backend, Program, get_backend
+from lockstep.errors import CheckError
 
 
 class EngineSet:
@@ -24,30 +25,54 @@ class EngineSet:
 
     @classmethod
     def open(cls, engines_json: str | os.PathLike, assembly_json: str | os.PathLike) -> EngineSet:
-        """Raises CheckError, with the value recorded and the value found, for another version of the library, another device,
-        a damaged or missing engine file or one of another kind, or graphs of another export; InputError for a manifest that is none."""
+        """Raises CheckError, with the value recorded and the value found, for another version of the library, another
+        device, a damaged or missing engine file or one of another kind, or graphs of another export; InputError for a
+        manifest that is none."""
         path, assembly, manifest = Path(engines_json), read_assembly(assembly_json), read_engines(engines_json)
         backend = get_backend(manifest["backend"])
         rebuild = "build the engines again on this machine"
         _same(path, f"{backend.name} version", manifest["backend_version"], backend.version(), rebuild)
-        _same(path, "device", backend.device_key(manifest["device"]), backend.device_key(backend.describe_device()), rebuild)
+        _same(
+            path,
+            "device",
+            backend.device_key(manifest["device"]),
+            backend.device_key(backend.describe_device()),
+            rebuild,
+        )
         _same(path, "precision", manifest["precision"], assembly["precision"], "open them with their own assembly")
         graphs = dict(backend.graphs(assembly, manifest["options"]))
         _same(path, "engines", sorted(manifest["engines"]), sorted(graphs), f"build the engines of {assembly_json}")
         for name, entry in manifest["engines"].items():
             file = path.parent / entry["file"]
-            _same(path, f"graph of engine {name}", entry["graph_sha256"], graphs[name]["sha256"], f"build the engines of {assembly_json}")
+            _same(
+                path,
+                f"graph of engine {name}",
+                entry["graph_sha256"],
+                graphs[name]["sha256"],
+                f"build the engines of {assembly_json}",
+            )
             if file.name != backend.file(name):  # a set that an earlier version of this code made
-                raise CheckError(f"{path}: engine {name}: expected the file {backend.file(name)}, found {file.name}; build the engines again")
+                raise CheckError(
+                    f"{path}: engine {name}: expected the file {backend.file(name)}, found "
+                    f"{file.name}; build the engines again"
+                )
             if not file.is_file():
                 raise CheckError(f"{file}: expected the engine {name}, found no file; build the engines again")
-            _same(file, "sha256", entry["sha256"], sha256_file(file), "the file is damaged: delete it and build the engines again")
+            _same(
+                file,
+                "sha256",
+                entry["sha256"],
+                sha256_file(file),
+                "the file is damaged: delete it and build the engines again",
+            )
         return cls(path, manifest, assembly, backend)
 
     def digest(self) -> str:
         """Hex sha256 of what runs: backend, version, device key, options, and each engine's digest."""
         keys = ("backend", "backend_version", "options", "engines", "precision")
-        return sha256_json({**{key: self.manifest[key] for key in keys}, "device": self.backend.device_key(self.manifest["device"])})
+        return sha256_json(
+            {**{key: self.manifest[key] for key in keys}, "device": self.backend.device_key(self.manifest["device"])}
+        )
 
     def names(self) -> list[str]:
         """The engines: classes, and phases of kinds as `<kind>.<phase>`."""
@@ -60,7 +85,8 @@ class EngineSet:
         return self.backend.load(self.path.parent / entry["file"], slots, threads, low_memory)
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        """{slot of the engine `name`: tensors} from the assembly's {slot: tensors}: a fused slot takes its parts' one after another."""
+        """{slot of the engine `name`: tensors} from the assembly's {slot: tensors}: a fused slot takes its parts' one
+        after another."""
         parts = self.manifest["engines"][name].get("parts") or {slot: [slot] for slot in slots}
         return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in parts.items()}
 

@@ -1,4 +1,5 @@
-"""What can be compared of an opened engine set, as JSON, so that it may be looked at in another Python than the one that compares."""
+"""What can be compared of an opened engine set, as JSON, so that it may be looked at in another Python than the one
+that compares."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from lockstep.backends.engine_set import EngineSet
 
 
 def inspected(opened: EngineSet) -> dict[str, Any]:
-    """{"digest": of the set, "device": what of it matters, "engines": {name: {"choices", "layers": as the backend gives them, "sha256": of the bytes that equal builds share,
-    "left_out": of the others, in words}}}."""
+    """{"digest": of the set, "device": what of it matters, "engines": {name: {"choices", "layers": as the backend gives
+    them, "sha256": of the bytes that equal builds share, "left_out": of the others, in words}}}."""
     backend, manifest, engines = opened.backend, opened.manifest, {}
     for name, entry in sorted(manifest["engines"].items()):
         path = opened.path.with_name(entry["file"])

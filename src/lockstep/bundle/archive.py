@@ -1,8 +1,10 @@
-"""The archive of a bundle: a tar file whose every byte follows from its first file, the manifest. Files in, the archive out, and back.
+"""The archive of a bundle: a tar file whose every byte follows from its first file, the manifest. Files in, the archive
+out, and back.
 
-Written in one way only (POSIX ustar: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html): regular files, sorted by name, owner and time zero,
-mode 644, sizes from 8 GiB on as GNU tar writes them, nothing between or behind. So the reader needs no tar reader: it knows each header from the manifest,
-and refuses whatever differs. It is not compressed: weights hardly shrink, compressors differ from version to version, and weights are read in place.
+Written in one way only (POSIX ustar: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html): regular
+files, sorted by name, owner and time zero, mode 644, sizes from 8 GiB on as GNU tar writes them, nothing between or
+behind. So the reader needs no tar reader: it knows each header from the manifest, and refuses whatever differs. It is
+not compressed: weights hardly shrink, compressors differ from version to version, and weights are read in place.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from lockstep.artifacts import formats
-from lockstep.errors import InputError
 from lockstep.artifacts.files import SEAL, atomic_path, dump_json, sha256_json
+from lockstep.errors import InputError
 
 MANIFEST = "bundle.json"
 _BLOCK = 512
@@ -29,9 +31,13 @@ _LARGEST_MANIFEST = 16 << 20
 _OCTAL_LIMIT = 8**11
 _LARGEST_FILE = 1 << 62
 _KINDS = {
-    tarfile.LNKTYPE: "a hard link", tarfile.SYMTYPE: "a symbolic link", tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.DIRTYPE: "a folder",
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.DIRTYPE: "a folder",
     tarfile.FIFOTYPE: "a named pipe",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ class Archive:
 
 
 def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]) -> Path:
-    """Write the bundle of `entries`, with a manifest that says `about` and lists them; whole or not at all. Large files are streamed.
+    """Write the bundle of `entries`, with a manifest that says `about` and lists them; whole or not at all. Large files
+    are streamed.
 
     Raises InputError for a file that is not of its digest.
     """
@@ -93,7 +100,10 @@ def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]
                     out.write(piece)
             if (size, digest.hexdigest()) != (entry.size, entry.sha256):
                 expected = f"{entry.size} bytes of sha256 {entry.sha256}"
-                raise InputError(f"{path}: {entry.name}: expected {expected}, found others: the file has changed; run `lockstep verify`")
+                raise InputError(
+                    f"{path}: {entry.name}: expected {expected}, found others: the file has "
+                    f"changed; run `lockstep verify`"
+                )
             out.write(bytes(-size % _BLOCK))
         out.write(_END)
     return path
@@ -109,12 +119,16 @@ def header(name: str, size: int) -> bytes:
 
 
 def read_archive(path: str | os.PathLike) -> Archive:
-    """Raises InputError for a file that is no bundle, is cut short, or holds anything but the files that its manifest lists."""
+    """Raises InputError for a file that is no bundle, is cut short, or holds anything but the files that its manifest
+    lists."""
     path = Path(path)
     try:
         file = open(path, "rb")
     except (FileNotFoundError, IsADirectoryError):
-        raise InputError(f"{path}: expected a bundle, found {'a folder' if path.is_dir() else 'no file'}; make one with `lockstep bundle`") from None
+        raise InputError(
+            f"{path}: expected a bundle, found {'a folder' if path.is_dir() else 'no file'}; "
+            f"make one with `lockstep bundle`"
+        ) from None
     with file:
         size = os.fstat(file.fileno()).st_size
         manifest, offset = _read_manifest(file, path)
@@ -125,14 +139,19 @@ def read_archive(path: str | os.PathLike) -> Archive:
             found = file.read(_BLOCK)
             if found != header(listed["path"], listed["size"]):
                 expected = f"the file {listed['path']} of {listed['size']} bytes at byte {offset}"
-                raise InputError(f"{path}: expected {expected}, found {_words(found)}; take a bundle as `lockstep bundle` made it")
+                raise InputError(
+                    f"{path}: expected {expected}, found {_words(found)}; take a bundle as `lockstep bundle` made it"
+                )
             members[listed["path"]] = Member(listed["path"], offset + _BLOCK, listed["size"], listed["sha256"])
             offset = _behind(offset + _BLOCK + listed["size"])
         file.seek(min(offset, size))
         end = file.read(len(_END))
         if size != offset + len(_END) or any(end):
             found = _words(end[:_BLOCK]) if any(end) else f"{size} bytes"
-            raise InputError(f"{path}: expected the end at byte {offset + len(_END)}, found {found}: cut short, or more than the manifest lists; copy it again")
+            raise InputError(
+                f"{path}: expected the end at byte {offset + len(_END)}, found {found}: cut "
+                f"short, or more than the manifest lists; copy it again"
+            )
     return Archive(path, size, manifest, members)
 
 
@@ -153,12 +172,23 @@ def _read_manifest(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
         seal = manifest.pop(SEAL)
         same = data == dump_json({**manifest, SEAL: seal}).encode()
         listed = [(entry["path"], entry["size"], entry["sha256"]) for entry in manifest["files"]]
-        whole = same and manifest["format"] == formats.BUNDLE and seal == sha256_json(manifest) and not any(file.read(-size % _BLOCK))
-        whole = whole and all(isinstance(n, str) and type(s) is int and 0 <= s < _LARGEST_FILE and isinstance(d, str) for n, s, d in listed)
+        whole = (
+            same
+            and manifest["format"] == formats.BUNDLE
+            and seal == sha256_json(manifest)
+            and not any(file.read(-size % _BLOCK))
+        )
+        whole = whole and all(
+            isinstance(n, str) and type(s) is int and 0 <= s < _LARGEST_FILE and isinstance(d, str)
+            for n, s, d in listed
+        )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise InputError(f"{path}: {MANIFEST}: expected the sealed manifest of a bundle ({formats.BUNDLE}), found something else; {remedy}")
+        raise InputError(
+            f"{path}: {MANIFEST}: expected the sealed manifest of a bundle ({formats.BUNDLE}), "
+            f"found something else; {remedy}"
+        )
     return manifest, _behind(_BLOCK + size)
 
 
@@ -170,7 +200,10 @@ def _check_listed(path: Path, listed: Sequence[Mapping[str, Any]]) -> None:
     folded = [name.casefold() for name in (MANIFEST, *names)]  # some file systems take A and a for one
     if names != sorted(names) or len(set(folded)) != len(folded):
         twice = next((name for name in names if folded.count(name.casefold()) > 1), None)
-        raise InputError(f"{path}: expected sorted names, each once, found {f'{twice!r} twice' if twice else 'another order'}; refused")
+        raise InputError(
+            f"{path}: expected sorted names, each once, found "
+            f"{f'{twice!r} twice' if twice else 'another order'}; refused"
+        )
 
 
 def _problem(name: str) -> str:
@@ -179,7 +212,12 @@ def _problem(name: str) -> str:
         return "an absolute path"
     if ".." in name.split("/"):
         return "which leads out of it"
-    if any(part in ("", ".") for part in name.split("/")) or "\\" in name or not name.isprintable() or len(name.encode()) > 100:
+    if (
+        any(part in ("", ".") for part in name.split("/"))
+        or "\\" in name
+        or not name.isprintable()
+        or len(name.encode()) > 100
+    ):
         return "which is no plain name of at most 100 bytes"
     return ""
 
@@ -194,7 +232,9 @@ def _words(found: bytes) -> str:
         info = tarfile.TarInfo.frombuf(found, "utf-8", "surrogateescape")
     except tarfile.TarError:
         return "no header of a tar archive"
-    kind = _KINDS.get(info.type, "a file" if info.type in (tarfile.REGTYPE, tarfile.AREGTYPE) else "an entry of another kind")
+    kind = _KINDS.get(
+        info.type, "a file" if info.type in (tarfile.REGTYPE, tarfile.AREGTYPE) else "an entry of another kind"
+    )
     target = f" to {ascii(info.linkname[:60])}" if info.linkname else ""
     problem = f", {problem}" if (problem := _problem(info.name)) else ""
     return f"{kind} {ascii(info.name[:100])}{target}{problem}, of {info.size} bytes"
@@ -205,9 +245,11 @@ def _behind(offset: int) -> int:
 
 
 def contents(archive: Archive, digest: Any) -> Iterator[tuple[Member, Iterator[bytes]]]:
-    """Each member with its bytes, in pieces that must be taken before the next member; `digest` is fed every byte of the archive.
+    """Each member with its bytes, in pieces that must be taken before the next member; `digest` is fed every byte of
+    the archive.
 
-    Raises InputError behind the last piece of a file that is not of its sha256, or where a gap between files is not empty.
+    Raises InputError behind the last piece of a file that is not of its sha256, or where a gap between files is not
+    empty.
     """
     with open(archive.path, "rb") as file:
         position = 0
@@ -218,7 +260,10 @@ def contents(archive: Archive, digest: Any) -> Iterator[tuple[Member, Iterator[b
             padding = file.read(position - member.offset - member.size)
             digest.update(padding)
             if any(padding):
-                raise InputError(f"{archive.path}: expected zeros behind {member.name}, found others: the bundle is damaged; copy it again")
+                raise InputError(
+                    f"{archive.path}: expected zeros behind {member.name}, found others: the "
+                    f"bundle is damaged; copy it again"
+                )
         _feed(file, archive.size - position, digest)
 
 
@@ -227,13 +272,19 @@ def _pieces(archive: Archive, file: BinaryIO, member: Member, digest: Any) -> It
     while left:
         piece = file.read(min(_PIECE, left))
         if not piece:
-            raise InputError(f"{archive.path}: {member.name}: expected {member.size} bytes, found {member.size - left}: the file has changed; copy it again")
+            raise InputError(
+                f"{archive.path}: {member.name}: expected {member.size} bytes, found "
+                f"{member.size - left}: the file has changed; copy it again"
+            )
         own.update(piece)
         digest.update(piece)
         left -= len(piece)
         yield piece
     if own.hexdigest() != member.sha256:
-        raise InputError(f"{archive.path}: {member.name}: expected sha256 {member.sha256}, found {own.hexdigest()}: the bundle is damaged; copy it again")
+        raise InputError(
+            f"{archive.path}: {member.name}: expected sha256 {member.sha256}, found "
+            f"{own.hexdigest()}: the bundle is damaged; copy it again"
+        )
 
 
 def _feed(file: BinaryIO, count: int, digest: Any) -> None:

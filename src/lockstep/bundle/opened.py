@@ -1,7 +1,8 @@
-"""Open a bundle: an archive in; paths of engines, assembly and weights out, once every digest is checked. NumPy and the backend do the rest.
+"""Open a bundle: an archive in; paths of engines, assembly and weights out, once every digest is checked. NumPy and the
+backend do the rest.
 
-Small files go to a temporary folder, which is gone when the context ends: it may end as soon as the model is open. Weights stay in the archive, whose
-tensors a manifest of that folder points to.
+Small files go to a temporary folder, which is gone when the context ends: it may end as soon as the model is open.
+Weights stay in the archive, whose tensors a manifest of that folder points to.
 """
 
 from __future__ import annotations
@@ -20,24 +21,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
-from lockstep.errors import InputError, interrupts
+from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifests import DTYPES, LARGEST, read_assembly, read_engines, read_weights
-from lockstep.targets import Target
 from lockstep.artifacts.schema import check, either, integer, one_of, record, text
-from lockstep.artifacts.digest_cache import remember
+from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
+from lockstep.errors import InputError, interrupts
+from lockstep.targets import Target
 
 _REMEDY = "make the bundle again"
 _LIMIT = integer(1, LARGEST)
-_ABOUT = record({
-    "target": record({
-        "model": text(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}", "a model's name"), "precision": one_of(*DTYPES), "backend": text("[a-z_]+", "a backend's name"),
-        "layers": either(one_of("all"), _LIMIT, words="a number of layers or 'all'"),
-    }),
-    "limits": record({name: _LIMIT for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_input_len")}),
-    "weights": one_of("inside", "apart"),
-})  # fmt: skip
+_ABOUT = record(
+    {
+        "target": record(
+            {
+                "model": text(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}", "a model's name"),
+                "precision": one_of(*DTYPES),
+                "backend": text("[a-z_]+", "a backend's name"),
+                "layers": either(one_of("all"), _LIMIT, words="a number of layers or 'all'"),
+            }
+        ),
+        "limits": record(dict.fromkeys(("max_batch_size", "max_seq_len", "max_num_tokens", "max_input_len"), _LIMIT)),
+        "weights": one_of("inside", "apart"),
+    }
+)
 _NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")
 
 
@@ -54,14 +61,21 @@ class Opened:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) -> Iterator[Opened]:
-    """Check a bundle and give what runs. weights: for one that holds none, the folder that its weights' files lie in, or a weights.json of the same
-    shapes, such as a fine-tune's. Raises InputError, one line, for an archive that is not as it was packed, or weights that are not there."""
+    """Check a bundle and give what runs. weights: for one that holds none, the folder that its weights' files lie in,
+    or a weights.json of the same shapes, such as a fine-tune's. Raises InputError, one line, for an archive that is not
+    as it was packed, or weights that are not there."""
     archive = read_archive(path)
     about = _about(archive)
     if about["weights"] == "inside" and weights is not None:
-        raise InputError(f"{path}: expected no --weights, for the bundle holds its own, found {weights}; leave it out, or pack without weights")
+        raise InputError(
+            f"{path}: expected no --weights, for the bundle holds its own, found {weights}; "
+            f"leave it out, or pack without weights"
+        )
     if about["weights"] == "apart" and weights is None:
-        raise InputError(f"{path}: expected --weights, for the bundle holds none; give the folder of {_weights_of(about)}, or a weights.json")
+        raise InputError(
+            f"{path}: expected --weights, for the bundle holds none; give the folder of "
+            f"{_weights_of(about)}, or a weights.json"
+        )
     with _scratch() as folder:
         digest = _extract(archive, folder)
         manifest = folder / "weights" / "weights.json"
@@ -71,7 +85,9 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
             _point_into(archive, manifest, digest)
         else:
             manifest = _bind(manifest, Path(weights))
-        yield Opened(target, about["limits"], folder / "engines" / "engines.json", folder / "graphs" / "assembly.json", manifest)
+        yield Opened(
+            target, about["limits"], folder / "engines" / "engines.json", folder / "graphs" / "assembly.json", manifest
+        )
 
 
 @contextlib.contextmanager
@@ -126,11 +142,19 @@ def _is_weights(name: str) -> bool:
 
 def _check_named(archive: Archive, folder: Path, target: Target) -> None:
     """Manifests are of the target; engines and tokenizer are files of the bundle and no others."""
-    assembly, engines = read_assembly(folder / "graphs" / "assembly.json"), read_engines(folder / "engines" / "engines.json")
+    assembly, engines = (
+        read_assembly(folder / "graphs" / "assembly.json"),
+        read_engines(folder / "engines" / "engines.json"),
+    )
     precisions = {"graphs/assembly.json": assembly["precision"], "engines/engines.json": engines["precision"]}
-    for name, found, expected in (*((name, found, target.precision) for name, found in precisions.items()), ("engines/engines.json", engines["backend"], target.backend)):
+    for name, found, expected in (
+        *((name, found, target.precision) for name, found in precisions.items()),
+        ("engines/engines.json", engines["backend"], target.backend),
+    ):
         if found != expected:
-            raise InputError(f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}")
+            raise InputError(
+                f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}"
+            )
     tokenizer = assembly.get("tokenizer")
     names = [f"engines/{entry['file']}" for entry in engines["engines"].values()]
     for name in [*names, *([f"graphs/{tokenizer['file']}"] if tokenizer else [])]:
@@ -145,12 +169,17 @@ def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     for file in manifest["files"]:
         member = archive.members.get(f"weights/{file['path']}")
         if member is None or (member.size, member.sha256) != (file["size"], file["sha256"]):
-            raise InputError(f"{archive.path}: expected weights/{file['path']} of sha256 {file['sha256']}, found none; {_REMEDY}")
+            raise InputError(
+                f"{archive.path}: expected weights/{file['path']} of sha256 {file['sha256']}, found none; {_REMEDY}"
+            )
         members.append(member)
     tensors = {}
     for name, entry in manifest["tensors"].items():
         if entry["file"] >= len(members) or entry["offset"] + entry["length"] > members[entry["file"]].size:
-            raise InputError(f"{archive.path}: weights/weights.json: expected tensor {name!r} within its file, found {entry}; {_REMEDY}")
+            raise InputError(
+                f"{archive.path}: weights/weights.json: expected tensor {name!r} within its "
+                f"file, found {entry}; {_REMEDY}"
+            )
         tensors[name] = {**entry, "file": 0, "offset": entry["offset"] + members[entry["file"]].offset}
     remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
     file = {"path": os.path.abspath(archive.path), "size": archive.size, "sha256": digest}
@@ -158,7 +187,8 @@ def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
 
 
 def _bind(manifest_path: Path, weights: Path) -> Path:
-    """The manifest of weights that lie elsewhere: `weights` itself, or that of the bundle, pointed to the folder `weights`."""
+    """The manifest of weights that lie elsewhere: `weights` itself, or that of the bundle, pointed to the folder
+    `weights`."""
     if weights.is_file():
         return weights
     manifest = read_weights(manifest_path)
@@ -166,7 +196,10 @@ def _bind(manifest_path: Path, weights: Path) -> Path:
         name = Path(file["path"]).name
         if not (weights / name).is_file():
             found = "no such file" if weights.is_dir() else "no such folder"
-            raise InputError(f"{weights}: expected {name} of {file['size']} bytes, found {found}; give the folder of the weights, or a weights.json")
+            raise InputError(
+                f"{weights}: expected {name} of {file['size']} bytes, found {found}; give the "
+                f"folder of the weights, or a weights.json"
+            )
     files = [{**file, "path": os.path.abspath(weights / Path(file["path"]).name)} for file in manifest["files"]]
     write_json(manifest_path, {**manifest, "files": files})
     return manifest_path

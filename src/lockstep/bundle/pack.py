@@ -1,4 +1,5 @@
-"""Pack: a finished target in; its engines, assembly, tokenizer, manifests and provenance out in one file, with its weights or without."""
+"""Pack: a finished target in; its engines, assembly, tokenizer, manifests and provenance out in one file, with its
+weights or without."""
 
 from __future__ import annotations
 
@@ -6,22 +7,22 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.files import SEAL, dump_json, sha256_json
+from lockstep.artifacts.manifests import read_assembly, read_engines, read_weights
 from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
-from lockstep.artifacts.files import SEAL, dump_json, sha256_json
-from lockstep.provenance.slsa import provenance_path, wrong_provenance
 from lockstep.provenance.record import read_record, record_path
-from lockstep.artifacts.manifests import read_assembly, read_engines, read_weights
+from lockstep.provenance.slsa import provenance_path, wrong_provenance
 from lockstep.targets import Results, Target
-from lockstep.artifacts.digest_cache import digest
 
 WEIGHTS = "weights"
 
 
 def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path, with_weights: bool = False) -> Path:
-    """Write the bundle of `target` to `out`, the same bytes for the same results; gives `out`. limits: those that it runs with.
+    """Write the bundle of `target` to `out`, the same bytes for the same results; gives `out`. limits: those that it
+    runs with.
 
     Raises InputError where something is not there, or is not what was recorded.
     """
@@ -36,7 +37,11 @@ def _engines(results: Results, target: Target) -> Iterator[Entry]:
     for _, entry in sorted(read_engines(manifest)["engines"].items()):
         yield _file(f"engines/{entry['file']}", manifest.parent / entry["file"], entry["sha256"])
     provenance = provenance_path(manifest)
-    reason = wrong_provenance(provenance) if provenance.is_file() else "expected the provenance of the engines, found none; `lockstep build` makes it"
+    reason = (
+        wrong_provenance(provenance)
+        if provenance.is_file()
+        else ("expected the provenance of the engines, found none; `lockstep build` makes it")
+    )
     if reason:
         raise InputError(f"{provenance}: {reason}")
     yield _file(f"engines/{provenance.name}", provenance, digest(provenance))
@@ -67,7 +72,9 @@ def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:
     """A manifest and the record of how it was made."""
     record = read_record(manifest) if manifest.is_file() else None
     if record is None:
-        raise InputError(f"{manifest}: expected a manifest with the record of how it was made, found none; run snakemake first")
+        raise InputError(
+            f"{manifest}: expected a manifest with the record of how it was made, found none; run snakemake first"
+        )
     yield _file(f"{folder}/{manifest.name}", manifest, record["outputs"][manifest.name])
     path = record_path(manifest)
     yield _file(f"{folder}/{path.name}", path, digest(path))

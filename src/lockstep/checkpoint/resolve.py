@@ -11,36 +11,47 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import formats
-from lockstep.artifacts import model_config
+from lockstep.artifacts import formats, model_config
+from lockstep.artifacts.digest_cache import Expected, check_files, remember
+from lockstep.artifacts.fetched import read_fetched
+from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file, write_json
 from lockstep.checkpoint.fit import check_fit
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
 from lockstep.checkpoint.tokenizer_file import check_loads, check_present
 from lockstep.errors import InputError
-from lockstep.artifacts.fetched import read_fetched
-from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file, write_json
-from lockstep.artifacts.digest_cache import Expected, check_files, remember
 
 # What a hub model brings beside its weights, as transformers names it.
 SIDE_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _HASH_THREADS = min(8, os.cpu_count() or 1)
 
 
 def resolve(source: str, folder: Path, out: Path) -> Path:
     """Write the manifest of the checkpoint in `folder` to `out`, and return `out`.
 
-    `source` is the config's text for it: it is recorded, its scheme says what kind of source it is, and whether it is relative
-    decides whether the manifest's "folder" is relative to the manifest. Raises InputError for all that a checkpoint may lack.
+    `source` is the config's text for it: it is recorded, its scheme says what kind of source it is, and whether it is
+    relative decides whether the manifest's "folder" is relative to the manifest. Raises InputError for all that a
+    checkpoint may lack.
     """
     return _write(source, Path(folder), Path(out), weights=True)
 
 
 def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
-    """As `resolve`, without reading weights: the manifest has no tensors, and names the files of config and tokenizer only.
+    """As `resolve`, without reading weights: the manifest has no tensors, and names the files of config and tokenizer
+    only.
 
     Graphs are made from it, so that other weights of the same model, a fine-tune, leave graphs and engines alone.
     """
@@ -58,7 +69,10 @@ def resolve_fetched(source_json: Path, out: Path) -> Path:
         expected = fetched.sha256.get(file["path"])
         if file["sha256"] != expected:
             path = os.path.realpath(fetched.folder / file["path"])
-            raise InputError(f"{path}: expected the file that was fetched (sha256 {expected}), found {file['sha256']}; delete it and {source_json}, then run again")
+            raise InputError(
+                f"{path}: expected the file that was fetched (sha256 {expected}), found "
+                f"{file['sha256']}; delete it and {source_json}, then run again"
+            )
     return _save({**manifest, "commit": fetched.commit} if fetched.commit else manifest, out)
 
 
@@ -67,7 +81,12 @@ def _write(source: str, folder: Path, out: Path, weights: bool) -> Path:
 
 
 def _manifest(source: str, folder: Path, out: Path, weights: bool) -> dict[str, Any]:
-    return {"format": formats.CHECKPOINT, "source": source, "folder": _recorded_folder(source, folder, out), **describe(folder, weights)}
+    return {
+        "format": formats.CHECKPOINT,
+        "source": source,
+        "folder": _recorded_folder(source, folder, out),
+        **describe(folder, weights),
+    }
 
 
 def _save(manifest: dict[str, Any], out: Path) -> Path:
@@ -77,12 +96,16 @@ def _save(manifest: dict[str, Any], out: Path) -> Path:
 
 
 def describe(folder: Path, weights: bool = True) -> dict[str, Any]:
-    """The manifest of a local checkpoint folder, without its source: files, model_type, num_hidden_layers, config, tensors.
+    """The manifest of a local checkpoint folder, without its source: files, model_type, num_hidden_layers, config,
+    tensors.
 
     Without `weights` it lists none of their files and no tensors.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder}: expected the folder of a checkpoint, found {'a file' if folder.exists() else 'nothing'}; correct the model's source")
+        raise InputError(
+            f"{folder}: expected the folder of a checkpoint, found "
+            f"{'a file' if folder.exists() else 'nothing'}; correct the model's source"
+        )
     config = _read_config(folder)
     depth = _layer_count(folder, config)
     found = find_tensors(folder) if weights else CheckpointTensors((), {}, ())
@@ -95,12 +118,20 @@ def describe(folder: Path, weights: bool = True) -> dict[str, Any]:
     if not weights:  # once a model, and where it is copied from
         check_loads(folder / "tokenizer.json")
     return {
-        "files": _hash_files(folder, [path.name for path in sorted([*side_files(folder), *weight_files(folder, found)])]),
+        "files": _hash_files(
+            folder, [path.name for path in sorted([*side_files(folder), *weight_files(folder, found)])]
+        ),
         "model_type": config["model_type"],
         "num_hidden_layers": depth,
         "config": config,
         "tensors": {
-            name: {"file": file, "offset": record.offset, "length": record.length, "dtype": record.dtype, "shape": list(record.shape)}
+            name: {
+                "file": file,
+                "offset": record.offset,
+                "length": record.length,
+                "dtype": record.dtype,
+                "shape": list(record.shape),
+            }
             for name, (file, record) in found.tensors.items()
         },
         "unindexed": [{"file": file, "tensor": name} for file, name in found.unindexed],
@@ -113,9 +144,11 @@ def checkpoint_folder(manifest_path: Path, manifest: dict[str, Any]) -> Path:
 
 
 def check_checkpoint(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raises InputError naming the first file of the checkpoint in `folder` that is not the one `manifest` was made of."""
+    """Raises InputError naming the first file of the checkpoint in `folder` that is not the one `manifest` was made
+    of."""
     check_files(
-        [Expected(folder / file["path"], file["sha256"], file["size"]) for file in manifest["files"]], "resolve the checkpoint again"
+        [Expected(folder / file["path"], file["sha256"], file["size"]) for file in manifest["files"]],
+        "resolve the checkpoint again",
     )
 
 
@@ -133,7 +166,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     config = read_source_json(path)
     if not isinstance(config.get("model_type"), str):
         found = shorten(config.get("model_type"))
-        raise InputError(f"{path}: expected a model_type such as 'llama', found {found}; use the config.json that came with the weights")
+        raise InputError(
+            f"{path}: expected a model_type such as 'llama', found {found}; use the config.json "
+            f"that came with the weights"
+        )
     wrong = model_config.fault(config)
     if wrong is not None:
         raise InputError(f"{path}: expected {wrong.expected} as {wrong.key}, found {wrong.shown()}; correct it")

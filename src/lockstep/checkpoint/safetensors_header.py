@@ -1,8 +1,10 @@
-"""Read the header of a safetensors file: path in, byte ranges of its tensors out. Every byte of the file is accounted for.
+"""Read the header of a safetensors file: path in, byte ranges of its tensors out. Every byte of the file is accounted
+for.
 
-Format: https://github.com/huggingface/safetensors#format - eight bytes (little-endian length of the header), the header (a
-JSON object: tensor name -> dtype, shape, data_offsets), then the tensors' bytes, without holes or overlaps, up to the end.
-The library of that name checks the same, but its errors name neither the file nor a remedy, and it gives no byte offsets.
+Format: https://github.com/huggingface/safetensors#format - eight bytes (little-endian length of the header), the header
+(a JSON object: tensor name -> dtype, shape, data_offsets), then the tensors' bytes, without holes or overlaps, up to
+the end. The library of that name checks the same, but its errors name neither the file nor a remedy, and it gives no
+byte offsets.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class TensorRecord:
 def read_header(path: str | os.PathLike) -> dict[str, TensorRecord]:
     """All tensors of the safetensors file `path`, by name, in file order.
 
-    Raises InputError (one line: the file, what was expected, what was found, what to do) on any damage of the header and on a
-    file that is longer or shorter than its header says.
+    Raises InputError (one line: the file, what was expected, what was found, what to do) on any damage of the header
+    and on a file that is longer or shorter than its header says.
     """
     path = Path(path)
     with open(path, "rb") as file:
@@ -61,11 +63,17 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorRecord]:
 
 def _refuse_prefix(path: Path, opening: bytes, size: int) -> NoReturn:
     if opening.startswith(_LFS_POINTER):
-        raise InputError(f"{path}: expected a safetensors file, found a Git LFS pointer; run `git lfs pull` in its folder")
+        raise InputError(
+            f"{path}: expected a safetensors file, found a Git LFS pointer; run `git lfs pull` in its folder"
+        )
     if len(opening) < 8:
         _refuse(path, "a header length in the first 8 bytes", f"a file of {size} bytes")
     limit = min(size - 8, MAX_HEADER_BYTES)
-    _refuse(path, f"a header of 2 to {max(limit, 2)} bytes", f"a header length of {int.from_bytes(opening[:8], 'little')} in a file of {size} bytes")
+    _refuse(
+        path,
+        f"a header of 2 to {max(limit, 2)} bytes",
+        f"a header length of {int.from_bytes(opening[:8], 'little')} in a file of {size} bytes",
+    )
 
 
 def _refuse(path: Path, expected: str, found: str) -> NoReturn:
@@ -117,8 +125,11 @@ def _record(path: Path, name: str, entry: Any, start: int) -> TensorRecord:
     begin, end = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (end - begin) * 8:
-        wanted = f"{-(-bits // 8)} bytes" if bits < 2**63 else "fewer elements"  # a longer number would not fit on a line
-        _refuse(path, f"{wanted} for {where} ({dtype} {shorten(shape)})", f"{end - begin} bytes in data_offsets {offsets}")
+        # a longer number would not fit on a line
+        wanted = f"{-(-bits // 8)} bytes" if bits < 2**63 else "fewer elements"
+        _refuse(
+            path, f"{wanted} for {where} ({dtype} {shorten(shape)})", f"{end - begin} bytes in data_offsets {offsets}"
+        )
     return TensorRecord(dtype, tuple(shape), start + begin, end - begin)
 
 

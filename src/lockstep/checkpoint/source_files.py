@@ -9,16 +9,19 @@ from typing import Any
 
 from lockstep.errors import InputError
 
-
 # The limit of safetensors' own headers. The largest tokenizer.json that is published has 35 MB.
 MAX_JSON_BYTES = 100_000_000
 _TEXTS = (".txt", ".jinja")
 
 
 def present(path: Path) -> bool:
-    """Whether `path` is a file, also through a link. A link to nowhere, as an interrupted hub download leaves it, is an error."""
+    """Whether `path` is a file, also through a link. A link to nowhere, as an interrupted hub download leaves it, is an
+    error."""
     if path.is_symlink() and not path.exists():
-        raise InputError(f"{path}: expected a file, found a link to {os.readlink(path)}, which is absent; download the checkpoint again")
+        raise InputError(
+            f"{path}: expected a file, found a link to {os.readlink(path)}, which is absent; "
+            f"download the checkpoint again"
+        )
     return path.is_file()
 
 

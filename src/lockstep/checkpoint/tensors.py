@@ -18,7 +18,8 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """`tensors`: name -> (file name, record). `unindexed`: (file name, tensor name) of what a shard holds but the index does not name."""
+    """`tensors`: name -> (file name, record). `unindexed`: (file name, tensor name) of what a shard holds but the index
+    does not name."""
 
     files: tuple[str, ...]
     tensors: dict[str, tuple[str, TensorRecord]]
@@ -43,7 +44,9 @@ def find_tensors(folder: Path) -> CheckpointTensors:
     else:
         _refuse_weights(folder)
     if not found.tensors:
-        raise InputError(f"{folder}: expected tensors in {', '.join(found.files)}, found none; download the checkpoint again")
+        raise InputError(
+            f"{folder}: expected tensors in {', '.join(found.files)}, found none; download the checkpoint again"
+        )
     return found
 
 
@@ -55,9 +58,14 @@ def _sharded(folder: Path) -> CheckpointTensors:
     tensors = {}
     for name, shard in weight_map.items():
         if name not in shards[shard]:
-            raise InputError(f"{folder / shard}: expected tensor {shorten(name)}, as {INDEX} says, found it absent; download this shard and the index again")
+            raise InputError(
+                f"{folder / shard}: expected tensor {shorten(name)}, as {INDEX} says, found it "
+                f"absent; download this shard and the index again"
+            )
         tensors[name] = (shard, shards[shard][name])
-    unindexed = [(shard, name) for shard, records in shards.items() for name in records if weight_map.get(name) != shard]
+    unindexed = [
+        (shard, name) for shard, records in shards.items() for name in records if weight_map.get(name) != shard
+    ]
     return CheckpointTensors(tuple(shards), tensors, tuple(sorted(unindexed)))
 
 
@@ -84,7 +92,10 @@ def indexed_shards(index: Path) -> list[str]:
 def _read_index(path: Path) -> dict[str, str]:
     weight_map = read_source_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise InputError(f"{path}: expected weight_map, an object of tensor names and file names, found {shorten(weight_map)}; download the index again")
+        raise InputError(
+            f"{path}: expected weight_map, an object of tensor names and file names, found "
+            f"{shorten(weight_map)}; download the index again"
+        )
     if len(weight_map) > MAX_TENSORS:
         raise InputError(
             f"{path}: expected at most {MAX_TENSORS} tensors, found {len(weight_map)}; use a checkpoint whose experts"
@@ -93,14 +104,20 @@ def _read_index(path: Path) -> dict[str, str]:
     for shard in sorted(set(weight_map.values())):
         plain = shard.isprintable() and len(shard.encode()) <= 255 and Path(shard).name == shard
         if not plain or not shard.endswith(".safetensors"):
-            raise InputError(f"{path}: expected names of safetensors files beside the index, found {shorten(shard)}; download the index again")
+            raise InputError(
+                f"{path}: expected names of safetensors files beside the index, found "
+                f"{shorten(shard)}; download the index again"
+            )
     return weight_map
 
 
 def _read_shard(folder: Path, shard: str, count: int) -> dict[str, TensorRecord]:
     """count: how many tensors the index has in it."""
     if not present(folder / shard):
-        raise InputError(f"{folder / shard}: expected this shard, which {INDEX} names for {count} tensors, found no such file; download it")
+        raise InputError(
+            f"{folder / shard}: expected this shard, which {INDEX} names for {count} tensors, "
+            f"found no such file; download it"
+        )
     return read_header(folder / shard)
 
 
@@ -109,9 +126,15 @@ def _refuse_weights(folder: Path) -> None:
     safetensors = [name for name in names if name.endswith(".safetensors")]
     pickled = [name for name in names if name.endswith(_PICKLED) and name != "training_args.bin"]
     if "adapter_config.json" in names:
-        found, remedy = "an adapter (adapter_config.json)", "merge it into its base model (peft: merge_and_unload) and save that"
+        found, remedy = (
+            "an adapter (adapter_config.json)",
+            ("merge it into its base model (peft: merge_and_unload) and save that"),
+        )
     elif safetensors:
-        found, remedy = f"only {cut(', '.join(safetensors))}", f"download {INDEX} for shards, or rename a single file to {SINGLE}"
+        found, remedy = (
+            f"only {cut(', '.join(safetensors))}",
+            (f"download {INDEX} for shards, or rename a single file to {SINGLE}"),
+        )
     elif pickled:
         found = f"pickled weights ({cut(', '.join(pickled))}), which can run code when they are opened"
         remedy = (

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_CACHE = click.option("--cache", "folder", metavar="FOLDER", help="The cache.  [default: LOCKSTEP_CACHE, else the config's]")
-_CONFIG = click.option("--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]")
+_CACHE = click.option(
+    "--cache", "folder", metavar="FOLDER", help="The cache.  [default: LOCKSTEP_CACHE, else the config's]"
+)
+_CONFIG = click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]"
+)
 
 
 class _Amount(click.ParamType):
@@ -54,14 +58,23 @@ def ls(folder: str | None, config_file: Path | None) -> None:
         rows.append((stage, of, entry.key[:12], str(len(entry.files)), bytes_text(entry.size), when))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        stage, of, key, files, size, when = (text.rjust(width) if column in (3, 4) else text.ljust(width) for column, (text, width) in enumerate(zip(row, widths)))
+        stage, of, key, files, size, when = (
+            text.rjust(width) if column in (3, 4) else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths))
+        )
         click.echo(f"{stage}  {of}  {key}  {files}  {size}  {when}".rstrip())
     click.echo(summary(contents))
 
 
 @cache.command()
-@click.option("--max-size", type=_Amount("size", _SIZES, "b?", "10GB"), help="Keep so much of what was used last, such as 10GB.")
-@click.option("--older-than", type=_Amount("time", _TIMES, "", "30d"), help="Drop what was not used for so long, such as 30d or 12h.")
+@click.option(
+    "--max-size", type=_Amount("size", _SIZES, "b?", "10GB"), help="Keep so much of what was used last, such as 10GB."
+)
+@click.option(
+    "--older-than",
+    type=_Amount("time", _TIMES, "", "30d"),
+    help="Drop what was not used for so long, such as 30d or 12h.",
+)
 @_CACHE
 @_CONFIG
 def prune(max_size: float | None, older_than: float | None, folder: str | None, config_file: Path | None) -> None:
@@ -89,7 +102,10 @@ def verify(folder: str | None, config_file: Path | None) -> None:
         click.echo(line)
     click.echo(summary(look(opened)))
     if lines:
-        raise CheckError(f"{opened.folder}: expected a whole cache, found {len(lines)} files that are not as they should be: delete them, or let prune do it")
+        raise CheckError(
+            f"{opened.folder}: expected a whole cache, found {len(lines)} files that are not as "
+            f"they should be: delete them, or let prune do it"
+        )
 
 
 def _opened(folder: str | None, config_file: Path | None) -> Cache:
@@ -104,5 +120,7 @@ def _opened(folder: str | None, config_file: Path | None) -> Cache:
         configured = load_given(config_file).cache
     found = cache_folder(configured)
     if found is None:
-        raise InputError(f"cache: expected a folder, found none: give it with --cache, {VARIABLE} or `cache` in the config")
+        raise InputError(
+            f"cache: expected a folder, found none: give it with --cache, {VARIABLE} or `cache` in the config"
+        )
     return Cache(found)

@@ -9,8 +9,16 @@ import click
 from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
 
-_RESULTS = click.option("--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True, help="The results tree.")
-_LOCKS = click.option("--locks", type=click.Path(path_type=Path), default=Path("locks"), show_default=True, help="The folder of the lock files.")
+_RESULTS = click.option(
+    "--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True, help="The results tree."
+)
+_LOCKS = click.option(
+    "--locks",
+    type=click.Path(path_type=Path),
+    default=Path("locks"),
+    show_default=True,
+    help="The folder of the lock files.",
+)
 
 
 @click.command()
@@ -20,8 +28,8 @@ _LOCKS = click.option("--locks", type=click.Path(path_type=Path), default=Path("
 def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
     """Write locks/<model>.lock.json of finished models."""
     from lockstep.artifacts.files import read_json
-    from lockstep.provenance.lockfile import lock_path, write_lock
     from lockstep.artifacts.manifest_files import manifest_entries
+    from lockstep.provenance.lockfile import lock_path, write_lock
 
     config = Results(results).config()
     with manifest_entries(config):
@@ -32,7 +40,9 @@ def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--deep", is_flag=True, help="Hash large files too that have the size and times of when they were hashed last.")
+@click.option(
+    "--deep", is_flag=True, help="Hash large files too that have the size and times of when they were hashed last."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Also what is the same.")
 @_LOCKS
 @_RESULTS
@@ -44,8 +54,13 @@ def verify(models: tuple[str, ...], deep: bool, verbose: bool, locks: Path, resu
     known = {path.name.removesuffix(".lock.json"): path for path in sorted(locks.glob("*.lock.json"))}
     for model in models:
         if model not in known and not (results / model).is_dir():
-            raise InputError(f"{results / model}: expected results of a model, or a lock in {locks}, found neither; run snakemake first, or correct the name")
-    findings = check(results, {model: path for model, path in known.items() if not models or model in models}, models, deep)
+            raise InputError(
+                f"{results / model}: expected results of a model, or a lock in {locks}, found "
+                f"neither; run snakemake first, or correct the name"
+            )
+    findings = check(
+        results, {model: path for model, path in known.items() if not models or model in models}, models, deep
+    )
     if not findings:
         raise InputError(f"{results}: expected results to verify, found none; run snakemake first")
     wrong = [finding for finding in findings if finding.status != SAME]
@@ -54,7 +69,10 @@ def verify(models: tuple[str, ...], deep: bool, verbose: bool, locks: Path, resu
     held = f", with {len(known)} lock{'s' * (len(known) != 1)}" if known else ", without a lock"
     click.echo(f"{len(findings) - len(wrong)} of {len(findings)} the same{held}")
     if wrong:
-        raise CheckError(f"{len(wrong)} of {len(findings)} artefacts are not what was recorded: {wrong[0].name}{' and others' * (len(wrong) > 1)}")
+        raise CheckError(
+            f"{len(wrong)} of {len(findings)} artefacts are not what was recorded: "
+            f"{wrong[0].name}{' and others' * (len(wrong) > 1)}"
+        )
 
 
 @click.command()

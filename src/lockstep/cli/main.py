@@ -1,7 +1,7 @@
 """The `lockstep` command: each stage by hand, without Snakemake, and text from a finished engine set.
 
-Each stage is the function that its rule calls, on the same paths below `results/`. Imports stand in the commands: the program
-explains itself without loading what only one of them needs.
+Each stage is the function that its rule calls, on the same paths below `results/`. Imports stand in the commands: the
+program explains itself without loading what only one of them needs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import click
 
 from lockstep import __version__
 from lockstep.cli.cache import cache
-from lockstep.errors import InputError
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.cli.locks import COMMANDS
+from lockstep.errors import InputError
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ _RESULTS = click.option(
     show_default=True,
     help="The results tree.",
 )
-_CONFIG = click.option("--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]")
+_CONFIG = click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]"
+)
 
 
 @click.group(cls=GuardedGroup, context_settings=SETTINGS)
@@ -50,8 +52,11 @@ class Project:
     locked: bool = False
 
 
-def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -> Callable[[Callable[..., Path]], click.Command]:
-    """A command that runs `function(project, *values)` for each combination of `fields` of the targets that it is given.
+def _stage(
+    *fields: str, option: Callable[..., Any] = lambda command: command
+) -> Callable[[Callable[..., Path]], click.Command]:
+    """A command that runs `function(project, *values)` for each combination of `fields` of the targets that it is
+    given.
 
     `option`: a further `click.option`, which the function gets by its name.
     """
@@ -61,11 +66,19 @@ def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -
         @click.argument("targets", nargs=-1, metavar="[TARGET]...")
         @_CONFIG
         @_RESULTS
-        @click.option("--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says.")
+        @click.option(
+            "--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says."
+        )
         @option
-        def command(targets: tuple[str, ...], config_file: Path | None, results: Path, locked: bool, **options: Any) -> None:
+        def command(
+            targets: tuple[str, ...], config_file: Path | None, results: Path, locked: bool, **options: Any
+        ) -> None:
             project = _project(config_file, results, locked)
-            chosen = [target for target in project.config.targets() if not targets or any(_matches(target, text) for text in targets)]
+            chosen = [
+                target
+                for target in project.config.targets()
+                if not targets or any(_matches(target, text) for text in targets)
+            ]
             for text in targets:
                 if not any(_matches(target, text) for target in chosen):
                     project.config.parse_target(text)  # says which there are
@@ -80,10 +93,10 @@ def _stage(*fields: str, option: Callable[..., Any] = lambda command: command) -
 
 def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callable[[], Path]) -> Path:
     """What `make` gives; the artefact is recorded as a job of the workflow records it."""
+    from lockstep.config.sources import FolderSource, RandomSource, parse_source
+    from lockstep.pipeline.stages import step
     from lockstep.provenance.run import run
     from lockstep.report.renew import refreshed
-    from lockstep.pipeline.stages import step
-    from lockstep.config.sources import FolderSource, RandomSource, parse_source
 
     if stage == "fetch":
         kind = parse_source(project.config.models[names["model"]].source)
@@ -91,7 +104,12 @@ def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callabl
             return make()  # nothing is fetched
         stage = "random_weights" if isinstance(kind, RandomSource) else stage
     with refreshed(project.results):
-        return run(step(stage, project.config, project.results, names), make, _lock_file(project, names["model"]), project.config.cache)
+        return run(
+            step(stage, project.config, project.results, names),
+            make,
+            _lock_file(project, names["model"]),
+            project.config.cache,
+        )
 
 
 def _lock_file(project: Project, model: str) -> Path | None:
@@ -120,17 +138,24 @@ def _config(config_file: Path | None) -> Config:
 
 def _used_config(results: Results) -> Config:
     """The config that the results were made with."""
-    from lockstep.config.load import load
     from lockstep.artifacts.files import read_json
+    from lockstep.config.load import load
     from lockstep.provenance.record import read_record, record_path
 
     value = read_json(results.config())
     if record_path(results.config()).is_file() and read_record(results.config()) is None:
-        raise InputError(f"{results.config()}: expected the config that was recorded, found another; run snakemake again")
+        raise InputError(
+            f"{results.config()}: expected the config that was recorded, found another; run snakemake again"
+        )
     return load(value, where=str(results.config()))
 
 
-@_stage("model", option=click.option("--newest", is_flag=True, help="Take the commit that a branch is at now, not the one it was found at."))
+@_stage(
+    "model",
+    option=click.option(
+        "--newest", is_flag=True, help="Take the commit that a branch is at now, not the one it was found at."
+    ),
+)
 def fetch(project: Project, model: str, newest: bool) -> Path:
     """A model on the hub, or random weights -> source.json and its folder."""
     from lockstep.config.sources import FolderSource, RandomSource, parse_source
@@ -161,8 +186,17 @@ def resolve(project: Project, model: str) -> Path:
     source, results = project.config.models[model].source, project.results
     fetched = None if isinstance(parse_source(source), FolderSource) else results.source(model)
     folder = folder_of(fetched) if fetched else project.sources[model]
-    made = checkpoint.resolve_fetched(fetched, results.checkpoint(model)) if fetched else checkpoint.resolve(source, folder, results.checkpoint(model))
-    _recorded("architecture", project, {"model": model}, lambda: checkpoint.resolve_architecture(source, folder, results.architecture(model)))
+    made = (
+        checkpoint.resolve_fetched(fetched, results.checkpoint(model))
+        if fetched
+        else checkpoint.resolve(source, folder, results.checkpoint(model))
+    )
+    _recorded(
+        "architecture",
+        project,
+        {"model": model},
+        lambda: checkpoint.resolve_architecture(source, folder, results.architecture(model)),
+    )
     return made
 
 
@@ -189,9 +223,15 @@ def validate(project: Project, model: str, precision: str, layers: int | str) ->
 
     results = project.results
     return stage.run(
-        results.assembly(model, precision), results.weights(model, precision), results.checkpoint(model),
-        layers, project.config.tolerance(model, precision).model_dump(), project.config.limits.max_seq_len, results.validation(model, precision, layers), model,
-    )  # fmt: skip
+        results.assembly(model, precision),
+        results.weights(model, precision),
+        results.checkpoint(model),
+        layers,
+        project.config.tolerance(model, precision).model_dump(),
+        project.config.limits.max_seq_len,
+        results.validation(model, precision, layers),
+        model,
+    )
 
 
 @_stage("model", "precision", "backend")
@@ -201,7 +241,14 @@ def build(project: Project, model: str, precision: str, backend: str) -> Path:
 
     out, config = project.results.engines(model, precision, backend), project.config
     assembly = project.results.assembly(model, precision)
-    worker.call(config.interpreter(backend), "build", assembly=str(assembly), backend=backend, out=str(out), options=config.build_options(backend))
+    worker.call(
+        config.interpreter(backend),
+        "build",
+        assembly=str(assembly),
+        backend=backend,
+        out=str(out),
+        options=config.build_options(backend),
+    )
     return out
 
 
@@ -226,7 +273,12 @@ def reference(project: Project, model: str, layers: int | str) -> Path:
     """checkpoint.json -> tokens and logits of transformers."""
     from lockstep.verify import golden as stage
 
-    return stage.make_reference(project.results.checkpoint(model), layers, project.config.reference_terms(model), project.results.reference(model, layers))
+    return stage.make_reference(
+        project.results.checkpoint(model),
+        layers,
+        project.config.reference_terms(model),
+        project.results.reference(model, layers),
+    )
 
 
 @_stage("model", "precision", "layers", "backend")
@@ -237,13 +289,19 @@ def golden(project: Project, model: str, precision: str, layers: int | str, back
     results, config = project.results, project.config
     names = (model, precision, layers, backend)
     worker.call(
-        config.interpreter(backend), "golden",
-        assembly=str(results.assembly(model, precision)), weights=str(results.weights(model, precision)), engines=str(results.engines(model, precision, backend)),
-        reference=str(results.reference(model, layers)), target=asdict(Target(*names)),
-        tolerance=config.tolerance(model, precision).model_dump(), limits=config.limits.model_dump(),
-        out=str(results.golden(*names)), speed=str(results.speed(*names)),
+        config.interpreter(backend),
+        "golden",
+        assembly=str(results.assembly(model, precision)),
+        weights=str(results.weights(model, precision)),
+        engines=str(results.engines(model, precision, backend)),
+        reference=str(results.reference(model, layers)),
+        target=asdict(Target(*names)),
+        tolerance=config.tolerance(model, precision).model_dump(),
+        limits=config.limits.model_dump(),
+        out=str(results.golden(*names)),
+        speed=str(results.speed(*names)),
         expected=[prompt.expected.get(layers) for prompt in config.models[model].golden.prompts],
-    )  # fmt: skip
+    )
     return results.golden(*names)
 
 
@@ -261,15 +319,25 @@ def summary(results: Path) -> None:
 
 
 @main.command()
-@click.option("-v", "--verbose", is_flag=True, help="Also which block class, kind and exit each layer uses, of the models that are exported.")
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Also which block class, kind and exit each layer uses, of the models that are exported.",
+)
 @_CONFIG
 @_RESULTS
 def targets(config_file: Path | None, results: Path, verbose: bool) -> None:
     """List the targets of a config."""
     chosen = _config(config_file).targets()
-    exported = {(target.model, target.precision): Results(results).assembly(target.model, target.precision) for target in chosen}
+    exported = {
+        (target.model, target.precision): Results(results).assembly(target.model, target.precision) for target in chosen
+    }
     if verbose and not any(path.is_file() for path in exported.values()):
-        raise InputError(f"{next(iter(exported.values()))}: expected an assembly, found none, nor one of another target; run snakemake first")
+        raise InputError(
+            f"{next(iter(exported.values()))}: expected an assembly, found none, nor one of "
+            f"another target; run snakemake first"
+        )
     for target in chosen:
         click.echo(target)
     if verbose:
@@ -299,12 +367,15 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
     tree = Results(results)
     config = _used_config(tree)
     chosen = config.parse_target(target)
+    from lockstep.artifacts.files import dump_json
     from lockstep.pipeline import worker
     from lockstep.verify.bisect.report import text
     from lockstep.verify.bisect.run import bisect as find
-    from lockstep.artifacts.files import dump_json
 
-    python, tolerance = config.interpreter(chosen.backend), config.tolerance(chosen.model, chosen.precision).model_dump()
+    python, tolerance = (
+        config.interpreter(chosen.backend),
+        config.tolerance(chosen.model, chosen.precision).model_dump(),
+    )
     ask = None if python is None else lambda **arguments: worker.ask(python, "bisect", **arguments)
     report = find(tree, chosen, tolerance, ask, prompt, threads)
     click.echo(dump_json(report) if as_json else text(report), nl=False)
@@ -313,46 +384,82 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 @main.command()
 @click.option("--target", metavar="TARGET", help="A target of the last run, such as demo-llama/fp16/all.")
 @click.option("--bundle", "archive", type=click.Path(path_type=Path), help="Or a bundle that `lockstep bundle` made.")
-@click.option("--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder, or a weights.json.")
+@click.option(
+    "--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder, or a weights.json."
+)
 @click.option("--prompt", required=True, help="The text to go on from.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from so many most likely tokens; 0: from all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw from the most likely tokens that make up this probability.")
+@click.option(
+    "--top-k", type=int, default=0, show_default=True, help="Draw from so many most likely tokens; 0: from all."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Draw from the most likely tokens that make up this probability.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
 @_RESULTS
 def generate(
-    target: str | None, archive: Path | None, weights: Path | None, prompt: str, max_new_tokens: int, stop: tuple[str, ...], threads: int | None, results: Path,
+    target: str | None,
+    archive: Path | None,
+    weights: Path | None,
+    prompt: str,
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+    threads: int | None,
+    results: Path,
     **sampling: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Text from an engine set or a bundle, as it is made; then the speed, on stderr."""
-    from lockstep.pipeline import worker
     from lockstep.bundle.opened import Opened, opened
+    from lockstep.pipeline import worker
 
     if (target is None) == (archive is None) or (weights is not None and archive is None):
-        given = " ".join(name for name, value in (("--target", target), ("--bundle", archive), ("--weights", weights)) if value is not None)
-        raise InputError(f"generate: expected --target, or --bundle with or without --weights, found {given or 'neither'}")
+        given = " ".join(
+            name
+            for name, value in (("--target", target), ("--bundle", archive), ("--weights", weights))
+            if value is not None
+        )
+        raise InputError(
+            f"generate: expected --target, or --bundle with or without --weights, found {given or 'neither'}"
+        )
 
     def of_target() -> Opened:
         tree = Results(results)
         config = _used_config(tree)
         chosen = config.parse_target(target)
-        engines, assembly = tree.engines(chosen.model, chosen.precision, chosen.backend), tree.assembly(chosen.model, chosen.precision)
-        return Opened(chosen, config.limits.model_dump(), engines, assembly, tree.weights(chosen.model, chosen.precision))
+        engines, assembly = (
+            tree.engines(chosen.model, chosen.precision, chosen.backend),
+            tree.assembly(chosen.model, chosen.precision),
+        )
+        return Opened(
+            chosen, config.limits.model_dump(), engines, assembly, tree.weights(chosen.model, chosen.precision)
+        )
 
     def run(place: Opened) -> None:
         python = _used_config(Results(results)).interpreter(place.target.backend) if archive is None else None
         worker.call(
-            python, "generate", assembly=str(place.assembly), weights=str(place.weights), engines=str(place.engines), layers=place.target.layers,
-            limits=dict(place.limits), prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=list(stop), threads=threads,
-        )  # fmt: skip
+            python,
+            "generate",
+            assembly=str(place.assembly),
+            weights=str(place.weights),
+            engines=str(place.engines),
+            layers=place.target.layers,
+            limits=dict(place.limits),
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=list(stop),
+            threads=threads,
+        )
 
     with contextlib.nullcontext(of_target()) if archive is None else opened(archive, weights) as place:
         run(place)
-
-
 
 
 @main.command()
@@ -364,10 +471,16 @@ def explain(target: str, config_file: Path | None, results: Path) -> None:
     from lockstep.provenance.explain import explain as reasons
 
     if not Results(results).config().is_file():
-        raise InputError(f"{results}: expected results of an earlier run, found none: all would be made; run snakemake first")
+        raise InputError(
+            f"{results}: expected results of an earlier run, found none: all would be made; run snakemake first"
+        )
     project = _project(config_file, results)
     chosen = project.config.parse_target(target)
-    found = [step for step in reasons(project.config, project.results, chosen, _checkpoint_folder(project, chosen.model)) if step.rebuilt]
+    found = [
+        step
+        for step in reasons(project.config, project.results, chosen, _checkpoint_folder(project, chosen.model))
+        if step.rebuilt
+    ]
     for step in found:
         click.echo(step)
     if not found:
@@ -377,7 +490,11 @@ def explain(target: str, config_file: Path | None, results: Path) -> None:
 @main.command()
 @click.argument("target")
 @click.option("--weights", is_flag=True, help="Pack the weights too.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]",
+)
 @_RESULTS
 def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
     """A target in one file, that runs where its backend is installed."""
@@ -393,7 +510,9 @@ def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
 @main.command()
 @click.argument("target")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often to build again.")
-@click.option("--at-least", type=click.Choice(["R0", "R1", "R2", "R3", "R4"]), help="Exit code 1 if a lower level is reached.")
+@click.option(
+    "--at-least", type=click.Choice(["R0", "R1", "R2", "R3", "R4"]), help="Exit code 1 if a lower level is reached."
+)
 @_RESULTS
 def reproduce(target: str, rounds: int, at_least: str | None, results: Path) -> None:
     """Build a target again in clean folders: what is the same?"""

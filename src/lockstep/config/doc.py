@@ -1,7 +1,7 @@
 """From the config's classes to what is read about it: `config.schema.json` for editors, `README.md` for people.
 
-    python -m lockstep.config.doc --write config
-    python -m lockstep.config.doc --check config      # exit code 1 where a file is not what --write makes
+python -m lockstep.config.doc --write config
+python -m lockstep.config.doc --check config      # exit code 1 where a file is not what --write makes
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.files import dump_json, write_bytes
 from lockstep.config.load import Config
 from lockstep.config.types import BACKEND_PRECISIONS, INT32_MAX
 from lockstep.errors import CheckError, guard
-from lockstep.artifacts.files import dump_json, write_bytes
 
 Schema = dict[str, Any]
 
@@ -81,7 +81,7 @@ without an ending, `logs` and `benchmarks`.
 
 First from the working directory (which is the folder given as `--directory`, if one is), then from the repository. The
 first of the two that is a folder is taken; if neither is, the error names both. An absolute path is taken as it is.
-"""
+"""  # noqa: E501
 
 
 def schema() -> Schema:
@@ -117,7 +117,8 @@ def check(folder: Path) -> None:
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             found = "other content" if path.is_file() else "no file"
             raise CheckError(
-                f"{path}: expected what src/lockstep/config/types.py gives; found {found}: run python -m lockstep.config.doc --write {folder}"
+                f"{path}: expected what src/lockstep/config/types.py gives; found {found}: run python -m "
+                f"lockstep.config.doc --write {folder}"
             )
 
 
@@ -130,7 +131,8 @@ def _closed(node: Any) -> Any:
     # Under "properties" the keys are the config's own, so that one named `title` would stay.
     closed = {
         key: {name: _closed(item) for name, item in value.items()} if key in ("properties", "$defs") else _closed(value)
-        for key, value in node.items() if key not in ("title", "default")
+        for key, value in node.items()
+        if key not in ("title", "default")
     }
     if "default" in node:
         closed["default"] = node["default"]
@@ -206,7 +208,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lockstep.config.doc", description=__doc__.splitlines()[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", metavar="FOLDER", type=Path, help="write the generated files")
-    action.add_argument("--check", metavar="FOLDER", type=Path, help="fail where they differ from what would be written")
+    action.add_argument(
+        "--check", metavar="FOLDER", type=Path, help="fail where they differ from what would be written"
+    )
     options = parser.parse_args(arguments)
     with guard():
         write(options.write) if options.write else check(options.check)

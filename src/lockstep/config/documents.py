@@ -24,7 +24,8 @@ from lockstep.errors import InputError, guard
 def read_document(path: str | os.PathLike) -> Any:
     """The value in a YAML file, or in a JSON file if the name ends in `.json`; an empty file gives None.
 
-    Raises InputError (`file:line: ...`) when there is no such file, or it is not UTF-8, not YAML or JSON, or repeats a key.
+    Raises InputError (`file:line: ...`) when there is no such file, or it is not UTF-8, not YAML or JSON, or repeats a
+    key.
     """
     path = Path(path)
     try:
@@ -34,7 +35,9 @@ def read_document(path: str | os.PathLike) -> Any:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}:{_line(data, error.start)}: expected UTF-8 text; found byte 0x{data[error.start]:02x}") from None
+        raise InputError(
+            f"{path}:{_line(data, error.start)}: expected UTF-8 text; found byte 0x{data[error.start]:02x}"
+        ) from None
     try:
         return _read_json(path, text) if path.suffix == ".json" else _read_yaml(path, text)
     except RecursionError:
@@ -42,7 +45,8 @@ def read_document(path: str | os.PathLike) -> Any:
 
 
 def check_config(path: str | os.PathLike) -> None:
-    """Refuse a config file that holds no mapping, before Snakemake reads it: of most mistakes it does not say where they are.
+    """Refuse a config file that holds no mapping, before Snakemake reads it: of most mistakes it does not say where
+    they are.
 
     Raises InputError as `read_document` does.
     """
@@ -92,10 +96,13 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         first_lines: dict[Any, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            special = key_node.tag in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")  # << and =: no value of their own
+            # << and =: no value of their own
+            special = key_node.tag in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
             key = key_node.value if special else self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "found a list or mapping as a key", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, "found a list or mapping as a key", key_node.start_mark
+                )
             if key in first_lines:
                 problem = f"found the key {str(key)!r} twice in one mapping, first in line {first_lines[key]}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)

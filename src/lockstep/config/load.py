@@ -1,4 +1,5 @@
-"""The typed configuration: a YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line on what is wrong."""
+"""The typed configuration: a YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line on what is
+wrong."""
 
 from __future__ import annotations
 
@@ -10,17 +11,51 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config.messages import Problem, Problems, describe, join, nearest, one_line
-from lockstep.config.types import BACKEND_LACKS, BACKEND_PRECISIONS, Backends, Golden, Limits, ModelConfig, ModelName, PathText, Prompt, Section, TensorRTConfig, Tolerance, Tolerances
-from lockstep.config.documents import read_document
-from lockstep.errors import InputError
 from lockstep.artifacts.fetched import known
+from lockstep.config.documents import read_document
+from lockstep.config.messages import Problem, Problems, describe, join, nearest, one_line
+from lockstep.config.sources import (
+    FolderSource,
+    RandomSource,
+    parse_source,
+    read_shape,
+    resolve_random,
+    resolve_source,
+    source_folders,
+)
+from lockstep.config.types import (
+    BACKEND_LACKS,
+    BACKEND_PRECISIONS,
+    Backends,
+    Golden,
+    Limits,
+    ModelConfig,
+    ModelName,
+    PathText,
+    Prompt,
+    Section,
+    TensorRTConfig,
+    Tolerance,
+    Tolerances,
+)
+from lockstep.errors import InputError
 from lockstep.targets import Results, Target
-from lockstep.config.sources import FolderSource, RandomSource, parse_source, read_shape, resolve_random, resolve_source, source_folders
 
 __all__ = [
-    "BACKEND_PRECISIONS", "Backends", "Config", "Golden", "Limits", "ModelConfig", "Prompt", "Tolerance", "Tolerances",
-    "load", "load_given", "load_merged", "resolve_source", "source_folders",
+    "BACKEND_PRECISIONS",
+    "Backends",
+    "Config",
+    "Golden",
+    "Limits",
+    "ModelConfig",
+    "Prompt",
+    "Tolerance",
+    "Tolerances",
+    "load",
+    "load_given",
+    "load_merged",
+    "resolve_source",
+    "source_folders",
 ]
 
 # Names beside the models' folders in the results tree (lockstep.targets), which no model may take.
@@ -33,17 +68,20 @@ class Config(Section):
     """What is made: models, and for all of them limits and tolerances."""
 
     models: dict[ModelName, ModelConfig] = Field(
-        min_length=1, description="The models by name. A name is also a folder in `results/`.",
+        min_length=1, description="The models by name. A name is also a folder in `results/`."
     )
     limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
     tolerances: Tolerances = Field(default=Tolerances(), description="Largest absolute errors that pass, by precision.")
     cache: PathText = Field(
         default="",
-        description="A folder of artefacts shared between checkouts and machines (docs/cache.md); a relative path is looked up from the working "
+        description="A folder of artefacts shared between checkouts and machines (docs/cache.md); a relative "
+        "path is looked up from the working "
         "directory. The environment variable `LOCKSTEP_CACHE` goes before it, and turns it off where it is empty.",
     )
 
-    backends: Backends = Field(default=Backends(), description="Settings of each backend; which models use it stands with them.")
+    backends: Backends = Field(
+        default=Backends(), description="Settings of each backend; which models use it stands with them."
+    )
 
     @model_validator(mode="after")
     def _across_fields(self) -> Config:
@@ -67,15 +105,21 @@ class Config(Section):
         ]
 
     def is_compared(self, target: Target) -> bool:
-        """Whether its engines are compared with their graphs in ONNX Runtime: where the precision is one that it computes in."""
+        """Whether its engines are compared with their graphs in ONNX Runtime: where the precision is one that it
+        computes in."""
         return target.precision in BACKEND_PRECISIONS["onnxruntime"]
 
     def reference_terms(self, model: str) -> dict[str, Any]:
-        """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long prompt. Plain JSON."""
+        """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long
+        prompt. Plain JSON."""
         golden = self.models[model].golden
         fills = self.limits.max_seq_len - golden.max_new_tokens
         long_prompt = fills if golden.long_prompt is None else golden.long_prompt
-        return {"max_new_tokens": golden.max_new_tokens, "prompts": [prompt.text for prompt in golden.prompts], "long_prompt": long_prompt}
+        return {
+            "max_new_tokens": golden.max_new_tokens,
+            "prompts": [prompt.text for prompt in golden.prompts],
+            "long_prompt": long_prompt,
+        }
 
     def parse_target(self, text: str) -> Target:
         """The target named `<model>/<precision>/<layers>` (on the model's first backend) or with `/<backend>` after it.
@@ -93,16 +137,19 @@ class Config(Section):
         more = f" (and {len(allowed) - 20} more)" if len(allowed) > 20 else ""
         guess = nearest(text, by_name).removeprefix(",")
         raise InputError(
-            f"target: expected one of {', '.join(allowed[:20])}{more}; found {describe(text)}{';' + guess if guess else ''}"
+            f"target: expected one of {', '.join(allowed[:20])}{more}; found "
+            f"{describe(text)}{';' + guess if guess else ''}"
         )
 
     def check_sources(
-        self, folders: Sequence[str | os.PathLike] | None = None, where: str = "config", results: Results = Results(),
+        self, folders: Sequence[str | os.PathLike] | None = None, where: str = "config", results: Results = Results()
     ) -> dict[str, Path]:
-        """Hold the config against the `config.json` of each model; gives the folder, or for random weights the config.json, of each.
+        """Hold the config against the `config.json` of each model; gives the folder, or for random weights the
+        config.json, of each.
 
-        `folders` is where relative sources are looked up (default: working directory, then repository), `where` opens the
-        message. No network is used: a model on the hub is held against what `results` has of it, and left out before that.
+        `folders` is where relative sources are looked up (default: working directory, then repository), `where` opens
+        the message. No network is used: a model on the hub is held against what `results` has of it, and left out
+        before that.
         Raises InputError when a folder is not there, or is a model with fewer layers or positions than asked.
         """
         found: dict[str, Path] = {}
@@ -133,14 +180,15 @@ class Config(Section):
     def compare_tolerance(self, model: str, precision: str) -> float:
         """The largest error of an engine beside its graph, relative to its output: that of a block, in fp32 half of it.
 
-        Two libraries' fp32 differ by the order of their sums alone (1e-5 is seen with TensorRT, 0 with ONNX Runtime); fp16 rounds where one of
-        them does not (4e-3 is seen).
+        Two libraries' fp32 differ by the order of their sums alone (1e-5 is seen with TensorRT, 0 with ONNX Runtime);
+        fp16 rounds where one of them does not (4e-3 is seen).
         """
         block = self.tolerance(model, precision).block
         return block / 2 if precision == "fp32" else block
 
     def build_options(self, backend: str) -> dict[str, Any]:
-        """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on them. Plain JSON."""
+        """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on
+        them. Plain JSON."""
         if backend != "tensorrt":
             return {}
         return {**self.backends.tensorrt.model_dump(mode="json", exclude={"python"}), **self.engine_limits()}
@@ -154,14 +202,16 @@ class Config(Section):
         return self.backends.tensorrt.python if backend == "tensorrt" else None
 
     def dump(self) -> dict[str, Any]:
-        """Plain JSON types, with all defaults filled in; `load` of it gives the same config. Not the cache: results do not hang on where it lies."""
+        """Plain JSON types, with all defaults filled in; `load` of it gives the same config. Not the cache: results do
+        not hang on where it lies."""
         return self.model_dump(mode="json", exclude={"cache"})
 
 
 def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None) -> Config:
     """The config in a YAML (or `.json`) file, or in a mapping such as Snakemake's merged config.
 
-    Raises InputError, one line that opens with `where` (default: the path, or `config` for a mapping) and names the first
+    Raises InputError, one line that opens with `where` (default: the path, or `config` for a mapping) and names the
+    first
     mistake: its key, what is expected and what was found.
     """
     if isinstance(config, Mapping):
@@ -177,19 +227,18 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
 
 
 def load_given(path: Path | None) -> Config:
-    """The config at `path`, by default the demo: of the working directory, else of the repository. Raises InputError as `load` does."""
+    """The config at `path`, by default the demo: of the working directory, else of the repository. Raises InputError as
+    `load` does."""
     found = (folder / _DEMO for folder in source_folders() if (folder / _DEMO).is_file())
     return load(path or next(found, _DEMO))
 
 
-def load_merged(
-    merged: Mapping[str, Any], files: Sequence[str | os.PathLike], where: str | None = None,
-) -> Config:
+def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike], where: str | None = None) -> Config:
     """Snakemake's merged config, and the config files it was merged from.
 
-    Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again, strictly.
-    Messages open with `where` (default: the file, where one file is all of the config, else `config`). Raises InputError as
-    `load` does.
+    Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again,
+    strictly. Messages open with `where` (default: the file, where one file is all of the config, else `config`). Raises
+    InputError as `load` does.
     """
     values = [read_document(file) for file in files]
     only_one = len(values) == 1 and values[0] == merged
@@ -201,7 +250,10 @@ def _limit_problems(limits: Limits) -> Iterator[Problem]:
         text = f"expected at most max_seq_len ({limits.max_seq_len}); found {limits.max_input_len}"
         yield Problem(("limits", "max_input_len"), text)
     if limits.max_num_tokens < limits.max_batch_size:
-        text = f"expected at least max_batch_size ({limits.max_batch_size}), a token for each request; found {limits.max_num_tokens}"
+        text = (
+            f"expected at least max_batch_size ({limits.max_batch_size}), a token for each request; found "
+            f"{limits.max_num_tokens}"
+        )
         yield Problem(("limits", "max_num_tokens"), text)
 
 
@@ -229,18 +281,29 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
         for backend in model.backends:
             if precision not in BACKEND_PRECISIONS[backend]:
                 allowed = ", ".join(BACKEND_PRECISIONS[backend])
-                text = f"expected one of {allowed} for backend {backend} ({BACKEND_LACKS[backend]}); found {precision!r}"
+                text = (
+                    f"expected one of {allowed} for backend {backend} ({BACKEND_LACKS[backend]}); found {precision!r}"
+                )
                 yield Problem((*here, "precisions", index), text)
     if model.golden.max_new_tokens >= limits.max_seq_len:
-        text = f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; found {model.golden.max_new_tokens}"
+        text = (
+            f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; "
+            f"found {model.golden.max_new_tokens}"
+        )
         yield Problem((*here, "golden", "max_new_tokens"), text)
     elif (model.golden.long_prompt or 0) + model.golden.max_new_tokens > limits.max_seq_len:
-        text = f"expected at most limits.max_seq_len less max_new_tokens ({limits.max_seq_len - model.golden.max_new_tokens}); found {model.golden.long_prompt}"
+        text = (
+            f"expected at most limits.max_seq_len less max_new_tokens "
+            f"({limits.max_seq_len - model.golden.max_new_tokens}); found {model.golden.long_prompt}"
+        )
         yield Problem((*here, "golden", "long_prompt"), text)
     for index, prompt in enumerate(model.golden.prompts):
         for key in prompt.expected:
             if key not in model.layers:
-                text = f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the key; found {key!r}"
+                text = (
+                    f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the "
+                    f"key; found {key!r}"
+                )
                 yield Problem((*here, "golden", "prompts", index, "expected", key), text)
 
 
@@ -250,7 +313,10 @@ def _tensorrt_problems(settings: TensorRTConfig) -> Iterator[Problem]:
         if source in sources[:index]:
             yield Problem((*here, "tactic_sources", index), f"expected each item once; found {source!r} again")
     if settings.tactics != "free" and settings.optimization_level == 0:
-        yield Problem((*here, "optimization_level"), f"expected at least 1 with tactics: {settings.tactics}, since level 0 ignores the timing cache; found 0")
+        yield Problem(
+            (*here, "optimization_level"),
+            f"expected at least 1 with tactics: {settings.tactics}, since level 0 ignores the timing cache; found 0",
+        )
 
 
 def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:
@@ -273,7 +339,9 @@ def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) 
         if layers != "all" and layers > depth:
             yield Problem(where, f"expected at most {depth} (num_hidden_layers in {path}) or all; found {layers}")
         if layers == depth and "all" in model.layers:
-            yield Problem(where, f"expected each target once; found {layers}, which is all of this model's layers, beside all")
+            yield Problem(
+                where, f"expected each target once; found {layers}, which is all of this model's layers, beside all"
+            )
     if positions is not None and limits.max_seq_len > positions:
         text = f"expected at most {positions} ({shape.limited_by} in {path}); found {limits.max_seq_len}"
         yield Problem(("limits", "max_seq_len"), text)

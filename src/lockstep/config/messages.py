@@ -37,7 +37,8 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it is, as keys and list indices from the top, and a text of the form `expected ...; found ...`."""
+    """One mistake: where it is, as keys and list indices from the top, and a text of the form `expected ...; found
+    ...`."""
 
     location: Location
     text: str
@@ -52,7 +53,8 @@ class Problems(ValueError):
 
 
 def one_line(root: type[BaseModel], error: ValidationError) -> str:
-    """The first mistake in `error` as a line, and how many more there are. Unknown keys come first: they explain missing ones."""
+    """The first mistake in `error` as a line, and how many more there are. Unknown keys come first: they explain
+    missing ones."""
     details = [detail for detail in error.errors(include_url=False) if not _follows(detail)]
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     return join(root, [problem for detail in details for problem in _problems(root, detail)])

@@ -1,7 +1,7 @@
 """From a model's `source` in the config to what it names, and the few facts of a model the config is checked against.
 
-Three kinds: a checkpoint folder; `hf:org/name@revision`, a repository on the Hugging Face hub; `random:config.json?seed=0`, random
-weights in the shape of a config. Nothing is fetched or made here.
+Three kinds: a checkpoint folder; `hf:org/name@revision`, a repository on the Hugging Face hub;
+`random:config.json?seed=0`, random weights in the shape of a config. Nothing is fetched or made here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 HUB_PREFIX, RANDOM_PREFIX = "hf:", "random:"
 BYTES = 256  # tokens that a random model needs, so that any prompt can be spelled
 _LONGROPE = ("longrope", "su")  # Phi-3's first name for it
-# The hub's own rules for names, and those of git for branches and tags as far as they can stand in a URL and a file name.
+# The hub's own rules for names, and those of git for branches and tags as far as they can stand in a URL and a file
+# name.
 _REPOSITORY_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w.+/-]{0,199}", re.ASCII)
 # What is taken for something else than a folder, where there is no such folder.
 _HUB_URL = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([\w.-]+).*)?/?", re.ASCII
+    r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([\w.-]+).*)?/?",
+    re.ASCII,
 )
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|git@|www\.", re.ASCII)
 _ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w.+/-]+)?", re.ASCII)
@@ -135,20 +137,25 @@ def _hint(path: str, hub: bool = True) -> str:
 def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | None = None) -> Path:
     """The absolute path of the `config.json` that a random source names, looked up as `resolve_source` does.
 
-    Raises InputError when it is not there, and for a vocabulary that cannot spell a prompt: fewer than 256 tokens, one for each
-    byte, and no tokenizer.json beside the config.
+    Raises InputError when it is not there, and for a vocabulary that cannot spell a prompt: fewer than 256 tokens, one
+    for each byte, and no tokenizer.json beside the config.
     """
     places = _places(source.config, folders)
     path = next((place for place in places if os.path.isfile(place)), None)
     if path is None:
-        found = next((f"a folder at {place}: give the config.json in it" for place in places if os.path.isdir(place)), None)
+        found = next(
+            (f"a folder at {place}: give the config.json in it" for place in places if os.path.isdir(place)), None
+        )
         raise InputError(
             "expected a model's config.json; found"
             f" {found or 'none at ' + ' and '.join(map(str, places)) + _hint(source.config, hub=False)}"
         )
     vocabulary = model_config.setting(_read_object(path), ("vocab_size",))
     if not path.with_name("tokenizer.json").is_file() and vocabulary is not None and vocabulary < BYTES:
-        raise InputError(f"expected a vocab_size of {BYTES} or more in {path}, a token for each byte, or a tokenizer.json beside it; found {vocabulary}")
+        raise InputError(
+            f"expected a vocab_size of {BYTES} or more in {path}, a token for each byte, or a "
+            f"tokenizer.json beside it; found {vocabulary}"
+        )
     return path
 
 
@@ -160,7 +167,8 @@ def _places(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path
 
 @dataclass(frozen=True)
 class CheckpointShape:
-    """What the config is held against: the model's depth, and how many positions it knows (None: it does not say), with the key that says so."""
+    """What the config is held against: the model's depth, and how many positions it knows (None: it does not say), with
+    the key that says so."""
 
     num_hidden_layers: int
     max_position_embeddings: int | None
@@ -179,12 +187,15 @@ def read_shape(path: Path) -> CheckpointShape:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
     positions, first = model_config.setting(value, model_config.POSITION_KEYS), _first_frequencies(value)
     if first is not None and (positions is None or first < positions):
-        return CheckpointShape(depth, first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions")
+        return CheckpointShape(
+            depth, first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions"
+        )
     return CheckpointShape(depth, positions)
 
 
 def _first_frequencies(value: dict[str, Any]) -> int | None:
-    """How many positions keep the first frequencies of a `longrope` rope, the only ones that a KV cache allows; None for other ropes."""
+    """How many positions keep the first frequencies of a `longrope` rope, the only ones that a KV cache allows; None
+    for other ropes."""
     for part in model_config.parts(value):
         rope = part.get("rope_parameters") or part.get("rope_scaling")
         if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in _LONGROPE:

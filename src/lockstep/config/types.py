@@ -19,7 +19,8 @@ BACKEND_PRECISIONS: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32", "fp16"
 BACKEND_LACKS = {"onnxruntime": "ONNX Runtime on CPU has no bf16 kernels"}
 Backend = Literal[tuple(BACKEND_PRECISIONS)]  # type: ignore[valid-type]
 
-TacticSource = Literal["cublas", "cublas_lt", "cudnn", "edge_mask_convolutions", "jit_convolutions"]  # TensorRT's names, in lower case
+# TensorRT's names, in lower case
+TacticSource = Literal["cublas", "cublas_lt", "cudnn", "edge_mask_convolutions", "jit_convolutions"]
 
 INT32_MAX = 2**31 - 1  # dimensions and lengths are int32 in engines
 
@@ -45,7 +46,9 @@ def _no_key_twice(value: Any) -> Any:
     if isinstance(value, dict):
         for key in value:
             if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) and int(key) in value:
-                raise PydanticCustomError("whole", "expected each layer count once; found {key} as a number and as text", {"key": key})
+                raise PydanticCustomError(
+                    "whole", "expected each layer count once; found {key} as a number and as text", {"key": key}
+                )
     return value
 
 
@@ -93,7 +96,8 @@ class Prompt(Section):
     text: str = Field(min_length=1, description="The prompt.")
     expected: Annotated[dict[LayerKey, str], BeforeValidator(_no_key_twice)] = Field(
         default={},
-        description="The text that greedy decoding must give after the prompt, by layer count (one of the model's `layers`).",
+        description="The text that greedy decoding must give after the prompt, by layer count (one of the "
+        "model's `layers`).",
     )
 
 
@@ -102,11 +106,14 @@ class Golden(Section):
 
     max_new_tokens: Count = Field(default=16, description="How many tokens are decoded, greedily, after each prompt.")
     prompts: Annotated[tuple[Prompt, ...], AsTuple] = Field(
-        min_length=1, description="The golden prompts. They are run in one batch, alone, and in chunks beside other requests; take different lengths.",
+        min_length=1,
+        description="The golden prompts. They are run in one batch, alone, and in chunks "
+        "beside other requests; take different lengths.",
     )
     long_prompt: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
-        description="Tokens of one more prompt, made of pseudo-random ids, that shows what happens far into the KV cache; 0 leaves it out. "
+        description="Tokens of one more prompt, made of pseudo-random ids, that shows what happens far into "
+        "the KV cache; 0 leaves it out. "
         "None: as many as fill `limits.max_seq_len` together with `max_new_tokens`.",
     )
 
@@ -136,18 +143,24 @@ class ModelConfig(Section):
         "then from the repository.",
     )
     layers: Annotated[tuple[LayerCount, ...], AsTuple] = Field(
-        default=("all",), min_length=1, json_schema_extra=UNIQUE,
+        default=("all",),
+        min_length=1,
+        json_schema_extra=UNIQUE,
         description="Layer counts: the first so many layers of the model, or the word `all`.",
     )
     precisions: Annotated[tuple[Precision, ...], AsTuple] = Field(
-        default=("fp32",), min_length=1, json_schema_extra=UNIQUE, description="Precisions of weights and computation.",
+        default=("fp32",), min_length=1, json_schema_extra=UNIQUE, description="Precisions of weights and computation."
     )
     backends: Annotated[tuple[Backend, ...], AsTuple] = Field(
-        default=("onnxruntime",), min_length=1, json_schema_extra=UNIQUE,
+        default=("onnxruntime",),
+        min_length=1,
+        json_schema_extra=UNIQUE,
         description="What builds and runs the engines. The first is meant where a target names none.",
     )
     golden: Golden = Field(description="Prompts, and what is expected of them.")
-    tolerances: OwnTolerances = Field(default=OwnTolerances(), description="Where this model needs others than `tolerances` of all models.")
+    tolerances: OwnTolerances = Field(
+        default=OwnTolerances(), description="Where this model needs others than `tolerances` of all models."
+    )
 
 
 class Limits(Section):
@@ -155,19 +168,25 @@ class Limits(Section):
 
     max_batch_size: Count = Field(default=4, description="Requests that are in flight together.")
     max_input_len: Count = Field(default=128, description="Tokens of one prompt.")
-    max_seq_len: Count = Field(default=256, description="Tokens of one request, prompt and answer: the length of its KV cache.")
+    max_seq_len: Count = Field(
+        default=256, description="Tokens of one request, prompt and answer: the length of its KV cache."
+    )
     max_num_tokens: Count = Field(default=512, description="Tokens of all requests that one step takes, packed.")
 
 
 class Tolerance(Section):
     """The largest absolute errors that pass."""
 
-    block: Error = Field(description="Largest error of a block, a kind or a layer against torch in fp32 on the same weights: absolute for values up to one, relative to the size of larger ones.")
+    block: Error = Field(
+        description="Largest error of a block, a kind or a layer against torch in fp32 on "
+        "the same weights: absolute for values up to one, relative to the size of larger ones."
+    )
     logits: Error = Field(description="Largest absolute error of the logits: whole forward, and golden check.")
 
 
 class Fp32Tolerance(Tolerance):
-    # Measured against transformers: 1e-5 on logits of standard deviation 1; sums in another order, ten times and more of room.
+    # Measured against transformers: 1e-5 on logits of standard deviation 1; sums in another order, ten times and more
+    # of room.
     block: Error = Field(default=1e-4, description=Tolerance.model_fields["block"].description)
     logits: Error = Field(default=1e-3, description=Tolerance.model_fields["logits"].description)
 
@@ -202,34 +221,44 @@ class TensorRTConfig(Section):
 
     python: Annotated[PathText, StringConstraints(min_length=1)] | None = Field(
         default=None,
-        description="The Python interpreter that builds and runs the engines, where it is not this one: a path, or a command. TensorRT 8.6.0 needs "
-        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime, polygraphy and tokenizers, and the "
+        description="The Python interpreter that builds and runs the engines, where it is not this one: a "
+        "path, or a command. TensorRT 8.6.0 needs "
+        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime, polygraphy "
+        "and tokenizers, and the "
         "library NVRTC; with `attention: fused` also nvidia-cudnn-frontend and the library cuDNN 9.",
     )
     workspace_mb: Count = Field(default=4096, description="Device memory that a tactic may use while it runs, in MiB.")
     optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
         default=4,
-        description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing cache. TensorRT 8.6 adds up fp16 products in fp16 "
-        "where it does not fuse them, which at levels 4 and 5 is seldom; the build says so. What is built as one region (`one_region`) is at level 3 at most.",
+        description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing "
+        "cache. TensorRT 8.6 adds up fp16 products in fp16 "
+        "where it does not fuse them, which at levels 4 and 5 is seldom; the build says so. What is built as "
+        "one region (`one_region`) is at level 3 at most.",
     )
     one_region: bool = Field(
         default=True,
-        description="With TensorRT 8.6, have the fp16 graphs of blocks compiled as one fused region each, which builds them sooner than the search at levels 4 and 5, and fuses all products, "
-        "which are then added up in fp32 but for a few that the build names. A graph that TensorRT cannot build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
+        description="With TensorRT 8.6, have the fp16 graphs of blocks compiled as one fused region each, "
+        "which builds them sooner than the search at levels 4 and 5, and fuses all products, "
+        "which are then added up in fp32 but for a few that the build names. A graph that TensorRT cannot "
+        "build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
     )
     tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
-        default=None, json_schema_extra=UNIQUE,
+        default=None,
+        json_schema_extra=UNIQUE,
         description="Which libraries tactics may come from; none: TensorRT's own choice. Without cuBLAS and cuDNN: "
         "`[edge_mask_convolutions, jit_convolutions]`. TensorRT 11 knows these two only.",
     )
     tactics: Literal["free", "record", "verified"] = Field(
         default="free",
-        description="`record` keeps the timing cache and what was chosen for each layer beside the engines, and goes on from them; `verified` builds from "
-        "such a record and fails where anything else is chosen; with TensorRT 8.6, which chooses the kernels of fused regions anew in each build, that is often.",
+        description="`record` keeps the timing cache and what was chosen for each layer beside the engines, "
+        "and goes on from them; `verified` builds from "
+        "such a record and fails where anything else is chosen; with TensorRT 8.6, which chooses the kernels "
+        "of fused regions anew in each build, that is often.",
     )
     attention: Literal["fused", "traced"] = Field(
         default="fused",
-        description="`fused`: on a paged KV cache, cuDNN's attention for prompts and a kernel of our own for rows that decode, for the kinds that these can run (needs "
+        description="`fused`: on a paged KV cache, cuDNN's attention for prompts and a kernel of our own for "
+        "rows that decode, for the kinds that these can run (needs "
         "nvidia-cudnn-frontend and cuDNN 9); "
         "`traced`: the model's own graph, in TensorRT.",
     )
@@ -238,4 +267,6 @@ class TensorRTConfig(Section):
 class Backends(Section):
     """Settings of each backend."""
 
-    tensorrt: TensorRTConfig = Field(default=TensorRTConfig(), description="How engines are built with TensorRT. Sizes come from `limits`.")
+    tensorrt: TensorRTConfig = Field(
+        default=TensorRTConfig(), description="How engines are built with TensorRT. Sizes come from `limits`."
+    )

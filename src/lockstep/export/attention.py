@@ -1,8 +1,9 @@
 """The batchless graphs: a layer's rotary region, then parameter-free causal attention over a KV cache.
 
-In: a Region (cut.py). Out: canonical prefill and decode graphs, and the cache-free form that the uncut `batchful.onnx` calls.
-Shapes: see `prefill` and `decode`. Products run in the graph's dtype, softmax in float32. Queries are scaled before the product,
-which keeps float16 scores in range. Reference: scaled dot-product attention, Vaswani et al. 2017; grouped heads, Ainslie et al. 2023.
+In: a Region (cut.py). Out: canonical prefill and decode graphs, and the cache-free form that the uncut `batchful.onnx`
+calls. Shapes: see `prefill` and `decode`. Products run in the graph's dtype, softmax in float32. Queries are scaled
+before the product, which keeps float16 scores in range. Reference: scaled dot-product attention, Vaswani et al. 2017;
+grouped heads, Ainslie et al. 2023.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import Region
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
-_NEVER = np.int64(2**31 - 1)  # the position of a cache row that holds nothing yet; fits int32 too, which some backends use
+# the position of a cache row that holds nothing yet; fits int32 too, which some backends use
+_NEVER = np.int64(2**31 - 1)
 _ORDER = ("query", "key", "value", "position_ids", "past_key", "past_value", "past_lengths")
 
 
 def prefill(region: Region) -> Graph:
     """Attention of one request's new tokens over its cache and themselves.
 
-    query [num_tokens, num_heads*head_dim], key, value [num_tokens, num_kv_heads*head_dim], position_ids [num_tokens] int64,
-    past_key, past_value [1, num_kv_heads, past_capacity, head_dim] of which past_lengths [1] int64 rows are filled ->
-    attention [num_tokens, num_heads*head_dim], key_out (rotated), value_out [num_tokens, num_kv_heads, head_dim].
+    query [num_tokens, num_heads*head_dim], key, value [num_tokens, num_kv_heads*head_dim], position_ids [num_tokens]
+    int64, past_key, past_value [1, num_kv_heads, past_capacity, head_dim] of which past_lengths [1] int64 rows are
+    filled -> attention [num_tokens, num_heads*head_dim], key_out (rotated), value_out [num_tokens, num_kv_heads,
+    head_dim].
     """
     build = _Builder(region)
     past_key, past_value, lengths = build.past("1")
@@ -46,8 +49,8 @@ def without_cache(region: Region) -> Graph:
 def decode(region: Region) -> Graph:
     """Attention of one new token for each of several requests; the cache is read in place, never copied.
 
-    As `prefill`, with num_requests for num_tokens and past_key, past_value [num_requests, num_kv_heads, past_capacity, head_dim],
-    past_lengths [num_requests]. A new token's position is its request's past length.
+    As `prefill`, with num_requests for num_tokens and past_key, past_value [num_requests, num_kv_heads, past_capacity,
+    head_dim], past_lengths [num_requests]. A new token's position is its request's past length.
     """
     build = _Builder(region, tokens="num_requests")
     group, kv, dim, vdim = build.group, region.num_kv_heads, region.head_dim, region.value_head_dim
@@ -56,7 +59,9 @@ def decode(region: Region) -> Graph:
     # [R, kv, S, dim] x [R, kv, dim, group]: the cache is the left operand as it lies
     past_scores = build.op("MatMul", past_key, build.op("Transpose", query, perm=[0, 1, 3, 2]))
     past_scores = build.softcap(build.to_float(build.op("Transpose", past_scores, perm=[0, 1, 3, 2])))
-    new_scores = build.softcap(build.to_float(build.op("MatMul", query, build.op("Unsqueeze", build.key, build.ints(3)))))
+    new_scores = build.softcap(
+        build.to_float(build.op("MatMul", query, build.op("Unsqueeze", build.key, build.ints(3))))
+    )
     rows = build.op("Range", build.const(np.int64(0)), build.capacity(past_key), build.const(np.int64(1)))
     lengths = build.op("Unsqueeze", lengths, build.ints(1))
     allowed = build.op("Less", rows, lengths)
@@ -145,13 +150,16 @@ class _Builder:
         return self.op("Unsqueeze", self.op("Transpose", value, perm=[1, 0, 2]), self.ints(0))
 
     def attend(self, keys: ir.Value, values: ir.Value, positions: ir.Value) -> ir.Value:
-        """All new tokens over keys, values [1, num_kv_heads, num_keys, head_dim] at `positions` [num_keys] -> [num_tokens, heads*dim]."""
+        """All new tokens over keys, values [1, num_kv_heads, num_keys, head_dim] at `positions` [num_keys] ->
+        [num_tokens, heads*dim]."""
         region, group = self.region, self.group
         query = self.op("Reshape", self.scaled_query(), self.ints(-1, region.num_kv_heads, group, region.head_dim))
         query = self.op("Transpose", query, perm=[1, 2, 0, 3])  # [kv, group, N, dim]
         scores = self.op("MatMul", query, self.op("Transpose", keys, perm=[1, 0, 3, 2]))  # [kv, group, N, num_keys]
         scores = self.softcap(self.to_float(scores))
-        distance = self.op("Sub", self.op("Unsqueeze", self.position_ids, self.ints(1)), self.op("Unsqueeze", positions, self.ints(0)))
+        distance = self.op(
+            "Sub", self.op("Unsqueeze", self.position_ids, self.ints(1)), self.op("Unsqueeze", positions, self.ints(0))
+        )
         allowed = self.op("GreaterOrEqual", distance, self.const(np.int64(0)))
         if region.window:
             allowed = self.op("And", allowed, self.op("Less", distance, self.const(np.int64(region.window))))

@@ -1,7 +1,8 @@
 """The function that transformers calls for attention during a trace, and the mask that it is called with.
 
-In: what a model hands to transformers' `AttentionInterface`. Out: one `lockstep::attention` operator, with the scale, the soft cap and the
-sliding window that the layer really has; an InputError with the reason for attention that cannot be carried by a parameter-free graph.
+In: what a model hands to transformers' `AttentionInterface`. Out: one `lockstep::attention` operator, with the scale,
+the soft cap and the sliding window that the layer really has; an InputError with the reason for attention that cannot
+be carried by a parameter-free graph.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ def _(query, key, value, layer, scale, softcap, window):
 
 # --- what reaches attention ---
 
-# Arguments beside scale, soft cap and window that change nothing here, each with the reason. Any other that is given is refused.
+# Arguments beside scale, soft cap and window that change nothing here, each with the reason. Any other that is given is
+# refused.
 HARMLESS = {
     "dropout": "exports run in evaluation mode, where it is zero",
-    "sliding_window": "read by flash attention alone; the mask that eager attention is given says the same, and is what counts",
-    "position_ids": "read by flash attention to tell packed sequences apart; positions reach queries and keys through the rotary encoding",
+    "sliding_window": "read by flash attention alone; the mask that eager attention is given says the same, "
+    "and is what counts",
+    "position_ids": "read by flash attention to tell packed sequences apart; positions reach queries and "
+    "keys through the rotary encoding",
     "output_attentions": "asks for the weights beside the result",
     "output_hidden_states": "asks for what the layers give, beside the result",
     "output_router_logits": "asks for what the router gives, beside the result",
@@ -77,7 +81,11 @@ def refused_arguments(given: dict[str, Any]) -> list[str]:
             if value is not True:
                 reasons.append("attention to later tokens (is_causal is off), as encoders have it")
             continue
-        reasons.append(f"{_MEANING[name]}, given as {name}" if name in _MEANING else f"the argument {name}, which is not known to be harmless")
+        reasons.append(
+            f"{_MEANING[name]}, given as {name}"
+            if name in _MEANING
+            else f"the argument {name}, which is not known to be harmless"
+        )
     return reasons
 
 
@@ -85,12 +93,16 @@ def _attention_hook(module, query, key, value, attention_mask, scaling=None, sof
     """The function that transformers calls instead of its own attention; shapes [1, heads, num_tokens, head_dim]."""
     if reasons := refused_arguments(rest):
         raise InputError(f"its attention uses {'; '.join(reasons)}: parameter-free causal attention cannot carry that")
-    if attention_mask is None:  # made by the model itself or not at all: what flash attention would be told is all there is
+    # made by the model itself or not at all: what flash attention would be told is all there is
+    if attention_mask is None:
         window = int(rest.get("sliding_window") or 0)
     elif isinstance(attention_mask, Mask):
         window = attention_mask.window
     else:
-        raise InputError("its attention gets a mask or bias that the model makes itself: parameter-free causal attention cannot carry that")
+        raise InputError(
+            "its attention gets a mask or bias that the model makes itself: parameter-free "
+            "causal attention cannot carry that"
+        )
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     by_token = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     output = torch.ops.lockstep.attention(*by_token, int(module.layer_idx), scale, float(softcap or 0.0), window)
@@ -104,7 +116,8 @@ def _attention_hook(module, query, key, value, attention_mask, scaling=None, sof
 class Mask:
     """A causal mask with a sliding window (0: none), in place of the tensor that transformers would make.
 
-    A model may hand it on, and nothing else: one that changes its mask, or computes with it, attends in a way that is not known.
+    A model may hand it on, and nothing else: one that changes its mask, or computes with it, attends in a way that is
+    not known.
     """
 
     window: int
@@ -115,40 +128,62 @@ class Mask:
     def _used(self, *_: Any) -> Any:
         raise InputError(_CHANGED)
 
-    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = __invert__ = __len__ = __iter__ = _used
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = __invert__ = (
+        __len__
+    ) = __iter__ = _used
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise InputError(_CHANGED)
 
 
-_CHANGED = "its layers change the attention mask or choose themselves which tokens they attend to: parameter-free causal attention cannot carry that"
+_CHANGED = (
+    "its layers change the attention mask or choose themselves which tokens they attend to: "
+    "parameter-free causal attention cannot carry that"
+)
 
 
-def _mask_hook(*, mask_function: Callable, attention_mask: torch.Tensor | None = None, local_size: int | None = None, config: Any = None, **_: Any) -> Mask:
-    """What transformers calls to make a mask: `mask_function(batch, head, query, key)` says whether a query sees a key."""
+def _mask_hook(
+    *,
+    mask_function: Callable,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> Mask:
+    """What transformers calls to make a mask: `mask_function(batch, head, query, key)` says whether a query sees a
+    key."""
     return Mask(window_of(mask_function, local_size, getattr(config, "attention_chunk_size", None)))
 
 
 def window_of(mask_function: Callable, local_size: int | None = None, chunk: int | None = None) -> int:
     """The sliding window of a causal mask, 0 when every earlier token is seen.
 
-    local_size: the window or chunk as transformers names it; chunk: the config's chunk size, for the reason. Raises InputError for a mask that lets a token see
-    later ones, is cut into chunks, or depends on more than the distance.
+    local_size: the window or chunk as transformers names it; chunk: the config's chunk size, for the reason. Raises
+    InputError for a mask that lets a token see later ones, is cut into chunks, or depends on more than the distance.
     """
     if local_size is not None and local_size == chunk:
-        raise InputError(f"its attention runs in chunks of {chunk} tokens (attention_chunk_size), which is no sliding window: the KV cache would have to be cut at each")
+        raise InputError(
+            f"its attention runs in chunks of {chunk} tokens (attention_chunk_size), which is "
+            f"no sliding window: the KV cache would have to be cut at each"
+        )
     first = (local_size or 0) + _PROBED
     widths = set()
     for position in (first, first + 1, first + 37):
         seen = _keys_seen(mask_function, position, position + 3)
         if seen[-1:] > [position]:
-            raise InputError("its attention lets tokens see later ones, as encoders do (is_decoder or use_bidirectional_attention in config.json says which)")
+            raise InputError(
+                "its attention lets tokens see later ones, as encoders do (is_decoder or "
+                "use_bidirectional_attention in config.json says which)"
+            )
         if seen != list(range(position + 1 - len(seen), position + 1)):
             raise InputError("its attention mask has holes: parameter-free causal attention cannot carry that")
         widths.add(0 if len(seen) == position + 1 else len(seen))
     if len(widths) != 1:
-        raise InputError("its attention mask depends on more than the distance between tokens (chunks, or blocks): parameter-free causal attention cannot carry that")
+        raise InputError(
+            "its attention mask depends on more than the distance between tokens (chunks, or "
+            "blocks): parameter-free causal attention cannot carry that"
+        )
     return widths.pop()
 
 
@@ -161,13 +196,16 @@ def _keys_seen(mask_function: Callable, query: int, keys: int) -> list[int]:
             seen = torch.as_tensor(mask_function(zero, zero, torch.full_like(at, query), at)).expand(keys)
             return seen.nonzero().flatten().tolist()
         except Exception as error:  # a mask of the tokens, which are not known yet
-            raise InputError(f"its attention mask depends on the tokens themselves ({type(error).__name__}): parameter-free causal attention cannot carry that") from error
+            raise InputError(
+                f"its attention mask depends on the tokens themselves ({type(error).__name__}): "
+                f"parameter-free causal attention cannot carry that"
+            ) from error
 
 
 @contextlib.contextmanager
 def unpacked() -> Iterator[None]:
-    """transformers takes positions that do not follow one another for several sequences, and makes masks of their values; a trace has
-    no values, and the graphs get one sequence after another."""
+    """transformers takes positions that do not follow one another for several sequences, and makes masks of their
+    values; a trace has no values, and the graphs get one sequence after another."""
     found = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:

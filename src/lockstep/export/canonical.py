@@ -1,7 +1,7 @@
 """Canonical graphs: one form, hence one digest, for graphs that compute the same in the same order.
 
-In: an onnx_ir graph and names for its inputs and outputs. Out: ONNX bytes in which every name is derived from the structure alone;
-no metadata, doc string, intermediate shape or unused constant is left.
+In: an onnx_ir graph and names for its inputs and outputs. Out: ONNX bytes in which every name is derived from the
+structure alone; no metadata, doc string, intermediate shape or unused constant is left.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from onnx import numpy_helper
 
 OPSET = 20
 IR_VERSION = 10
-_DTYPES = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16", onnx.TensorProto.INT64: "int64"}
+_DTYPES = {
+    onnx.TensorProto.FLOAT: "float32",
+    onnx.TensorProto.FLOAT16: "float16",
+    onnx.TensorProto.BFLOAT16: "bfloat16",
+    onnx.TensorProto.INT64: "int64",
+}
 # Constants of shapes, axes and rotary frequencies are small; a larger one would be a weight that slipped in.
 MAX_CONSTANT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A canonical graph. inputs, slots and outputs: {"name", "dtype", "shape"}; slots are the inputs that take weights."""
+    """A canonical graph. inputs, slots and outputs: {"name", "dtype", "shape"}; slots are the inputs that take
+    weights."""
 
     data: bytes
     inputs: tuple[dict, ...]
@@ -42,7 +48,8 @@ class Graph:
 def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
     """Canonicalise `graph`.
 
-    order: names of the inputs that are not weights, in the order they shall have (absent ones are skipped, unused ones dropped);
+    order: names of the inputs that are not weights, in the order they shall have (absent ones are skipped, unused ones
+    dropped);
     slots: {initializer name: slot name} of the weights, which become inputs in order of first use.
     """
     for name_of_weight in [n for n in graph.initializers if n in slots]:
@@ -63,11 +70,18 @@ def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[s
     for constant in dict.fromkeys(i for i in used if i in constants and i not in slots):
         array = numpy_helper.to_array(constants[constant])
         if array.nbytes > MAX_CONSTANT_BYTES:
-            raise ValueError(f"graph {name}: constant {constant} of {array.nbytes} bytes: expected none above {MAX_CONSTANT_BYTES}")
+            raise ValueError(
+                f"graph {name}: constant {constant} of {array.nbytes} bytes: expected none above {MAX_CONSTANT_BYTES}"
+            )
         key = (constants[constant].data_type, array.shape, array.tobytes())
         if key not in by_content:
             by_content[key] = f"const_{len(by_content)}"
-            tensor = onnx.TensorProto(name=by_content[key], data_type=constants[constant].data_type, dims=array.shape, raw_data=array.tobytes())
+            tensor = onnx.TensorProto(
+                name=by_content[key],
+                data_type=constants[constant].data_type,
+                dims=array.shape,
+                raw_data=array.tobytes(),
+            )
             result.initializer.append(tensor)
         rename[constant] = by_content[key]
     counts: dict[str, int] = {}
@@ -108,7 +122,11 @@ def _structural_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
             order[index] = None
             continue
         stack.append((index, True))
-        stack.extend((producer[i], False) for i in reversed(graph.node[index].input) if i in producer and producer[i] not in order)
+        stack.extend(
+            (producer[i], False)
+            for i in reversed(graph.node[index].input)
+            if i in producer and producer[i] not in order
+        )
     return [graph.node[index] for index in order]
 
 
@@ -124,5 +142,9 @@ def _io(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
     new.type.tensor_type.elem_type = value.type.tensor_type.elem_type
     new.type.tensor_type.shape.SetInParent()  # a scalar has a shape too, of no dimensions
     for dim in value.type.tensor_type.shape.dim:
-        new.type.tensor_type.shape.dim.append(onnx.TensorShapeProto.Dimension(dim_value=dim.dim_value) if dim.HasField("dim_value") else onnx.TensorShapeProto.Dimension(dim_param=dim.dim_param))  # fmt: skip
+        new.type.tensor_type.shape.dim.append(
+            onnx.TensorShapeProto.Dimension(dim_value=dim.dim_value)
+            if dim.HasField("dim_value")
+            else onnx.TensorShapeProto.Dimension(dim_param=dim.dim_param)
+        )
     return new

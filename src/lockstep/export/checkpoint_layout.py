@@ -1,8 +1,9 @@
 """Under which names, and in which order, a checkpoint holds the parameters of a model.
 
-Current transformers keeps some parameters together that checkpoints hold apart: the experts of a layer are one tensor in the model and
-one file entry each on disk. In: a meta model. Out: for each parameter the checkpoint tensors whose bytes, one after another, are its
-own. transformers' own conversion for saving says which those are: it is run on small tensors whose elements are numbered.
+Current transformers keeps some parameters together that checkpoints hold apart: the experts of a layer are one tensor
+in the model and one file entry each on disk. In: a meta model. Out: for each parameter the checkpoint tensors whose
+bytes, one after another, are its own. transformers' own conversion for saving says which those are: it is run on small
+tensors whose elements are numbered.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ _SMALL = 4  # size of a shrunk dimension: even, so that a tensor of two halves c
 def checkpoint_layout(meta: torch.nn.Module) -> dict[str, list[str]]:
     """{parameter: names of the checkpoint tensors that it is made of, in order}, tied parameters left out.
 
-    Raises InputError for a model whose checkpoint tensors would have to be transposed or mixed, not only placed side by side.
+    Raises InputError for a model whose checkpoint tensors would have to be transposed or mixed, not only placed side by
+    side.
     """
     numbered, spans, count = {}, {}, 0
     for name, tensor in _parameters(meta).items():
         # Experts are stacked along the first of three dimensions, and each has names of its own.
-        shape = [size if len(tensor.shape) > 2 and axis == 0 else min(size, _SMALL) for axis, size in enumerate(tensor.shape)]
+        shape = [
+            size if len(tensor.shape) > 2 and axis == 0 else min(size, _SMALL) for axis, size in enumerate(tensor.shape)
+        ]
         numbered[name] = torch.arange(count, count + math.prod(shape)).view(shape)
         spans[name] = range(count, count + math.prod(shape))
         count += math.prod(shape)
@@ -39,7 +43,10 @@ def checkpoint_layout(meta: torch.nn.Module) -> dict[str, list[str]]:
         numbers = tensor.reshape(-1)
         first, size = int(numbers[0]), numbers.numel()
         if not torch.equal(numbers, torch.arange(first, first + size)):
-            raise InputError(f"model type {meta.config.model_type!r} cannot be split: its checkpoint holds {name} in another order than the model")
+            raise InputError(
+                f"model type {meta.config.model_type!r} cannot be split: its checkpoint holds "
+                f"{name} in another order than the model"
+            )
         starts[first] = (name, size)
     layout = {}
     for name, span in spans.items():
@@ -49,7 +56,10 @@ def checkpoint_layout(meta: torch.nn.Module) -> dict[str, list[str]]:
             parts.append(part)
             at += size
         if at != span.stop:
-            raise InputError(f"model type {meta.config.model_type!r} cannot be split: its checkpoint holds {name} in a way that is not known")
+            raise InputError(
+                f"model type {meta.config.model_type!r} cannot be split: its checkpoint holds "
+                f"{name} in a way that is not known"
+            )
         layout[name] = parts
     return layout
 

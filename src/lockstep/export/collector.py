@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No collections inside: each would walk all objects so far again, half a million of them once torch and transformers are loaded."""
+    """No collections inside: each would walk all objects so far again, half a million of them once torch and
+    transformers are loaded."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,9 @@
 """Put the blocks together again: the uncut `batchful.onnx`.
 
-In: the blocks of all layers with the tensors that their slots take, and each layer's attention without a cache. Out: one graph
-`hidden, position_ids, logit_rows` and every weight (named as in the checkpoint) -> `logits`, in which attention is an ONNX local
-function of the domain "lockstep". It is what the split must equal, and what tools that want one file can read.
+In: the blocks of all layers with the tensors that their slots take, and each layer's attention without a cache. Out:
+one graph `hidden, position_ids, logit_rows` and every weight (named as in the checkpoint) -> `logits`, in which
+attention is an ONNX local function of the domain "lockstep". It is what the split must equal, and what tools that want
+one file can read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ DOMAIN = "lockstep"
 
 @dataclass(frozen=True)
 class Step:
-    """One block in the sequence: its graph, {slot: checkpoint tensors}, and the kind of the attention after it (None after the exit)."""
+    """One block in the sequence: its graph, {slot: checkpoint tensors}, and the kind of the attention after it (None
+    after the exit)."""
 
     graph: Graph
     slots: Mapping[str, Sequence[str]]
@@ -27,7 +29,8 @@ class Step:
 
 
 def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
-    """The uncut model, and {weight input: checkpoint tensors}; `functions` maps a kind to its attention without a cache."""
+    """The uncut model, and {weight input: checkpoint tensors}; `functions` maps a kind to its attention without a
+    cache."""
     graph = onnx.GraphProto(name="batchful")
     constants: dict[tuple, str] = {}
     weights: dict[str, dict] = {}
@@ -67,10 +70,14 @@ def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[byte
         if not last:
             env.setdefault("position_ids", "position_ids")
             attention = f"layer_{index}/attention"
-            graph.node.add(op_type=step.kind, domain=DOMAIN, name=attention, input=[env[n] for n in _CALL], output=[attention])
+            graph.node.add(
+                op_type=step.kind, domain=DOMAIN, name=attention, input=[env[n] for n in _CALL], output=[attention]
+            )
             env["attention"] = attention
     inputs["position_ids"] = {"name": "position_ids", "dtype": "int64", "shape": ["num_tokens"]}
-    graph.input.extend(_value_info(inputs[name], name) for name in ("hidden", "position_ids", "logit_rows") if name in inputs)
+    graph.input.extend(
+        _value_info(inputs[name], name) for name in ("hidden", "position_ids", "logit_rows") if name in inputs
+    )
     graph.input.extend(_value_info(weights[name], name) for name in weights)
     graph.output.extend(_value_info(value, value["name"]) for value in steps[-1].graph.outputs)
     opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, 1)]
@@ -84,14 +91,19 @@ _CALL = ("query", "key", "value", "position_ids")
 
 def _function(name: str, attention: Graph) -> onnx.FunctionProto:
     source = attention.proto.graph
-    constants = [onnx.helper.make_node("Constant", [], [tensor.name], name=tensor.name, value=tensor) for tensor in source.initializer]
+    constants = [
+        onnx.helper.make_node("Constant", [], [tensor.name], name=tensor.name, value=tensor)
+        for tensor in source.initializer
+    ]
     return onnx.helper.make_function(
         DOMAIN, name, list(_CALL), ["attention"], [*constants, *source.node], [onnx.helper.make_opsetid("", OPSET)]
     )  # fmt: skip
 
 
 def _value_info(value: dict, name: str) -> onnx.ValueInfoProto:
-    return onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(_numpy_dtype(value["dtype"])), value["shape"])
+    return onnx.helper.make_tensor_value_info(
+        name, onnx.helper.np_dtype_to_tensor_dtype(_numpy_dtype(value["dtype"])), value["shape"]
+    )
 
 
 def _numpy_dtype(name: str):

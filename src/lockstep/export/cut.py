@@ -1,8 +1,8 @@
 """Cut a packed trace at its attention nodes, by data flow.
 
-In: a packed trace (simplify.pack). Out: a block before each attention, the exit block after the last, and for each layer its
-batchless region: the nodes between the block's flat query, key, value and the attention that see positions (rotary encoding) and
-hold no weight, with the data movement around them.
+In: a packed trace (simplify.pack). Out: a block before each attention, the exit block after the last, and for each
+layer its batchless region: the nodes between the block's flat query, key, value and the attention that see positions
+(rotary encoding) and hold no weight, with the data movement around them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ from lockstep.export.canonical import Graph, canonical
 from lockstep.export.simplify import merge_movement
 from lockstep.export.tracer import DOMAIN
 
-_MOVEMENT = {"Reshape", "Transpose", "Slice", "Split", "Concat", "Unsqueeze", "Squeeze", "Neg", "Identity", "Expand", "Cast"}
+_MOVEMENT = {
+    "Reshape",
+    "Transpose",
+    "Slice",
+    "Split",
+    "Concat",
+    "Unsqueeze",
+    "Squeeze",
+    "Neg",
+    "Identity",
+    "Expand",
+    "Cast",
+}
 INPUT_ORDER = ("hidden", "attention", "token_ids", "position_ids", "logit_rows")
 
 
@@ -72,7 +84,11 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
         if last:
             _pick_rows(part)
         slots = {name: _slot(name, layer, layer_prefix) for name in part.initializers if name in weights}
-        blocks.append(canonical(part, "exit" if last else "entry" if layer == 0 else "middle", (*INPUT_ORDER, *_carried(inputs)), slots))
+        blocks.append(
+            canonical(
+                part, "exit" if last else "entry" if layer == 0 else "middle", (*INPUT_ORDER, *_carried(inputs)), slots
+            )
+        )
     return Cut(tuple(blocks[:-1]), blocks[-1], regions)
 
 
@@ -101,7 +117,11 @@ class _Flow:
         for node in graph:
             if any(value in self.tokens for value in node.inputs):
                 self.tokens.update(node.outputs)
-            if node.domain != DOMAIN and not self.weighted(node) and any(v is self.positions or v in self.positional for v in node.inputs):
+            if (
+                node.domain != DOMAIN
+                and not self.weighted(node)
+                and any(v is self.positions or v in self.positional for v in node.inputs)
+            ):
                 self.positional.update(node.outputs)
 
     def weighted(self, node: ir.Node) -> bool:
@@ -129,15 +149,20 @@ class _Flow:
         return found, region
 
     def cut_value(self, value: ir.Value) -> ir.Value:
-        """Where to cut for one input of an attention: of the single values that hold just its numbers in the narrowest type, the earliest.
+        """Where to cut for one input of an attention: of the single values that hold just its numbers in the narrowest
+        type, the earliest.
 
-        Rotary encoding then falls into the batchless part. Where no such value exists before positions come in (a key that is
-        put together from two tensors), the cut is at the attention and the rotary encoding stays batchful.
+        Rotary encoding then falls into the batchless part. Where no such value exists before positions come in (a key
+        that is put together from two tensors), the cut is at the attention and the rotary encoding stays batchful.
         """
         width = value.shape[1] * value.shape[2]
         _, region = self.walk(value)
-        made = {output for node in region for output in node.outputs} | {v for node in region for v in node.inputs if v is not None}
-        candidates = [v for v in made if v in self.tokens and v not in self.positional and _layout(v, width) is not None]
+        made = {output for node in region for output in node.outputs} | {
+            v for node in region for v in node.inputs if v is not None
+        }
+        candidates = [
+            v for v in made if v in self.tokens and v not in self.positional and _layout(v, width) is not None
+        ]
         order = {output: index for index, node in enumerate(value.producer().graph) for output in node.outputs}
         for candidate in sorted(candidates, key=lambda v: (v.dtype.itemsize, order.get(v, -1))):
             found, _ = self.walk(value, stops={candidate})
@@ -147,7 +172,8 @@ class _Flow:
 
 
 def _layout(value: ir.Value, width: int) -> str | None:
-    """How `width` numbers a token lie: "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim]; None for anything else."""
+    """How `width` numbers a token lie: "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim]; None for
+    anything else."""
     if value.shape is None:
         return None
     fixed = [isinstance(dim, int) for dim in value.shape]
@@ -161,20 +187,27 @@ def _layout(value: ir.Value, width: int) -> str | None:
 
 
 def _plan(graph: ir.Graph, flow: _Flow, marker: ir.Node, flat: set[ir.Value]) -> tuple[list[ir.Value], set[ir.Node]]:
-    """Make query, key and value flat where they are cut; give the three flat values (added to `flat`) and the batchless nodes behind."""
+    """Make query, key and value flat where they are cut; give the three flat values (added to `flat`) and the batchless
+    nodes behind."""
     cuts = []
     for role, value in zip(("query", "key", "value"), list(marker.inputs), strict=True):
         at = flow.cut_value(value)
         width = value.shape[1] * value.shape[2]
         layout = _layout(at, width)
         if layout is None:
-            raise InputError(f"cannot be split: expected the {role} of a layer as [num_tokens, heads, head_dim], found shape {at.shape}")
+            raise InputError(
+                f"cannot be split: expected the {role} of a layer as [num_tokens, heads, "
+                f"head_dim], found shape {at.shape}"
+            )
         _, region = flow.walk(value, stops={at})
         cuts.append(at if layout == "flat" else _flatten(graph, flow, at, layout, {marker, *region}))
     flat.update(cuts)
     merge_movement(graph, flat)
     if len(set(cuts)) != 3:
-        raise InputError("cannot be split: expected query, key and value of a layer as three tensors, found one shared by two of them")
+        raise InputError(
+            "cannot be split: expected query, key and value of a layer as three tensors, found "
+            "one shared by two of them"
+        )
     region = set()
     for value in marker.inputs:
         region |= flow.walk(value, stops=set(cuts))[1]
@@ -211,7 +244,9 @@ def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
     """An initializer that a Reshape takes its target from."""
     while name in graph.initializers:
         name += "_"
-    value = ir.Value(name=name, const_value=ir.tensor(list(dims)), shape=ir.Shape([len(dims)]), type=ir.TensorType(ir.DataType.INT64))
+    value = ir.Value(
+        name=name, const_value=ir.tensor(list(dims)), shape=ir.Shape([len(dims)]), type=ir.TensorType(ir.DataType.INT64)
+    )
     graph.register_initializer(value)
     return value
 
@@ -219,7 +254,8 @@ def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
 def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
     """For each block its inputs {value: name} and outputs {name: value}.
 
-    A value belongs to the stage after the last attention it depends on; what a later stage reads crosses the cut between them.
+    A value belongs to the stage after the last attention it depends on; what a later stage reads crosses the cut
+    between them.
     """
     level = {marker: index for index, marker in enumerate(markers)}
     batchless = set(markers).union(*(region for _, region in plans))
@@ -229,7 +265,10 @@ def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.V
         known = [stage[value] for value in node.inputs if value in stage]
         if node in level:
             if max(known) != level[node]:
-                raise InputError(f"cannot be split: the attentions of layers {max(known)} and {level[node]} do not follow one another")
+                raise InputError(
+                    f"cannot be split: the attentions of layers {max(known)} and {level[node]} "
+                    f"do not follow one another"
+                )
             stage[node.outputs[0]] = level[node] + 1
         elif known:
             stage.update((output, max(known)) for output in node.outputs if not flow.position_only(output))
@@ -251,20 +290,31 @@ def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.V
     for index in range(len(markers) + 1):
         inputs = {v: "attention" if v.producer() in level else names.get(v) for v in reads[index]}
         if any(v.producer() in level and level[v.producer()] != index - 1 for v in inputs) or None in inputs.values():
-            raise InputError(f"cannot be split: the block before layer {index} reads what an earlier block than the one before it made")
+            raise InputError(
+                f"cannot be split: the block before layer {index} reads what an earlier block "
+                f"than the one before it made"
+            )
         if index == len(markers):
             outputs = {"logits": graph.outputs[0]}
         else:
-            # Roles are told apart by the order in which the next block reads them, so that equal blocks get equal names.
+            # Roles are told apart by the order in which the next block reads them, so that equal blocks get equal
+            # names.
             crossing = [v for v in reads[index + 1] if v.producer() not in level]
             roles = [n for n in range(len(crossing)) if n != hidden_role]
             names = {v: "hidden" if n == hidden_role else f"carry_{roles.index(n) + 1}" for n, v in enumerate(crossing)}
             cuts = plans[index][0]
             if any(stage.get(v) != index for v in cuts):
-                raise InputError(f"cannot be split: query, key or value of layer {index} is made before the attention of layer {index - 1}")
-            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden} | dict(zip(("query", "key", "value"), cuts, strict=True))
+                raise InputError(
+                    f"cannot be split: query, key or value of layer {index} is made before the "
+                    f"attention of layer {index - 1}"
+                )
+            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden} | dict(
+                zip(("query", "key", "value"), cuts, strict=True)
+            )
             if names.get(hidden, "hidden") != "hidden":
-                raise InputError("cannot be split: the layers after the first read the embedding in another place than the first")
+                raise InputError(
+                    "cannot be split: the layers after the first read the embedding in another place than the first"
+                )
         if flow.positions is not None and _needs_positions(outputs.values(), set(inputs), flow.positions):
             inputs[flow.positions] = "position_ids"
         spans.append((inputs, outputs))
@@ -298,12 +348,20 @@ def _region(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Region:
     query, key, value = (v.shape for v in marker.inputs)
     attributes = marker.attributes
     return Region(
-        part, attributes["scale"].as_float(), attributes["softcap"].as_float(), attributes["window"].as_int(), query[1], key[1], query[2], value[2]
+        part,
+        attributes["scale"].as_float(),
+        attributes["softcap"].as_float(),
+        attributes["window"].as_int(),
+        query[1],
+        key[1],
+        query[2],
+        value[2],
     )
 
 
 def _pick_rows(part: ir.Graph) -> None:
-    """Let the exit block start by taking the rows of `logit_rows [num_requests]`: nothing else needs computing for them."""
+    """Let the exit block start by taking the rows of `logit_rows [num_requests]`: nothing else needs computing for
+    them."""
     rows = ir.Value(name="logit_rows", shape=ir.Shape(["num_requests"]), type=ir.TensorType(ir.DataType.INT64))
     first = next(iter(part))
     for value in list(part.inputs):
@@ -317,7 +375,8 @@ def _pick_rows(part: ir.Graph) -> None:
 
 
 def _slot(name: str, layer: int, prefix: str) -> str:
-    """A weight's name relative to its block: "current." for layer `layer`, "previous." for the one before, else the full name."""
+    """A weight's name relative to its block: "current." for layer `layer`, "previous." for the one before, else the
+    full name."""
     match = re.fullmatch(rf"{re.escape(prefix)}\.(\d+)\.(.+)", name)
     if match is None:
         return name

@@ -1,8 +1,10 @@
-"""The proof's look at long contexts: new tokens behind a long synthetic KV cache, and at far positions, against transformers.
+"""The proof's look at long contexts: new tokens behind a long synthetic KV cache, and at far positions, against
+transformers.
 
-In: a small model in split form and transformers' own model with the same weights. Out: logits of both. A fault may begin at some length: a position that is clamped, cache rows
-that are forgotten from some number on, a wide window that is off by one. Prefilling such lengths would take long; a cache that is
-filled with seeded numbers takes nothing. Rows at which things begin and end are scaled up, so that one row too many or too few shows.
+In: a small model in split form and transformers' own model with the same weights. Out: logits of both. A fault may
+begin at some length: a position that is clamped, cache rows that are forgotten from some number on, a wide window that
+is off by one. Prefilling such lengths would take long; a cache that is filled with seeded numbers takes nothing. Rows
+at which things begin and end are scaled up, so that one row too many or too few shows.
 """
 
 from __future__ import annotations
@@ -24,36 +26,43 @@ from lockstep.export.reference_runner import Part, Walk
 _BEHIND = "lockstep_behind"
 NEW = 4  # tokens that each request prefills; one more is then decoded
 LONGEST = 4096  # cached tokens: 25 MB in a small model of a common shape
-_LENGTHS = ((61, 254), (1000,), (LONGEST,))  # cached tokens of the requests of a step: prefilling and decoding then go over 63 to 65, 255 to 257, ...
+# cached tokens of the requests of a step: prefilling and decoding then go over 63 to 65, 255 to 257, ...
+_LENGTHS = ((61, 254), (1000,), (LONGEST,))
 _SHORT = 8  # cached tokens before far positions
 _EDGE_SHARE = 4  # a scaled row weighs as much as a quarter of all others together
 
 
 @dataclass(frozen=True)
 class Context:
-    """A step's requests: how many cached tokens each has, and at which position its first new token stands (in all, its cached tokens
-    count from 0: a greater position leaves a gap)."""
+    """A step's requests: how many cached tokens each has, and at which position its first new token stands (in all, its
+    cached tokens count from 0: a greater position leaves a gap)."""
 
     lengths: tuple[int, ...]
     positions: tuple[int, ...]
 
 
 def contexts(assembly: Mapping[str, Any], originals: Sequence[int]) -> list[Context]:
-    """Where to look at a model: within its positions, around its windows, and behind each length of `originals` (that its ropes name)."""
+    """Where to look at a model: within its positions, around its windows, and behind each length of `originals` (that
+    its ropes name)."""
     limit = (assembly["max_position_embeddings"] or LONGEST + NEW + 1) - NEW - 1
     windows = sorted({kind["window"] for kind in assembly["kinds"].values() if kind["window"]})
     near = [*_LENGTHS, *((window - 2,) for window in windows if 2 < window <= LONGEST)]
     clipped = dict.fromkeys(tuple(dict.fromkeys(min(length, limit) for length in lengths)) for lengths in near)
     found = [Context(lengths, lengths) for lengths in clipped if min(lengths) > 0]
-    # A cache index stands for a position in a window, so that a gap would be another model: far positions then have no cache before them.
+    # A cache index stands for a position in a window, so that a gap would be another model: far positions then have no
+    # cache before them.
     cached = 0 if windows else _SHORT
-    far = sorted({at for original in originals for at in (original - 2, 2 * original) if LONGEST < at <= limit} | ({limit} if limit > LONGEST else set()))
+    far = sorted(
+        {at for original in originals for at in (original - 2, 2 * original) if LONGEST < at <= limit}
+        | ({limit} if limit > LONGEST else set())
+    )
     return found + ([Context((cached,) * len(far), tuple(far))] if far else [])
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A context with its seeded caches, [1, num_kv_heads, length, head_dim] for each request and layer (key, value), and new tokens."""
+    """A context with its seeded caches, [1, num_kv_heads, length, head_dim] for each request and layer (key, value),
+    and new tokens."""
 
     context: Context
     caches: list[list[tuple[np.ndarray, np.ndarray]]]
@@ -69,7 +78,10 @@ def fill(context: Context, assembly: Mapping[str, Any], random: np.random.Genera
             kind = assembly["kinds"][layer["kind"]]
             # Scores with a standard deviation of half: attention that looks at all rows, whatever the scale.
             spread = 0.5 * min(1.0, 1 / (kind["scale"] * kind["head_dim"] ** 0.5))
-            key, value = (random.standard_normal((1, kind["num_kv_heads"], length, kind[dim]), np.float32) for dim in ("head_dim", "value_head_dim"))
+            key, value = (
+                random.standard_normal((1, kind["num_kv_heads"], length, kind[dim]), np.float32)
+                for dim in ("head_dim", "value_head_dim")
+            )
             value[:, :, _edges(length, kind["window"])] *= max(1.0, min(length, kind["window"] or length) / _EDGE_SHARE)
             layers.append((key * np.float32(spread), value))
         caches.append(layers)
@@ -86,9 +98,11 @@ def _edges(length: int, window: int) -> list[int]:
 
 
 class _Elsewhere(DynamicCache):
-    """A cache of `length` tokens as far as masks and positions go; it stores nothing, for attention itself gets the rows before the new ones.
+    """A cache of `length` tokens as far as masks and positions go; it stores nothing, for attention itself gets the
+    rows before the new ones.
 
-    What models keep in their caches is their own matter (some keep a latent form); what attention gets is what the split form keeps.
+    What models keep in their caches is their own matter (some keep a latent form); what attention gets is what the
+    split form keeps.
     """
 
     def __init__(self, length: int):
@@ -111,12 +125,18 @@ _past: contextvars.ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor]]] = co
 
 
 def _attend_behind(module, query, key, value, attention_mask, **options):
-    """transformers calls this for attention: the layer's past rows come before the new ones, which join them; the rest is the model's own."""
+    """transformers calls this for attention: the layer's past rows come before the new ones, which join them; the rest
+    is the model's own."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
-        raise InputError(f"{type(module).__name__}: expected eager_attention_forward beside it to compare with, found none")
+        raise InputError(
+            f"{type(module).__name__}: expected eager_attention_forward beside it to compare with, found none"
+        )
     past = _past.get()
-    key, value = (torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(past[module.layer_idx], (key, value), strict=True))
+    key, value = (
+        torch.cat([old.to(new.dtype), new], dim=2)
+        for old, new in zip(past[module.layer_idx], (key, value), strict=True)
+    )
     past[module.layer_idx] = (key, value)
     return eager(module, query, key, value, attention_mask, **options)
 
@@ -132,11 +152,21 @@ def expected(model: torch.nn.Module, filled: Filled) -> list[np.ndarray]:
     try:
         with torch.no_grad():
             for layers, tokens, first in zip(filled.caches, filled.tokens, filled.context.positions, strict=True):
-                _past.set({index: (torch.from_numpy(key), torch.from_numpy(value)) for index, (key, value) in enumerate(layers)})
+                _past.set(
+                    {
+                        index: (torch.from_numpy(key), torch.from_numpy(value))
+                        for index, (key, value) in enumerate(layers)
+                    }
+                )
                 rows, cached = [], layers[0][0].shape[2]
                 for start, stop in ((0, NEW), (NEW, NEW + 1)):
-                    ids, positions = torch.from_numpy(tokens[start:stop])[None], torch.arange(first + start, first + stop)[None]
-                    output = model(ids, position_ids=positions, past_key_values=_Elsewhere(cached + start), use_cache=True)
+                    ids, positions = (
+                        torch.from_numpy(tokens[start:stop])[None],
+                        torch.arange(first + start, first + stop)[None],
+                    )
+                    output = model(
+                        ids, position_ids=positions, past_key_values=_Elsewhere(cached + start), use_cache=True
+                    )
                     rows.append(output.logits[0].numpy())
                 results.append(np.concatenate(rows))
     finally:

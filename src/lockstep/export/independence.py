@@ -1,12 +1,14 @@
 """Prove that no value of a traced graph is carried from one token to another outside attention.
 
-In: a packed trace (simplify.pack). Out: nothing, or an InputError that names the first operator that mixes tokens. In a step the tokens
-of all requests lie one after another, and a prompt may come in pieces: a value that depends on another token depends on the other
-requests and on the cut of the prompt, even when it does so only from some length on, where no test may look.
+In: a packed trace (simplify.pack). Out: nothing, or an InputError that names the first operator that mixes tokens. In a
+step the tokens of all requests lie one after another, and a prompt may come in pieces: a value that depends on another
+token depends on the other requests and on the cut of the prompt, even when it does so only from some length on, where
+no test may look.
 
-Method: the only dimension of a packed trace that is not a fixed number is that of the tokens. Each value is followed from the inputs:
-one that depends on tokens must have exactly one such dimension, and each operator has a rule that says along which axes it mixes. An
-operator without a rule is refused. Sizes (how many tokens a step has) may shape values, and nothing else.
+Method: the only dimension of a packed trace that is not a fixed number is that of the tokens. Each value is followed
+from the inputs: one that depends on tokens must have exactly one such dimension, and each operator has a rule that says
+along which axes it mixes. An operator without a rule is refused. Sizes (how many tokens a step has) may shape values,
+and nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ def check_independence(graph: ir.Graph, domain: str, model_type: str) -> None:
             elif node.op_type == "Shape":
                 sizes.add_shape(node)
             elif any(value in tokens for value in node.inputs):
-                if any(value in sizes for index, value in enumerate(node.inputs) if index not in _SHAPE_INPUTS.get(node.op_type, ())):
+                if any(
+                    value in sizes
+                    for index, value in enumerate(node.inputs)
+                    if index not in _SHAPE_INPUTS.get(node.op_type, ())
+                ):
                     raise _Mixes("computes with the number of tokens in a step")
                 _rule(node, tokens)
                 used = [output for output in node.outputs if output.uses() or output.is_graph_output()]
@@ -45,14 +51,17 @@ def check_independence(graph: ir.Graph, domain: str, model_type: str) -> None:
                 tokens.update(sizes.follow(node))
         except _Mixes as reason:
             raise InputError(
-                f"model type {model_type!r} cannot be split: outside attention its {node.op_type} {reason}; a request's result would depend on the "
+                f"model type {model_type!r} cannot be split: outside attention its {node.op_type} {reason}; "
+                f"a request's result would depend on the "
                 "requests beside it, and on how its prompt is cut"
             ) from None
 
 
 # Operators that take a shape, and where.
 _SHAPE_INPUTS = {"Reshape": (1,), "Expand": (1,)}
-_ARITHMETIC = frozenset("Gather Slice Squeeze Unsqueeze Concat Cast Identity Add Sub Mul Div Mod Min Max Reshape".split())
+_ARITHMETIC = frozenset(
+    "Gather Slice Squeeze Unsqueeze Concat Cast Identity Add Sub Mul Div Mod Min Max Reshape".split()
+)
 
 
 class _Sizes:
@@ -73,11 +82,16 @@ class _Sizes:
         self.dims[node.outputs[0]] = list(shape)[start:end]
 
     def follow(self, node: ir.Node) -> list[ir.Value]:
-        """Note what a node that reads sizes gives; constants that are as long as the tokens are returned, to be followed as tokens are."""
+        """Note what a node that reads sizes gives; constants that are as long as the tokens are returned, to be
+        followed as tokens are."""
         if node.op_type == "ConstantOfShape" and node.inputs[0] in self.dims:
             node.outputs[0].shape = ir.Shape(self.dims[node.inputs[0]])  # what inference may have left open
         if node.op_type in ("ConstantOfShape", "Expand") and (node.op_type != "Expand" or node.inputs[0] not in self):
-            return [output for output in node.outputs if output.shape is None or any(not isinstance(dim, int) for dim in output.shape)]
+            return [
+                output
+                for output in node.outputs
+                if output.shape is None or any(not isinstance(dim, int) for dim in output.shape)
+            ]
         if node.op_type not in _ARITHMETIC:
             raise _Mixes("computes with the number of tokens in a step")
         index = _ints(node, 1)
@@ -104,7 +118,9 @@ def _moving(node: ir.Node, tokens: set[ir.Value]) -> list[tuple[int, ir.Value, i
 
 
 def _rule(node: ir.Node, tokens: set[ir.Value]) -> None:
-    if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()):
+    if any(
+        attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()
+    ):
         raise _Mixes("branches on values of tokens")
     op = node.op_type
     rule = _RULES.get(op) or (_elementwise if op in ELEMENTWISE else _reduction if op in REDUCTIONS else None)
@@ -150,7 +166,11 @@ def _from_axis_on(node: ir.Node, moving: list) -> None:
 
 def _slice(node: ir.Node, moving: list) -> None:
     starts = _ints(node, 1) or []
-    _along(node, moving, (_ints(node, 3) if len(node.inputs) > 3 else None) or list(range(len(starts) or len(node.inputs[0].shape))))
+    _along(
+        node,
+        moving,
+        (_ints(node, 3) if len(node.inputs) > 3 else None) or list(range(len(starts) or len(node.inputs[0].shape))),
+    )
 
 
 def _concat(node: ir.Node, moving: list) -> None:
@@ -190,7 +210,9 @@ def _matmul(node: ir.Node, moving: list) -> None:
 
 def _gemm(node: ir.Node, moving: list) -> None:
     """Tokens are the rows of the first factor, and of what is added."""
-    if any(position == 1 for position, _, _ in moving) or ("transA" in node.attributes and node.attributes["transA"].as_int()):
+    if any(position == 1 for position, _, _ in moving) or (
+        "transA" in node.attributes and node.attributes["transA"].as_int()
+    ):
         raise _Mixes("multiplies tokens with tokens")
 
 
@@ -209,7 +231,8 @@ def _gather_nd(node: ir.Node, moving: list) -> None:
 
 
 def _by_element(node: ir.Node, moving: list) -> None:
-    """Takes or puts elements along one axis; in all others indices and values lie at the same place. Tokens may choose from a table."""
+    """Takes or puts elements along one axis; in all others indices and values lie at the same place. Tokens may choose
+    from a table."""
     axis = _axis_attribute(node, 0) % len(node.inputs[0].shape)
     if node.op_type == "GatherElements" and [(position, found) for position, _, found in moving] == [(1, axis)]:
         return
@@ -218,9 +241,10 @@ def _by_element(node: ir.Node, moving: list) -> None:
 
 
 def _scatter_nd(node: ir.Node, moving: list) -> None:
-    """Puts slices in places that fixed indices name: the tokens must lie in the slices, at the same place in values and updates."""
+    """Puts slices in places that fixed indices name: the tokens must lie in the slices, at the same place in values and
+    updates."""
     rank, indices = len(node.inputs[0].shape), node.inputs[1].shape
-    for position, value, axis in moving:
+    for position, _value, axis in moving:
         if position == 1 or axis < (indices[-1] if position == 0 else len(indices) - 1):
             raise _Mixes("takes tokens by their number")
     if len({len(value.shape) - axis for _, value, axis in moving}) != 1 or len(node.outputs[0].shape) != rank:
@@ -235,12 +259,32 @@ def _einsum(node: ir.Node, moving: list) -> None:
 
 
 _RULES: dict[str, Callable[[ir.Node, list], None]] = {
-    "ArgMax": _attribute_axis(0), "CumSum": lambda node, moving: _along(node, moving, _ints(node, 1) or [0]), "Concat": _concat, "Einsum": _einsum,
-    "Expand": _expand, "Flatten": _reshape, "Gather": _gather, "GatherElements": _by_element, "GatherND": _gather_nd, "Gemm": _gemm,
-    "LayerNormalization": _from_axis_on, "LogSoftmax": _attribute_axis(-1), "MatMul": _matmul, "OneHot": _transpose, "RMSNormalization": _from_axis_on,
-    "Reshape": _reshape, "ScatterElements": _by_element, "ScatterND": _scatter_nd, "Slice": _slice, "Softmax": _attribute_axis(-1), "Split": _attribute_axis(0),
-    "Squeeze": _transpose, "TopK": _attribute_axis(-1), "Transpose": _transpose, "Unsqueeze": _transpose,
-}  # fmt: skip
+    "ArgMax": _attribute_axis(0),
+    "CumSum": lambda node, moving: _along(node, moving, _ints(node, 1) or [0]),
+    "Concat": _concat,
+    "Einsum": _einsum,
+    "Expand": _expand,
+    "Flatten": _reshape,
+    "Gather": _gather,
+    "GatherElements": _by_element,
+    "GatherND": _gather_nd,
+    "Gemm": _gemm,
+    "LayerNormalization": _from_axis_on,
+    "LogSoftmax": _attribute_axis(-1),
+    "MatMul": _matmul,
+    "OneHot": _transpose,
+    "RMSNormalization": _from_axis_on,
+    "Reshape": _reshape,
+    "ScatterElements": _by_element,
+    "ScatterND": _scatter_nd,
+    "Slice": _slice,
+    "Softmax": _attribute_axis(-1),
+    "Split": _attribute_axis(0),
+    "Squeeze": _transpose,
+    "TopK": _attribute_axis(-1),
+    "Transpose": _transpose,
+    "Unsqueeze": _transpose,
+}
 
 
 def _axis_attribute(node: ir.Node, default: int) -> int:

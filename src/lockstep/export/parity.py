@@ -1,9 +1,10 @@
 """The export's numeric gate: is a model's split form the same computation as transformers' own?
 
-In: a config.json mapping and the assembly that was made from it. A small model of the same class and settings gets random weights; it
-is split in the same way, and its graphs run in ONNX Runtime (chunked prefill, decode, two requests mixed, long contexts and far positions)
-against transformers' eager forward. A model whose attention does more than the split knows (a mask of its own, a bias, a sink) passes every other gate and fails
-here. Needs neither weights nor a checkpoint.
+In: a config.json mapping and the assembly that was made from it. A small model of the same class and settings gets
+random weights; it is split in the same way, and its graphs run in ONNX Runtime (chunked prefill, decode, two requests
+mixed, long contexts and far positions) against transformers' eager forward. A model whose attention does more than the
+split knows (a mask of its own, a bias, a sink) passes every other gate and fails here. Needs neither weights nor a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -21,28 +22,30 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.errors import InputError
-from lockstep.export.quiet import quiet
 from lockstep.export import far_positions
+from lockstep.export.quiet import quiet
+from lockstep.export.reference_runner import Part, Walk
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import rope_settings
 from lockstep.export.small_configs import shallow_config, small_configs
-from lockstep.export.unique_layers import signatures
 from lockstep.export.tracer import build_config, meta_model
-from lockstep.export.reference_runner import Part, Walk
+from lockstep.export.unique_layers import signatures
 
-# fp32 rounding over a few layers, relative to the standard deviation of the logits: 1e-6 to 2e-5 is seen. The faults that the
-# tests plant, each as small as a wrong export can be, give 1e-3 and more.
+# fp32 rounding over a few layers, relative to the standard deviation of the logits: 1e-6 to 2e-5 is seen. The faults
+# that the tests plant, each as small as a wrong export can be, give 1e-3 and more.
 TOLERANCE = 1e-4
 LENGTHS = (23, 15)  # tokens of two requests: each crosses a window several times
 # What each step brings of each request: whole and partial prompts, a prompt beside a decoding request, both decoding.
 _STEPS = ((7, 6), (8, 1), (1, 1), (1, 4), (4, 1), (1, 1), (1, 1))
 _SMALL_ENOUGH = 3_000_000  # parameters: a model below is taken as it is, cut to the depth that shows all its layers
 _TOO_LARGE = 120_000_000  # parameters, 500 MB
-# Seeds of random weights, and the mean of gains. Where norms stand before scores that nothing scales down, gains near 1 make attention
-# so sharp that fp32 itself is off: a draw counts when transformers agrees with itself in fp64 four times better than we have to.
+# Seeds of random weights, and the mean of gains. Where norms stand before scores that nothing scales down, gains near 1
+# make attention so sharp that fp32 itself is off: a draw counts when transformers agrees with itself in fp64 four times
+# better than we have to.
 DRAWS = ((0, 1.0), (1, 1.0), (2, 0.25), (3, 0.25))
 _OWN_TOLERANCE = TOLERANCE / 4
-# A router that chooses between two nearly equal experts may choose differently after rounding; what is wrong is wrong for all weights.
+# A router that chooses between two nearly equal experts may choose differently after rounding; what is wrong is wrong
+# for all weights.
 _DRAWS_THAT_COUNT = 2
 
 Files = Mapping[str, bytes]
@@ -58,10 +61,13 @@ class Small:
     assembly: dict[str, Any]
 
 
-def prove(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assembly: Mapping[str, Any], assemble: Assemble) -> float:
+def prove(
+    config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assembly: Mapping[str, Any], assemble: Assemble
+) -> float:
     """Largest error of the logits of the small model's split form, relative to their standard deviation.
 
-    meta: the model of `config`; files, assembly: what `assemble` made of it. Raises InputError for a model whose split form differs from transformers, or of which no small model could be made.
+    meta: the model of `config`; files, assembly: what `assemble` made of it. Raises InputError for a model whose split
+    form differs from transformers, or of which no small model could be made.
     """
     small = make_small(config, meta, files, assembly, assemble)
     refusal = f"model type {config['model_type']!r} cannot be split: "
@@ -76,17 +82,23 @@ def prove(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assemb
         if len(errors) == _DRAWS_THAT_COUNT:
             break
     if not errors:
-        raise InputError(f"{refusal}no random weights were found for which transformers in fp32 is accurate enough to compare with")
+        raise InputError(
+            f"{refusal}no random weights were found for which transformers in fp32 is accurate enough to compare with"
+        )
     if reason := known_reason(meta):
         raise InputError(refusal + reason)
     raise InputError(
-        f"{refusal}its split form differs from transformers by {min(errors):.1e} of the logits' standard deviation on a small model of its kind, "
+        f"{refusal}its split form differs from transformers by {min(errors):.1e} of the logits' standard "
+        f"deviation on a small model of its kind, "
         f"expected at most {TOLERANCE:.0e}; please report it"
     )
 
 
-def make_small(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assembly: Mapping[str, Any], assemble: Assemble) -> Small:
-    """The smallest model of the class that has the same layers and kinds, in split form: the model itself, when it is that small.
+def make_small(
+    config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assembly: Mapping[str, Any], assemble: Assemble
+) -> Small:
+    """The smallest model of the class that has the same layers and kinds, in split form: the model itself, when it is
+    that small.
 
     Raises InputError when there is none.
     """
@@ -107,7 +119,8 @@ def make_small(config: Mapping[str, Any], meta: torch.nn.Module, files: Files, a
         except InputError as error:
             reasons.append(str(error))
     raise InputError(
-        f"model type {config['model_type']!r} cannot be split: no small model with its settings could be made to check the split form: {reasons[0]}"
+        f"model type {config['model_type']!r} cannot be split: no small model with its settings could be "
+        f"made to check the split form: {reasons[0]}"
     )
 
 
@@ -122,9 +135,11 @@ def _candidates(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any
 
 
 def depths_to_try(looks: Sequence[str]) -> list[int]:
-    """How many layers from the first show every pair of neighbours that the model has (three at least, where it has them).
+    """How many layers from the first show every pair of neighbours that the model has (three at least, where it has
+    them).
 
-    Some classes insist on what their last layer is, so the next depth at which the model ends as it really does comes second.
+    Some classes insist on what their last layer is, so the next depth at which the model ends as it really does comes
+    second.
     """
     pairs = list(zip(looks, looks[1:]))
     last = max((pairs.index(pair) for pair in set(pairs)), default=0)
@@ -139,24 +154,35 @@ def _parameters(meta: torch.nn.Module) -> int:
 def _compare_looks(found: Sequence[str], expected: Sequence[str]) -> None:
     pattern = lambda looks: [list(looks).index(look) for look in looks]
     if pattern(found) != pattern(expected[: len(found)]):
-        raise InputError(f"expected layers that look alike as in {pattern(expected[: len(found)])}, found {pattern(found)}")
+        raise InputError(
+            f"expected layers that look alike as in {pattern(expected[: len(found)])}, found {pattern(found)}"
+        )
 
 
 def _compare_kinds(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Each layer's attention must be the same but for head counts and the size of the window."""
     for index, (small, real) in enumerate(zip(found["layers"], expected["layers"])):
-        one, other = (_essence(assembly["kinds"][layer["kind"]]) for assembly, layer in ((found, small), (expected, real)))
+        one, other = (
+            _essence(assembly["kinds"][layer["kind"]]) for assembly, layer in ((found, small), (expected, real))
+        )
         if one != other:
             raise InputError(f"expected the attention of layer {index} with {other}, found {one}")
 
 
 def _compare_graphs(found: tuple[Files, Mapping[str, Any]], expected: tuple[Files, Mapping[str, Any]]) -> None:
-    """Each layer's graphs must have the same operators in the same order: what the small model shows then holds for the real one."""
+    """Each layer's graphs must have the same operators in the same order: what the small model shows then holds for the
+    real one."""
     for index, (small, real) in enumerate(zip(found[1]["layers"], expected[1]["layers"])):
         for part in ("block", "exit"):
-            one, other = (_operators(files[assembly["classes"][layer[part]["class"]]["graph"]]) for (files, assembly), layer in ((found, small), (expected, real)))
+            one, other = (
+                _operators(files[assembly["classes"][layer[part]["class"]]["graph"]])
+                for (files, assembly), layer in ((found, small), (expected, real))
+            )
             if one != other:
-                raise InputError(f"expected the {part} of layer {index} with {len(other)} operators as in the model itself, found {len(one)} or others")
+                raise InputError(
+                    f"expected the {part} of layer {index} with {len(other)} operators as in "
+                    f"the model itself, found {len(one)} or others"
+                )
 
 
 @functools.lru_cache(maxsize=64)
@@ -172,7 +198,8 @@ def _essence(kind: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Largest differences of a logit, over the logits' standard deviation. error: the split form from transformers, both in fp32;
+    """Largest differences of a logit, over the logits' standard deviation. error: the split form from transformers,
+    both in fp32;
     own: transformers in fp32 from itself in fp64."""
 
     error: float
@@ -180,7 +207,8 @@ class Measured:
 
 
 def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
-    """Of all tokens of two requests, with the random weights of `draw`. Raises InputError for a split form that does not run."""
+    """Of all tokens of two requests, with the random weights of `draw`. Raises InputError for a split form that does
+    not run."""
     with _one_thread():
         return _measure(small, draw)
 
@@ -213,16 +241,24 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
         found, found_far = walk(run, sequences), [far_positions.found(run, each) for each in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
-    error, far_error = _difference(found, expected), max((_difference(*pair) for pair in zip(found_far, expected_far)), default=0.0)
+    error, far_error = (
+        _difference(found, expected),
+        max((_difference(*pair) for pair in zip(found_far, expected_far)), default=0.0),
+    )
     own = _difference(_forward(model.double(), sequences), expected)
     if far_error > TOLERANCE:  # is it ours? Only then is transformers' own error worth its time
-        own = max(own, *(_difference(far_positions.expected(model, each), rows) for each, rows in zip(filled, expected_far)))
+        own = max(
+            own, *(_difference(far_positions.expected(model, each), rows) for each, rows in zip(filled, expected_far))
+        )
     return Measured(max(error, far_error), own)
 
 
 def _difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Largest difference of two lists of logits over the standard deviation of the second; infinity for what is no number."""
-    largest = max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True)) / float(np.concatenate(other).std())
+    """Largest difference of two lists of logits over the standard deviation of the second; infinity for what is no
+    number."""
+    largest = max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True)) / float(
+        np.concatenate(other).std()
+    )
     return largest if np.isfinite(largest) else float("inf")
 
 
@@ -242,7 +278,9 @@ def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     logits: list[list[np.ndarray]] = [[] for _ in sequences]
     at = [0] * len(sequences)
     for counts in _STEPS:
-        parts = [Part(request, ids[at[request] : at[request] + counts[request]]) for request, ids in enumerate(sequences)]
+        parts = [
+            Part(request, ids[at[request] : at[request] + counts[request]]) for request, ids in enumerate(sequences)
+        ]
         for part, rows in zip(parts, run.step(parts), strict=True):
             logits[part.request].append(rows)
             at[part.request] += len(part.tokens)
@@ -250,7 +288,8 @@ def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> torch.nn.Module:
-    """transformers' own model with random weights in fp32, eager: gains and biases vary too, so that none can stand for another."""
+    """transformers' own model with random weights in fp32, eager: gains and biases vary too, so that none can stand for
+    another."""
     made = build_config(config)
     made._experts_implementation = "eager"  # not what the trace needs, and it also runs in fp64
     with quiet():

@@ -16,7 +16,8 @@ from huggingface_hub import constants
 def quiet() -> Iterator[None]:
     """Switch off progress bars, load reports, logs and warnings of transformers, torch and its exporter; errors raise.
 
-    The Hugging Face hub counts as offline meanwhile: transformers works on files that are here, and asks for others by default.
+    The Hugging Face hub counts as offline meanwhile: transformers works on files that are here, and asks for others by
+    default.
     """
     previous, bars = logging.root.manager.disable, transformers.utils.logging.is_progress_bar_enabled()
     offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True

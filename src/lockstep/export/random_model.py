@@ -1,7 +1,8 @@
 """A checkpoint of any shape with random weights: a config.json in, a checkpoint folder out.
 
-For shape work, speed and tests. Each tensor is drawn from a generator seeded by (seed, tensor name), streamed into sharded
-safetensors; the scales keep logits near a standard deviation of 1. Needs torch and transformers to know the tensors' names and shapes.
+For shape work, speed and tests. Each tensor is drawn from a generator seeded by (seed, tensor name), streamed into
+sharded safetensors; the scales keep logits near a standard deviation of 1. Needs torch and transformers to know the
+tensors' names and shapes.
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ import ml_dtypes
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lockstep.checkpoint.tensors import INDEX, SINGLE
-from lockstep.errors import InputError
 from lockstep.artifacts.fetched import clear, folder_of, write_fetched
 from lockstep.artifacts.files import atomic_path, sha256_file, write_json
+from lockstep.checkpoint.tensors import INDEX, SINGLE
 from lockstep.config.sources import parse_source
+from lockstep.errors import InputError
 
-_DTYPES = {"float32": ("F32", np.dtype(np.float32)), "float16": ("F16", np.dtype(np.float16)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
+_DTYPES = {
+    "float32": ("F32", np.dtype(np.float32)),
+    "float16": ("F16", np.dtype(np.float16)),
+    "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
+}
 SHARD_BYTES = 4 << 30
 _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
 
 
 def fetch(source: str, config_json: str | os.PathLike, out: str | os.PathLike) -> Path:
-    """Make the checkpoint of a `random:` source, whose config is `config_json`, in `checkpoint/` beside the manifest `out`."""
+    """Make the checkpoint of a `random:` source, whose config is `config_json`, in `checkpoint/` beside the manifest
+    `out`."""
     out, seed = Path(out), parse_source(source).seed
     out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
     clear(folder_of(out))
@@ -43,10 +49,12 @@ def fetch(source: str, config_json: str | os.PathLike, out: str | os.PathLike) -
 
 
 def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the checkpoint of `config_json` with random weights of `seed` to `folder`; the dtype is the config's (float32 if it names none).
+    """Write the checkpoint of `config_json` with random weights of `seed` to `folder`; the dtype is the config's
+    (float32 if it names none).
 
-    A tokenizer.json beside the config is copied, else one of single bytes is made. What an earlier call left in the folder is
-    replaced. Raises InputError for a config that is no causal LM's, and when the disk has no room for the weights.
+    A tokenizer.json beside the config is copied, else one of single bytes is made. What an earlier call left in the
+    folder is replaced. Raises InputError for a config that is no causal LM's, and when the disk has no room for the
+    weights.
     """
     config_json, folder = Path(config_json), Path(folder)
     config = _read(config_json)
@@ -60,7 +68,10 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     free = shutil.disk_usage(folder).free
     if free < total:
-        raise InputError(f"{folder}: expected {total} bytes free for random weights, found {free}; free space or choose another output folder")
+        raise InputError(
+            f"{folder}: expected {total} bytes free for random weights, found {free}; free "
+            f"space or choose another output folder"
+        )
     shards = _shards(shapes, dtype.itemsize, shard_bytes)
     index: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -83,8 +94,15 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
 
 
 def _earlier(folder: Path) -> list[Path]:
-    """Weights that an earlier call left in `folder`, whole or not. Of another shape, they would be read beside or before the new ones."""
-    return [path for path in folder.iterdir() if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|\.model.*\.safetensors.*\.tmp", path.name)]
+    """Weights that an earlier call left in `folder`, whole or not. Of another shape, they would be read beside or
+    before the new ones."""
+    return [
+        path
+        for path in folder.iterdir()
+        if re.fullmatch(
+            r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|\.model.*\.safetensors.*\.tmp", path.name
+        )
+    ]
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -153,7 +171,8 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, l
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
-    """float32 pieces of the tensor: gains near 1, biases near 0, matrices scaled by 1/sqrt(inputs) so that they keep a vector's size."""
+    """float32 pieces of the tensor: gains near 1, biases near 0, matrices scaled by 1/sqrt(inputs) so that they keep a
+    vector's size."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     random = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
     if len(shape) < 2:

@@ -1,7 +1,8 @@
 """Walk an assembly's graphs in ONNX Runtime, in memory: what the runtime does, in its plainest form.
 
-In: the bytes of the graphs, the assembly, tensors by checkpoint name. Out: logits of every token of a step. A step takes any mix of
-requests; one that brings several tokens goes through the prefill graph of each kind, those that bring one through decode together.
+In: the bytes of the graphs, the assembly, tensors by checkpoint name. Out: logits of every token of a step. A step
+takes any mix of requests; one that brings several tokens goes through the prefill graph of each kind, those that bring
+one through decode together.
 """
 
 from __future__ import annotations
@@ -25,12 +26,24 @@ class Part:
 
 
 class Walk:
-    """`num_requests` requests with room for `capacity` tokens each. fp32 only. What no token has filled holds noise, not zeros."""
+    """`num_requests` requests with room for `capacity` tokens each. fp32 only. What no token has filled holds noise,
+    not zeros."""
 
-    def __init__(self, files: Mapping[str, bytes], assembly: Mapping[str, Any], tensors: Mapping[str, np.ndarray], num_requests: int, capacity: int):
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        assembly: Mapping[str, Any],
+        tensors: Mapping[str, np.ndarray],
+        num_requests: int,
+        capacity: int,
+    ):
         self.assembly, self.tensors = assembly, tensors
         entries = dict(assembly["classes"])
-        entries |= {f"{name}.{phase}": kind[phase] for name, kind in assembly["kinds"].items() for phase in ("prefill", "decode")}
+        entries |= {
+            f"{name}.{phase}": kind[phase]
+            for name, kind in assembly["kinds"].items()
+            for phase in ("prefill", "decode")
+        }
         self.inputs = {name: [value["name"] for value in entry["inputs"]] for name, entry in entries.items()}
         self.outputs = {name: [value["name"] for value in entry["outputs"]] for name, entry in entries.items()}
         self.sessions = {name: open_session(files[entry["graph"]], threads=1) for name, entry in entries.items()}
@@ -40,12 +53,14 @@ class Walk:
         self.caches = []
         for layer in assembly["layers"]:
             kind = assembly["kinds"][layer["kind"]]
-            shapes = [(num_requests, kind["num_kv_heads"], capacity, kind[dim]) for dim in ("head_dim", "value_head_dim")]
+            shapes = [
+                (num_requests, kind["num_kv_heads"], capacity, kind[dim]) for dim in ("head_dim", "value_head_dim")
+            ]
             self.caches.append([10 * noise.standard_normal(shape, np.float32) for shape in shapes])
 
     def behind(self, caches: Sequence[list[np.ndarray]], lengths: Sequence[int], shift: np.ndarray) -> Walk:
-        """The same graphs with other requests: for each layer [key, value] stores of [num_requests, num_kv_heads, capacity, dim], of which
-        `lengths` tokens are filled; new tokens stand `shift` positions further than that."""
+        """The same graphs with other requests: for each layer [key, value] stores of [num_requests, num_kv_heads,
+        capacity, dim], of which `lengths` tokens are filled; new tokens stand `shift` positions further than that."""
         other = copy.copy(self)
         other.caches, other.lengths, other.shift = list(caches), np.array(lengths, np.int64), np.array(shift, np.int64)
         return other
@@ -86,9 +101,15 @@ class Walk:
         shape = next(value["shape"] for value in self.assembly["classes"][name]["slots"] if value["name"] == slot)
         return np.concatenate([array.reshape(-1) for array in arrays]).reshape(shape)
 
-    def _attention(self, kind: str, cache: list[np.ndarray], parts: Sequence[Part], env: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _attention(
+        self, kind: str, cache: list[np.ndarray], parts: Sequence[Part], env: Mapping[str, np.ndarray]
+    ) -> np.ndarray:
         starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
-        calls = [([part.request], np.arange(first, last)) for part, first, last in zip(parts, starts, starts[1:]) if last - first > 1]
+        calls = [
+            ([part.request], np.arange(first, last))
+            for part, first, last in zip(parts, starts, starts[1:])
+            if last - first > 1
+        ]
         single = [(part.request, first) for part, first, last in zip(parts, starts, starts[1:]) if last - first == 1]
         if single:
             calls.append(([request for request, _ in single], np.array([first for _, first in single])))
@@ -96,7 +117,11 @@ class Walk:
         for requests, rows in calls:
             several = len(rows) > len(requests)
             feeds = {name: env[name][rows] for name in ("query", "key", "value", "position_ids")}
-            feeds |= {"past_key": cache[0][requests], "past_value": cache[1][requests], "past_lengths": self.lengths[requests]}
+            feeds |= {
+                "past_key": cache[0][requests],
+                "past_value": cache[1][requests],
+                "past_lengths": self.lengths[requests],
+            }
             name = f"{kind}.{'prefill' if several else 'decode'}"
             found = self._run(name, {key: feeds[key] for key in self.inputs[name]})
             if result is None:

@@ -1,7 +1,8 @@
 """Why a model cannot be split, in the words of what it does: for the one line that a refusal is.
 
-In: a model whose trace or proof failed. Out: what its config and modules are known to do that a split form over a KV cache does not
-have, if anything. Nothing is refused here: a model that traces and proves itself is taken, whatever its modules are called.
+In: a model whose trace or proof failed. Out: what its config and modules are known to do that a split form over a KV
+cache does not have, if anything. Nothing is refused here: a model that traces and proves itself is taken, whatever its
+modules are called.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 import torch
 
 _RECURRENT = re.compile(
-    r"mamba|rwkv|recurrentblock|rglru|deltanet|deltaattention|linearattention|lightningattention|shortconv|[ms]lstm|retention|conv1d_state", re.IGNORECASE
+    r"mamba|rwkv|recurrentblock|rglru|deltanet|deltaattention|linearattention|lightningattention|shortconv|[ms]lstm|retention|conv1d_state",
+    re.IGNORECASE,
 )
 _OWN_SCHEMES = {"bloom"}  # ALiBi without a setting that says so
 
@@ -21,16 +23,27 @@ def known_reason(model: torch.nn.Module) -> str | None:
     """What the model is known to do that cannot be split, None when nothing is known."""
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
-        return "it is the decoder of an encoder-decoder, with attention to an encoder's tokens; only decoders of their own can be split"
-    recurrent = sorted({type(module).__name__ for module in model.modules() if _RECURRENT.search(type(module).__name__)})
+        return (
+            "it is the decoder of an encoder-decoder, with attention to an encoder's tokens; only "
+            "decoders of their own can be split"
+        )
+    recurrent = sorted(
+        {type(module).__name__ for module in model.modules() if _RECURRENT.search(type(module).__name__)}
+    )
     if recurrent:
         return f"it has recurrent layers ({', '.join(recurrent[:2])}), whose state of all tokens so far is no KV cache"
     if _alibi(config):
         return "its attention adds ALiBi biases (alibi) to the scores; only rotary and learned positions can be split"
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        return "it is an encoder whose embeddings count positions from padding_idx + 1 and leave padding out; positions must count from 0"
+        return (
+            "it is an encoder whose embeddings count positions from padding_idx + 1 and leave padding "
+            "out; positions must count from 0"
+        )
     if not any(hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS") for module in model.modules()):
-        return "it computes attention in code of its own, not through transformers' attention interface, where a model is cut"
+        return (
+            "it computes attention in code of its own, not through transformers' attention interface, "
+            "where a model is cut"
+        )
     return None
 
 

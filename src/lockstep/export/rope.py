@@ -1,9 +1,10 @@
 """Rotary encodings whose frequencies change with length, held to the frequencies of the lengths at which they do not.
 
-`longrope` takes other frequencies for all positions as soon as one position of the batch passes `original_max_position_embeddings`, and
-`dynamic` beyond `max_position_embeddings`. transformers' `generate` then drops its KV cache and computes every key anew, for all requests of a batch
-alike. A step over a cache of rotated keys cannot do that, and one request must not change another: the first frequencies are the model
-here, and the positions that have them are its limit.
+`longrope` takes other frequencies for all positions as soon as one position of the batch passes
+`original_max_position_embeddings`, and `dynamic` beyond `max_position_embeddings`. transformers' `generate` then drops
+its KV cache and computes every key anew, for all requests of a batch alike. A step over a cache of rotated keys cannot
+do that, and one request must not change another: the first frequencies are the model here, and the positions that have
+them are its limit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from lockstep.errors import InputError
 
 
 def freeze_ropes(model: torch.nn.Module) -> None:
-    """Let every rotary module of `model` keep the frequencies that it has up to the limit that `position_limit` gives."""
+    """Let every rotary module of `model` keep the frequencies that it has up to the limit that `position_limit`
+    gives."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _changes(kinds):
@@ -29,9 +31,14 @@ def freeze_ropes(model: torch.nn.Module) -> None:
         else:
             continue
         parameters = module.config.rope_parameters
-        if "short_mscale" in parameters:  # phimoe: a factor of cos and sin for each of the two sets, chosen in its own code
+        # phimoe: a factor of cos and sin for each of the two sets, chosen in its own code
+        if "short_mscale" in parameters:
             module.config = copy.copy(module.config)
-            module.config.rope_parameters = {**parameters, "rope_type": "default", "attention_factor": parameters["short_mscale"]}
+            module.config.rope_parameters = {
+                **parameters,
+                "rope_type": "default",
+                "attention_factor": parameters["short_mscale"],
+            }
 
 
 def _changes(kind: str) -> bool:
@@ -39,16 +46,25 @@ def _changes(kind: str) -> bool:
 
 
 def position_limit(config: transformers.PreTrainedConfig) -> tuple[int | None, str | None]:
-    """How many positions the model has (None: it does not say), and why when that is fewer than its config names or beyond changing."""
+    """How many positions the model has (None: it does not say), and why when that is fewer than its config names or
+    beyond changing."""
     text = config.get_text_config()
     known = getattr(text, "max_position_embeddings", None)
     limits = [(known, None)] if isinstance(known, int) else []
     for parameters in rope_settings(text):
         kind = parameters.get("rope_type", "default")
         if kind == "longrope":
-            limits.append((int(parameters["original_max_position_embeddings"]), "original_max_position_embeddings: beyond it longrope changes the keys of all positions"))
+            limits.append(
+                (
+                    int(parameters["original_max_position_embeddings"]),
+                    "original_max_position_embeddings: beyond it longrope changes the keys of all positions",
+                )
+            )
         elif _changes(kind) and not limits:
-            raise InputError(f"model type {config.model_type!r} cannot be split: rope type {kind} changes with length, from a max_position_embeddings that config.json does not name")
+            raise InputError(
+                f"model type {config.model_type!r} cannot be split: rope type {kind} changes "
+                f"with length, from a max_position_embeddings that config.json does not name"
+            )
     return min(limits, key=lambda limit: limit[0], default=(None, None))
 
 

@@ -1,4 +1,5 @@
-"""The export stage: checkpoint manifest -> assembly.json, block classes, kinds, embedding, tokenizer, uncut batchful.onnx.
+"""The export stage: checkpoint manifest -> assembly.json, block classes, kinds, embedding, tokenizer, uncut
+batchful.onnx.
 
 Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy), never
 its weights: only the headers, where they are there, to refuse names and shapes that are not the model's before hours
@@ -18,19 +19,19 @@ import onnx
 import torch
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes, write_json
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.checkpoint.tensors import find_tensors, has_weights
 from lockstep.errors import InputError
-from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes, write_json
 from lockstep.export import attention
 from lockstep.export.canonical import Graph, describe
+from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.compose import Step, compose
 from lockstep.export.cut import Region
-from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.parity import prove
 from lockstep.export.rope import position_limit
-from lockstep.export.unique_layers import parts_of
 from lockstep.export.tracer import meta_model
+from lockstep.export.unique_layers import parts_of
 
 _READ = ("generation_config.json", "tokenizer.json")  # of the checkpoint's folder; config.json stands in the manifest
 
@@ -51,7 +52,8 @@ class _Registry:
 
 
 def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike) -> Path:
-    """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie beside it.
+    """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie
+    beside it.
 
     Raises InputError for a model that cannot be split, with the reason.
     """
@@ -77,7 +79,8 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
 
 
 def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives {file: size, sha256}."""
+    """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives
+    {file: size, sha256}."""
     files, assembly = _proven(config, precision)
     assembly["eos_token_ids"] = _token_ids(config.get("eos_token_id"), "config.json")
     files["assembly.json"] = dump_json(assembly).encode()
@@ -101,7 +104,9 @@ def _proven(
     return files, assembly
 
 
-def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stamp: bool = True) -> tuple[dict[str, bytes], dict[str, Any]]:
+def assemble(
+    meta: torch.nn.Module, config: dict[str, Any], precision: str, stamp: bool = True
+) -> tuple[dict[str, bytes], dict[str, Any]]:
     """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
     parts = parts_of(meta, stamp)
     layers = parts.layers
@@ -110,7 +115,10 @@ def assemble(meta: torch.nn.Module, config: dict[str, Any], precision: str, stam
     for index, layer in enumerate(layers):
         entries.append(
             {
-                "block": {"class": classes.add(layer.block, "entry" if index == 0 else "middle"), "slots": layer.block_slots},
+                "block": {
+                    "class": classes.add(layer.block, "entry" if index == 0 else "middle"),
+                    "slots": layer.block_slots,
+                },
                 "kind": kinds.add(layer.region),
                 "exit": {"class": classes.add(layer.exit, "exit"), "slots": layer.exit_slots},
             }
@@ -180,7 +188,12 @@ class _Kinds:
 
 
 def _describe(graph: Graph, name: str) -> dict[str, Any]:
-    described = {"graph": f"{name}.onnx", "sha256": graph.sha256, "inputs": list(graph.inputs), "outputs": list(graph.outputs)}
+    described = {
+        "graph": f"{name}.onnx",
+        "sha256": graph.sha256,
+        "inputs": list(graph.inputs),
+        "outputs": list(graph.outputs),
+    }
     return described | ({"slots": list(graph.slots)} if graph.slots else {})
 
 
@@ -208,5 +221,7 @@ def _token_ids(found: Any, where: str) -> list[int]:
     """One id, several or none, as generation_config.json and config.json have them."""
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise InputError(f"{where}: eos_token_id: expected token ids, found {found!r}; correct generation_config.json or config.json")
+        raise InputError(
+            f"{where}: eos_token_id: expected token ids, found {found!r}; correct generation_config.json or config.json"
+        )
     return sorted(set(ids))

@@ -1,8 +1,9 @@
 """Bring a traced graph to packed form: drop the leading batch dimension of 1 that transformers' modules carry.
 
-In: a traced graph whose values are `[1, num_tokens, ...]`. Out: the same computation on `[num_tokens, ...]`, rebuilt node by node.
-Each value has a full form and a short one (without the leading 1); whichever a node needs is made from the other on demand, so a
-node that no rule fits keeps its full form between an Unsqueeze and a Squeeze: unusual operators cost a node, never correctness.
+In: a traced graph whose values are `[1, num_tokens, ...]`. Out: the same computation on `[num_tokens, ...]`, rebuilt
+node by node. Each value has a full form and a short one (without the leading 1); whichever a node needs is made from
+the other on demand, so a node that no rule fits keeps its full form between an Unsqueeze and a Squeeze: unusual
+operators cost a node, never correctness.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 ELEMENTWISE = frozenset(
-    "Abs Add And Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid HardSwish Identity IsNaN LeakyRelu "
-    "Less LessOrEqual Log Max Min Mish Mod Mul Neg Not Or Pow Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Sqrt Sub Tanh Where Xor".split()
+    "Abs Add And Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
+    "HardSwish Identity IsNaN LeakyRelu "
+    "Less LessOrEqual Log Max Min Mish Mod Mul Neg Not Or Pow Reciprocal Relu Round Selu Sigmoid Sign Sin "
+    "Softplus Sqrt Sub Tanh Where Xor".split()
 )
 REDUCTIONS = frozenset("ReduceMax ReduceMean ReduceMin ReduceSum ReduceSumSquare ReduceL2".split())
 _ALONG_AXIS = frozenset("Softmax LogSoftmax LayerNormalization RMSNormalization".split())
 
 
 def pack(model: ir.Model) -> ir.Model:
-    """A new model without leading ones and without movement that does nothing. Inputs, outputs and initializers keep their names."""
+    """A new model without leading ones and without movement that does nothing. Inputs, outputs and initializers keep
+    their names."""
     packed = ir.Model(_Packer(model.graph).run(), ir_version=model.ir_version)
     merge_movement(packed.graph)
     passes.CommonSubexpressionEliminationPass()(packed)
@@ -51,7 +55,12 @@ class _Packer:
             outputs.append(self._full(value))
             outputs[-1].name = value.name
         graph = ir.Graph(
-            inputs, outputs, nodes=self.nodes, initializers=list(self.initializers.values()), opset_imports=dict(self.old.opset_imports), name=self.old.name
+            inputs,
+            outputs,
+            nodes=self.nodes,
+            initializers=list(self.initializers.values()),
+            opset_imports=dict(self.old.opset_imports),
+            name=self.old.name,
         )
         return graph
 
@@ -73,7 +82,9 @@ class _Packer:
             if array is not None:
                 self.short[value] = self._const(array[0])
             else:
-                self.short[value] = self._emit("Squeeze", [self.full[value], self._const([0])], value.shape[1:], value.dtype)
+                self.short[value] = self._emit(
+                    "Squeeze", [self.full[value], self._const([0])], value.shape[1:], value.dtype
+                )
         return self.short[value]
 
     def _const(self, array: Sequence[int] | np.ndarray) -> ir.Value:
@@ -82,13 +93,16 @@ class _Packer:
         if key not in self.constants:
             name = f"packed_const_{len(self.constants)}"
             value = ir.Value(
-                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), const_value=ir.tensor(array, name=name)
+                name=name,
+                shape=ir.Shape(array.shape),
+                type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+                const_value=ir.tensor(array, name=name),
             )
             self.constants[key] = self.initializers[name] = value
         return self.constants[key]
 
     def _emit(self, op_type: str, inputs, shape, dtype, attributes=(), like: ir.Node | None = None) -> ir.Value:
-        node = ir.Node(like.domain if like else "", op_type, inputs, [a for a in attributes], num_outputs=1)
+        node = ir.Node(like.domain if like else "", op_type, inputs, list(attributes), num_outputs=1)
         self.nodes.append(node)
         node.outputs[0].shape = ir.Shape(shape) if shape is not None else None
         node.outputs[0].type = ir.TensorType(dtype) if dtype is not None else None
@@ -118,7 +132,9 @@ class _Packer:
 
     def _rewrite(self, node: ir.Node) -> bool:
         """Emit the node in short form if a rule fits. True when all its outputs are served."""
-        if node.domain not in ("", "ai.onnx") or any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
+        if node.domain not in ("", "ai.onnx") or any(
+            a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()
+        ):
             return False
         if any(value is not None and value.shape is None for value in (*node.inputs, *node.outputs)):
             return False
@@ -149,7 +165,9 @@ class _Packer:
                 return False
             return self._serve(node, [self._short(node.inputs[0])], [ir.AttrInt64s("perm", [p - 1 for p in perm[1:]])])
         if op == "MatMul":
-            return self._elementwise(node) if len(out.shape) > 2 and min(len(v.shape) for v in node.inputs) >= 2 else False
+            return (
+                self._elementwise(node) if len(out.shape) > 2 and min(len(v.shape) for v in node.inputs) >= 2 else False
+            )
         return False
 
     def _serve(self, node: ir.Node, inputs, attributes) -> bool:
@@ -174,7 +192,8 @@ class _Packer:
         return self._serve(node, inputs, list(node.attributes.values()))
 
     def _by_axes_input(self, node: ir.Node) -> bool:
-        """Axes come as an input (second of a reduction, fourth of Slice); counted from the end they survive the drop."""
+        """Axes come as an input (second of a reduction, fourth of Slice); counted from the end they survive the
+        drop."""
         position, rank = (3, len(node.inputs[0].shape)) if node.op_type == "Slice" else (1, len(node.inputs[0].shape))
         axes = _constant(node.inputs[position]) if len(node.inputs) > position else None
         keepdims = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
@@ -189,7 +208,11 @@ class _Packer:
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else default
         if axis % rank == 0:
             return False
-        inputs = [self._short(v) for v in node.inputs] if short_all else [self._short(node.inputs[0]), *(None if v is None else self._full(v) for v in rest)]
+        inputs = (
+            [self._short(v) for v in node.inputs]
+            if short_all
+            else [self._short(node.inputs[0]), *(None if v is None else self._full(v) for v in rest)]
+        )
         attributes = [a for a in node.attributes.values() if a.name != "axis"]
         return self._serve(node, inputs, [*attributes, ir.AttrInt64("axis", axis % rank - rank)])
 
@@ -213,7 +236,9 @@ class _Packer:
         axes = sorted(int(axis) % len(out.shape) for axis in axes)
         source = self._full(data) if 0 in axes else self._short(data)
         rest = [axis - 1 for axis in axes if axis != 0]
-        self.short[out] = self._emit("Unsqueeze", [source, self._const(rest)], out.shape[1:], out.dtype) if rest else source
+        self.short[out] = (
+            self._emit("Unsqueeze", [source, self._const(rest)], out.shape[1:], out.dtype) if rest else source
+        )
         return True
 
     def _reshape(self, node: ir.Node) -> bool:
@@ -261,7 +286,9 @@ def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
         if node.op_type == "Reshape":
             target = _constant(node.inputs[1])
             if target is not None and 0 not in target:
-                while source not in keep and (producer := source.producer()) is not None and producer.op_type == "Reshape":
+                while (
+                    source not in keep and (producer := source.producer()) is not None and producer.op_type == "Reshape"
+                ):
                     source = producer.inputs[0]
                 node.replace_input_with(0, source)
             if source.shape is not None and out.shape is not None and _same(source.shape, out.shape):

@@ -1,8 +1,8 @@
 """Small models of the same class and settings: a config.json in, config.json mappings of smaller models out.
 
-Kept: the class, norms, biases, activations, caps, tied weights, rotary settings, head size, the sequence of layer looks. Made small:
-depth, width, heads, experts, vocabulary, and windows that are wider than the proof's longest context. Keys are told by their names, which
-transformers' models share, so no model needs code of its own.
+Kept: the class, norms, biases, activations, caps, tied weights, rotary settings, head size, the sequence of layer
+looks. Made small: depth, width, heads, experts, vocabulary, and windows that are wider than the proof's longest
+context. Keys are told by their names, which transformers' models share, so no model needs code of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ WINDOW = 4096  # tokens: far.py looks at both sides of it
 _VOCABULARY = 160
 _INTERMEDIATE = 96
 _KV_HEADS = (2, 4)  # more than one, so that heads taken in a wrong order show; some classes want a multiple of four
-_GROUP = 3  # query heads for each key head: another number than those above, so that the two are not mistaken for each other
+# query heads for each key head: another number than those above, so that the two are not mistaken for each other
+_GROUP = 3
 _KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_experts|num_local_experts")
 _EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
@@ -39,7 +40,9 @@ def shallow_config(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     return _small(config, depth, None, experts=False, inner=False)
 
 
-def _small(config: Mapping[str, Any], depth: int, kv_heads: int | None, experts: bool, inner: bool = True) -> dict[str, Any]:
+def _small(
+    config: Mapping[str, Any], depth: int, kv_heads: int | None, experts: bool, inner: bool = True
+) -> dict[str, Any]:
     """kv_heads: how many are left of them, None for all."""
     made = build_config(config)
     text = made.get_text_config()
@@ -58,7 +61,8 @@ def _small(config: Mapping[str, Any], depth: int, kv_heads: int | None, experts:
 
 
 class _Section:
-    """One config with the mapping that it is made from: the mapping's values win, so that derived settings are derived anew."""
+    """One config with the mapping that it is made from: the mapping's values win, so that derived settings are derived
+    anew."""
 
     def __init__(self, made: Any, values: Mapping[str, Any]):
         self.made, self.values = made, copy.deepcopy(dict(values))
@@ -69,7 +73,9 @@ class _Section:
         return (self.made.attribute_map or {}).get(key, key)
 
     def get(self, *keys: str) -> Any:
-        return next((self.settings[self.name(key)] for key in keys if self.settings.get(self.name(key)) is not None), None)
+        return next(
+            (self.settings[self.name(key)] for key in keys if self.settings.get(self.name(key)) is not None), None
+        )
 
     def set(self, key: str, value: Any) -> None:
         for other, name in (self.made.attribute_map or {}).items():
@@ -102,7 +108,12 @@ class _Section:
         for key, value in list(self.settings.items()):
             if isinstance(value, (list, tuple)) and len(value) == full and key not in NOT_PER_LAYER:
                 self.set(key, list(value)[:depth])
-            if isinstance(value, Mapping) and value and all(str(number).isdecimal() for number in value) and key not in NOT_PER_LAYER | {"id2label"}:
+            if (
+                isinstance(value, Mapping)
+                and value
+                and all(str(number).isdecimal() for number in value)
+                and key not in NOT_PER_LAYER | {"id2label"}
+            ):
                 self.set(key, {number: setting for number, setting in value.items() if int(number) < depth})
 
     def _experts(self) -> None:
@@ -132,8 +143,14 @@ class _Section:
             if self.get(key):
                 self.set(key, small_kv)
         self.set("hidden_size", min(size, hidden))
-        for key, value in list(self.settings.items()):  # a second name for the hidden size, such as the size of the embeddings
-            if value == hidden and key != self.name("hidden_size") and re.search(r"dim$|size$|width$|d_model", key) and not _INNER.search(key):
+        # a second name for the hidden size, such as the size of the embeddings
+        for key, value in list(self.settings.items()):
+            if (
+                value == hidden
+                and key != self.name("hidden_size")
+                and re.search(r"dim$|size$|width$|d_model", key)
+                and not _INNER.search(key)
+            ):
                 self.set(key, min(size, hidden))
 
 

@@ -1,7 +1,7 @@
 """A checkpoint as transformers runs it: in float32, eager, cut after its first n layers. Needs torch and transformers.
 
-Nothing is fetched and no code of the checkpoint runs: `local_files_only`, `trust_remote_code` off, safetensors only. Independent of
-the exporter, so that a mistake there cannot hide in what it is compared with.
+Nothing is fetched and no code of the checkpoint runs: `local_files_only`, `trust_remote_code` off, safetensors only.
+Independent of the exporter, so that a mistake there cannot hide in what it is compared with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _NOT_PER_LAYER = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id
 
 
 def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.PreTrainedConfig:
-    """The transformers config of a config.json mapping for its first `layers` layers ("all": as it is), per-layer lists cut too.
+    """The transformers config of a config.json mapping for its first `layers` layers ("all": as it is), per-layer lists
+    cut too.
 
     What is loaded with it keeps the constants of the whole model: see `keep_constants`.
 
@@ -34,7 +35,8 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
     """
     if config.get("model_type") not in CONFIG_MAPPING:
         raise InputError(
-            f"config.json: model_type: expected one that transformers {transformers.__version__} knows, found {config.get('model_type')!r}; "
+            f"config.json: model_type: expected one that transformers {transformers.__version__} knows, "
+            f"found {config.get('model_type')!r}; "
             "correct it, or install a newer transformers"
         )
     with quiet(), _one_line("config.json: expected the config of a model"):
@@ -55,9 +57,11 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
 
 
 def keep_constants(model: torch.nn.Module) -> None:
-    """Give a cut model the constants of the whole one, in place: its first layers are then those that the whole model has.
+    """Give a cut model the constants of the whole one, in place: its first layers are then those that the whole model
+    has.
 
-    Some models scale by their depth (`scale_depth / sqrt(num_hidden_layers)`), so that a model built with fewer layers is another one.
+    Some models scale by their depth (`scale_depth / sqrt(num_hidden_layers)`), so that a model built with fewer layers
+    is another one.
     Raises InputError when its layers differ from the whole model's first ones in more than such numbers.
     """
     whole_config = getattr(model.config, "config_of_all_layers", None)
@@ -70,15 +74,20 @@ def keep_constants(model: torch.nn.Module) -> None:
         for key in sorted(key for key in ours.keys() & theirs.keys() if key != "training" and not key.startswith("_")):
             if isinstance(ours[key], float) and isinstance(theirs[key], float):
                 setattr(module, key, theirs[key])
-            elif isinstance(ours[key], (bool, int, str)) and ours[key] != theirs[key] and re.search(r"\.\d+(\.|$)", name):
+            elif (
+                isinstance(ours[key], (bool, int, str)) and ours[key] != theirs[key] and re.search(r"\.\d+(\.|$)", name)
+            ):
                 raise InputError(
-                    f"layers: expected a model whose first layers are the same however many follow, found one whose {name}.{key} is {theirs[key]!r} in the "
-                    f"whole model and {ours[key]!r} in one of {model.config.get_text_config().num_hidden_layers} layers; use layers: all"
+                    f"layers: expected a model whose first layers are the same however many follow, found "
+                    f"one whose {name}.{key} is {theirs[key]!r} in the "
+                    f"whole model and {ours[key]!r} in one of "
+                    f"{model.config.get_text_config().num_hidden_layers} layers; use layers: all"
                 )
 
 
 def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> torch.nn.Module:
-    """The causal LM of a checkpoint folder, its weights cast to float32; of a cut config only the tensors of its layers are read.
+    """The causal LM of a checkpoint folder, its weights cast to float32; of a cut config only the tensors of its layers
+    are read.
 
     Raises InputError when the folder lacks tensors of the model.
     """
@@ -93,16 +102,28 @@ def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> torch.nn
 
 
 def load_tensors(
-    tensors: Mapping[str, torch.Tensor], config: transformers.PreTrainedConfig, attention: str, where: str, dtype: torch.dtype = torch.float32
+    tensors: Mapping[str, torch.Tensor],
+    config: transformers.PreTrainedConfig,
+    attention: str,
+    where: str,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
-    """The causal LM of `config` with the given tensors (names as in the checkpoint), in `dtype`, with the attention function
-    registered as `attention`. `where` says whose tensors they are, for the message of the InputError when some are missing."""
+    """The causal LM of `config` with the given tensors (names as in the checkpoint), in `dtype`, with the attention
+    function registered as `attention`. `where` says whose tensors they are, for the message of the InputError when some
+    are missing."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"config.json: model_type: expected a causal LM, found {config.model_type!r}; use a decoder-only model")
+        raise InputError(
+            f"config.json: model_type: expected a causal LM, found {config.model_type!r}; use a decoder-only model"
+        )
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with quiet(), _one_line(f"{where}: expected tensors that transformers can load"):
         model, info = architecture.from_pretrained(
-            None, config=config, state_dict=dict(tensors), dtype=dtype, attn_implementation=attention, output_loading_info=True
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
         )
     _check_loaded(where, info)
     keep_constants(model)
@@ -128,4 +149,7 @@ def _check_loaded(where: str, info: Mapping[str, Any]) -> None:
         if info[problem]:
             found = ", ".join(map(str, sorted(info[problem], key=str)[:3]))
             what = problem.replace("_", " ")
-            raise InputError(f"{where}: expected all tensors of the model, found {what}: {found}; does config.json belong to these weights?")
+            raise InputError(
+                f"{where}: expected all tensors of the model, found {what}: {found}; does "
+                f"config.json belong to these weights?"
+            )

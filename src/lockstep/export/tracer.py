@@ -1,11 +1,12 @@
 """Trace the batchful part of a transformers causal LM, and its embedding, without its weights.
 
 In: a model's config.json as a mapping and a dtype. Out: an ONNX graph (onnx_ir) of `hidden [num_tokens, hidden_size]`,
-`position_ids [num_tokens]` -> `logits [num_tokens, vocab_size]` in which each attention is one `lockstep::Attention` node and
-each weight is an initializer without a value, named as in the checkpoint.
+`position_ids [num_tokens]` -> `logits [num_tokens, vocab_size]` in which each attention is one `lockstep::Attention`
+node and each weight is an initializer without a value, named as in the checkpoint.
 
-Method: parameters are fake tensors (shape and dtype only); attention is replaced through transformers' `AttentionInterface`,
-so no model needs code of its own; `aten.linear` becomes `Gemm(transB=1)`, which reads weights in checkpoint layout.
+Method: parameters are fake tensors (shape and dtype only); attention is replaced through transformers'
+`AttentionInterface`, so no model needs code of its own; `aten.linear` becomes `Gemm(transB=1)`, which reads weights in
+checkpoint layout.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AutoModelForCausalLM
 
 from lockstep.errors import InputError
-from lockstep.export.quiet import quiet
 from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
+from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import freeze_ropes
 
@@ -68,13 +69,21 @@ def _register_schema() -> None:
     kind = onnx.defs.OpSchema.AttrType
     onnx.defs.register_schema(  # onnxscript looks operators up by schema
         onnx.defs.OpSchema(
-            "Attention", DOMAIN, 1, "parameter-free causal attention",
+            "Attention",
+            DOMAIN,
+            1,
+            "parameter-free causal attention",
             inputs=[parameter(name, "T") for name in ("query", "key", "value")],
             outputs=[parameter("attention", "T")],
             type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-            attributes=[attribute("layer", kind.INT), attribute("scale", kind.FLOAT), attribute("softcap", kind.FLOAT), attribute("window", kind.INT)],
+            attributes=[
+                attribute("layer", kind.INT),
+                attribute("scale", kind.FLOAT),
+                attribute("softcap", kind.FLOAT),
+                attribute("window", kind.INT),
+            ],
         )
-    )  # fmt: skip
+    )
 
 
 _register_schema()
@@ -98,7 +107,8 @@ def _to_gemm(x, weight, bias=None):
 
 @torch_op("aten::unsqueeze", complex=True, trace_only=True)
 def _complex_unsqueeze(x, dim: int):
-    """A complex tensor travels as pairs of real numbers in one more dimension, the last; onnxscript has this rule for other operators."""
+    """A complex tensor travels as pairs of real numbers in one more dimension, the last; onnxscript has this rule for
+    other operators."""
     return opset20.Unsqueeze(x, opset20.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
 
 
@@ -123,7 +133,8 @@ def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     model_type = config.get("model_type")
     if model_type not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise InputError(
-            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, found {model_type!r}; "
+            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, "
+            f"found {model_type!r}; "
             "encoder-decoders and models with code of their own cannot be used"
         )
     values = copy.deepcopy(dict(config))
@@ -139,7 +150,8 @@ def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
 
 
 def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
-    """The model of a config.json mapping: parameters on the meta device, real values in computed buffers (rotary frequencies ...).
+    """The model of a config.json mapping: parameters on the meta device, real values in computed buffers (rotary
+    frequencies ...).
 
     precision: "fp32", "fp16" or "bf16". Raises InputError for a model that is no causal LM of transformers.
     """
@@ -149,7 +161,10 @@ def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:  # a config that contradicts itself fails anywhere in the model's code
-            raise InputError(f"config.json: expected the config of a {config.model_type!r} model, found one that it refuses: {_root_cause(error)}") from error
+            raise InputError(
+                f"config.json: expected the config of a {config.model_type!r} model, found one "
+                f"that it refuses: {_root_cause(error)}"
+            ) from error
         for module in model.modules():
             computed = [
                 n
@@ -162,15 +177,25 @@ def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
                         f"config.json: expected sizes of a model, found ones that make {name} a table of {numbers}"
                         " numbers; correct head_dim or max_position_embeddings"
                     )
-                module._buffers[name] = torch.full(module._buffers[name].shape, math.nan).to(module._buffers[name].dtype)
+                module._buffers[name] = torch.full(module._buffers[name].shape, math.nan).to(
+                    module._buffers[name].dtype
+                )
             if computed:
                 try:
                     model._init_weights(module)
                 except AttributeError as error:  # a composite class looks for its language model's settings in itself
-                    raise InputError(f"model type {config.model_type!r} cannot be split: transformers gives no value for its buffers: {error}") from error
-                unset = [n for n in computed if module._buffers[n].is_floating_point() and module._buffers[n].isnan().any()]
+                    raise InputError(
+                        f"model type {config.model_type!r} cannot be split: transformers gives "
+                        f"no value for its buffers: {error}"
+                    ) from error
+                unset = [
+                    n for n in computed if module._buffers[n].is_floating_point() and module._buffers[n].isnan().any()
+                ]
                 if unset:
-                    raise InputError(f"model type {config.model_type!r} cannot be split: transformers gives no value for its buffers {unset}")
+                    raise InputError(
+                        f"model type {config.model_type!r} cannot be split: transformers gives "
+                        f"no value for its buffers {unset}"
+                    )
     freeze_ropes(model)
     model.config._attn_implementation = HOOK
     return model.eval()
@@ -182,11 +207,14 @@ def layer_list(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
             return name, module
-    raise InputError(f"model type {model.config.model_type!r} cannot be split: expected a list of {depth} decoder layers, found none")
+    raise InputError(
+        f"model type {model.config.model_type!r} cannot be split: expected a list of {depth} decoder layers, found none"
+    )
 
 
 def select_layers(model: torch.nn.Module, indices: Sequence[int]) -> torch.nn.Module:
-    """A copy of a meta model that runs only the layers `indices`, in that order; the config's per-layer lists follow."""
+    """A copy of a meta model that runs only the layers `indices`, in that order; the config's per-layer lists
+    follow."""
     name, layers = layer_list(model)
     parent, _, attribute = name.rpartition(".")
     owner = model.get_submodule(parent)
@@ -204,8 +232,12 @@ def select_layers(model: torch.nn.Module, indices: Sequence[int]) -> torch.nn.Mo
 
 def per_layer_settings(config: transformers.PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
     """The config's lists with one entry for each layer; a list of the layers' own numbers is none."""
-    lists = {key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == depth}
-    return {key: value for key, value in lists.items() if key not in NOT_PER_LAYER and list(value) != list(range(depth))}
+    lists = {
+        key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == depth
+    }
+    return {
+        key: value for key, value in lists.items() if key not in NOT_PER_LAYER and list(value) != list(range(depth))
+    }
 
 
 # Lists of a config that can be as long as the model is deep by chance.
@@ -223,20 +255,25 @@ def _to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
                 if id(tensor) not in made:
                     with mode:
                         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                        made[id(tensor)] = torch.nn.Parameter(fake, requires_grad=False) if store is module._parameters else fake
+                        made[id(tensor)] = (
+                            torch.nn.Parameter(fake, requires_grad=False) if store is module._parameters else fake
+                        )
                 store[name] = made[id(tensor)]
 
 
 class _Packed(torch.nn.Module):
-    """hidden [num_tokens, hidden_size] and position_ids [num_tokens] -> logits [num_tokens, vocab_size], through the whole causal LM;
-    beside it token_ids [num_tokens] -> embedded [num_tokens, hidden_size], through the model's own embedding module (which may scale)."""
+    """hidden [num_tokens, hidden_size] and position_ids [num_tokens] -> logits [num_tokens, vocab_size], through the
+    whole causal LM; beside it token_ids [num_tokens] -> embedded [num_tokens, hidden_size], through the model's own
+    embedding module (which may scale)."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model_under_trace = model
 
     def forward(self, hidden, position_ids, token_ids):
-        logits = self.model_under_trace(inputs_embeds=hidden[None], position_ids=position_ids[None], use_cache=False).logits[0]
+        logits = self.model_under_trace(
+            inputs_embeds=hidden[None], position_ids=position_ids[None], use_cache=False
+        ).logits[0]
         return logits, self.model_under_trace.get_input_embeddings()(token_ids)
 
 
@@ -251,7 +288,11 @@ def trace(meta: torch.nn.Module, indices: Sequence[int]) -> Trace:
     _to_fake(model, mode)
     with mode:
         hidden = torch.zeros(_TRACE_TOKENS, model.get_input_embeddings().weight.shape[1], dtype=model.dtype)
-        inputs = {"hidden": hidden, "position_ids": torch.arange(_TRACE_TOKENS), "token_ids": torch.arange(_TRACE_TOKENS)}
+        inputs = {
+            "hidden": hidden,
+            "position_ids": torch.arange(_TRACE_TOKENS),
+            "token_ids": torch.arange(_TRACE_TOKENS),
+        }
     whole = _export(_Packed(model), inputs, ("logits", "embedded"))
     graph, embedding = _part(whole, ("hidden", "position_ids"), "logits"), _part(whole, ("token_ids",), "embedded")
     embedding.graph.outputs[0].name = "hidden"
@@ -262,7 +303,11 @@ def trace(meta: torch.nn.Module, indices: Sequence[int]) -> Trace:
         own = "computes attention in its own code" if not found else f"calls it for layers {found}"
         raise InputError(
             f"model type {model.config.model_type!r} cannot be split: "
-            + (known_reason(model) or f"it {own}; expected one attention for each layer through transformers' attention interface, in the order of the layers ({list(indices)})")
+            + (
+                known_reason(model)
+                or f"it {own}; expected one attention for each layer through "
+                f"transformers' attention interface, in the order of the layers ({list(indices)})"
+            )
         )
     return Trace(graph, weights, prefix, embedding, _name_weights(embedding, state, ties))
 
@@ -277,15 +322,25 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
     dim = torch.export.Dim("num_tokens", min=1, max=1 << 20)
     try:
         with quiet(), torch.no_grad(), collector.paused(), unpacked():
-            # The first of the ways that torch.onnx.export(dynamo=True) tries; the others take long, and fail with reasons of their own.
-            captured = TorchExportNonStrictStrategy()(module.eval(), tuple(inputs.values()), {}, {name: {0: dim} for name in inputs})
+            # The first of the ways that torch.onnx.export(dynamo=True) tries; the others take long, and fail with
+            # reasons of their own.
+            captured = TorchExportNonStrictStrategy()(
+                module.eval(), tuple(inputs.values()), {}, {name: {0: dim} for name in inputs}
+            )
             if captured.exported_program is None:
                 raise captured.exception
             # What torch.onnx.export calls, which makes a registry of all operators anew each time: 0.4 s.
             program = onnx_exporter.export(
-                captured.exported_program, (), {}, registry=_registry(), opset_version=OPSET, optimize=False, verbose=False,
-                input_names=list(inputs), output_names=list(outputs),
-            )  # fmt: skip
+                captured.exported_program,
+                (),
+                {},
+                registry=_registry(),
+                opset_version=OPSET,
+                optimize=False,
+                verbose=False,
+                input_names=list(inputs),
+                output_names=list(outputs),
+            )
             model = program.model
             for value in (*model.graph.inputs, *model.graph.outputs):
                 value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
@@ -295,7 +350,9 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
             onnxscript.optimizer.optimize_ir(model)
     except Exception as error:  # whatever a model's code raises under trace is the reason why it is refused
         traced = module.model_under_trace
-        reason = known_reason(traced) or (str(error) if isinstance(error, InputError) else f"tracing it fails: {_root_cause(error)}")
+        reason = known_reason(traced) or (
+            str(error) if isinstance(error, InputError) else f"tracing it fails: {_root_cause(error)}"
+        )
         raise InputError(f"model type {traced.config.model_type!r} cannot be split: {reason}") from error
     return model
 
@@ -308,7 +365,8 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> frozenset[str]:
-    """Give weight initializers their checkpoint names; what is not in the state dict (computed buffers) is no weight."""
+    """Give weight initializers their checkpoint names; what is not in the state dict (computed buffers) is no
+    weight."""
     weights = set()
     for value in list(model.graph.initializers.values()):
         name = value.name.removeprefix(_WEIGHT_PREFIX)
@@ -319,7 +377,9 @@ def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> 
         if tied in weights and source not in weights:
             model.graph.initializers[tied].name = source
             weights = weights - {tied} | {source}
-    without_value = [v.name for v in model.graph.initializers.values() if v.const_value is None and v.name not in weights]
+    without_value = [
+        v.name for v in model.graph.initializers.values() if v.const_value is None and v.name not in weights
+    ]
     if without_value:
         raise InputError(f"cannot be split: {without_value[:3]} depend on weights but are not in the checkpoint")
     return frozenset(weights)

@@ -1,9 +1,9 @@
 """Trace few layers and stamp the rest: which blocks, exits and kinds a model of any depth is made of.
 
-In: a meta model. Out: its embedding, and for each layer its block, the exit that follows it when the model is cut there, its
-batchless region, and the tensors that the slots take. Layers are alike when their modules, shapes and settings are; a block depends
-on its own layer and the one before, an exit on the last layer. So each pair of neighbours that looks new is traced once, alone,
-whatever the depth.
+In: a meta model. Out: its embedding, and for each layer its block, the exit that follows it when the model is cut
+there, its batchless region, and the tensors that the slots take. Layers are alike when their modules, shapes and
+settings are; a block depends on its own layer and the one before, an exit on the last layer. So each pair of neighbours
+that looks new is traced once, alone, whatever the depth.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from lockstep.export.canonical import Graph, canonical
+from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.cut import INPUT_ORDER, Cut, Region, bind_slot, cut
 from lockstep.export.independence import check_independence
-from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.simplify import pack
 from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
 
@@ -38,7 +38,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Parts:
-    """All layers of a model, and what comes before the first: `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`."""
+    """All layers of a model, and what comes before the first: `token_ids [num_tokens]` -> `hidden [num_tokens,
+    hidden_size]`."""
 
     layers: tuple[Layer, ...]
     embedding: Graph
@@ -46,14 +47,17 @@ class Parts:
 
 
 def parts_of(meta: torch.nn.Module, stamp: bool = True) -> Parts:
-    """All parts of the model. With `stamp=False` every depth is traced whole (slow; the result is the same, a test holds it)."""
+    """All parts of the model. With `stamp=False` every depth is traced whole (slow; the result is the same, a test
+    holds it)."""
     looks, prefix = signatures(meta), layer_list(meta)[0]
     cuts = _Cuts(meta, looks) if stamp else _FullCuts(meta, len(looks))
     layout = checkpoint_layout(meta)
     layers = []
     for index in range(len(looks)):
         block, region, exit = cuts.block(index), cuts.region(index), cuts.exit(index)
-        layers.append(Layer(block, _bind(block, index, prefix, layout), region, exit, _bind(exit, index + 1, prefix, layout)))
+        layers.append(
+            Layer(block, _bind(block, index, prefix, layout), region, exit, _bind(exit, index + 1, prefix, layout))
+        )
     embedding = cuts.embedding()
     return Parts(tuple(layers), embedding, {slot["name"]: layout[slot["name"]] for slot in embedding.slots})
 
@@ -130,7 +134,9 @@ def _cut(meta: torch.nn.Module, indices: Sequence[int]) -> _Traced:
     for part in (body, embedding):
         check_independence(part.graph, DOMAIN, meta.config.model_type)
     slots = {name: name for name in traced.embedding_weights}
-    return _Traced(cut(body, traced.weights, traced.layer_prefix), canonical(embedding.graph, "embedding", INPUT_ORDER, slots))
+    return _Traced(
+        cut(body, traced.weights, traced.layer_prefix), canonical(embedding.graph, "embedding", INPUT_ORDER, slots)
+    )
 
 
 def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -138,7 +144,8 @@ def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]
 
 
 def signatures(meta: torch.nn.Module) -> list[str]:
-    """One text for each layer, equal for layers that trace alike: module tree, tensor shapes, plain settings, per-layer config lists."""
+    """One text for each layer, equal for layers that trace alike: module tree, tensor shapes, plain settings, per-layer
+    config lists."""
     _, layers = layer_list(meta)
     lists = per_layer_settings(meta.config.get_text_config(), len(layers))
     return [_look(layer, {key: value[index] for key, value in lists.items()}) for index, layer in enumerate(layers)]
@@ -149,7 +156,11 @@ def _look(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     for name, module in layer.named_modules():
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str, type(None))) and k not in _OWN_NUMBER}
+        plain = {
+            k: v
+            for k, v in vars(module).items()
+            if isinstance(v, (bool, int, float, str, type(None))) and k not in _OWN_NUMBER
+        }
         parts.append(f"{name} {sorted(plain.items())}")
     return "\n".join(parts)
 

@@ -1,8 +1,8 @@
 """Let projections that share their input be one product: q, k and v; gate and up.
 
-In: a graph whose weights are inputs (slots). Out: the same graph with one `Gemm(transB=1)` and a Split in place of several, and for each
-slot of the new graph the slots that it is made of, one after another: a fused weight is the parts' rows, in order, so that binding
-places the checkpoint's tensors side by side and nothing is converted.
+In: a graph whose weights are inputs (slots). Out: the same graph with one `Gemm(transB=1)` and a Split in place of
+several, and for each slot of the new graph the slots that it is made of, one after another: a fused weight is the
+parts' rows, in order, so that binding places the checkpoint's tensors side by side and nothing is converted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from onnx import helper, numpy_helper
 
 
 def fuse(model: onnx.ModelProto, slots: Collection[str]) -> tuple[onnx.ModelProto, dict[str, list[str]]]:
-    """A copy of `model` with fused projections, and {slot: [slots of `model`]}; a slot that is not fused maps to itself."""
+    """A copy of `model` with fused projections, and {slot: [slots of `model`]}; a slot that is not fused maps to
+    itself."""
     fused = onnx.ModelProto()
     fused.CopyFrom(model)
     graph = fused.graph
@@ -40,7 +41,9 @@ def fuse(model: onnx.ModelProto, slots: Collection[str]) -> tuple[onnx.ModelProt
         sizes, whole = f"{first.name}/rows", f"{first.name}/fused"
         graph.initializer.append(numpy_helper.from_array(np.array(rows, np.int64), sizes))
         product = helper.make_node("Gemm", [first.input[0], *names], [whole], name=whole, transB=1)
-        parts = helper.make_node("Split", [whole, sizes], [node.output[0] for node in group], name=f"{first.name}/parts", axis=1)
+        parts = helper.make_node(
+            "Split", [whole, sizes], [node.output[0] for node in group], name=f"{first.name}/parts", axis=1
+        )
         nodes = []
         for node in graph.node:
             if node == first:
@@ -64,7 +67,11 @@ def _groups(graph: onnx.GraphProto, declared: dict, slots: set[str]) -> list[lis
         if node.op_type != "Gemm":
             continue
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        plain = attributes.get("transB", 0) == 1 and not attributes.get("transA", 0) and attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
+        plain = (
+            attributes.get("transB", 0) == 1
+            and not attributes.get("transA", 0)
+            and attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
+        )
         weights = node.input[1:]
         if plain and all(name in slots and readers[name] == 1 for name in weights):
             one_dimensional = len(weights) < 2 or len(declared[weights[1]].type.tensor_type.shape.dim) == 1

@@ -1,8 +1,8 @@
 """Rewrite a canonical graph for a backend that reads older ONNX: opset 17, local functions inlined, axes as attributes.
 
-In: a canonical graph (opset 20). Out: the same computation in opset 17. A backend that reads opset 20 needs none of this. Each
-rule undoes one change between the opsets; an operator without a rule must mean the same in both, else LoweringError names it.
-Source of the changes: the ONNX operator changelog.
+In: a canonical graph (opset 20). Out: the same computation in opset 17. A backend that reads opset 20 needs none of
+this. Each rule undoes one change between the opsets; an operator without a rule must mean the same in both, else
+LoweringError names it. Source of the changes: the ONNX operator changelog.
 """
 
 from __future__ import annotations
@@ -14,15 +14,26 @@ import onnx
 import onnx.inliner
 from onnx import helper, numpy_helper
 
-from lockstep.onnx_tools.graph_types import keep_constants, typed_values
 from lockstep.errors import InputError
+from lockstep.onnx_tools.graph_types import keep_constants, typed_values
 
 OPSET = 17
-_REDUCTIONS = ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSumSquare")
+_REDUCTIONS = (
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceLogSum",
+    "ReduceLogSumExp",
+    "ReduceMax",
+    "ReduceMean",
+    "ReduceMin",
+    "ReduceProd",
+    "ReduceSumSquare",
+)
 
 
 def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
-    """A copy of `model` in `opset` (17). Raises InputError for another opset, and naming an operator that opset 17 does not have."""
+    """A copy of `model` in `opset` (17). Raises InputError for another opset, and naming an operator that opset 17 does
+    not have."""
     if opset != OPSET:
         raise InputError(f"opset: expected {OPSET}, or none for the graph as it is, found {opset!r}")
     lowered = onnx.inliner.inline_local_functions(model) if model.functions else _copy(model)
@@ -45,7 +56,8 @@ def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
 
 
 def _casts_by_type(model: onnx.ModelProto) -> None:
-    """`CastLike` becomes `Cast` to the type that is meant: readers of opset 17 may not know it (TensorRT 8.6 does not)."""
+    """`CastLike` becomes `Cast` to the type that is meant: readers of opset 17 may not know it (TensorRT 8.6 does
+    not)."""
     if not any(node.op_type == "CastLike" for node in model.graph.node):
         return
     values = typed_values(model)
@@ -72,7 +84,10 @@ def _axes_to_attribute(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]
     no_axes = attributes.pop("noop_with_empty_axes", 0)
     axes = constants.get(node.input[1]) if len(node.input) > 1 and node.input[1] else None
     if axes is None and (no_axes or len(node.input) > 1 and node.input[1]):
-        raise InputError(f"{node.name}: {node.op_type}: expected constant axes, found {'none' if no_axes else node.input[1]!r}; opset {OPSET} has axes as attributes")
+        raise InputError(
+            f"{node.name}: {node.op_type}: expected constant axes, found "
+            f"{'none' if no_axes else node.input[1]!r}; opset {OPSET} has axes as attributes"
+        )
     if axes is not None:
         attributes["axes"] = [int(axis) for axis in axes]
     return [helper.make_node(node.op_type, [node.input[0]], node.output, name=node.name, **attributes)]
@@ -89,7 +104,15 @@ def _without(*names: str) -> Callable[[onnx.NodeProto, Mapping[str, np.ndarray]]
     """Drop attributes that opset 17 does not know, and that our graphs leave at what opset 17 does."""
 
     def rule(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
-        return [helper.make_node(node.op_type, node.input, node.output, name=node.name, **{k: v for k, v in _attributes(node).items() if k not in names})]
+        return [
+            helper.make_node(
+                node.op_type,
+                node.input,
+                node.output,
+                name=node.name,
+                **{k: v for k, v in _attributes(node).items() if k not in names},
+            )
+        ]
 
     return rule
 
@@ -102,7 +125,9 @@ def _gelu(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence
 
     def scalar(value: float) -> str:
         name = f"{base}/{len(made)}"
-        made.append(helper.make_node("Constant", [], [f"{name}/float"], value=numpy_helper.from_array(np.float32(value))))
+        made.append(
+            helper.make_node("Constant", [], [f"{name}/float"], value=numpy_helper.from_array(np.float32(value)))
+        )
         made.append(helper.make_node("CastLike", [f"{name}/float", x], [name]))
         return name
 
@@ -138,8 +163,13 @@ def _check(node: onnx.NodeProto, source: int) -> None:
     try:
         old = onnx.defs.get_schema(node.op_type, OPSET, node.domain)
     except onnx.defs.SchemaError:
-        raise InputError(f"{node.name}: expected an operator of opset {OPSET}, found {node.op_type}; this backend's version cannot run this model") from None
+        raise InputError(
+            f"{node.name}: expected an operator of opset {OPSET}, found {node.op_type}; this "
+            f"backend's version cannot run this model"
+        ) from None
     unknown = sorted({attribute.name for attribute in node.attribute} - set(old.attributes))
     if unknown or len(node.input) > old.max_input:
         found = f"attributes {unknown}" if unknown else f"{len(node.input)} inputs"
-        raise InputError(f"{node.name}: {node.op_type}: expected a form that opset {OPSET} has, found {found} of opset {source}")
+        raise InputError(
+            f"{node.name}: {node.op_type}: expected a form that opset {OPSET} has, found {found} of opset {source}"
+        )

@@ -1,8 +1,9 @@
 """Bring a canonical graph into the form that a backend asks for, and prove that it is the same computation.
 
-In: a graph of the assembly and the backend's options `opset` (None: as it is) and `fuse_projections`. Out: the graph to build, its slots, and for
-each slot the assembly's slots that it is made of. Whatever was rewritten is run beside the canonical graph in ONNX Runtime, on random
-numbers, before anything is built from it; bf16 graphs in fp32, since ONNX Runtime has no bf16 on a CPU.
+In: a graph of the assembly and the backend's options `opset` (None: as it is) and `fuse_projections`. Out: the graph to
+build, its slots, and for each slot the assembly's slots that it is made of. Whatever was rewritten is run beside the
+canonical graph in ONNX Runtime, on random numbers, before anything is built from it; bf16 graphs in fp32, since ONNX
+Runtime has no bf16 on a CPU.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lockstep.errors import CheckError
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
-from lockstep.errors import CheckError
 from lockstep.onnx_tools.widened import widened
 
 _SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
-# Relative to the largest value: the same products in another blocking. fp16 anywhere: its last bits, in what is computed from them in fp32 too.
+# Relative to the largest value: the same products in another blocking. fp16 anywhere: its last bits, in what is
+# computed from them in fp32 too.
 _TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
-# So many random numbers are drawn, and repeated where a weight has more: hundreds of millions take seconds. A prime, so that no two rows of a weight are the same.
+# So many random numbers are drawn, and repeated where a weight has more: hundreds of millions take seconds. A prime, so
+# that no two rows of a weight are the same.
 _BLOCK = 1_048_583
 
 
@@ -35,7 +38,8 @@ def dtype_name(element: int) -> str:
 
 @dataclass(frozen=True)
 class Prepared:
-    """model is what is built; slots are its weight inputs ({"name", "dtype", "shape"}); parts: {slot: [slots of the assembly]}."""
+    """model is what is built; slots are its weight inputs ({"name", "dtype", "shape"}); parts: {slot: [slots of the
+    assembly]}."""
 
     model: onnx.ModelProto
     slots: list[dict[str, Any]]
@@ -45,10 +49,15 @@ class Prepared:
 def prepare(model: onnx.ModelProto, slots: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Prepared | None:
     """The form that `options` ask for; None when that is the graph as it is.
 
-    Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the rewritten graph computes something else.
+    Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the
+    rewritten graph computes something else.
     """
     lowered = model if options.get("opset") is None else lower(model, options["opset"])
-    fused, parts = fuse(lowered, {slot["name"] for slot in slots}) if options.get("fuse_projections") else (lowered, {s["name"]: [s["name"]] for s in slots})
+    fused, parts = (
+        fuse(lowered, {slot["name"] for slot in slots})
+        if options.get("fuse_projections")
+        else (lowered, {s["name"]: [s["name"]] for s in slots})
+    )
     if fused is model:
         return None
     declared = {value.name: value for value in fused.graph.input}
@@ -63,24 +72,31 @@ def prepare(model: onnx.ModelProto, slots: Sequence[Mapping[str, Any]], options:
 
 
 def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
-    """Run both on the same random numbers. Raises CheckError naming the first output that differs by more than rounding."""
+    """Run both on the same random numbers. Raises CheckError naming the first output that differs by more than
+    rounding."""
     canonical, rewritten = widened(model), widened(prepared.model)
     feeds = _random_inputs(canonical)
     expected = _run(canonical, feeds)
     weights = {slot: np.concatenate([feeds[part] for part in parts]) for slot, parts in prepared.parts.items()}
     rest = {value.name: feeds[value.name] for value in rewritten.graph.input if value.name not in weights}
     found = _run(rewritten, {**rest, **weights})
-    relative = max(_TOLERANCE[array.dtype.name] for array in (*feeds.values(), *expected.values()) if array.dtype.kind == "f")
+    relative = max(
+        _TOLERANCE[array.dtype.name] for array in (*feeds.values(), *expected.values()) if array.dtype.kind == "f"
+    )
     for name, values in expected.items():
         exact, other = values.astype(np.float64), found[name].astype(np.float64)
         allowed = relative * max(1.0, float(np.abs(exact).max(initial=0)))
         error = float(np.abs(exact - other).max(initial=0))
         if not error <= allowed:
-            raise CheckError(f"graph {model.graph.name}: output {name}: expected the rewritten graph to give the same within {allowed:.1e}, found {error:.1e}; please report it")
+            raise CheckError(
+                f"graph {model.graph.name}: output {name}: expected the rewritten graph to give "
+                f"the same within {allowed:.1e}, found {error:.1e}; please report it"
+            )
 
 
 def _random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Seeded values for all inputs, weights too; integers are positions, lengths, rows and ids that are valid at `_SIZES`."""
+    """Seeded values for all inputs, weights too; integers are positions, lengths, rows and ids that are valid at
+    `_SIZES`."""
     random = np.random.default_rng(0)
     block = random.standard_normal(_BLOCK, np.float32)
     feeds = {}
@@ -90,14 +106,20 @@ def _random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
         if dtype.kind == "i":
             feeds[value.name] = np.arange(shape[0]) + (2 if value.name in ("position_ids", "past_lengths") else 0)
         else:  # rows of length one or so, whatever their number: nothing overflows in fp16
-            scale = np.float32(1 / max(1, shape[-1]) ** 0.5) if len(shape) > 1 and value.name not in ("hidden", "attention") else np.float32(1)
-            values = np.roll(block, random.integers(_BLOCK))[: math.prod(shape)] * scale  # another part of the block for each input
+            scale = (
+                np.float32(1 / max(1, shape[-1]) ** 0.5)
+                if len(shape) > 1 and value.name not in ("hidden", "attention")
+                else np.float32(1)
+            )
+            # another part of the block for each input
+            values = np.roll(block, random.integers(_BLOCK))[: math.prod(shape)] * scale
             feeds[value.name] = np.resize(values.astype(dtype), shape)
     return feeds
 
 
 def _run(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    from lockstep.onnx_tools.sessions import open_session  # needed only where a graph is rewritten, not where engines run
+    # needed only where a graph is rewritten, not where engines run
+    from lockstep.onnx_tools.sessions import open_session
 
     session = open_session(model.SerializeToString())
     return dict(zip([value.name for value in session.get_outputs()], session.run(None, dict(feeds))))

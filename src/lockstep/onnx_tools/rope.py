@@ -1,8 +1,9 @@
 """The rotary encoding of a kind alone, for a backend that has attention of its own.
 
-In: a kind's decode graph and its entry in the assembly. Out: a graph query, key, position_ids -> query_out [num_tokens, num_heads, head_dim],
-key_out [num_tokens, num_kv_heads, head_dim], cut out of it. That what is left is plain attention of the kind's numbers is shown by running the decode
-graph beside the cut-out graph with attention written in NumPy behind it. It runs on the host in ONNX Runtime, so a bf16 graph is cut in fp32.
+In: a kind's decode graph and its entry in the assembly. Out: a graph query, key, position_ids -> query_out [num_tokens,
+num_heads, head_dim], key_out [num_tokens, num_kv_heads, head_dim], cut out of it. That what is left is plain attention
+of the kind's numbers is shown by running the decode graph beside the cut-out graph with attention written in NumPy
+behind it. It runs on the host in ONNX Runtime, so a bf16 graph is cut in fp32.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from lockstep.onnx_tools.graph_types import prune
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.graph_types import prune
 from lockstep.onnx_tools.widened import widened
 
 _REQUESTS, _CAPACITY = 3, 7
-# Relative to the largest value: the products of attention in another order; fp16 rounds the weights before the last product.
+# Relative to the largest value: the products of attention in another order; fp16 rounds the weights before the last
+# product.
 _TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
 _BF16 = 2**-7  # its eps
 
 
 def rotary(decode: onnx.ModelProto, kind: Mapping[str, Any]) -> onnx.ModelProto:
-    """Cut the rotary encoding out of a decode graph. Raises CheckError where the graph is not rotary encoding and then attention."""
+    """Cut the rotary encoding out of a decode graph. Raises CheckError where the graph is not rotary encoding and then
+    attention."""
     given, decode = decode, widened(decode)
     graph = decode.graph
     query, scale = _rotated_query(graph, kind, None if decode is given else _BF16)
@@ -39,7 +42,8 @@ def rotary(decode: onnx.ModelProto, kind: Mapping[str, Any]) -> onnx.ModelProto:
     cut.graph.node.append(helper.make_node("Identity", [query], ["query_out"], name="query_out"))
     for value in cut.graph.input:
         value.type.tensor_type.shape.dim[0].dim_param = "num_tokens"
-    element = next(value.type.tensor_type.elem_type for value in graph.output if value.name == "key_out")  # queries and keys may come in float32
+    # queries and keys may come in float32
+    element = next(value.type.tensor_type.elem_type for value in graph.output if value.name == "key_out")
     del cut.graph.output[:], cut.graph.value_info[:]
     for name, heads in (("query_out", kind["num_heads"]), ("key_out", kind["num_kv_heads"])):
         cut.graph.output.append(helper.make_tensor_value_info(name, element, ["num_tokens", heads, kind["head_dim"]]))
@@ -50,8 +54,9 @@ def rotary(decode: onnx.ModelProto, kind: Mapping[str, Any]) -> onnx.ModelProto:
 
 
 def _rotated_query(graph: onnx.GraphProto, kind: Mapping[str, Any], eps: float | None) -> tuple[str, float]:
-    """The value that attention scales: what a product with the kind's scale reads, whose result is brought into groups of heads; and the scale as the graph
-    has it, rounded to its type, whose `eps` is that of the constant unless given."""
+    """The value that attention scales: what a product with the kind's scale reads, whose result is brought into groups
+    of heads; and the scale as the graph has it, rounded to its type, whose `eps` is that of the constant unless
+    given."""
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -68,7 +73,10 @@ def _rotated_query(graph: onnx.GraphProto, kind: Mapping[str, Any], eps: float |
             if shape is not None and shape.tolist() == groups and math.isclose(scale, kind["scale"], rel_tol=rounding):
                 found.append((next(name for name in node.input if name not in scalars), scale))
     if len(found) != 1:
-        raise CheckError(f"graph {graph.name}: expected one product of the query with the scale {kind['scale']}, found {len(found)}; build with attention: traced")
+        raise CheckError(
+            f"graph {graph.name}: expected one product of the query with the scale "
+            f"{kind['scale']}, found {len(found)}; build with attention: traced"
+        )
     return found[0]
 
 
@@ -80,33 +88,59 @@ def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, kind: Mapping[str, Any
     feeds = {}
     for value in decode.graph.input:
         dims = value.type.tensor_type.shape.dim
-        shape = [dim.dim_value or {"num_requests": _REQUESTS, "past_capacity": _CAPACITY}[dim.dim_param] for dim in dims]
+        shape = [
+            dim.dim_value or {"num_requests": _REQUESTS, "past_capacity": _CAPACITY}[dim.dim_param] for dim in dims
+        ]
         dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         feeds[value.name] = lengths if dtype.kind == "i" else random.standard_normal(shape, np.float32).astype(dtype)
 
     def run(model: onnx.ModelProto) -> dict[str, np.ndarray]:
         session = open_session(model.SerializeToString())
-        return dict(zip([value.name for value in session.get_outputs()], session.run(None, {value.name: feeds[value.name] for value in model.graph.input})))
+        return dict(
+            zip(
+                [value.name for value in session.get_outputs()],
+                session.run(None, {value.name: feeds[value.name] for value in model.graph.input}),
+            )
+        )
 
     expected, rotated = run(decode), run(cut)
-    found = attention(rotated["query_out"], rotated["key_out"], feeds["value"], feeds["past_key"], feeds["past_value"], lengths, kind)
-    allowed = _TOLERANCE[expected["attention"].dtype.name] * max(1.0, float(np.abs(expected["attention"].astype(np.float32)).max()))
+    found = attention(
+        rotated["query_out"], rotated["key_out"], feeds["value"], feeds["past_key"], feeds["past_value"], lengths, kind
+    )
+    allowed = _TOLERANCE[expected["attention"].dtype.name] * max(
+        1.0, float(np.abs(expected["attention"].astype(np.float32)).max())
+    )
     error = float(np.abs(expected["attention"].astype(np.float32) - found).max())
     if not error <= allowed or not np.array_equal(expected["key_out"], rotated["key_out"]):
-        raise CheckError(f"graph {decode.graph.name}: expected rotary encoding followed by attention, found a difference of {error:.1e}; build with attention: traced")
+        raise CheckError(
+            f"graph {decode.graph.name}: expected rotary encoding followed by attention, found "
+            f"a difference of {error:.1e}; build with attention: traced"
+        )
 
 
 def attention(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, past_key: np.ndarray, past_value: np.ndarray, lengths: np.ndarray, kind: Mapping[str, Any]
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    past_key: np.ndarray,
+    past_value: np.ndarray,
+    lengths: np.ndarray,
+    kind: Mapping[str, Any],
 ) -> np.ndarray:
-    """One new token for each request over its cache and itself, in float32; shapes as in the decode graph, query and key rotated."""
+    """One new token for each request over its cache and itself, in float32; shapes as in the decode graph, query and
+    key rotated."""
     heads, kv = kind["num_heads"], kind["num_kv_heads"]
     rows = []
     for row, length in enumerate(lengths):
         first = max(0, length + 1 - kind["window"]) if kind["window"] else 0
         new = [array[row].astype(np.float32).reshape(kv, 1, -1) for array in (key, value)]
-        keys, values = (np.concatenate([past[row, :, first:length].astype(np.float32), one], axis=1) for past, one in zip((past_key, past_value), new))
-        scores = np.einsum("hd,hsd->hs", query[row].astype(np.float32), keys.repeat(heads // kv, axis=0)) * kind["scale"]
+        keys, values = (
+            np.concatenate([past[row, :, first:length].astype(np.float32), one], axis=1)
+            for past, one in zip((past_key, past_value), new)
+        )
+        scores = (
+            np.einsum("hd,hsd->hs", query[row].astype(np.float32), keys.repeat(heads // kv, axis=0)) * kind["scale"]
+        )
         if kind["softcap"]:
             scores = kind["softcap"] * np.tanh(scores / kind["softcap"])
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -1,4 +1,5 @@
-"""What ONNX Runtime made of a graph: an engine file, which is the saved optimised graph, in; its operators and its layers as JSON out."""
+"""What ONNX Runtime made of a graph: an engine file, which is the saved optimised graph, in; its operators and its
+layers as JSON out."""
 
 from __future__ import annotations
 
@@ -15,15 +16,22 @@ _ONNX_DOMAINS = ("", "ai.onnx")
 
 
 def operators(model: ModelProto) -> dict[str, Any]:
-    """{"operators": how often each stands in the graph, "fused": those of them that ONNX does not know, which the optimiser put in,
-    "constants": how many values it folded or was given}."""
+    """{"operators": how often each stands in the graph, "fused": those of them that ONNX does not know, which the
+    optimiser put in, "constants": how many values it folded or was given}."""
     counts = Counter(_operator(node) for graph in _graphs(model.graph) for node in graph.node)
-    fused = {_operator(node) for graph in _graphs(model.graph) for node in graph.node if node.domain not in _ONNX_DOMAINS}
-    return {"operators": dict(sorted(counts.items())), "fused": sorted(fused), "constants": sum(len(graph.initializer) for graph in _graphs(model.graph))}
+    fused = {
+        _operator(node) for graph in _graphs(model.graph) for node in graph.node if node.domain not in _ONNX_DOMAINS
+    }
+    return {
+        "operators": dict(sorted(counts.items())),
+        "fused": sorted(fused),
+        "constants": sum(len(graph.initializer) for graph in _graphs(model.graph)),
+    }
 
 
 def layers(model: ModelProto) -> dict[str, Any]:
-    """The graph in full: {"opsets", "inputs", "outputs", "values": type by name, "constants", "layers": operator, attributes and values by number}."""
+    """The graph in full: {"opsets", "inputs", "outputs", "values": type by name, "constants", "layers": operator,
+    attributes and values by number}."""
     return {"opsets": {entry.domain: entry.version for entry in model.opset_import}, **_graph(model.graph)}
 
 

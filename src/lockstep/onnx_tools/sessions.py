@@ -1,4 +1,5 @@
-"""ONNX Runtime as a calculator of graphs: a model in, a session out that computes it as it is written, nothing optimised."""
+"""ONNX Runtime as a calculator of graphs: a model in, a session out that computes it as it is written, nothing
+optimised."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     settings = ort.SessionOptions()
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     settings.intra_op_num_threads = threads or 0
-    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # pools of several sessions would fight for the cores
+    # pools of several sessions would fight for the cores
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.log_severity_level = 3
     source = model if isinstance(model, bytes) else str(model)
     start = lambda: ort.InferenceSession(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
@@ -32,4 +34,6 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
         except Exception as error:
             failure = error
     where = "" if isinstance(model, bytes) else f"{model}: "
-    raise CheckError(f"{where}ONNX Runtime {ort.__version__} cannot load this graph: {' '.join(str(failure).split())}") from failure
+    raise CheckError(
+        f"{where}ONNX Runtime {ort.__version__} cannot load this graph: {' '.join(str(failure).split())}"
+    ) from failure

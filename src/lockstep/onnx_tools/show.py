@@ -11,8 +11,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
-from lockstep.errors import InputError
 from lockstep.artifacts.manifests import read_assembly
+from lockstep.errors import InputError
 
 _SHORT = {"float": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -24,14 +24,17 @@ def show(path: str | os.PathLike) -> str:
         model = onnx.load(path)
         onnx.checker.check_model(model)
     except FileNotFoundError:
-        raise InputError(f"{path}: expected an ONNX file, found none; run snakemake first, or correct the path") from None
+        raise InputError(
+            f"{path}: expected an ONNX file, found none; run snakemake first, or correct the path"
+        ) from None
     except (DecodeError, onnx.checker.ValidationError) as error:
         raise InputError(f"{path}: expected an ONNX model, found {' '.join(str(error).split())[:200]}") from None
     return "\n".join(_lines(path, onnx.shape_inference.infer_shapes(model))) + "\n"
 
 
 def layer_table(assembly_json: str | os.PathLike) -> str:
-    """Which class, kind and exit each layer of an assembly uses; equal neighbours share a line. Raises InputError for no assembly."""
+    """Which class, kind and exit each layer of an assembly uses; equal neighbours share a line. Raises InputError for
+    no assembly."""
     assembly = read_assembly(assembly_json)
     used = [(layer["block"]["class"], layer["kind"], layer["exit"]["class"]) for layer in assembly["layers"]]
     rows, start = [("layers", "block", "kind", "exit when cut here")], 0
@@ -59,11 +62,19 @@ def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
     types = {value.name: _type(value) for value in (*graph.input, *graph.output, *graph.value_info)}
     constants = {tensor.name: _constant(tensor) for tensor in graph.initializer}
     yield "\noperators"
-    yield from _columns([(", ".join(node.output), _call(node, constants), types.get(node.output[0], "")) for node in graph.node])
+    yield from _columns(
+        [(", ".join(node.output), _call(node, constants), types.get(node.output[0], "")) for node in graph.node]
+    )
     for function in model.functions:
         yield f"\nfunction {function.name}({', '.join(function.input)}) -> {', '.join(function.output)}"
-        inside = {node.output[0]: _constant(node.attribute[0].t) for node in function.node if node.op_type == "Constant" and node.attribute}
-        yield from _columns([(", ".join(node.output), _call(node, inside)) for node in function.node if node.op_type != "Constant"])
+        inside = {
+            node.output[0]: _constant(node.attribute[0].t)
+            for node in function.node
+            if node.op_type == "Constant" and node.attribute
+        }
+        yield from _columns(
+            [(", ".join(node.output), _call(node, inside)) for node in function.node if node.op_type != "Constant"]
+        )
 
 
 def _is_slot(value: onnx.ValueInfoProto) -> bool:

@@ -11,7 +11,8 @@ from onnx import TensorProto, numpy_helper
 
 
 def widened(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph with float32 wherever it has bfloat16: inputs, outputs, constants, casts. `model` itself where it has none."""
+    """The same graph with float32 wherever it has bfloat16: inputs, outputs, constants, casts. `model` itself where it
+    has none."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     changed = _graph(made.graph) + sum(_node(node) for function in made.functions for node in function.node)
@@ -33,7 +34,8 @@ def _node(node: onnx.NodeProto) -> int:
             changed += _tensor(attribute.t)
         elif attribute.type == onnx.AttributeProto.GRAPH:
             changed += _graph(attribute.g)
-        elif attribute.name in ("to", "dtype") and attribute.i == TensorProto.BFLOAT16:  # Cast, RandomNormal and their like
+        # Cast, RandomNormal and their like
+        elif attribute.name in ("to", "dtype") and attribute.i == TensorProto.BFLOAT16:
             attribute.i = TensorProto.FLOAT
             changed += 1
     return changed

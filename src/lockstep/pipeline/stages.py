@@ -1,4 +1,5 @@
-"""The steps that make a target, from a config: what the rules of the workflow say, for whoever runs without Snakemake."""
+"""The steps that make a target, from a config: what the rules of the workflow say, for whoever runs without
+Snakemake."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.sources import FolderSource, HubSource, parse_source
 from lockstep.pipeline.step import Step
 from lockstep.targets import Results, Target
-from lockstep.config.sources import FolderSource, HubSource, parse_source
 
 if TYPE_CHECKING:
     from lockstep.config.load import Config
@@ -32,7 +33,9 @@ def step(stage: str, config: Config, results: Results, names: Mapping[str, Any])
     taken = {name: names[name] for name in fields}
     python = config.interpreter(taken["backend"]) if "backend" in taken else None
     texts = {name: str(value) for name, value in taken.items()}
-    return Step(stage, texts, inputs(results, **taken), options(config, **taken), output(results, **taken), python=python)
+    return Step(
+        stage, texts, inputs(results, **taken), options(config, **taken), output(results, **taken), python=python
+    )
 
 
 def _source(config: Config, model: str) -> dict[str, Any]:
@@ -70,35 +73,66 @@ def _nothing(of: Any, **names: Any) -> dict[str, Any]:
 
 _M, _P, _N, _B = "model", "precision", "layers", "backend"
 # Stage: its wildcards, its inputs by name, its options, its manifest.
-_RULES: dict[str, tuple[tuple[str, ...], Callable[..., dict[str, Path]], Callable[..., dict[str, Any]], Callable[..., Path]]] = {
+_RULES: dict[
+    str, tuple[tuple[str, ...], Callable[..., dict[str, Path]], Callable[..., dict[str, Any]], Callable[..., Path]]
+] = {
     "fetch": ((_M,), _nothing, _source, Results.source),
     "random_weights": ((_M,), _nothing, _source, Results.source),
     "resolve": ((_M,), _nothing, _source, Results.checkpoint),
     "architecture": ((_M,), _nothing, _source, Results.architecture),
-    "convert": ((_M, _P), lambda results, model, precision: {"checkpoint": results.checkpoint(model)}, _nothing, Results.weights),
-    "export": ((_M, _P), lambda results, model, precision: {"architecture": results.architecture(model)}, _nothing, Results.assembly),
+    "convert": (
+        (_M, _P),
+        lambda results, model, precision: {"checkpoint": results.checkpoint(model)},
+        _nothing,
+        Results.weights,
+    ),
+    "export": (
+        (_M, _P),
+        lambda results, model, precision: {"architecture": results.architecture(model)},
+        _nothing,
+        Results.assembly,
+    ),
     "validate": (
         (_M, _P, _N),
         lambda results, model, precision, layers: {
-            "checkpoint": results.checkpoint(model), "weights": results.weights(model, precision), "assembly": results.assembly(model, precision),
+            "checkpoint": results.checkpoint(model),
+            "weights": results.weights(model, precision),
+            "assembly": results.assembly(model, precision),
         },
-        _validate, Results.validation,
+        _validate,
+        Results.validation,
     ),
-    "build": ((_M, _P, _B), lambda results, model, precision, backend: {"assembly": results.assembly(model, precision)}, _build, Results.engines),
+    "build": (
+        (_M, _P, _B),
+        lambda results, model, precision, backend: {"assembly": results.assembly(model, precision)},
+        _build,
+        Results.engines,
+    ),
     "compare": (
         (_M, _P, _B),
         lambda results, model, precision, backend: {
-            "assembly": results.assembly(model, precision), "weights": results.weights(model, precision), "engines": results.engines(model, precision, backend),
+            "assembly": results.assembly(model, precision),
+            "weights": results.weights(model, precision),
+            "engines": results.engines(model, precision, backend),
         },
-        _compare, Results.comparison,
+        _compare,
+        Results.comparison,
     ),
-    "reference": ((_M, _N), lambda results, model, layers: {"checkpoint": results.checkpoint(model)}, _reference, Results.reference),
+    "reference": (
+        (_M, _N),
+        lambda results, model, layers: {"checkpoint": results.checkpoint(model)},
+        _reference,
+        Results.reference,
+    ),
     "golden": (
         (_M, _P, _N, _B),
         lambda results, model, precision, layers, backend: {
-            "assembly": results.assembly(model, precision), "weights": results.weights(model, precision),
-            "engines": results.engines(model, precision, backend), "reference": results.reference(model, layers),
+            "assembly": results.assembly(model, precision),
+            "weights": results.weights(model, precision),
+            "engines": results.engines(model, precision, backend),
+            "reference": results.reference(model, layers),
         },
-        _golden, Results.golden,
+        _golden,
+        Results.golden,
     ),
-}  # fmt: skip
+}

@@ -2,8 +2,8 @@
 
     python -m lockstep.pipeline.worker < request.json       {"stage": "build", "arguments": {...}}
 
-In: the name of a stage that runs engines, and its arguments as JSON. It works on files; errors are one line on stderr and an exit code, as everywhere.
-Needs what engines need, no more: neither Snakemake, torch nor pydantic.
+In: the name of a stage that runs engines, and its arguments as JSON. It works on files; errors are one line on stderr
+and an exit code, as everywhere. Needs what engines need, no more: neither Snakemake, torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,18 @@ _OLDEST = (3, 10)
 
 
 def call(python: str | None, stage: str, /, **arguments: Any) -> None:
-    """Run `build`, `compare`, `golden` or `generate` of this module, or any `module:function`, with these arguments (JSON), here or in the
-    interpreter `python` (a path or a command).
+    """Run `build`, `compare`, `golden` or `generate` of this module, or any `module:function`, with these arguments
+    (JSON), here or in the interpreter `python` (a path or a command).
 
-    Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails there, it has said why on stderr,
-    and this process exits with the same code (SystemExit).
+    Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails
+    there, it has said why on stderr, and this process exits with the same code (SystemExit).
     """
     _run(python, stage, arguments, None)
 
 
 def ask(python: str | None, stage: str, /, **arguments: Any) -> Any:
-    """As `call`, for a stage that answers (`identity`, `inspect`, `bisect`): gives its answer. An error there is the same error here: InputError or CheckError."""
+    """As `call`, for a stage that answers (`identity`, `inspect`, `bisect`): gives its answer. An error there is the
+    same error here: InputError or CheckError."""
     return _run(python, stage, arguments, subprocess.PIPE)
 
 
@@ -49,17 +49,24 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
     # Another Python has other packages: of this one's it gets this package alone.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_folders(stage)), "PYTHONUTF8": "1"}
     try:
-        ended = processes.run([python, "-m", "lockstep.pipeline.worker"], request, env=environment, stdout=pipe, stderr=pipe)
+        ended = processes.run(
+            [python, "-m", "lockstep.pipeline.worker"], request, env=environment, stdout=pipe, stderr=pipe
+        )
     except OSError as error:
-        raise InputError(f"backends.tensorrt.python: expected a Python interpreter, found {python!r}: {error.strerror}") from None
+        raise InputError(
+            f"backends.tensorrt.python: expected a Python interpreter, found {python!r}: {error.strerror}"
+        ) from None
     if name := _signal(ended.returncode):
         print(ended.stderr or "", file=sys.stderr)  # ends the line that it left unfinished
-        raise CheckError(f"{stage}: {python} was ended by {name} (memory or time ran out?); what it was at stands in the line before")
+        raise CheckError(
+            f"{stage}: {python} was ended by {name} (memory or time ran out?); what it was at stands in the line before"
+        )
     if pipe is None:
         if ended.returncode:
             raise SystemExit(ended.returncode)
         return None
-    line = next((line for line in reversed(ended.stderr.splitlines()) if line.startswith(PREFIX)), "")  # a library may say more when it ends
+    # a library may say more when it ends
+    line = next((line for line in reversed(ended.stderr.splitlines()) if line.startswith(PREFIX)), "")
     errors = {error.exit_code: error for error in (InputError, CheckError)}
     if line and ended.returncode in errors:
         raise errors[ended.returncode](line.removeprefix(PREFIX))
@@ -83,8 +90,8 @@ def _folders(stage: str) -> list[str]:
 
 
 def _signal(code: int) -> str | None:
-    """The signal that ended a process, or one behind a shell, which then ends with 128 and its number; None where none did. Of an interrupt, SIGTERM and SIGHUP
-    a stage says itself that they ended it, with that code."""
+    """The signal that ended a process, or one behind a shell, which then ends with 128 and its number; None where none
+    did. Of an interrupt, SIGTERM and SIGHUP a stage says itself that they ended it, with that code."""
     number = -code if code < 0 else code - 128
     said = code == -signal.SIGINT or code - 128 in (signal.SIGINT, *ENDING)
     return signal.Signals(number).name if number in set(signal.Signals) and not said else None
@@ -96,7 +103,13 @@ def identity(name: str) -> dict[str, Any]:
 
     library = get_backend(name)
     device = library.describe_device()
-    found = {"name": name, "version": library.version(), "revision": library.revision, "device": library.device_key(device), "options": library.default_options()}
+    found = {
+        "name": name,
+        "version": library.version(),
+        "revision": library.revision,
+        "device": library.device_key(device),
+        "options": library.default_options(),
+    }
     return {**found, "driver": device["driver"]} if "driver" in device else found
 
 
@@ -114,20 +127,37 @@ def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> 
     backends.build(Path(assembly), backend, Path(out), options)
 
 
-def compare(assembly: str, weights: str, engines: str, tolerance: float, limits: Mapping[str, int], out: str, threads: int | None = None) -> None:
+def compare(
+    assembly: str,
+    weights: str,
+    engines: str,
+    tolerance: float,
+    limits: Mapping[str, int],
+    out: str,
+    threads: int | None = None,
+) -> None:
     from lockstep.verify.compare import run
 
     run(Path(assembly), Path(weights), Path(engines), tolerance, limits, Path(out), threads)
 
 
 def golden(
-    assembly: str, weights: str, engines: str, reference: str, target: Mapping[str, Any], tolerance: Mapping[str, float], limits: Mapping[str, int],
-    out: str, speed: str, expected: list[str | None], threads: int | None = None,
-) -> None:  # fmt: skip
+    assembly: str,
+    weights: str,
+    engines: str,
+    reference: str,
+    target: Mapping[str, Any],
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: str,
+    speed: str,
+    expected: list[str | None],
+    threads: int | None = None,
+) -> None:
     """As `golden.check.check`; where the engines are wrong, the line also says which engine leaves its graph first."""
-    from lockstep.verify.metrics import failed_path
-    from lockstep.verify.golden.check import check
     from lockstep.targets import Target
+    from lockstep.verify.golden.check import check
+    from lockstep.verify.metrics import failed_path
 
     paths = [Path(path) for path in (assembly, weights, engines, reference)]
     try:
@@ -141,29 +171,55 @@ def golden(
 
         request = failing(paths[3], failed)
         tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
-        raise CheckError(f"{error}; {explain_failure(*paths[:3], target['layers'], tolerance, str(Target(**target)), *tokens)}") from None
+        raise CheckError(
+            f"{error}; {explain_failure(*paths[:3], target['layers'], tolerance, str(Target(**target)), *tokens)}"
+        ) from None
 
 
 def bisect(
-    assembly: str, weights: str, engines: str, layers: int | str, tolerance: Mapping[str, float], tokens: list[Any], threads: int | None = None
-) -> dict[str, Any]:  # fmt: skip
+    assembly: str,
+    weights: str,
+    engines: str,
+    layers: int | str,
+    tolerance: Mapping[str, float],
+    tokens: list[Any],
+    threads: int | None = None,
+) -> dict[str, Any]:
     """Engine against graph along tokens: `bisect.explain.engine_report`."""
     from lockstep.verify.bisect.explain import engine_report
 
-    return engine_report(Path(assembly), Path(weights), Path(engines), layers, tolerance, tuple(tokens), threads=threads)
+    return engine_report(
+        Path(assembly), Path(weights), Path(engines), layers, tolerance, tuple(tokens), threads=threads
+    )
 
 
 def generate(
-    assembly: str, weights: str, engines: str, layers: int | str, limits: Mapping[str, int], prompt: str, max_new_tokens: int,
-    sampling: Mapping[str, Any], stop: list[str], threads: int | None = None,
-) -> None:  # fmt: skip
+    assembly: str,
+    weights: str,
+    engines: str,
+    layers: int | str,
+    limits: Mapping[str, int],
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    stop: list[str],
+    threads: int | None = None,
+) -> None:
     """Text on stdout as it is made; then the speed, on stderr."""
     from lockstep.runtime import Model, Sampling, Tokenizer
     from lockstep.runtime import generate as start
 
     sizes = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
     model = Model.open(Path(engines), Path(assembly), Path(weights), layers, max_batch_size=1, threads=threads, **sizes)
-    generation = start(model, Tokenizer.open(Path(assembly)), [prompt], max_new_tokens, Sampling(**sampling), stop, limits["max_input_len"])
+    generation = start(
+        model,
+        Tokenizer.open(Path(assembly)),
+        [prompt],
+        max_new_tokens,
+        Sampling(**sampling),
+        stop,
+        limits["max_input_len"],
+    )
     for piece in generation:
         print(piece.text, end="", flush=True)
     print(flush=True)
@@ -181,7 +237,10 @@ _STAGES = {function.__name__: function for function in (identity, inspect, build
 def main() -> None:
     with guard():
         if sys.version_info < _OLDEST:
-            raise InputError(f"backends.tensorrt.python: expected Python {'.'.join(map(str, _OLDEST))} or newer, found {sys.version.split()[0]} ({sys.executable})")
+            raise InputError(
+                f"backends.tensorrt.python: expected Python {'.'.join(map(str, _OLDEST))} or "
+                f"newer, found {sys.version.split()[0]} ({sys.executable})"
+            )
         request = json.load(sys.stdin)
         try:
             answer = _function(request["stage"])(**request["arguments"])
@@ -190,7 +249,9 @@ def main() -> None:
         except BrokenPipeError:
             raise SystemExit(1) from None  # who read the text has had enough
         except ModuleNotFoundError as error:
-            raise InputError(f"backends.tensorrt.python: {sys.executable} has no Python package {error.name!r}; install it there") from None
+            raise InputError(
+                f"backends.tensorrt.python: {sys.executable} has no Python package {error.name!r}; install it there"
+            ) from None
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
-"""What a run makes again though it is there: results in; those that cannot be trusted out, each with the reason. Nothing is changed."""
+"""What a run makes again though it is there: results in; those that cannot be trusted out, each with the reason.
+Nothing is changed."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from lockstep.artifacts.digest_cache import digest, size_of
 from lockstep.artifacts.fetched import read_fetched
+from lockstep.artifacts.manifest_files import failed_path, lost_files, named_files
+from lockstep.pipeline.step import Step
 from lockstep.provenance.locked import first_difference, other_commit
 from lockstep.provenance.lockfile import read_lock
-from lockstep.pipeline.step import Step
 from lockstep.provenance.record import record_path
-from lockstep.artifacts.digest_cache import digest, size_of
-from lockstep.artifacts.manifest_files import failed_path, lost_files, named_files
 
 FAILED = "the check has failed since"
 
 
 def untrusted(recorded: Iterable[str], with_files: Collection[str]) -> dict[str, str]:
-    """{manifest: why} of those of `recorded` that are there, and have no record, or are of a check that failed since, or, of those in `with_files`, lost a file.
-    A manifest that is damaged itself is none: who reads it refuses it."""
+    """{manifest: why} of those of `recorded` that are there, and have no record, or are of a check that failed since,
+    or, of those in `with_files`, lost a file. A manifest that is damaged itself is none: who reads it refuses it."""
     found = {}
     for manifest in filter(_is_there, recorded):
         if not record_path(manifest).is_file():
@@ -31,7 +32,8 @@ def untrusted(recorded: Iterable[str], with_files: Collection[str]) -> dict[str,
 
 
 def not_as_locked(steps: Sequence[Step], lock_file: Path) -> dict[str, str]:
-    """{manifest: why} of each artefact of `steps` that is there with its record and is not the locked one: every file that it names is hashed."""
+    """{manifest: why} of each artefact of `steps` that is there with its record and is not the locked one: every file
+    that it names is hashed."""
     lock, found = read_lock(lock_file), {}
     for step in steps:
         if _is_there(step.output) and record_path(step.output).is_file() and (line := _difference(step, lock)):
@@ -42,7 +44,9 @@ def not_as_locked(steps: Sequence[Step], lock_file: Path) -> dict[str, str]:
 def _difference(step: Step, lock: dict) -> str | None:
     if step.stage == "fetch" and (line := other_commit(lock, read_fetched(step.output).commit)):
         return line
-    return first_difference(step.output, lock) or next((f"{file.path} has changed" for file in named_files(step.output) if _digest(file.path) != file.sha256), None)
+    return first_difference(step.output, lock) or next(
+        (f"{file.path} has changed" for file in named_files(step.output) if _digest(file.path) != file.sha256), None
+    )
 
 
 def _is_there(path: str | Path) -> bool:

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lockstep.errors import InputError
 from lockstep.artifacts.files import sha256_json
+from lockstep.errors import InputError
 
 PACKAGE = "lockstep"
 # Rule -> the module that it enters the package by.
@@ -47,11 +47,15 @@ _BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokeniz
 
 
 def stage_key(entry: str, packages: Iterable[str] = ()) -> dict[str, str]:
-    """The digests that a rule keeps in its `params`: of the code that `entry` reaches, and of the pins that this code imports.
+    """The digests that a rule keeps in its `params`: of the code that `entry` reaches, and of the pins that this code
+    imports.
 
     `packages` names those that are used without an import, such as a backend's.
     """
-    return {"code": code_digest(entry), "environment": environment_digest(_with_brought(third_party(entry) | set(packages)))}
+    return {
+        "code": code_digest(entry),
+        "environment": environment_digest(_with_brought(third_party(entry) | set(packages))),
+    }
 
 
 def packages_of(entry: str) -> set[str]:
@@ -64,7 +68,8 @@ def _with_brought(names: set[str]) -> set[str]:
 
 
 def code_digest(entry: str) -> str:
-    """Hex sha256 over the files of this package that `entry` ("split", "verify.golden.check") imports, directly or through others.
+    """Hex sha256 over the files of this package that `entry` ("split", "verify.golden.check") imports, directly or
+    through others.
 
     Imports inside functions count too. Raises InputError when there is no such module.
     """
@@ -83,8 +88,8 @@ def pinned_packages(entry: str, pins: str | os.PathLike | None = None) -> dict[s
 
 
 def installed_packages(entry: str) -> dict[str, str]:
-    """The version of each package that the code of `entry` uses, as it is installed here (local parts such as +cpu left out);
-    the pinned one of those that are not installed."""
+    """The version of each package that the code of `entry` uses, as it is installed here (local parts such as +cpu left
+    out); the pinned one of those that are not installed."""
     return {name: _installed(name) or version for name, version in pinned_packages(entry).items()}
 
 
@@ -106,12 +111,15 @@ def environment_digest(packages: Iterable[str], pins: str | os.PathLike = _PINS)
 
 
 def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
-    """Version by canonical package name, of a requirements file in which each line is `name==version`, blank or a comment."""
+    """Version by canonical package name, of a requirements file in which each line is `name==version`, blank or a
+    comment."""
     pins = {}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise InputError(f"{path}: expected the pinned packages, found no file; run in a checkout of the repository") from None
+        raise InputError(
+            f"{path}: expected the pinned packages, found no file; run in a checkout of the repository"
+        ) from None
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if text:

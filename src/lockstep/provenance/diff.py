@@ -12,7 +12,8 @@ _DIGEST = 64
 
 
 def diff(first: Path, second: Path) -> list[str]:
-    """What differs between two lock files, a line each: where, and both values. Raises InputError for a file that is no lock."""
+    """What differs between two lock files, a line each: where, and both values. Raises InputError for a file that is no
+    lock."""
     return [f"{' / '.join(where)}: {change}" for where, change in changes(read_lock(first), read_lock(second))]
 
 
@@ -45,7 +46,14 @@ def words(value: Any) -> str:
 def cause(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Why two build keys differ: inputs, options, packages, code, backend, in words with both values."""
     lines = []
-    for part, what in (("names", ""), ("inputs", "input "), ("options", "option "), ("backend", "backend "), ("environment", ""), ("code", "code ")):
+    for part, what in (
+        ("names", ""),
+        ("inputs", "input "),
+        ("options", "option "),
+        ("backend", "backend "),
+        ("environment", ""),
+        ("code", "code "),
+    ):
         before, after = recorded.get(part), now.get(part)
         if before is not None and after is not None:
             lines += [f"{what}{'.'.join(where)} {change}" for where, change in changes(before, after)]

@@ -1,4 +1,5 @@
-"""Explain: a target in; what a run would make again and why, out. The build keys that are recorded are compared with what they would be now."""
+"""Explain: a target in; what a run would make again and why, out. The build keys that are recorded are compared with
+what they would be now."""
 
 from __future__ import annotations
 
@@ -7,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.provenance import code_identity
+from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.files import read_json
+from lockstep.artifacts.manifest_files import failed_path, lost_files, manifest_entries
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
-from lockstep.artifacts.files import read_json
+from lockstep.pipeline.stages import steps
+from lockstep.pipeline.step import Step
+from lockstep.provenance import code_identity
 from lockstep.provenance.again import FAILED
 from lockstep.provenance.diff import cause, words
-from lockstep.pipeline.step import Step
 from lockstep.provenance.record import backend_identity, content, read_record, record_path
-from lockstep.pipeline.stages import steps
 from lockstep.targets import Results, Target
-from lockstep.artifacts.digest_cache import digest
-from lockstep.artifacts.manifest_files import failed_path, lost_files, manifest_entries
 
 if TYPE_CHECKING:
     from lockstep.config.load import Config
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explained:
-    """A step, and why a run would make its artefact again; no reasons where it would not. `unknown`: there is no record to tell by."""
+    """A step, and why a run would make its artefact again; no reasons where it would not. `unknown`: there is no record
+    to tell by."""
 
     step: Step
     reasons: tuple[str, ...]
@@ -42,7 +44,8 @@ class Explained:
 
 
 def explain(config: Config, results: Results, target: Target, source: Path | None = None) -> list[Explained]:
-    """All steps of `target`, in order. `source`: the folder that the model's checkpoint lies in now; None where it is not there yet."""
+    """All steps of `target`, in order. `source`: the folder that the model's checkpoint lies in now; None where it is
+    not there yet."""
     found: list[Explained] = []
     again: dict[Path, str] = {}
     for step in steps(config, results, target):
@@ -67,7 +70,11 @@ def _explain(step: Step, again: Mapping[Path, str], source: Path | None) -> Expl
         return Explained(step, (*reasons, str(error)))
     if record is None:
         what = "is of another file" if record_path(step.output).is_file() else "is not there"
-        return Explained(step, tuple(reasons), unknown=True) if reasons else Explained(step, (f"the record of how {step.output.name} was made {what}",), unknown=True)
+        return (
+            Explained(step, tuple(reasons), unknown=True)
+            if reasons
+            else Explained(step, (f"the record of how {step.output.name} was made {what}",), unknown=True)
+        )
     return Explained(step, tuple(reasons + cause(record, _key_now(step, record, again))))
 
 
@@ -106,5 +113,3 @@ def _changed_files(step: Step, source: Path) -> list[str]:
         if name in recorded and (found := digest(path)) != recorded[name]:
             lines.append(f"{path} changed: sha256 {words(recorded[name])} -> {words(found)}")
     return lines
-
-

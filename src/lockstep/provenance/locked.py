@@ -1,7 +1,9 @@
-"""Locked: what is to be made, and what was made, against the lock. The first difference is named with its cause, and nothing is made from it.
+"""Locked: what is to be made, and what was made, against the lock. The first difference is named with its cause, and
+nothing is made from it.
 
-What can be known before the work is refused before it (`check_project`, `check_step`): targets, the terms of the checks, the checkpoint's files, the code and
-the packages of a stage, library and device of a backend, and every file that is read. What a stage makes is compared as soon as it is made (`check_output`).
+What can be known before the work is refused before it (`check_project`, `check_step`): targets, the terms of the
+checks, the checkpoint's files, the code and the packages of a stage, library and device of a backend, and every file
+that is read. What a stage makes is compared as soon as it is made (`check_output`).
 """
 
 from __future__ import annotations
@@ -10,16 +12,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.provenance import code_identity
-from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import sha256_json
-from lockstep.provenance.diff import changes, words
-from lockstep.provenance.lockfile import CHECKS, MADE, TERMS, Section, device_name, lock_path, made_with, read_lock, sections_at, terms, terms_place
-from lockstep.provenance.slsa import provenance_path
-from lockstep.pipeline.step import Step
-from lockstep.provenance.record import record_path
 from lockstep.artifacts.digest_cache import check_files, digest
+from lockstep.artifacts.files import sha256_json
 from lockstep.artifacts.manifest_files import named_files
+from lockstep.errors import CheckError, InputError
+from lockstep.pipeline.step import Step
+from lockstep.provenance import code_identity
+from lockstep.provenance.diff import changes, words
+from lockstep.provenance.lockfile import (
+    CHECKS,
+    MADE,
+    TERMS,
+    Section,
+    device_name,
+    lock_path,
+    made_with,
+    read_lock,
+    sections_at,
+    terms,
+    terms_place,
+)
+from lockstep.provenance.record import record_path
+from lockstep.provenance.slsa import provenance_path
 
 if TYPE_CHECKING:
     from lockstep.config.load import Config
@@ -30,7 +44,8 @@ _PLACES = ("source",)
 
 
 def is_locked(config: Mapping[str, Any]) -> bool:
-    """Whether Snakemake's config says `locked`, which the command line gives as a text. Raises InputError for anything but true and false."""
+    """Whether Snakemake's config says `locked`, which the command line gives as a text. Raises InputError for anything
+    but true and false."""
     value = config.get("locked", False)
     found = {"true": True, "false": False}.get(str(value).lower())
     if found is None:
@@ -39,19 +54,30 @@ def is_locked(config: Mapping[str, Any]) -> bool:
 
 
 def find_lock(model: str, folders: Sequence[Path]) -> Path:
-    """The lock of a model in the first of `folders` (each holding `locks/`) that has one. Raises InputError where none has."""
+    """The lock of a model in the first of `folders` (each holding `locks/`) that has one. Raises InputError where none
+    has."""
     for folder in folders:
         path = lock_path(folder / "locks", model)
         if path.is_file():
             return path
     places = " or ".join(dict.fromkeys(str(folder / "locks") for folder in folders))
-    raise InputError(f"locked: expected {model}.lock.json in {places}, found none; write it with `lockstep lock`, or run without locked")
+    raise InputError(
+        f"locked: expected {model}.lock.json in {places}, found none; write it with `lockstep "
+        f"lock`, or run without locked"
+    )
 
 
-def check_project(lock_file: Path, targets: Sequence[Target], steps: Sequence[Step], prompts: Sequence[str], checkpoint: Sequence[Path] | None) -> None:
+def check_project(
+    lock_file: Path,
+    targets: Sequence[Target],
+    steps: Sequence[Step],
+    prompts: Sequence[str],
+    checkpoint: Sequence[Path] | None,
+) -> None:
     """Before a run: raises CheckError for the first thing that will differ from the lock.
 
-    targets, their steps, prompts: of the lock's model. checkpoint: the model's files where they lie in a folder, None where a job brings them.
+    targets, their steps, prompts: of the lock's model. checkpoint: the model's files where they lie in a folder, None
+    where a job brings them.
     """
     lock = read_lock(lock_file)
     for line in _before(lock, targets, prompts, checkpoint):
@@ -61,7 +87,9 @@ def check_project(lock_file: Path, targets: Sequence[Target], steps: Sequence[St
             _refuse(line, lock_file)
 
 
-def _before(lock: Mapping[str, Any], targets: Sequence[Target], prompts: Sequence[str], checkpoint: Sequence[Path] | None) -> Iterator[str]:
+def _before(
+    lock: Mapping[str, Any], targets: Sequence[Target], prompts: Sequence[str], checkpoint: Sequence[Path] | None
+) -> Iterator[str]:
     for stage, made in sorted(lock[MADE].items()):
         entry = code_identity.STAGES[stage]
         now = {"code": sha256_json(code_identity.code_files(entry)), "packages": code_identity.pinned_packages(entry)}
@@ -73,7 +101,12 @@ def _before(lock: Mapping[str, Any], targets: Sequence[Target], prompts: Sequenc
         yield from (f"resolve: {name} differs: {change}" for (name, *_), change in changes(expected, found))
     for target in targets:
         names = target.precision, str(target.layers), target.backend
-        for where in (("precisions", names[0]), ("reference", names[1]), ("precisions", names[0], "engines", names[2]), ("precisions", names[0], "golden", names[2], names[1])):
+        for where in (
+            ("precisions", names[0]),
+            ("reference", names[1]),
+            ("precisions", names[0], "engines", names[2]),
+            ("precisions", names[0], "golden", names[2], names[1]),
+        ):
             if expected_items(lock, where) is None:
                 yield f"{target}: {'/'.join(where)} is not in the lock"
         for (text, *_), change in changes(dict.fromkeys(lock["reference"][names[1]], ""), dict.fromkeys(prompts, "")):
@@ -81,14 +114,16 @@ def _before(lock: Mapping[str, Any], targets: Sequence[Target], prompts: Sequenc
 
 
 def locked_commit(lock_file: Path, source: str) -> str | None:
-    """The commit of the hub at which `source` is locked, wherever its branch is now; None where the lock is of another source."""
+    """The commit of the hub at which `source` is locked, wherever its branch is now; None where the lock is of another
+    source."""
     checkpoint = read_lock(lock_file)["checkpoint"]
     return checkpoint.get("commit") if checkpoint["source"] == source else None
 
 
 def before_weights(config: Config, model: str, lock_file: Path | None) -> Callable[[Path, str], None]:
-    """What `hub.fetch` asks before it downloads the weights of `model`, with the folder of its small files and its commit: does the model fit the config, and,
-    where there is a lock, is its commit the locked one? Raises InputError and CheckError."""
+    """What `hub.fetch` asks before it downloads the weights of `model`, with the folder of its small files and its
+    commit: does the model fit the config, and, where there is a lock, is its commit the locked one? Raises InputError
+    and CheckError."""
 
     def check(folder: Path, commit: str) -> None:
         config.check_model(model, folder)
@@ -99,8 +134,8 @@ def before_weights(config: Config, model: str, lock_file: Path | None) -> Callab
 
 
 def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
-    """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms, or with other code, packages, library or
-    device; InputError when a file that a manifest names is not the one."""
+    """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms, or
+    with other code, packages, library or device; InputError when a file that a manifest names is not the one."""
     lock = read_lock(lock_file)
     for path in step.inputs.values():
         if record_path(path).is_file():
@@ -111,7 +146,9 @@ def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
     if line := _other_terms(lock, step):
         _refuse(line, lock_file)
     made = lock[MADE].get(step.stage)
-    if made is not None and (line := _made_differently(made, {"code": sha256_json(key["code"]), "packages": key["environment"]})):
+    if made is not None and (
+        line := _made_differently(made, {"code": sha256_json(key["code"]), "packages": key["environment"]})
+    ):
         _refuse(f"{step.stage}: {line}", lock_file)
     if step.stage == "build":
         where = ("precisions", step.names["precision"], "engines", step.names["backend"])
@@ -126,13 +163,15 @@ def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
 
 
 def check_output(output: Path, lock_file: Path) -> None:
-    """After a stage: raises CheckError, and takes the manifest `output` away, when the artefact is not the locked one."""
+    """After a stage: raises CheckError, and takes the manifest `output` away, when the artefact is not the locked
+    one."""
     if line := reject(output, lock_file):
         _refuse(line, lock_file)
 
 
 def reject(output: Path, lock_file: Path) -> str | None:
-    """The first difference of an artefact from the lock, which takes its manifest `output` away; None when it is the locked one."""
+    """The first difference of an artefact from the lock, which takes its manifest `output` away; None when it is the
+    locked one."""
     line = first_difference(output, read_lock(lock_file))
     if line is not None:
         for path in (output, record_path(output), provenance_path(output)):
@@ -141,7 +180,8 @@ def reject(output: Path, lock_file: Path) -> str | None:
 
 
 def first_difference(output: Path, lock: Mapping[str, Any]) -> str | None:
-    """The first difference of the artefact whose manifest is `output` from a lock; None when it is as locked, or is not locked."""
+    """The first difference of the artefact whose manifest is `output` from a lock; None when it is as locked, or is not
+    locked."""
     return next((line for section in sections_at(output) if (line := difference(lock, section))), None)
 
 
@@ -152,11 +192,14 @@ def _other_terms(lock: Mapping[str, Any], step: Step) -> str | None:
     locked = expected_items(lock, terms_place(step.stage, step.names))
     if locked is None:
         return f"{step}: the terms of this check are not in the lock"
-    return next((f"{step}: {'.'.join(where)} differs: {change}" for where, change in changes(locked, terms(step.options))), None)
+    return next(
+        (f"{step}: {'.'.join(where)} differs: {change}" for where, change in changes(locked, terms(step.options))), None
+    )
 
 
 def difference(lock: Mapping[str, Any], section: Section) -> str | None:
-    """The first difference of an artefact from the lock, with what else differs that may have caused it; None when it is the same."""
+    """The first difference of an artefact from the lock, with what else differs that may have caused it; None when it
+    is the same."""
     expected = expected_items(lock, section.where)
     if expected is None:
         return f"{section.stage}: {'/'.join(section.where)} is not in the lock"
@@ -165,7 +208,10 @@ def difference(lock: Mapping[str, Any], section: Section) -> str | None:
         return None
     where, change = differing
     made = lock[MADE].get(section.stage) if section.where[0] != TERMS else None  # which no code and no package change
-    return f"{section.stage}: {'.'.join(where)} differs: {made and _made_differently(made, made_with(section.record)) or change}"
+    return (
+        f"{section.stage}: {'.'.join(where)} differs: "
+        f"{made and _made_differently(made, made_with(section.record)) or change}"
+    )
 
 
 def expected_items(lock: Mapping[str, Any], where: tuple[str, ...]) -> Mapping[str, Any] | None:
@@ -181,13 +227,17 @@ def without_places(items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_commit(lock: Mapping[str, Any], commit: str | None) -> str | None:
-    return next((f"fetch: commit differs: {change}" for _, change in changes(lock["checkpoint"].get("commit"), commit)), None)
+    return next(
+        (f"fetch: commit differs: {change}" for _, change in changes(lock["checkpoint"].get("commit"), commit)), None
+    )
 
 
 def _made_differently(locked: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Packages, and whether the code is another; empty where both are as locked."""
     packages = [f"{' '.join(where)} {change}" for where, change in changes(locked["packages"], now["packages"])]
-    code = [f"code of the stage {words(locked['code'])} -> {words(now['code'])}"] if locked["code"] != now["code"] else []
+    code = (
+        [f"code of the stage {words(locked['code'])} -> {words(now['code'])}"] if locked["code"] != now["code"] else []
+    )
     return ", ".join([*packages, *code])
 
 

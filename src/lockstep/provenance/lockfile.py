@@ -1,7 +1,8 @@
 """The lock of a model: a finished results tree in, `locks/<model>.lock.json` out, sorted, to be committed.
 
-A lock is made of sections: what each artefact must be, by name, and on what terms each check was passed. A section comes from the manifest of the artefact and
-from the record of how it was made; beside the sections stand, by stage, the code and the packages that made them, which name the cause when one differs.
+A lock is made of sections: what each artefact must be, by name, and on what terms each check was passed. A section
+comes from the manifest of the artefact and from the record of how it was made; beside the sections stand, by stage, the
+code and the packages that made them, which name the cause when one differs.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.provenance import code_identity
 from lockstep.artifacts import formats
-from lockstep.errors import CheckError, InputError
+from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
+from lockstep.artifacts.manifest_files import manifest_entries, named_files
+from lockstep.errors import CheckError, InputError
+from lockstep.provenance import code_identity
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.provenance.shapes import LOCK, misfit
-from lockstep.artifacts.digest_cache import digest
-from lockstep.artifacts.manifest_files import manifest_entries, named_files
 
 MADE, TERMS = "made with", "checks"
 # Stages that find out whether something is right, or what right is: all that the config says to them is locked.
@@ -28,7 +29,8 @@ CHECKS = ("validate", "compare", "reference", "golden")
 
 @dataclass(frozen=True)
 class Section:
-    """One artefact, or the terms of one check: where it stands in the lock, what made it, and what it must be, by name."""
+    """One artefact, or the terms of one check: where it stands in the lock, what made it, and what it must be, by
+    name."""
 
     where: tuple[str, ...]
     manifest: Path
@@ -47,14 +49,18 @@ def lock_path(folder: Path, model: str) -> Path:
 def read_lock(path: Path) -> dict[str, Any]:
     """Raises InputError for a file that is absent or no lock."""
     lock = read_json(path, formats.LOCK)
-    wrong = misfit(lock, LOCK) or next((f"{MADE}: expected stages, found {name!r}" for name in sorted(lock[MADE]) if name not in code_identity.STAGES), None)
+    wrong = misfit(lock, LOCK) or next(
+        (f"{MADE}: expected stages, found {name!r}" for name in sorted(lock[MADE]) if name not in code_identity.STAGES),
+        None,
+    )
     if wrong:
         raise InputError(f"{path}: {wrong}; take the lock as it was committed, or write it again with `lockstep lock`")
     return lock
 
 
 def write_lock(results: Path, model: str, out: Path) -> Path:
-    """Write the lock of the finished model `model` to `out`. Raises InputError where something was not made or not checked yet.
+    """Write the lock of the finished model `model` to `out`. Raises InputError where something was not made or not
+    checked yet.
 
     Engines of other devices that stand in `out` already stay, as long as they are of these graphs, code and packages.
     """
@@ -76,17 +82,21 @@ def _keep_devices(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
 
 
 def device_name(backend: Mapping[str, Any]) -> str:
-    """A device as a lock names it, from a backend's identity: its architecture or name, and the first digits of the sha256 of all that must be equal."""
+    """A device as a lock names it, from a backend's identity: its architecture or name, and the first digits of the
+    sha256 of all that must be equal."""
     device = backend["device"]
     return f"{device.get('architecture') or device.get('name') or backend['name']} {sha256_json(device)[:12]}"
 
 
 def collect(results: Path, model: str) -> dict[str, Any]:
-    """The lock of what is there. Raises InputError for a model that is not finished, CheckError for stages that were run with several versions."""
+    """The lock of what is there. Raises InputError for a model that is not finished, CheckError for stages that were
+    run with several versions."""
     found = list(sections(results, model))
     for stage in ("resolve", "convert", "export", "validate", "build", "reference", "golden"):
         if stage not in {section.stage for section in found}:
-            raise InputError(f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first")
+            raise InputError(
+                f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first"
+            )
     lock: dict[str, Any] = {"format": formats.LOCK, "model": model, MADE: {}}
     for section in found:
         put(lock, section)
@@ -94,10 +104,14 @@ def collect(results: Path, model: str) -> dict[str, Any]:
 
 
 def put(lock: dict[str, Any], section: Section) -> None:
-    """Add a section to a lock. Raises CheckError when another of the same stage was made with other code or packages."""
+    """Add a section to a lock. Raises CheckError when another of the same stage was made with other code or
+    packages."""
     made = made_with(section.record)
     if lock[MADE].setdefault(section.stage, made) != made:
-        raise CheckError(f"{section.manifest}: expected to be made as the other results of {section.stage}, found other code or packages; run snakemake first")
+        raise CheckError(
+            f"{section.manifest}: expected to be made as the other results of {section.stage}, "
+            f"found other code or packages; run snakemake first"
+        )
     place = lock
     for name in section.where[:-1]:
         place = place.setdefault(name, {})
@@ -111,7 +125,8 @@ def made_with(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def terms_place(stage: str, names: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the terms of a check stand in the lock of its model. names: precision, layers and backend, those that the stage has."""
+    """Where the terms of a check stand in the lock of its model. names: precision, layers and backend, those that the
+    stage has."""
     return (TERMS, stage, "/".join(str(names[name]) for name in ("precision", "layers", "backend") if name in names))
 
 
@@ -146,7 +161,10 @@ def sections_of(path: Path) -> list[Section]:
     if stage not in _ITEMS and stage not in CHECKS:
         return []
     if read_record(manifest) is None:
-        raise CheckError(f"{manifest}: expected the file that {path.name} is of, found {'another' if manifest.is_file() else 'none'}; delete it and run again")
+        raise CheckError(
+            f"{manifest}: expected the file that {path.name} is of, found "
+            f"{'another' if manifest.is_file() else 'none'}; delete it and run again"
+        )
     found = []
     if stage in _ITEMS:
         with manifest_entries(manifest):
@@ -162,33 +180,50 @@ def sections_at(output: Path) -> list[Section]:
     return sections_of(record_path(output))
 
 
-def _checkpoint(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _checkpoint(
+    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
     value = read_json(manifest)
     about = {"source": value["source"], **({"commit": value["commit"]} if value.get("commit") else {})}
     return ("checkpoint",), {**about, **{file["path"]: file["sha256"] for file in value["files"]}}
 
 
-def _weights(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return ("precisions", names["precision"], "weights"), {file.path.name: file.sha256 for file in named_files(manifest)}
+def _weights(
+    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return ("precisions", names["precision"], "weights"), {
+        file.path.name: file.sha256 for file in named_files(manifest)
+    }
 
 
-def _graphs(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _graphs(
+    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
     graphs = {file.path.name: file.sha256 for file in named_files(manifest)}
     return ("precisions", names["precision"], "graphs"), {**graphs, manifest.name: digest(manifest)}
 
 
-def _engines(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _engines(
+    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
     engines = {entry["file"]: entry["sha256"] for entry in read_json(manifest)["engines"].values()}
     backend = {key: value for key, value in record["backend"].items() if key != "name"}
-    return ("precisions", names["precision"], "engines", names["backend"], device_name(record["backend"])), {**engines, **backend}
+    return ("precisions", names["precision"], "engines", names["backend"], device_name(record["backend"])), {
+        **engines,
+        **backend,
+    }
 
 
-def _golden(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _golden(
+    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
     value = read_json(manifest)
     return ("precisions", names["precision"], "golden", names["backend"], names["layers"]), _tokens(value["prompts"])
 
 
-def _reference(manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _reference(
+    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
     return ("reference", names["layers"]), _tokens(read_json(manifest)["prompts"])
 
 
@@ -197,4 +232,11 @@ def _tokens(prompts: list[dict[str, Any]]) -> dict[str, str]:
     return {prompt["text"]: " ".join(map(str, prompt["tokens"])) for prompt in prompts}
 
 
-_ITEMS = {"resolve": _checkpoint, "convert": _weights, "export": _graphs, "build": _engines, "golden": _golden, "reference": _reference}
+_ITEMS = {
+    "resolve": _checkpoint,
+    "convert": _weights,
+    "export": _graphs,
+    "build": _engines,
+    "golden": _golden,
+    "reference": _reference,
+}

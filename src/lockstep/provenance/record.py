@@ -1,7 +1,9 @@
-"""The build key of an artefact: a step of the workflow in; beside its manifest `<manifest>.build.json` out, which says what it was made of.
+"""The build key of an artefact: a step of the workflow in; beside its manifest `<manifest>.build.json` out, which says
+what it was made of.
 
-A record holds the digests of the inputs, the options, the code of the stage, the versions of its packages, for what a backend makes its version
-and device, and the digest of each file that came out. It holds no time and no place: two machines with one key write one record.
+A record holds the digests of the inputs, the options, the code of the stage, the versions of its packages, for what a
+backend makes its version and device, and the digest of each file that came out. It holds no time and no place: two
+machines with one key write one record.
 """
 
 from __future__ import annotations
@@ -11,15 +13,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.provenance import code_identity
 from lockstep.artifacts import formats
+from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.files import read_json, sha256_json, write_json
+from lockstep.artifacts.manifest_files import SUFFIX, content, named_files, record_path
+from lockstep.errors import CheckError, InputError
 from lockstep.pipeline import worker
 from lockstep.pipeline.step import Step
-from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import read_json, sha256_json, write_json
+from lockstep.provenance import code_identity
 from lockstep.provenance.shapes import RECORD, misfit
-from lockstep.artifacts.digest_cache import digest
-from lockstep.artifacts.manifest_files import SUFFIX, content, named_files, record_path
 
 # Stages whose results speak of the model by its name in the config; others are the same under any name.
 _NAMED = ("validate", "golden")
@@ -42,7 +44,8 @@ def build_key(step: Step, here: bool = True) -> dict[str, Any]:
 
 
 def backend_identity(name: str, python: str | None = None) -> dict[str, Any]:
-    """The library and the device that an engine is for, asked in the interpreter `python`. Raises InputError where the library is not installed."""
+    """The library and the device that an engine is for, asked in the interpreter `python`. Raises InputError where the
+    library is not installed."""
     return worker.ask(python, "identity", name=name)
 
 
@@ -64,9 +67,11 @@ def _input(step: Step, path: Path) -> str:
 
 
 def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Hex sha256 by path, relative to the manifest's folder: of the manifest, of files `beside` it, and of those that it names as its own.
+    """Hex sha256 by path, relative to the manifest's folder: of the manifest, of files `beside` it, and of those that
+    it names as its own.
 
-    The digests of the latter are those of the manifest: who made it has just hashed them. Files of another folder are not its own.
+    The digests of the latter are those of the manifest: who made it has just hashed them. Files of another folder are
+    not its own.
     """
     outputs = {Path(os.path.relpath(path, manifest.parent)).as_posix(): digest(path) for path in (manifest, *beside)}
     for file in named_files(manifest) if manifest.suffix == ".json" else ():
@@ -77,7 +82,8 @@ def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
 
 
 def read_record(output: Path) -> dict[str, Any] | None:
-    """The record of the manifest `output`; None where there is none, or where it is of another file. Raises InputError when it is damaged."""
+    """The record of the manifest `output`; None where there is none, or where it is of another file. Raises InputError
+    when it is damaged."""
     path = record_path(output)
     if not path.is_file():
         return None
@@ -90,7 +96,9 @@ def checked_record(path: Path) -> dict[str, Any]:
     record = read_json(path, formats.BUILD)
     if wrong := misfit(record, RECORD):
         raise InputError(f"{path}: {wrong}; delete the file and run again")
-    if record["key"] != sha256_json({name: value for name, value in record.items() if name not in ("format", "key", "outputs")}):
+    if record["key"] != sha256_json(
+        {name: value for name, value in record.items() if name not in ("format", "key", "outputs")}
+    ):
         raise CheckError(f"{path}: expected the key of what it lists, found another; delete the file and run again")
     return record
 
@@ -98,5 +106,3 @@ def checked_record(path: Path) -> dict[str, Any]:
 def records(folder: Path) -> Iterator[Path]:
     """All records below a folder, sorted."""
     return iter(sorted(folder.rglob(f"*{SUFFIX}")))
-
-

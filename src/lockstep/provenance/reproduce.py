@@ -1,7 +1,9 @@
-"""Reproduce: a finished target in; it is built again in clean folders, by fresh processes, and the levels of sameness that were reached come out.
+"""Reproduce: a finished target in; it is built again in clean folders, by fresh processes, and the levels of sameness
+that were reached come out.
 
-Each round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's files where they lie. The reference, which comes from
-transformers and not from us, is taken as it is, and so is the record of tactics that engines were built with. Nothing is taken from a cache of artefacts.
+Each round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's files where
+they lie. The reference, which comes from transformers and not from us, is taken as it is, and so is the record of
+tactics that engines were built with. Nothing is taken from a cache of artefacts.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from typing import Any
 
 from lockstep import processes
 from lockstep.artifacts import formats
-from lockstep.pipeline import worker
+from lockstep.artifacts.files import read_json, write_json
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.errors import PREFIX, CheckError
-from lockstep.artifacts.files import read_json, write_json
+from lockstep.pipeline import worker
 from lockstep.provenance.record import SUFFIX
 from lockstep.provenance.sameness import LEVELS, Facts, compare, facts, reached
 from lockstep.targets import Results, Target
@@ -31,8 +33,15 @@ _SHOWN = 20  # differences of a level that are kept; the rest is counted
 _NOT_TAKEN_ON = ("LOCKSTEP_CACHE",)
 
 
-def reproduce(config: Mapping[str, Any], results: Results, target: Target, rounds: int, tell: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Build `target` again `rounds` times, write the record to `results.reproduction` and give it. config: the one that the results were made with.
+def reproduce(
+    config: Mapping[str, Any],
+    results: Results,
+    target: Target,
+    rounds: int,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Build `target` again `rounds` times, write the record to `results.reproduction` and give it. config: the one that
+    the results were made with.
 
     Raises InputError where the target is not finished, CheckError where it cannot be built again at all.
     """
@@ -40,7 +49,10 @@ def reproduce(config: Mapping[str, Any], results: Results, target: Target, round
     python = config["backends"].get(target.backend, {}).get("python")
 
     def look(tree: Results) -> dict[str, Any]:
-        engines, assembly = tree.engines(target.model, target.precision, target.backend), tree.assembly(target.model, target.precision)
+        engines, assembly = (
+            tree.engines(target.model, target.precision, target.backend),
+            tree.assembly(target.model, target.precision),
+        )
         return worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly))
 
     present = look(results)
@@ -48,7 +60,9 @@ def reproduce(config: Mapping[str, Any], results: Results, target: Target, round
     found = []
     for number in range(1, rounds + 1):
         with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
-            again = _round(config, results, target, Path(folder), lambda what: tell(f"round {number} of {rounds}: {what}"))
+            again = _round(
+                config, results, target, Path(folder), lambda what: tell(f"round {number} of {rounds}: {what}")
+            )
             made = Results(Path(folder) / "results")
             found.append(compare(before, facts(made, target, look(made), again)))
     manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
@@ -57,13 +71,23 @@ def reproduce(config: Mapping[str, Any], results: Results, target: Target, round
     return record
 
 
-def _record(engines: Mapping[str, Any], digest: str, target: Target, before: Facts, found: list[dict[str, list[str]]]) -> dict[str, Any]:
+def _record(
+    engines: Mapping[str, Any], digest: str, target: Target, before: Facts, found: list[dict[str, list[str]]]
+) -> dict[str, Any]:
     levels = {}
     for level, what in LEVELS.items():
-        lines = [f"round {number}: {line}" for number, differing in enumerate(found, start=1) for line in differing[level]]
+        lines = [
+            f"round {number}: {line}" for number, differing in enumerate(found, start=1) for line in differing[level]
+        ]
         same = sum(not differing[level] for differing in found)
         more = max(0, len(lines) - _SHOWN)
-        levels[level] = {"what": what, "digest": before.digests()[level], "same_rounds": same, "differences": lines[:_SHOWN], "more_differences": more}
+        levels[level] = {
+            "what": what,
+            "digest": before.digests()[level],
+            "same_rounds": same,
+            "differences": lines[:_SHOWN],
+            "more_differences": more,
+        }
     return {
         "format": formats.REPRODUCTION,
         "target": asdict(target),
@@ -77,7 +101,9 @@ def _record(engines: Mapping[str, Any], digest: str, target: Target, before: Fac
     }
 
 
-def _round(config: Mapping[str, Any], results: Results, target: Target, folder: Path, tell: Callable[[str], None]) -> str | None:
+def _round(
+    config: Mapping[str, Any], results: Results, target: Target, folder: Path, tell: Callable[[str], None]
+) -> str | None:
     """Make the target in `folder`/results. Gives the golden check's line where it did not pass, None where it did."""
     tree, config_file = Results(folder / "results"), folder / "config.json"
     write_json(config_file, _config(config, results, target))
@@ -85,9 +111,21 @@ def _round(config: Mapping[str, Any], results: Results, target: Target, folder: 
     _take_tactics(results, tree, target)
     for stage in STAGES:
         tell(stage)
-        command = [sys.executable, "-m", "lockstep", stage, str(target), "--config", str(config_file), "--results", str(tree.root)]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            stage,
+            str(target),
+            "--config",
+            str(config_file),
+            "--results",
+            str(tree.root),
+        ]
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_TAKEN_ON}
-        process = processes.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = processes.run(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         if process.returncode:
             line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix(PREFIX)
             if stage == "golden" and process.returncode == CheckError.exit_code:
@@ -103,7 +141,12 @@ def _config(config: Mapping[str, Any], results: Results, target: Target) -> dict
     folder = checkpoint_folder(manifest_path, manifest)
     check_checkpoint(folder, manifest)
     model = config["models"][target.model]
-    kept = lambda prompt: {**prompt, "expected": {layers: text for layers, text in prompt.get("expected", {}).items() if layers == str(target.layers)}}
+    kept = lambda prompt: {
+        **prompt,
+        "expected": {
+            layers: text for layers, text in prompt.get("expected", {}).items() if layers == str(target.layers)
+        },
+    }
     golden = {**model["golden"], "prompts": [kept(prompt) for prompt in model["golden"]["prompts"]]}
     only = {"layers": [target.layers], "precisions": [target.precision], "backends": [target.backend], "golden": golden}
     model = {**model, **only, "source": os.path.abspath(folder)}
@@ -123,7 +166,10 @@ def _take_tactics(results: Results, tree: Results, target: Target) -> None:
     for file in read_json(made, formats.ENGINES).get("tactics", {}).get("files", ()):
         path = made.with_name(file["file"])
         if not path.is_file():
-            raise CheckError(f"{path}: expected the tactics that the engines were built with, found no file; build with tactics: record")
+            raise CheckError(
+                f"{path}: expected the tactics that the engines were built with, found no file; "
+                f"build with tactics: record"
+            )
         again.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, again.with_name(path.name))
 
@@ -139,7 +185,13 @@ def print_table(record: Mapping[str, Any]) -> None:
     for level, entry in record["levels"].items():
         whole = entry["same_rounds"] == record["rounds"]
         what = entry["what"] + (", without those named below" if level == "R4" and record["bytes_left_out"] else "")
-        table.add_row(level, what, f"{entry['same_rounds']} of {record['rounds']}", "".join(entry["differences"][:1]), style=None if whole else "red")
+        table.add_row(
+            level,
+            what,
+            f"{entry['same_rounds']} of {record['rounds']}",
+            "".join(entry["differences"][:1]),
+            style=None if whole else "red",
+        )
     console = Console(width=240)
     console.print(table)
     for name, removed in record["bytes_left_out"].items():

@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.provenance.cache.reuse import cache_for, put, take
-from lockstep.errors import ENDING, InputError, LockstepError
-from lockstep.artifacts.files import check_place, write_bytes, write_json
-from lockstep.provenance import locked
-from lockstep.provenance.slsa import now, provenance_path, write_provenance
-from lockstep.pipeline.step import Step
-from lockstep.provenance.record import build_key, checked_record, read_record, record_path, write_record
-from lockstep.targets import Results, Target
 from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.files import check_place, write_bytes, write_json
 from lockstep.artifacts.manifest_files import failed_path
+from lockstep.errors import ENDING, InputError, LockstepError
+from lockstep.pipeline.step import Step
+from lockstep.provenance import locked
+from lockstep.provenance.cache.reuse import cache_for, put, take
+from lockstep.provenance.record import build_key, checked_record, read_record, record_path, write_record
+from lockstep.provenance.slsa import now, provenance_path, write_provenance
 
 # Stages that begin with what an earlier run made: engines that still fit, the commit that a branch was found at.
 _GO_ON = ("fetch", "build")
@@ -28,8 +27,9 @@ _GO_ON = ("fetch", "build")
 def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cache: str = "") -> Any:
     """Make the artefact of `step` with `make`, whose result is given, and record it.
 
-    lock_file: raises CheckError for anything else than what it locks. cache: the shared cache that the config names; what it has, and is locked, is taken
-    from there, and the path of its manifest given. Raises InputError for an input that is damaged or is not the one recorded.
+    lock_file: raises CheckError for anything else than what it locks. cache: the shared cache that the config names;
+    what it has, and is locked, is taken from there, and the path of its manifest given. Raises InputError for an input
+    that is damaged or is not the one recorded.
     """
     check_place(step.output)  # before hours of work
     shared = cache_for(step, cache)
@@ -60,13 +60,16 @@ def _is_locked(step: Step, key: Mapping[str, Any], lock_file: Path | None) -> bo
     write_record(step, key)
     line = locked.reject(step.output, lock_file)
     if line:
-        print(f"cache: {line} in what was taken, which is not what {lock_file} says; {step} is made anew", file=sys.stderr)
+        print(
+            f"cache: {line} in what was taken, which is not what {lock_file} says; {step} is made anew", file=sys.stderr
+        )
     return not line
 
 
 @contextlib.contextmanager
 def _reported(step: Step) -> Iterator[None]:
-    """A check that fails leaves its report, with the reason; where it fails before it has one, it leaves the reason alone. Not where it is interrupted."""
+    """A check that fails leaves its report, with the reason; where it fails before it has one, it leaves the reason
+    alone. Not where it is interrupted."""
     report = failed_path(step.output)
     before = _state(report)
     try:
@@ -74,9 +77,22 @@ def _reported(step: Step) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         ended = isinstance(error, SystemExit)
         if step.stage in _JUDGING and _state(report) == before and not (ended and error.code in _INTERRUPTED):
-            line = f"{step.stage} ended with exit code {error.code}; its log says why" if ended else " ".join(f"{_kind(error)}{error}".split())
+            line = (
+                (f"{step.stage} ended with exit code {error.code}; its log says why")
+                if ended
+                else " ".join(f"{_kind(error)}{error}".split())
+            )
             with contextlib.suppress(InputError, OSError):  # a full disk: what was raised says so
-                write_json(report, {"format": formats.FAILURE, "stage": step.stage, "names": dict(step.names), "result": "fail", "failure": line})
+                write_json(
+                    report,
+                    {
+                        "format": formats.FAILURE,
+                        "stage": step.stage,
+                        "names": dict(step.names),
+                        "result": "fail",
+                        "failure": line,
+                    },
+                )
         raise
 
 
@@ -95,8 +111,9 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def _all_or_nothing(step: Step) -> Iterator[None]:
-    """Take the record of an earlier artefact away, and its provenance, so that a run that is killed leaves none that is wrong. Where the work fails, an
-    artefact that it did not touch gets them back, and a new one without a record goes. What has no record is not gone on with."""
+    """Take the record of an earlier artefact away, and its provenance, so that a run that is killed leaves none that is
+    wrong. Where the work fails, an artefact that it did not touch gets them back, and a new one without a record goes.
+    What has no record is not gone on with."""
     output = step.output
     if step.stage in _GO_ON and not _is_recorded(output):
         output.unlink(missing_ok=True)
@@ -125,21 +142,30 @@ def _is_recorded(output: Path) -> bool:
 
 
 def check_input(path: Path) -> None:
-    """Raises InputError when the manifest `path` is not the one whose making was recorded: damaged, put there by hand, or left by a stage that was killed."""
+    """Raises InputError when the manifest `path` is not the one whose making was recorded: damaged, put there by hand,
+    or left by a stage that was killed."""
     record = record_path(path)
     if path.suffix != ".json" or not path.is_file():
         return  # an absent one is named by whoever reads it
     if not record.is_file():
-        raise InputError(f"{path}: expected its record {record.name} beside it, found none: nothing says how it was made; make it again, by its stage or snakemake")
+        raise InputError(
+            f"{path}: expected its record {record.name} beside it, found none: nothing says how "
+            f"it was made; make it again, by its stage or snakemake"
+        )
     recorded = checked_record(record)
     expected, found = recorded["outputs"].get(path.name), digest(path)
     if found != expected:
-        raise InputError(f"{path}: expected sha256 {expected} as {record.name} says, found {found}: it was changed after it was made; delete it and run again")
+        raise InputError(
+            f"{path}: expected sha256 {expected} as {record.name} says, found {found}: it was "
+            f"changed after it was made; delete it and run again"
+        )
 
 
-def from_rule(stage: str, names: dict[str, str], inputs: dict[str, Any], options: dict[str, Any], outputs: list[str]) -> Step:
-    """The step of a Snakemake job. inputs by name: a path, or a list of paths, which are files of the checkpoint and stand in the manifest that the
-    job makes, or results that a report shows. options: the rule's params."""
+def from_rule(
+    stage: str, names: dict[str, str], inputs: dict[str, Any], options: dict[str, Any], outputs: list[str]
+) -> Step:
+    """The step of a Snakemake job. inputs by name: a path, or a list of paths, which are files of the checkpoint and
+    stand in the manifest that the job makes, or results that a report shows. options: the rule's params."""
     manifests = {name: Path(path) for name, path in inputs.items() if isinstance(path, str) and name not in _NOT_READ}
     given = {name: value for name, value in options.items() if name not in ("key", "python")}
     beside = ()

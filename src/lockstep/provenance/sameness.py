@@ -1,7 +1,9 @@
-"""Levels of sameness: two engine sets of one target in, each with the records of how it was made; for each level what differs, out.
+"""Levels of sameness: two engine sets of one target in, each with the records of how it was made; for each level what
+differs, out.
 
-R0 inputs: what convert, export and build were given, their options, code, packages, library and device. R1 choices and R2 layer information: what the
-backend says of each engine. R3 golden tokens. R4 bytes of each engine, without those of which the backend says that equal builds do not share them.
+R0 inputs: what convert, export and build were given, their options, code, packages, library and device. R1 choices and
+R2 layer information: what the backend says of each engine. R3 golden tokens. R4 bytes of each engine, without those of
+which the backend says that equal builds do not share them.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.errors import InputError
 from lockstep.artifacts.files import read_json, sha256_json
+from lockstep.errors import InputError
 from lockstep.provenance.diff import changes
 from lockstep.provenance.lockfile import numbered
 from lockstep.provenance.record import read_record
@@ -37,8 +39,8 @@ class Facts:
 
 
 def facts(results: Results, target: Target, found: Mapping[str, Any], failure: str | None = None) -> Facts:
-    """Of the engine set of `target` in a results tree, in which `engine.inspected` has `found` what the backend says. `failure`: the line of a golden check that
-    did not pass, which then has no tokens.
+    """Of the engine set of `target` in a results tree, in which `engine.inspected` has `found` what the backend says.
+    `failure`: the line of a golden check that did not pass, which then has no tokens.
 
     Raises InputError where something was not made, or has no record of how it was made.
     """
@@ -58,7 +60,10 @@ def facts(results: Results, target: Target, found: Mapping[str, Any], failure: s
 def compare(one: Facts, other: Facts) -> dict[str, list[str]]:
     """By level what differs, each with its place and both values; nothing where it is the same."""
     return {
-        level: [f"{' / '.join(where)}: {change}" for where, change in changes(numbered(one.levels[level]), numbered(other.levels[level]))]
+        level: [
+            f"{' / '.join(where)}: {change}"
+            for where, change in changes(numbered(one.levels[level]), numbered(other.levels[level]))
+        ]
         for level in LEVELS
     }
 
@@ -82,7 +87,9 @@ def _made_by(results: Results, target: Target) -> dict[str, Any]:
     ):
         record = read_record(output)
         if record is None:
-            raise InputError(f"{output}: expected the record of how it was made, found none of this file; run snakemake first")
+            raise InputError(
+                f"{output}: expected the record of how it was made, found none of this file; run snakemake first"
+            )
         found[stage] = {part: record[part] for part in _MADE_BY if part in record}
     return found
 

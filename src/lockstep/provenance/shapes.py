@@ -1,32 +1,52 @@
-"""The shape of a JSON document that others may have edited or damaged: a value and what it must look like in; what is wrong with it, in words, out."""
+"""The shape of a JSON document that others may have edited or damaged: a value and what it must look like in; what is
+wrong with it, in words, out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# A shape is a type; or an object's entries by name, "?" at the end of those that may be absent; or {ANY: shape} for an object of any names.
+# A shape is a type; or an object's entries by name, "?" at the end of those that may be absent; or {ANY: shape} for an
+# object of any names.
 ANY = "*"
 _DEEPEST = 50  # lists and objects in each other; what is locked or recorded has 6
-_WORDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+_WORDS = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
 _TEXTS = {ANY: str}
 
 RECORD = {
-    "stage": str, "key": str, "names": _TEXTS, "inputs": _TEXTS, "options": dict, "code": _TEXTS, "environment": _TEXTS, "outputs": _TEXTS,
+    "stage": str,
+    "key": str,
+    "names": _TEXTS,
+    "inputs": _TEXTS,
+    "options": dict,
+    "code": _TEXTS,
+    "environment": _TEXTS,
+    "outputs": _TEXTS,
     "backend?": {"name": str, "device": dict},
-}  # fmt: skip
+}
 LOCK = {
     "model": str,
     "made with": {ANY: {"code": str, "environment": str, "packages": _TEXTS}},
     "checkpoint": {"source": str, ANY: str},
     "reference": {ANY: _TEXTS},
-    "precisions": {ANY: {"weights?": _TEXTS, "graphs?": _TEXTS, "engines?": {ANY: {ANY: dict}}, "golden?": {ANY: {ANY: _TEXTS}}}},
+    "precisions": {
+        ANY: {"weights?": _TEXTS, "graphs?": _TEXTS, "engines?": {ANY: {ANY: dict}}, "golden?": {ANY: {ANY: _TEXTS}}}
+    },
     "checks": {ANY: {ANY: dict}},
 }
 
 
 def misfit(value: Any, shape: Any, where: tuple[str, ...] = ()) -> str | None:
-    """Return what is wrong with `value`, in words: the first place that has not the `shape`, or that it is nested too deeply; None where nothing is.
+    """Return what is wrong with `value`, in words: the first place that has not the `shape`, or that it is nested too
+    deeply; None where nothing is.
 
     Entries that the shape does not name may be anything, unless it has ANY."""
     if not where and _is_deeper(value, _DEEPEST):
@@ -50,7 +70,11 @@ def _is_deeper(value: Any, levels: int) -> bool:
     """Without recursion, of which Python allows little more than JSON does."""
     inner = [value]
     for _ in range(levels):
-        inner = [item for each in inner for item in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())]
+        inner = [
+            item
+            for each in inner
+            for item in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        ]
     return any(isinstance(each, (dict, list)) for each in inner)
 
 

@@ -1,8 +1,10 @@
-"""Provenance of an engine set: a build step and its key in, `provenance.json` beside engines.json out. Only here do times stand.
+"""Provenance of an engine set: a build step and its key in, `provenance.json` beside engines.json out. Only here do
+times stand.
 
-An in-toto Statement v1 (https://in-toto.io/Statement/v1) with a SLSA provenance v1 predicate (https://slsa.dev/provenance/v1), as plain JSON: subjects are
-the engine files and their manifest, resolved dependencies the graphs, the files of the checkpoint that these were made of, and the packages. It is no input
-of any stage and no part of a record or a lock. The predicate's extension field `lockstep_sealed_sha256` is the digest of all the rest.
+An in-toto Statement v1 (https://in-toto.io/Statement/v1) with a SLSA provenance v1 predicate
+(https://slsa.dev/provenance/v1), as plain JSON: subjects are the engine files and their manifest, resolved dependencies
+the graphs, the files of the checkpoint that these were made of, and the packages. It is no input of any stage and no
+part of a record or a lock. The predicate's extension field `lockstep_sealed_sha256` is the digest of all the rest.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
 from lockstep.artifacts import formats
-from lockstep.errors import InputError
-from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
-from lockstep.targets import Results
 from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.config.sources import HubSource, parse_source
+from lockstep.errors import InputError
+from lockstep.targets import Results
 
 if TYPE_CHECKING:
     from lockstep.pipeline.step import Step
@@ -42,7 +44,8 @@ def provenance_path(engines_json: Path) -> Path:
 
 
 def now() -> str:
-    """The time in UTC to the second, as RFC 3339; that of SOURCE_DATE_EPOCH where it is set (https://reproducible-builds.org/specs/source-date-epoch)."""
+    """The time in UTC to the second, as RFC 3339; that of SOURCE_DATE_EPOCH where it is set
+    (https://reproducible-builds.org/specs/source-date-epoch)."""
     text = os.environ.get(EPOCH_VARIABLE, "")
     if not text:
         return _rfc3339(datetime.datetime.now(datetime.timezone.utc))
@@ -51,7 +54,9 @@ def now() -> str:
             raise ValueError
         return _rfc3339(datetime.datetime.fromtimestamp(int(text), datetime.timezone.utc))
     except (ValueError, OverflowError, OSError):
-        raise InputError(f"{EPOCH_VARIABLE}: expected seconds since 1970 as a whole number, found {text[:40]!r}; correct or unset it") from None
+        raise InputError(
+            f"{EPOCH_VARIABLE}: expected seconds since 1970 as a whole number, found {text[:40]!r}; correct or unset it"
+        ) from None
 
 
 def _rfc3339(time: datetime.datetime) -> str:
@@ -70,7 +75,10 @@ def write_provenance(step: Step, key: Mapping[str, Any], started: str) -> Path:
 def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dict[str, Any]:
     """The statement, not sealed."""
     engines = read_json(step.output)
-    subjects = [{"name": entry["file"], "digest": {"sha256": entry["sha256"]}} for _, entry in sorted(engines["engines"].items())]
+    subjects = [
+        {"name": entry["file"], "digest": {"sha256": entry["sha256"]}}
+        for _, entry in sorted(engines["engines"].items())
+    ]
     definition = {
         "buildType": BUILD_TYPE,
         "externalParameters": {**step.names, "options": engines["options"]},
@@ -80,13 +88,18 @@ def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dic
     builder = {
         "id": BUILDER,
         "version": {"lockstep": __version__},
-        "builderDependencies": [{"name": f"lockstep/{name}", "digest": {"sha256": sha256}} for name, sha256 in sorted(key["code"].items())],
+        "builderDependencies": [
+            {"name": f"lockstep/{name}", "digest": {"sha256": sha256}} for name, sha256 in sorted(key["code"].items())
+        ],
     }
     return {
         "_type": STATEMENT,
         "subject": [*subjects, {"name": step.output.name, "digest": {"sha256": digest(step.output)}}],
         "predicateType": PREDICATE,
-        "predicate": {"buildDefinition": definition, "runDetails": {"builder": builder, "metadata": {"startedOn": started, "finishedOn": finished}}},
+        "predicate": {
+            "buildDefinition": definition,
+            "runDetails": {"builder": builder, "metadata": {"startedOn": started, "finishedOn": finished}},
+        },
     }
 
 
@@ -113,7 +126,8 @@ def _checkpoint_files(step: Step) -> Iterator[dict[str, Any]]:
 
 
 def _purl(source: str, fetched: Path) -> str | None:
-    """The package URL of a model on the hub at its commit; None for a folder, whose files are known by their digests."""
+    """The package URL of a model on the hub at its commit; None for a folder, whose files are known by their
+    digests."""
     kind = parse_source(source)
     if not isinstance(kind, HubSource) or not fetched.is_file():
         return None
@@ -151,6 +165,9 @@ def _subjects(engines_json: Path) -> dict[str, str] | None:
     if not engines_json.is_file():
         return {}
     try:
-        return {**{file.path.name: file.sha256 for file in named_files(engines_json)}, engines_json.name: digest(engines_json)}
+        return {
+            **{file.path.name: file.sha256 for file in named_files(engines_json)},
+            engines_json.name: digest(engines_json),
+        }
     except InputError:
         return None

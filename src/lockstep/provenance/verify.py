@@ -1,7 +1,8 @@
-"""Verify: a results tree, and locks, in; for each artefact whether it is the same, out. Only the standard library, at the speed of the disk.
+"""Verify: a results tree, and locks, in; for each artefact whether it is the same, out. Only the standard library, at
+the speed of the disk.
 
-Each file is held against the record of how it was made, and each artefact against the lock. `same`: bytes as recorded, and as locked.
-`different`, `missing`: not so. `unknown`: nothing says what it should be.
+Each file is held against the record of how it was made, and each artefact against the lock. `same`: bytes as recorded,
+and as locked. `different`, `missing`: not so. `unknown`: nothing says what it should be.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.errors import InputError, LockstepError
+from lockstep.artifacts.digest_cache import THREADS, Expected, digest
 from lockstep.artifacts.files import SEAL, describe, read_json
+from lockstep.artifacts.manifest_files import named_files
+from lockstep.errors import InputError, LockstepError
 from lockstep.provenance.diff import changes
 from lockstep.provenance.locked import expected_items, without_places
 from lockstep.provenance.lockfile import TERMS, read_lock, sections_of
+from lockstep.provenance.record import SUFFIX, checked_record, records
 from lockstep.provenance.slsa import NAME as PROVENANCE
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
-from lockstep.provenance.record import SUFFIX, checked_record, records
-from lockstep.artifacts.digest_cache import THREADS, Expected, digest
-from lockstep.artifacts.manifest_files import named_files
 
 SAME, DIFFERENT, MISSING, UNKNOWN = "same", "different", "missing", "unknown"
 # Files and folders of the results tree that are of no one model.
@@ -33,7 +34,8 @@ _NO_MODELS = ("logs", _REPORT)
 
 @dataclass(frozen=True)
 class Finding:
-    """One artefact: its path below the results, or its place in the lock; what it is; and why, where it is not the same."""
+    """One artefact: its path below the results, or its place in the lock; what it is; and why, where it is not the
+    same."""
 
     status: str
     name: str
@@ -43,23 +45,37 @@ class Finding:
         return " ".join(f"{self.status:<9} {self.name}{': ' * bool(self.reason)}{self.reason}".splitlines())
 
 
-def verify(results: Path, locks: Mapping[str, Path] = {}, models: tuple[str, ...] = (), deep: bool = False) -> list[Finding]:
+def verify(
+    results: Path, locks: Mapping[str, Path] = {}, models: tuple[str, ...] = (), deep: bool = False
+) -> list[Finding]:
     """Hold a results tree against its records, and the models in `locks` (model: lock file) against these.
 
-    `models`: only these, by default all. `deep`: large files are hashed also where size and times say that they did not change.
+    `models`: only these, by default all. `deep`: large files are hashed also where size and times say that they did not
+    change.
     """
-    folders = [results / model for model in models] if models else sorted(path for path in results.iterdir() if path.is_dir() and path.name not in _NO_MODELS) if results.is_dir() else []
+    folders = (
+        [results / model for model in models]
+        if models
+        else sorted(path for path in results.iterdir() if path.is_dir() and path.name not in _NO_MODELS)
+        if results.is_dir()
+        else []
+    )
     findings = _root(results, deep)
     for folder in folders:
         findings += _files(results, list(records(folder)), list(_walk(folder)), deep)
         if folder.name in locks:
             findings += _locked(folder, locks[folder.name])
-    findings += [Finding(MISSING, model, f"nothing in {results}, but a lock: run snakemake") for model in sorted(locks) if not (results / model).is_dir() and model not in models]
+    findings += [
+        Finding(MISSING, model, f"nothing in {results}, but a lock: run snakemake")
+        for model in sorted(locks)
+        if not (results / model).is_dir() and model not in models
+    ]
     return findings
 
 
 def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -> list[Finding]:
-    """Every file of a model: those that its records and manifests name, sealed manifests, and those of `there` that nothing names."""
+    """Every file of a model: those that its records and manifests name, sealed manifests, and those of `there` that
+    nothing names."""
     expected: dict[str, str] = {}
     findings: list[Finding] = []
     for path in recorded:
@@ -80,7 +96,8 @@ def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -
 
 
 def _root(results: Path, deep: bool) -> list[Finding]:
-    """What is of no one model: the config that the results were made with, the summary, and the report's table and plots."""
+    """What is of no one model: the config that the results were made with, the summary, and the report's table and
+    plots."""
     recorded = [path for folder in (results, results / _REPORT) for path in sorted(folder.glob(f"*{SUFFIX}"))]
     there = [results / name for name in _OF_ALL if os.path.lexists(results / name)]
     return _files(results, recorded, [*there, *_walk(results / _REPORT)], deep)
@@ -108,7 +125,8 @@ def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
 
 
 def _alone(path: Path, results: Path) -> Finding:
-    """A file that no record names. A manifest that is no result but a measurement, such as a speed, still has its seal, and provenance too."""
+    """A file that no record names. A manifest that is no result but a measurement, such as a speed, still has its seal,
+    and provenance too."""
     name = _name(path, results)
     if not path.is_file():
         return Finding(UNKNOWN, name, f"no record names it; it is {describe(path)}")
@@ -141,7 +159,8 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
         except (LockstepError, FileNotFoundError):
             continue  # named above, as a file
     findings = []
-    built = {where[:-1] for where in found if "engines" in where}  # a tree holds the engines of one device, a lock those of several
+    # a tree holds the engines of one device, a lock those of several
+    built = {where[:-1] for where in found if "engines" in where}
     places = (where for where in _places(lock) if where[:-1] not in built)
     for where in sorted({*places, *found}):
         name = f"{folder.name}: {'/'.join(where)}"
@@ -151,7 +170,10 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
         elif where not in found:
             findings.append(Finding(MISSING, name, "locked, and not there; run snakemake"))
         else:
-            differing = [f"{'.'.join(at)} {change}" for at, change in changes(without_places(expected), without_places(found[where]))]
+            differing = [
+                f"{'.'.join(at)} {change}"
+                for at, change in changes(without_places(expected), without_places(found[where]))
+            ]
             findings.append(Finding(DIFFERENT if differing else SAME, name, "; ".join(differing)))
     return findings
 
@@ -163,14 +185,28 @@ def _places(lock: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield from ((TERMS, stage, name) for stage, names in lock[TERMS].items() for name in names)
     for precision, parts in lock["precisions"].items():
         yield from (("precisions", precision, part) for part in ("weights", "graphs") if part in parts)
-        yield from (("precisions", precision, "engines", backend, device) for backend, found in parts.get("engines", {}).items() for device in found)
-        yield from (("precisions", precision, "golden", backend, layers) for backend, found in parts.get("golden", {}).items() for layers in found)
+        yield from (
+            ("precisions", precision, "engines", backend, device)
+            for backend, found in parts.get("engines", {}).items()
+            for device in found
+        )
+        yield from (
+            ("precisions", precision, "golden", backend, layers)
+            for backend, found in parts.get("golden", {}).items()
+            for layers in found
+        )
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """The files of a model's results, without temporary ones and without a fetched checkpoint's, which its manifest names."""
+    """The files of a model's results, without temporary ones and without a fetched checkpoint's, which its manifest
+    names."""
     for path in sorted(folder.rglob("*")):
-        if not path.is_dir() and not path.name.endswith(".tmp") and not path.name.endswith(".failed.json") and path.name != ".snakemake_timestamp":
+        if (
+            not path.is_dir()
+            and not path.name.endswith(".tmp")
+            and not path.name.endswith(".failed.json")
+            and path.name != ".snakemake_timestamp"
+        ):
             yield path
 
 
@@ -182,5 +218,3 @@ def _name(path: Path, results: Path) -> str:
 
 def _reason(error: Exception) -> str:
     return str(error).partition(": ")[2] or str(error)
-
-

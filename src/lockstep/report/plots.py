@@ -15,7 +15,13 @@ from lockstep.targets import Target
 
 # Without a window system; text stays text; ids from a fixed salt, where matplotlib would draw random ones.
 matplotlib.use("Agg")
-_STYLE = {"svg.hashsalt": "lockstep", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+_STYLE = {
+    "svg.hashsalt": "lockstep",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 _COLORS = ("#0b6e99", "#d9730d", "#6940a5", "#0f7b6c")
 
 
@@ -50,7 +56,9 @@ def speed(summary_json: Path, out: Path) -> None:
             values = [row[f"{kind}_tokens_per_s"] for row in rows]
             bars = axes.barh(range(len(rows)), [value or 0 for value in values], height=0.6, color=color)
             axes.bar_label(bars, ["-" if value is None else f"{value:.0f}" for value in values], padding=3)
-            axes.set(xlabel=f"{kind}, tokens/s", yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5))
+            axes.set(
+                xlabel=f"{kind}, tokens/s", yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5)
+            )
             axes.margins(x=0.2)
         figure.tight_layout()
 

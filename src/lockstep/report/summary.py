@@ -1,7 +1,8 @@
-"""All targets in one place: their manifests in; summary.json, summary.csv, a table for the report and one for the terminal out.
+"""All targets in one place: their manifests in; summary.json, summary.csv, a table for the report and one for the
+terminal out.
 
-A check has passed where its report is there, has its record, and is of what lies there now; it has failed where the report of a failure is there, which the next
-pass removes. Else it is "not run".
+A check has passed where its report is there, has its record, and is of what lies there now; it has failed where the
+report of a failure is there, which the next pass removes. Else it is "not run".
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.errors import InputError
 from lockstep.artifacts.files import read_json, write_bytes, write_json
-from lockstep.targets import Results, Target
 from lockstep.artifacts.manifest_files import content, failed_path, manifest_entries, record_path
+from lockstep.errors import InputError
+from lockstep.targets import Results, Target
 
 PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
 
@@ -40,7 +41,8 @@ _NUMBERS = ("max_logit_error", "prefill_tokens_per_s", "decode_tokens_per_s")
 
 
 def write(results: Results, targets: Sequence[Target]) -> dict[str, Any]:
-    """Collect the checks of `targets`, write summary.json, summary.csv and report/targets.html, and give the summary."""
+    """Collect the checks of `targets`, write summary.json, summary.csv and report/targets.html, and give the
+    summary."""
     summary = collect(results, targets)
     write_json(results.summary(), summary)
     write_bytes(results.summary().with_suffix(".csv"), _csv(summary["targets"]).encode())
@@ -49,7 +51,8 @@ def write(results: Results, targets: Sequence[Target]) -> dict[str, Any]:
 
 
 def collect(results: Results, targets: Sequence[Target]) -> dict[str, Any]:
-    """{"format", "targets": a row of COLUMNS' keys and more for each target, in their order}. Raises InputError for a manifest with entries of another type."""
+    """{"format", "targets": a row of COLUMNS' keys and more for each target, in their order}. Raises InputError for a
+    manifest with entries of another type."""
     rows = []
     for target in targets:
         with manifest_entries(results.golden(target.model, target.precision, target.layers, target.backend)):
@@ -65,7 +68,8 @@ def targets_of(results: Results) -> list[Target]:
 
 
 def is_stale(results: Results) -> bool:
-    """Whether a summary is there whose verdicts are not those of the checks that are there now. One that is damaged is not: who reads it refuses it."""
+    """Whether a summary is there whose verdicts are not those of the checks that are there now. One that is damaged is
+    not: who reads it refuses it."""
     try:
         now = collect(results, targets_of(results))["targets"]
         rows = read_json(results.summary())["targets"]
@@ -77,7 +81,9 @@ def is_stale(results: Results) -> bool:
 def sources(results: Results, target: Target) -> list[Path]:
     """All that a row may be made of, there or not."""
     names = (target.model, target.precision, target.layers, target.backend)
-    engines, comparison = (path(target.model, target.precision, target.backend) for path in (results.engines, results.comparison))
+    engines, comparison = (
+        path(target.model, target.precision, target.backend) for path in (results.engines, results.comparison)
+    )
     checks = [results.validation(*names[:3]), comparison, results.golden(*names)]
     return [engines, *checks, *map(failed_path, checks), results.speed(*names), results.reproduction(*names)]
 
@@ -113,7 +119,9 @@ def _checked(out: Path, format: str, inputs: Mapping[str, Path]) -> _Checked:
     try:
         if failed.is_file():
             report = read_json(failed)
-            return _Checked(FAIL, str(report.get("failure") or f"see {failed}"), report if report["format"] == format else {})
+            return _Checked(
+                FAIL, str(report.get("failure") or f"see {failed}"), report if report["format"] == format else {}
+            )
         if not out.is_file():
             return _Checked(NOT_RUN, f"{out} is not there")
         if not record_path(out).is_file():
@@ -124,7 +132,12 @@ def _checked(out: Path, format: str, inputs: Mapping[str, Path]) -> _Checked:
                 return _Checked(NOT_RUN, f"{path} is another since")
         return _Checked(report["result"], None, report)
     except (InputError, LookupError, TypeError, AttributeError) as error:
-        return _Checked(NOT_RUN, " ".join(str(error).split()) if isinstance(error, InputError) else f"{out}: expected a report with its record, found other entries")
+        return _Checked(
+            NOT_RUN,
+            " ".join(str(error).split())
+            if isinstance(error, InputError)
+            else f"{out}: expected a report with its record, found other entries",
+        )
 
 
 def _row(results: Results, target: Target) -> dict[str, Any]:
@@ -132,8 +145,14 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
     model, precision, layers, backend = names
     graphs = {"assembly": results.assembly(model, precision), "weights": results.weights(model, precision)}
     engines = {"engines": results.engines(model, precision, backend)}
-    validation = _checked(results.validation(model, precision, layers), formats.VALIDATION, {**graphs, "checkpoint": results.checkpoint(model)})
-    golden = _checked(results.golden(*names), formats.GOLDEN, {**graphs, **engines, "reference": results.reference(model, layers)})
+    validation = _checked(
+        results.validation(model, precision, layers),
+        formats.VALIDATION,
+        {**graphs, "checkpoint": results.checkpoint(model)},
+    )
+    golden = _checked(
+        results.golden(*names), formats.GOLDEN, {**graphs, **engines, "reference": results.reference(model, layers)}
+    )
     comparison = _checked(results.comparison(model, precision, backend), formats.COMPARISON, {**graphs, **engines})
     checks = {"validate": validation, "golden": golden}
     if comparison.result != NOT_RUN:  # only some backends are compared, and not always
@@ -148,14 +167,19 @@ def _row(results: Results, target: Target) -> dict[str, Any]:
         "backend_version": built.get("backend_version"),
         "device": device.get("name") or device.get("architecture"),
         "engine_digest": digest,
-        "engine_error": comparison.report.get("relative_error") if digest and comparison.report.get("engine_digest") == digest else None,
+        "engine_error": comparison.report.get("relative_error")
+        if digest and comparison.report.get("engine_digest") == digest
+        else None,
         "reproduced": _reproduced(results.reproduction(*names), digest),
         "validation": validation.result,
         "golden": golden.result,
-        "reason": "; ".join(f"{name}: {check.reason}" for name, check in checks.items() if check.result != PASS) or None,
+        "reason": "; ".join(f"{name}: {check.reason}" for name, check in checks.items() if check.result != PASS)
+        or None,
         "max_logit_error": golden.report.get("max_logit_error"),
         "logit_tolerance": golden.report.get("tolerance"),
-        "tokens_differing": sum(len(prompt["differences"]) for prompt in golden.report["prompts"]) if golden.report else None,
+        "tokens_differing": sum(len(prompt["differences"]) for prompt in golden.report["prompts"])
+        if golden.report
+        else None,
         "prefill_tokens_per_s": speed.get("prefill_tokens_per_s"),
         "decode_tokens_per_s": speed.get("decode_tokens_per_s"),
     }
@@ -174,13 +198,18 @@ def _entries(path: Path) -> Mapping[str, Any]:
 
 
 def _reproduced(path: Path, engine_digest: str | None) -> str:
-    """The level of sameness that `lockstep reproduce` found for these very engines; "-" where it has not looked at them."""
+    """The level of sameness that `lockstep reproduce` found for these very engines; "-" where it has not looked at
+    them."""
     record = _entries(path)
     return record["level"] if engine_digest and record.get("engine_digest") == engine_digest else "-"
 
 
 def _reasons(rows: Sequence[dict[str, Any]]) -> list[tuple[Target, str]]:
-    return [(Target(row["model"], row["precision"], row["layers"], row["backend"]), row["reason"]) for row in rows if row["reason"]]
+    return [
+        (Target(row["model"], row["precision"], row["layers"], row["backend"]), row["reason"])
+        for row in rows
+        if row["reason"]
+    ]
 
 
 def _shown(row: dict[str, Any]) -> list[str]:

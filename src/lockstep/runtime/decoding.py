@@ -1,4 +1,5 @@
-"""Requests of token ids in, tokens out: the loop over a model's steps, with prompts in chunks and waiting requests admitted as slots free up."""
+"""Requests of token ids in, tokens out: the loop over a model's steps, with prompts in chunks and waiting requests
+admitted as slots free up."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ DEFAULT_NUM_TOKENS = 512
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt (token ids, at least one) and how to go on: `choose` gives the next token from logits [vocab_size] float32; None takes the most likely one.
+    """A prompt (token ids, at least one) and how to go on: `choose` gives the next token from logits [vocab_size]
+    float32; None takes the most likely one.
 
     Ends after `max_new_tokens`, after a token of `stop_ids` (which is given out), or when the slot is full.
     """
@@ -32,7 +34,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """One new token of request number `request`, chosen from `logits` [vocab_size] float32; None when the model chose: see `Decoding`.
+    """One new token of request number `request`, chosen from `logits` [vocab_size] float32; None when the model chose:
+    see `Decoding`.
 
     `finish` says why it is the last: "stop_id", "max_new_tokens" or "max_seq_len"; None when more follow.
     """
@@ -45,8 +48,9 @@ class Token:
 
 @dataclass
 class Speed:
-    """Tokens and seconds spent in steps. A step that brings any part of a prompt counts as prefill, with its prompt tokens only. One that was under way before it
-    was asked for (on a GPU) takes from the end of the one before: what the reader of its tokens did meanwhile is in it."""
+    """Tokens and seconds spent in steps. A step that brings any part of a prompt counts as prefill, with its prompt
+    tokens only. One that was under way before it was asked for (on a GPU) takes from the end of the one before: what
+    the reader of its tokens did meanwhile is in it."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -80,25 +84,39 @@ class _Running:
 class Decoding:
     """Iterate to run the requests; tokens come in the order in which steps make them. `speed` is filled as it goes.
 
-    Decoding requests go into every step, and what is left of `max_num_tokens` goes to prompts, in order. Where all requests of a step take the most likely token,
-    the model chooses (`Model.step_tokens`): on a GPU no logits come back, and while no request waits for a slot the next step is under way before it is asked for.
-    Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow; CheckError for a most likely token
-    whose logit is NaN or infinite.
+    Decoding requests go into every step, and what is left of `max_num_tokens` goes to prompts, in order. Where all
+    requests of a step take the most likely token, the model chooses (`Model.step_tokens`): on a GPU no logits come
+    back, and while no request waits for a slot the next step is under way before it is asked for.
+    Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow;
+    CheckError for a most likely token whose logit is NaN or infinite.
     """
 
-    def __init__(self, model: Model, requests: Sequence[Request], max_input_len: int | None = None, max_num_tokens: int | None = None):
+    def __init__(
+        self,
+        model: Model,
+        requests: Sequence[Request],
+        max_input_len: int | None = None,
+        max_num_tokens: int | None = None,
+    ):
         self.speed = Speed()
         self._model = model
         self._budget = max_num_tokens or model.max_num_tokens or DEFAULT_NUM_TOKENS
         if self._budget < model.max_batch_size:
-            raise InputError(f"max_num_tokens: expected at least max_batch_size ({model.max_batch_size}), found {self._budget}")
+            raise InputError(
+                f"max_num_tokens: expected at least max_batch_size ({model.max_batch_size}), found {self._budget}"
+            )
         longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
         for i, request in enumerate(requests):
             if not 1 <= len(request.prompt_ids) <= longest:
-                raise InputError(f"prompt {i + 1}: expected 1 to {longest} tokens (max_input_len, max_seq_len), found {len(request.prompt_ids)}; shorten it or raise the limits")
+                raise InputError(
+                    f"prompt {i + 1}: expected 1 to {longest} tokens (max_input_len, "
+                    f"max_seq_len), found {len(request.prompt_ids)}; shorten it or raise the limits"
+                )
             if request.max_new_tokens < 1:
                 raise InputError(f"prompt {i + 1}: max_new_tokens: expected at least 1, found {request.max_new_tokens}")
-        self._waiting = deque(_Running(i, request, np.asarray(request.prompt_ids, np.int64)) for i, request in enumerate(requests))
+        self._waiting = deque(
+            _Running(i, request, np.asarray(request.prompt_ids, np.int64)) for i, request in enumerate(requests)
+        )
         self._slots: dict[int, _Running] = {}
         self._began: float | None = None  # when the step before ended, if the next one was under way then
 
@@ -171,7 +189,10 @@ class Decoding:
         logits = row if isinstance(row, np.ndarray) else None
         token = (request.choose or greedy)(logits) if logits is not None else row
         if token < 0:
-            raise CheckError(f"prompt {running.index + 1}: logits: expected finite numbers, found NaN or infinity as the largest; the weights or the precision do not fit the model")
+            raise CheckError(
+                f"prompt {running.index + 1}: logits: expected finite numbers, found NaN or "
+                f"infinity as the largest; the weights or the precision do not fit the model"
+            )
         running.fed = np.array([token], np.int64)
         running.made += 1
         finish = None

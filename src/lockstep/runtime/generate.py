@@ -25,7 +25,8 @@ class Piece:
 
 
 class Generation:
-    """Iterate to generate. `tokens[i]` holds prompt i's new tokens so far; `speed` the tokens a second of prefill and decode."""
+    """Iterate to generate. `tokens[i]` holds prompt i's new tokens so far; `speed` the tokens a second of prefill and
+    decode."""
 
     def __init__(self, decoding: Decoding, tokenizer: Tokenizer, count: int, stop: Sequence[str]):
         self.tokens: list[list[int]] = [[] for _ in range(count)]
@@ -64,19 +65,26 @@ def generate(
     max_input_len: int | None = None,
     max_num_tokens: int | None = None,
 ) -> Generation:
-    """Generate for all prompts together, as many at a time as the model has slots. What one prompt gives does not hang on the others.
+    """Generate for all prompts together, as many at a time as the model has slots. What one prompt gives does not hang
+    on the others.
 
     Raises InputError, before any step, for a prompt that is empty or too long.
     """
     requests = [
-        Request(tokenizer.encode(prompt), max_new_tokens, Sampler(sampling, i) if sampling.temperature else None, frozenset(model.eos_token_ids))
+        Request(
+            tokenizer.encode(prompt),
+            max_new_tokens,
+            Sampler(sampling, i) if sampling.temperature else None,
+            frozenset(model.eos_token_ids),
+        )
         for i, prompt in enumerate(prompts)
     ]
     return Generation(Decoding(model, requests, max_input_len, max_num_tokens), tokenizer, len(prompts), stop)
 
 
 class StopFilter:
-    """Text in pieces, out up to the first stop string. What may be the start of one is held back until more has come."""
+    """Text in pieces, out up to the first stop string. What may be the start of one is held back until more has
+    come."""
 
     def __init__(self, stop: Sequence[str]):
         if any(not text for text in stop):

@@ -10,16 +10,17 @@ import numpy as np
 
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
-from lockstep.step.host import HostExecutor
 from lockstep.runtime.binding import open_network
-from lockstep.step.greedy import most_likely
 from lockstep.step.advance import Advance, Executor, check
+from lockstep.step.greedy import most_likely
+from lockstep.step.host import HostExecutor
 
 _DEFAULTS = {"max_batch_size": 4, "max_seq_len": 256, "max_num_tokens": None}
 
 
 class Model:
-    """Requests live in slots 0 to max_batch_size-1. Not for several threads at once: the backend itself uses all that it is given."""
+    """Requests live in slots 0 to max_batch_size-1. Not for several threads at once: the backend itself uses all that
+    it is given."""
 
     def __init__(self, executor: Executor, max_num_tokens: int | None, engines: EngineSet, layers: int):
         self.engines = engines
@@ -46,13 +47,18 @@ class Model:
     ) -> Model:
         """Open engines, weights and cache for the first `layers` layers.
 
-        Limits that are not given are those that the engines were built for; engines that are built for any take 4 requests, 256 tokens
-        of each, and any number of tokens in a step.
-        `low_memory` reads the weights from the mapped files at each step instead of a repacked copy: slower, no copy.
-        Raises InputError for limits or a layer count that the model does not allow, CheckError for engines that do not fit here.
+        Limits that are not given are those that the engines were built for; engines that are built for any take 4
+        requests, 256 tokens of each, and any number of tokens in a step. `low_memory` reads the weights from the mapped
+        files at each step instead of a repacked copy: slower, no copy.
+        Raises InputError for limits or a layer count that the model does not allow, CheckError for engines that do not
+        fit here.
         """
         engines = EngineSet.open(engines_json, assembly_json)
-        rows, length, tokens = _limits(engines, assembly_json, {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens})
+        rows, length, tokens = _limits(
+            engines,
+            assembly_json,
+            {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens},
+        )
         network = open_network(engines, weights_json, layers, threads, low_memory)
         executor = engines.backend.executor(network, rows, length, tokens) or HostExecutor(network, rows, length)
         return cls(executor, tokens, engines, len(network.layers))
@@ -60,18 +66,19 @@ class Model:
     def step(self, advances: Sequence[Advance]) -> np.ndarray:
         """Advance any mix of requests by one or several tokens each.
 
-        Gives the logits that follow each request's last token, [len(advances), vocab_size] float32, in the order of the list.
-        Raises InputError, and changes nothing, for a slot out of range or named twice, a start other than 0 or the slot's
-        length, a token outside the vocabulary, no token, or more than max_seq_len or max_num_tokens.
+        Gives the logits that follow each request's last token, [len(advances), vocab_size] float32, in the order of the
+        list.
+        Raises InputError, and changes nothing, for a slot out of range or named twice, a start other than 0 or the
+        slot's length, a token outside the vocabulary, no token, or more than max_seq_len or max_num_tokens.
         """
         return self._take(advances, self._executor.logits)
 
     def step_tokens(self, advances: Sequence[Advance], more: bool = False) -> np.ndarray:
-        """As `step`, but gives only each request's most likely next token, [len(advances)] int64: on a GPU nothing else comes back. -1 where that
-        one's logit is NaN or infinite.
+        """As `step`, but gives only each request's most likely next token, [len(advances)] int64: on a GPU nothing else
+        comes back. -1 where that one's logit is NaN or infinite.
 
-        more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU may begin it at once, before the tokens are back; any
-        other step may follow all the same, a step later.
+        more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU may begin it
+        at once, before the tokens are back; any other step may follow all the same, a step later.
         """
         if any(len(advance.tokens) > 1 for advance in advances):
             return most_likely(self.step(advances))
@@ -102,16 +109,25 @@ class Model:
 
 
 def _limits(engines: EngineSet, assembly_json: str | os.PathLike, given: Mapping[str, int | None]) -> list[Any]:
-    """The limits to open engines with, in the order of `given`. Raises InputError for those that engines or model do not allow."""
+    """The limits to open engines with, in the order of `given`. Raises InputError for those that engines or model do
+    not allow."""
     built = {name: engines.manifest["options"].get(name) for name in given}
-    limits = {name: next((limit for limit in (value, built[name], _DEFAULTS[name]) if limit is not None), None) for name, value in given.items()}
+    limits = {
+        name: next((limit for limit in (value, built[name], _DEFAULTS[name]) if limit is not None), None)
+        for name, value in given.items()
+    }
     allowed = engines.assembly["max_position_embeddings"]
     if allowed is not None and limits["max_seq_len"] > allowed:
         reason = engines.assembly.get("positions_limited_by", "max_position_embeddings")
-        raise InputError(f"max_seq_len: expected at most {allowed} ({reason} of {assembly_json}), found {limits['max_seq_len']}")
+        raise InputError(
+            f"max_seq_len: expected at most {allowed} ({reason} of {assembly_json}), found {limits['max_seq_len']}"
+        )
     for name, value in limits.items():
         if value is not None and value < 1:
             raise InputError(f"{name}: expected at least 1, found {value}")
         if built[name] is not None and value > built[name]:
-            raise InputError(f"{name}: expected at most {built[name]}, which {engines.path} was built for, found {value}; raise limits.{name} and build again")
+            raise InputError(
+                f"{name}: expected at most {built[name]}, which {engines.path} was built for, "
+                f"found {value}; raise limits.{name} and build again"
+            )
     return list(limits.values())

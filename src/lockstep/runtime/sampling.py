@@ -33,7 +33,8 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses one request's tokens. `index` is the request's number: what it draws does not depend on the others in its batch."""
+    """Chooses one request's tokens. `index` is the request's number: what it draws does not depend on the others in its
+    batch."""
 
     def __init__(self, sampling: Sampling = Sampling(), index: int = 0):
         self._sampling = sampling
@@ -52,12 +53,16 @@ def greedy(logits: np.ndarray) -> int:
     """The most likely token, the lowest of equals. Raises CheckError when it is NaN or infinite."""
     best = int(np.argmax(logits))  # NaN counts as the largest
     if not np.isfinite(logits[best]):
-        raise CheckError(f"logits: expected finite numbers, found {logits[best]} for token {best}; the weights or the precision do not fit the model")
+        raise CheckError(
+            f"logits: expected finite numbers, found {logits[best]} for token {best}; the "
+            f"weights or the precision do not fit the model"
+        )
     return best
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Probabilities [vocab_size] float64 of logits at a temperature above 0, cut by top-k, then by top-p, and made to sum to 1."""
+    """Probabilities [vocab_size] float64 of logits at a temperature above 0, cut by top-k, then by top-p, and made to
+    sum to 1."""
     logits = logits.astype(np.float64)
     # The largest is taken off before the division: a tiny temperature then gives exp(-inf) = 0, not an overflow.
     with np.errstate(over="ignore"):

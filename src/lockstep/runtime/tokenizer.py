@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.errors import CheckError, InputError
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.manifests import read_tokenizer
+from lockstep.errors import CheckError, InputError
 
 
 @contextlib.contextmanager
 def _one_line(expected: str) -> Iterator[None]:
-    """What the tokenizers package says, as InputError that opens with `expected`: it raises bare Exception, and where its Rust code panics something that
-    is none."""
+    """What the tokenizers package says, as InputError that opens with `expected`: it raises bare Exception, and where
+    its Rust code panics something that is none."""
     try:
         yield
     except BaseException as error:
@@ -34,9 +34,14 @@ class Tokenizer:
         try:
             import tokenizers
         except ModuleNotFoundError:
-            raise InputError("text: needs the Python package 'tokenizers', which is not installed here; install it") from None
+            raise InputError(
+                "text: needs the Python package 'tokenizers', which is not installed here; install it"
+            ) from None
         if not Path(path).is_file():
-            raise InputError(f"{path}: expected a tokenizer, found no file; put tokenizer.json beside the checkpoint's weights and export again")
+            raise InputError(
+                f"{path}: expected a tokenizer, found no file; put tokenizer.json beside the "
+                f"checkpoint's weights and export again"
+            )
         self._path = path
         with _one_line(f"{path}: expected a tokenizer.json, found "):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -49,7 +54,10 @@ class Tokenizer:
         """The tokenizer that the assembly names. Raises CheckError when its file is not the one that was exported."""
         entry = read_tokenizer(assembly_json)
         if entry is None:
-            raise InputError(f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside the checkpoint's weights and export again")
+            raise InputError(
+                f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside "
+                f"the checkpoint's weights and export again"
+            )
         path = Path(assembly_json).parent / entry["file"]
         if path.is_file() and (found := sha256_file(path)) != entry["sha256"]:
             raise CheckError(f"{path}: sha256: expected {entry['sha256']}, found {found}; export again")
@@ -81,11 +89,12 @@ class Tokenizer:
 
 
 class TextStream:
-    """Tokens in one at a time, text out as soon as its characters are whole. The pieces together are `decode` of all tokens,
-    but for bytes that are no text, of which `decode` may make other replacement characters.
+    """Tokens in one at a time, text out as soon as its characters are whole. The pieces together are `decode` of all
+    tokens, but for bytes that are no text, of which `decode` may make other replacement characters.
 
-    A token's text depends on the one before it (spaces, bytes of a character), so both are decoded, and what the first alone
-    gives is taken off. The tokenizers package's DecodeStream does the same, but raises when bytes turn out to be no text.
+    A token's text depends on the one before it (spaces, bytes of a character), so both are decoded, and what the first
+    alone gives is taken off. The tokenizers package's DecodeStream does the same, but raises when bytes turn out to be
+    no text.
     """
 
     def __init__(self, tokenizer: Tokenizer):

@@ -14,6 +14,7 @@ class Executable(Protocol):
     def prepare(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
         """A call that reads `inputs` and writes `outputs` in place, as often as it is called.
 
-        Arrays must be contiguous and of the engine's dtypes; they are kept alive by the call. Raises CheckError otherwise.
+        Arrays must be contiguous and of the engine's dtypes; they are kept alive by the call. Raises CheckError
+        otherwise.
         """
         ...

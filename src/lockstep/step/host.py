@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import CheckError
+from lockstep.step.advance import Advance, lay_out
+from lockstep.step.greedy import most_likely
 from lockstep.step.kv_cache import KVCache
 from lockstep.step.network import Network, ios_of
 from lockstep.step.plan import Layout, Plan
-from lockstep.step.greedy import most_likely
-from lockstep.step.advance import Advance, lay_out
 
 _KEPT_PLANS = 8
 
@@ -37,7 +37,8 @@ class HostExecutor:
         self._cache.reset(slot)
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
-        """Take a step; the logits that follow each request's last token, [len(advances), vocab_size] float32, in the order of the list."""
+        """Take a step; the logits that follow each request's last token, [len(advances), vocab_size] float32, in the
+        order of the list."""
         if self._cache.reserve(max(advance.start + len(advance.tokens) for advance in advances)):
             self._plans.clear()
         plan = self._plan(lay_out(advances))
@@ -63,20 +64,34 @@ class HostExecutor:
 
 
 def _check_declared(network: Network) -> None:
-    """Raises CheckError where an engine reads or makes something else than the assembly says: buffers are of the assembly's sizes."""
-    parts = {network.embedding.run: (network.embedding.inputs, network.embedding.outputs), network.exit.run: (network.exit.inputs, network.exit.outputs)}
+    """Raises CheckError where an engine reads or makes something else than the assembly says: buffers are of the
+    assembly's sizes."""
+    parts = {
+        network.embedding.run: (network.embedding.inputs, network.embedding.outputs),
+        network.exit.run: (network.exit.inputs, network.exit.outputs),
+    }
     parts |= {block.run: (block.inputs, block.outputs) for block, _ in network.layers}
     for kind in {id(kind): kind for _, kind in network.layers}.values():
-        parts |= {kind.engines[phase]: tuple(ios_of(kind.spec[phase][what]) for what in ("inputs", "outputs")) for phase in ("prefill", "decode")}
+        parts |= {
+            kind.engines[phase]: tuple(ios_of(kind.spec[phase][what]) for what in ("inputs", "outputs"))
+            for phase in ("prefill", "decode")
+        }
     for engine, (inputs, outputs) in parts.items():
         for ios, declared in ((inputs, engine.inputs), (outputs, engine.outputs)):
-            said, found = ({name: _known(dtype, shape) for name, dtype, shape in values} for values in (
-                ((io.name, io.dtype, io.shape) for io in ios), ((name, value.dtype, value.shape) for name, value in declared.items()),
-            ))  # fmt: skip
+            said, found = (
+                {name: _known(dtype, shape) for name, dtype, shape in values}
+                for values in (
+                    ((io.name, io.dtype, io.shape) for io in ios),
+                    ((name, value.dtype, value.shape) for name, value in declared.items()),
+                )
+            )
             if said != found:
                 name = min(name for name in {*said, *found} if said.get(name) != found.get(name))
                 advice = "export and build again, or take another bundle"
-                raise CheckError(f"{engine.where}: {name!r}: expected {said.get(name, 'nothing')} as the assembly says, found {found.get(name, 'nothing')}; {advice}")
+                raise CheckError(
+                    f"{engine.where}: {name!r}: expected {said.get(name, 'nothing')} as the "
+                    f"assembly says, found {found.get(name, 'nothing')}; {advice}"
+                )
 
 
 def _known(dtype: np.dtype, shape: Sequence[int | str]) -> str:

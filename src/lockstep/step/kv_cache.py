@@ -1,7 +1,7 @@
 """Keys and values of all requests: one contiguous array for each kind of layer, that engines read without a copy.
 
-`keys` of a group is [layers, rows, num_kv_heads, capacity, head_dim]: one layer's rows `lo:hi` are a contiguous view, which is what
-the decode graph takes, and one assignment writes a decode step's new keys of all layers.
+`keys` of a group is [layers, rows, num_kv_heads, capacity, head_dim]: one layer's rows `lo:hi` are a contiguous view,
+which is what the decode graph takes, and one assignment writes a decode step's new keys of all layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ FIRST_CAPACITY = 64
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Cache of one layer, for one request and token: keys [num_kv_heads, head_dim], values [num_kv_heads, value_head_dim]."""
+    """Cache of one layer, for one request and token: keys [num_kv_heads, head_dim], values [num_kv_heads,
+    value_head_dim]."""
 
     num_kv_heads: int
     head_dim: int
@@ -27,7 +28,8 @@ class LayerShape:
 
 
 class KVCache:
-    """Rows of keys and values that grow together. `lengths[row]` tokens of a row are valid; the rest is zero or stale, but finite."""
+    """Rows of keys and values that grow together. `lengths[row]` tokens of a row are valid; the rest is zero or stale,
+    but finite."""
 
     def __init__(self, layers: Sequence[LayerShape], rows: int, max_seq_len: int, dtype: np.dtype):
         self.rows = rows
@@ -37,7 +39,8 @@ class KVCache:
         self.dtype = np.dtype(dtype)
         shapes = sorted(set(layers), key=layers.index)
         self._groups = [(shape, sum(other == shape for other in layers)) for shape in shapes]
-        self._place = [(shapes.index(shape), layers[:i].count(shape)) for i, shape in enumerate(layers)]  # layer -> (group, index in it)
+        # layer -> (group, index in it)
+        self._place = [(shapes.index(shape), layers[:i].count(shape)) for i, shape in enumerate(layers)]
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
         self._resize(self._bucket(1))
@@ -110,5 +113,6 @@ class KVCache:
         except (MemoryError, ValueError):  # ValueError: more than any memory
             number = math.prod(sizes) * self.dtype.itemsize
             raise InputError(
-                f"max_batch_size {self.rows}, {sizes[3]} tokens: expected a KV cache that fits in memory, found {number} bytes for keys or values; lower the limits"
+                f"max_batch_size {self.rows}, {sizes[3]} tokens: expected a KV cache that fits in memory, "
+                f"found {number} bytes for keys or values; lower the limits"
             ) from None

@@ -15,7 +15,8 @@ from lockstep.step.kv_cache import LayerShape
 
 @dataclass(frozen=True)
 class IO:
-    """An input or output of a graph: dimensions are numbers or names (`num_tokens`, `num_requests`, `past_capacity`)."""
+    """An input or output of a graph: dimensions are numbers or names (`num_tokens`, `num_requests`,
+    `past_capacity`)."""
 
     name: str
     dtype: np.dtype
@@ -23,7 +24,8 @@ class IO:
 
     @property
     def key(self) -> str:
-        """The name under which the runner keeps the value: a graph that reads `hidden` has to call its result `hidden_out`."""
+        """The name under which the runner keeps the value: a graph that reads `hidden` has to call its result
+        `hidden_out`."""
         return self.name.removesuffix("_out")
 
 
@@ -38,8 +40,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Kind:
-    """A batchless behaviour: its engines by phase (prefill and decode, or what the backend has instead), what each phase reads (a kind without
-    rotary encoding decodes without positions), the cache that a layer of this kind needs, and its entry in the assembly."""
+    """A batchless behaviour: its engines by phase (prefill and decode, or what the backend has instead), what each
+    phase reads (a kind without rotary encoding decodes without positions), the cache that a layer of this kind needs,
+    and its entry in the assembly."""
 
     engines: Mapping[str, Executable]
     inputs: Mapping[str, tuple[str, ...]]

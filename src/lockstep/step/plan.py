@@ -1,8 +1,8 @@
 """A plan: all calls of one step, bound to buffers, for one layout of requests. Running it allocates nothing.
 
-Tokens are packed with the decoding rows first, one token a row, `low` to `high` without a gap, so that queries, the cache and the
-attention's result are plain slices; a row in between that does not decode carries a dummy token of past length 0, which costs less
-than gathering. Behind them come the prompts (or chunks), one after another.
+Tokens are packed with the decoding rows first, one token a row, `low` to `high` without a gap, so that queries, the
+cache and the attention's result are plain slices; a row in between that does not decode carries a dummy token of past
+length 0, which costs less than gathering. Behind them come the prompts (or chunks), one after another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Layout:
 
 
 class Plan:
-    """Buffers and bound calls of a layout. Fill `token_ids`, `position_ids`, `logit_rows`, then `run`, then read `logits`."""
+    """Buffers and bound calls of a layout. Fill `token_ids`, `position_ids`, `logit_rows`, then `run`, then read
+    `logits`."""
 
     def __init__(self, network: Network, cache: KVCache, layout: Layout):
         self.layout = layout
@@ -106,13 +107,29 @@ class Plan:
             keys, new_values = self._new[group]
             past = cache.view(index, layout.low, layout.high)
             lengths = self.position_ids[: layout.num_decode]  # a token's position is the length of its past
-            self._add_call(kind, "decode", slice(0, layout.num_decode), values, past, lengths, attention, keys[place], new_values[place])
+            self._add_call(
+                kind,
+                "decode",
+                slice(0, layout.num_decode),
+                values,
+                past,
+                lengths,
+                attention,
+                keys[place],
+                new_values[place],
+            )
         for chunk, offset in zip(layout.chunks, layout.offsets()):
             key, value = self._chunk_buffers(chunk, kind)
             past = cache.view(index, chunk.row, chunk.row + 1) if chunk.start else self._no_past(kind)
             lengths = np.array([chunk.start], np.int64)
-            self._add_call(kind, "prefill", slice(offset, offset + chunk.count), values, past, lengths, attention, key, value)
-            self._calls.append(lambda row=chunk.row, start=chunk.start, key=key, value=value: cache.write(index, row, start, key, value))
+            self._add_call(
+                kind, "prefill", slice(offset, offset + chunk.count), values, past, lengths, attention, key, value
+            )
+            self._calls.append(
+                lambda row=chunk.row, start=chunk.start, key=key, value=value: cache.write(
+                    index, row, start, key, value
+                )
+            )
         values["attention"] = attention
 
     def _add_call(
@@ -145,7 +162,8 @@ class Plan:
         return pair[1]
 
     def _chunk_buffers(self, chunk: Chunk, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
-        """Shared by all layers: each layer's keys and values are written to the cache before the next layer's are made."""
+        """Shared by all layers: each layer's keys and values are written to the cache before the next layer's are
+        made."""
         shape = kind.cache
         pair = self._buffers.get((chunk, shape))
         if pair is None:

@@ -1,7 +1,7 @@
 """The lengths at which attention over a KV cache may start to go wrong: a config and a limit in, sorted lengths out.
 
-Positions and cache rows are equal in kind but for a few edges: of pages, of a cache that grows by doubling, of a sliding window, of
-a RoPE setting that names a length, and of the limit itself. Checks look on both sides of each.
+Positions and cache rows are equal in kind but for a few edges: of pages, of a cache that grows by doubling, of a
+sliding window, of a RoPE setting that names a length, and of the limit itself. Checks look on both sides of each.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from typing import Any
 import numpy as np
 
 PAGE = 64  # tokens: a page of the paged KV cache, and the first capacity of the contiguous one, which doubles
-# Keys of a config.json that name a length in tokens: sliding windows, chunks of attention, the length that a RoPE was scaled from.
-_LENGTH_KEYS = re.compile(r"window(_size|_sizes)?$|attention_chunk_size$|local_attention$|original_max_position_embeddings$")
+# Keys of a config.json that name a length in tokens: sliding windows, chunks of attention, the length that a RoPE was
+# scaled from.
+_LENGTH_KEYS = re.compile(
+    r"window(_size|_sizes)?$|attention_chunk_size$|local_attention$|original_max_position_embeddings$"
+)
 # A cache row's values are scaled by the number of rows, up to this: fp16 carries no more with room for sums.
 _LARGEST_WEIGHT = 8192
 
 
 def config_lengths(config: Mapping[str, Any]) -> set[int]:
-    """Return the lengths in tokens that a config.json names, at any depth: windows, chunks, the length that RoPE was scaled from."""
-    return {length for key, value in _items(config) if _LENGTH_KEYS.search(key) for length in _numbers(value) if length > 0}
+    """Return the lengths in tokens that a config.json names, at any depth: windows, chunks, the length that RoPE was
+    scaled from."""
+    return {
+        length for key, value in _items(config) if _LENGTH_KEYS.search(key) for length in _numbers(value) if length > 0
+    }
 
 
 def _items(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -39,7 +45,8 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def edges(longest: int, lengths: Iterable[int] = ()) -> list[int]:
-    """Return the sorted lengths from 1 to `longest` at which something may begin or end: powers of two from a page on, `lengths`, and `longest`."""
+    """Return the sorted lengths from 1 to `longest` at which something may begin or end: powers of two from a page on,
+    `lengths`, and `longest`."""
     found = {longest, *lengths}
     capacity = PAGE
     while capacity < longest:
@@ -51,15 +58,21 @@ def edges(longest: int, lengths: Iterable[int] = ()) -> list[int]:
 
 def both_sides(longest: int, lengths: Iterable[int] = ()) -> list[int]:
     """Return the sorted lengths one below, at and one above each of `edges`, from 1 to `longest`."""
-    return sorted({near for edge in edges(longest, lengths) for near in (edge - 1, edge, edge + 1) if 1 <= near <= longest})
+    return sorted(
+        {near for edge in edges(longest, lengths) for near in (edge - 1, edge, edge + 1) if 1 <= near <= longest}
+    )
 
 
-def synthetic_past(random: np.random.Generator, rows: int, heads: int, dims: tuple[int, int], lengths: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return seeded keys [rows, heads, dims[0]] and values [rows, heads, dims[1]], float32, for a cache in which each row that matters shows.
+def synthetic_past(
+    random: np.random.Generator, rows: int, heads: int, dims: tuple[int, int], lengths: Iterable[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return seeded keys [rows, heads, dims[0]] and values [rows, heads, dims[1]], float32, for a cache in which each
+    row that matters shows.
 
-    Standard normal keys spread attention over all rows, so one row has a weight of about 1/rows, which no tolerance would notice. The
-    values of the rows on both sides of each edge, counted from the front and (for windows) from the back, are therefore scaled up by the number of rows: to
-    forget one of them, or to see one too many, moves the result by about its own size.
+    Standard normal keys spread attention over all rows, so one row has a weight of about 1/rows, which no tolerance
+    would notice. The values of the rows on both sides of each edge, counted from the front and (for windows) from the
+    back, are therefore scaled up by the number of rows: to forget one of them, or to see one too many, moves the result
+    by about its own size.
     """
     keys, values = (random.standard_normal((rows, heads, dim), np.float32) for dim in dims)
     near = np.array(both_sides(rows, lengths), np.int64)

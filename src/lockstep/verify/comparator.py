@@ -1,4 +1,5 @@
-"""What all uses of Polygraphy's Comparator share: a runner of graphs whose weights are inputs, and quiet. Needs polygraphy."""
+"""What all uses of Polygraphy's Comparator share: a runner of graphs whose weights are inputs, and quiet. Needs
+polygraphy."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ IO = Mapping[str, Any]  # {"name", "dtype", "shape"} of the assembly; a dimensio
 
 
 class BoundRunner(OnnxrtRunner):
-    """Polygraphy's ONNX Runtime runner for a graph whose weights are inputs: they are fed beside what the caller gives."""
+    """Polygraphy's ONNX Runtime runner for a graph whose weights are inputs: they are fed beside what the caller
+    gives."""
 
     def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Mapping[str, np.ndarray]):
         super().__init__(session, name=name)

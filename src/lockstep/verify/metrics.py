@@ -1,4 +1,5 @@
-"""How far two arrays are apart, and how a check ends: a report where it passes, a failing report and one line where it does not."""
+"""How far two arrays are apart, and how a check ends: a report where it passes, a failing report and one line where it
+does not."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.errors import CheckError
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import failed_path
+from lockstep.errors import CheckError
 
 
 @dataclass(frozen=True)
 class Difference:
     """Of an array from what is expected.
 
-    max_abs_error: largest absolute difference; cosine: of the angle between the two, flattened. Both None where the array found
-    holds NaN or infinity, which no tolerance allows. relative_error: largest |found - expected| / max(1, rms, |expected|).
+    max_abs_error: largest absolute difference; cosine: of the angle between the two, flattened. Both None where the
+    array found holds NaN or infinity, which no tolerance allows. relative_error: largest |found - expected| / max(1,
+    rms, |expected|).
     """
 
     max_abs_error: float | None
@@ -34,8 +36,8 @@ class Difference:
     def within_scaled(self, tolerance: float) -> bool:
         """Whether the error is at most `tolerance` times max(1, rms of the array, |value|).
 
-        Floating point carries digits, not decimals: a value of 1000 in fp16 is itself known to 0.25 only, and a product's error
-        grows with the size of what is added up. Up to values of order one this is the absolute error.
+        Floating point carries digits, not decimals: a value of 1000 in fp16 is itself known to 0.25 only, and a
+        product's error grows with the size of what is added up. Up to values of order one this is the absolute error.
         """
         return self.relative_error is not None and self.relative_error <= tolerance
 
@@ -64,8 +66,8 @@ def largest(errors: list[float | None]) -> float | None:
 def finish(out: str | os.PathLike, report: Mapping[str, Any], failure: str | None) -> Path:
     """Write a check's report to `out` where `failure` is None, and give `out`.
 
-    Otherwise `out` is left alone, the report goes to `failed_path(out)`, and CheckError says `failure` and where the report lies:
-    a result that exists is always one that passed.
+    Otherwise `out` is left alone, the report goes to `failed_path(out)`, and CheckError says `failure` and where the
+    report lies: a result that exists is always one that passed.
     """
     out = Path(out)
     if failure is None:

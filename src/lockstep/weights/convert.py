@@ -1,7 +1,7 @@
 """Convert: a checkpoint's manifest in, the weights manifest of one precision out. Needs no torch.
 
-Where all floats have that precision already nothing is copied: the manifest points into the checkpoint. Else all tensors go,
-cast and one piece at a time, into one `weights.safetensors` beside the manifest, the same bytes each time.
+Where all floats have that precision already nothing is copied: the manifest points into the checkpoint. Else all
+tensors go, cast and one piece at a time, into one `weights.safetensors` beside the manifest, the same bytes each time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.dtypes import FLOAT_DTYPES, PRECISION_DTYPES
-from lockstep.errors import InputError
-from lockstep.artifacts.files import remove_leftovers, write_json
 from lockstep.artifacts.digest_cache import remember
+from lockstep.artifacts.dtypes import FLOAT_DTYPES, PRECISION_DTYPES
+from lockstep.artifacts.files import remove_leftovers, write_json
+from lockstep.errors import InputError
 from lockstep.weights.source import PIECE_BYTES, Source, finite_pieces, open_source
 from lockstep.weights.writer import write_cast
 
@@ -26,12 +26,15 @@ WEIGHTS = "weights.safetensors"
 def convert(checkpoint_json: Path, precision: str, out_json: Path) -> Path:
     """Write the weights manifest `out_json` of `precision` (fp32, fp16 or bf16), and return it.
 
-    Floats are rounded to nearest, ties to even (fp64 to bf16 by way of fp32, as in torch); integers and booleans keep their type.
-    Raises InputError when a file has changed since `resolve`, at NaN, infinity and numbers too large for the precision, and when
-    the disk has no room.
+    Floats are rounded to nearest, ties to even (fp64 to bf16 by way of fp32, as in torch); integers and booleans keep
+    their type.
+    Raises InputError when a file has changed since `resolve`, at NaN, infinity and numbers too large for the precision,
+    and when the disk has no room.
     """
     if precision not in PRECISION_DTYPES:
-        raise InputError(f"expected a precision of {', '.join(PRECISION_DTYPES)}, found {precision!r}; correct it in the config")
+        raise InputError(
+            f"expected a precision of {', '.join(PRECISION_DTYPES)}, found {precision!r}; correct it in the config"
+        )
     out, dtype = Path(out_json), PRECISION_DTYPES[precision]
     source = open_source(Path(checkpoint_json))
     for path in (out, out.with_name(WEIGHTS)):
@@ -56,8 +59,13 @@ def _point_into(source: Source, out: Path) -> dict[str, Any]:
                 pass
     names = sorted({entry["file"] for entry in source.manifest["tensors"].values()})
     recorded = {file["path"]: file for file in source.manifest["files"]}
-    tensors = {name: {**entry, "file": names.index(entry["file"])} for name, entry in source.manifest["tensors"].items()}
-    return {"files": [{**recorded[name], "path": _recorded_path(source, name, out)} for name in names], "tensors": tensors}
+    tensors = {
+        name: {**entry, "file": names.index(entry["file"])} for name, entry in source.manifest["tensors"].items()
+    }
+    return {
+        "files": [{**recorded[name], "path": _recorded_path(source, name, out)} for name in names],
+        "tensors": tensors,
+    }
 
 
 def _recorded_path(source: Source, name: str, out: Path) -> str:

@@ -1,4 +1,5 @@
-"""Weights at run time: a weights manifest in, read-only arrays out. One memory map a file, no torch, Python 3.10 and NumPy 1.26."""
+"""Weights at run time: a weights manifest in, read-only arrays out. One memory map a file, no torch, Python 3.10 and
+NumPy 1.26."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
-from lockstep.errors import InputError
-from lockstep.artifacts.manifests import read_weights
 from lockstep.artifacts.digest_cache import Expected, check_files
+from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
+from lockstep.artifacts.manifests import read_weights
+from lockstep.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,17 @@ class TensorInfo:
 
 
 class Weights:
-    """The tensors of a weights manifest by name. Arrays are views of the mapped files: one copy in memory, however many users."""
+    """The tensors of a weights manifest by name. Arrays are views of the mapped files: one copy in memory, however many
+    users."""
 
-    def __init__(self, manifest_path: Path, precision: str, paths: tuple[Path, ...], maps: tuple[np.ndarray, ...], tensors: dict[str, TensorInfo]):
+    def __init__(
+        self,
+        manifest_path: Path,
+        precision: str,
+        paths: tuple[Path, ...],
+        maps: tuple[np.ndarray, ...],
+        tensors: dict[str, TensorInfo],
+    ):
         self.manifest_path = manifest_path
         self.precision = precision
         self._paths = paths
@@ -46,7 +55,8 @@ class Weights:
         manifest = read_weights(manifest_path)
         paths = tuple(manifest_path.parent / file["path"] for file in manifest["files"])
         check_files(
-            [Expected(path, file["sha256"], file["size"]) for path, file in zip(paths, manifest["files"])], "convert the checkpoint again"
+            [Expected(path, file["sha256"], file["size"]) for path, file in zip(paths, manifest["files"])],
+            "convert the checkpoint again",
         )
         tensors = {
             name: TensorInfo(entry["file"], entry["offset"], entry["length"], entry["dtype"], tuple(entry["shape"]))
@@ -64,7 +74,8 @@ class Weights:
         return isinstance(name, str) and self._key(name) in self._tensors
 
     def _key(self, name: str) -> str:
-        """The name under which the checkpoint holds `name`: checkpoints of a bare decoder leave out its first part ("transformer.")."""
+        """The name under which the checkpoint holds `name`: checkpoints of a bare decoder leave out its first part
+        ("transformer.")."""
         return name if name in self._tensors else name.partition(".")[2]
 
     def __iter__(self) -> Iterator[str]:
@@ -84,10 +95,14 @@ class Weights:
         except KeyError:
             near = difflib.get_close_matches(name, self.names(), n=3)
             found = f"the nearest are {', '.join(near)}" if near else f"{len(self)} others"
-            raise InputError(f"{self.manifest_path}: expected tensor {name!r}, found none of this name ({found}); is this the checkpoint of this model?") from None
+            raise InputError(
+                f"{self.manifest_path}: expected tensor {name!r}, found none of this name "
+                f"({found}); is this the checkpoint of this model?"
+            ) from None
 
     def location(self, name: str) -> tuple[Path, int, int]:
-        """(path of the real file, offset in bytes, length in bytes) of a tensor, for a reader that maps files itself."""
+        """(path of the real file, offset in bytes, length in bytes) of a tensor, for a reader that maps files
+        itself."""
         info = self.info(name)
         return Path(os.path.realpath(self._paths[info.file])), info.offset, info.length
 
@@ -110,7 +125,10 @@ def _check_place(manifest_path: Path, name: str, info: TensorInfo, maps: Sequenc
     size = maps[info.file].size if 0 <= info.file < len(maps) else 0
     length = math.prod(info.shape) * DTYPE_BITS.get(info.dtype, 0) // 8
     if info.length != length or info.offset < 0 or info.offset + info.length > size:
-        raise InputError(f"{manifest_path}: expected tensor {name!r} within its file, found {info}; delete the file and convert the checkpoint again")
+        raise InputError(
+            f"{manifest_path}: expected tensor {name!r} within its file, found {info}; delete "
+            f"the file and convert the checkpoint again"
+        )
 
 
 def _map(path: Path) -> np.ndarray:

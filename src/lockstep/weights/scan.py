@@ -1,4 +1,5 @@
-"""Look at floating-point numbers through their bits: is each finite, and how large is the largest? No torch, one pass."""
+"""Look at floating-point numbers through their bits: is each finite, and how large is the largest? No torch, one
+pass."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Unsigned type of the same width, mask of all but the sign, and the first bit pattern that is not finite (all exponent bits set).
+# Unsigned type of the same width, mask of all but the sign, and the first bit pattern that is not finite (all exponent
+# bits set).
 _LAYOUT = {
     "F16": (np.uint16, 0x7FFF, 0x7C00),
     "BF16": (np.uint16, 0x7FFF, 0x7F80),
@@ -27,7 +29,8 @@ class NonFinite:
 def largest_bits(dtype: str, raw: np.ndarray) -> int:
     """Bits of the largest magnitude in `raw` (uint8, 1-D, the bytes of `dtype` numbers); 0 when empty.
 
-    Without their sign, IEEE numbers order as their bits do, with infinity above all finite numbers and NaN above infinity.
+    Without their sign, IEEE numbers order as their bits do, with infinity above all finite numbers and NaN above
+    infinity.
     """
     unsigned, mask, _ = _LAYOUT[dtype]
     bits = raw.view(unsigned)

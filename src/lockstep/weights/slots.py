@@ -13,15 +13,21 @@ from lockstep.errors import InputError
 from lockstep.weights.reader import Weights
 
 
-def check_slots(weights: Weights, slots: Mapping[str, Sequence[str]], specs: Sequence[Mapping[str, Any]], where: str = "") -> None:
-    """Check each slot that `specs` declares ({"name", "dtype", "shape"} of the assembly) against its tensors in `slots`.
+def check_slots(
+    weights: Weights, slots: Mapping[str, Sequence[str]], specs: Sequence[Mapping[str, Any]], where: str = ""
+) -> None:
+    """Check each slot that `specs` declares ({"name", "dtype", "shape"} of the assembly) against its tensors in
+    `slots`.
 
-    A slot of several tensors holds their bytes one after another. A size given as a name fits any size. `where` says which
-    block this is, for the message. Raises InputError naming tensor, file, expected and found dtype or shape.
+    A slot of several tensors holds their bytes one after another. A size given as a name fits any size. `where` says
+    which block this is, for the message. Raises InputError naming tensor, file, expected and found dtype or shape.
     """
     declared = [spec["name"] for spec in specs]
     if sorted(declared) != sorted(slots):
-        raise InputError(f"{_at(where)}expected tensors for the slots {sorted(declared)}, found {sorted(slots)}; export the model again")
+        raise InputError(
+            f"{_at(where)}expected tensors for the slots {sorted(declared)}, found "
+            f"{sorted(slots)}; export the model again"
+        )
     for spec in specs:
         _check_slot(weights, spec, slots[spec["name"]], where)
 
@@ -34,23 +40,48 @@ def _check_slot(weights: Weights, spec: Mapping[str, Any], names: Sequence[str],
     for name, info in zip(names, infos):
         dtype = graph_dtype(info.dtype)
         if dtype != spec["dtype"]:
-            _refuse(weights, [name], where, spec["dtype"], f"{dtype} {list(info.shape)}", "convert the checkpoint to the precision of the graphs")
-        # Parts share all axes but the first with the end of the whole: rows of q, k and v; or the matrices of a stack of experts.
+            _refuse(
+                weights,
+                [name],
+                where,
+                spec["dtype"],
+                f"{dtype} {list(info.shape)}",
+                "convert the checkpoint to the precision of the graphs",
+            )
+        # Parts share all axes but the first with the end of the whole: rows of q, k and v; or the matrices of a stack
+        # of experts.
         part = expected if len(names) == 1 else ["any", *expected[len(expected) - len(info.shape) + 1 :]]
         if not _fits(info.shape, part):
-            _refuse(weights, [name], where, f"shape {part}", f"shape {list(info.shape)}", "the tensor does not belong to this config.json")
+            _refuse(
+                weights,
+                [name],
+                where,
+                f"shape {part}",
+                f"shape {list(info.shape)}",
+                "the tensor does not belong to this config.json",
+            )
     if len(names) > 1 and all(isinstance(size, int) for size in expected):
         found = sum(math.prod(info.shape) for info in infos)
         if found != math.prod(expected):
-            _refuse(weights, names, where, f"{math.prod(expected)} numbers in all", f"{found}", "the tensors do not belong to this config.json")
+            _refuse(
+                weights,
+                names,
+                where,
+                f"{math.prod(expected)} numbers in all",
+                f"{found}",
+                "the tensors do not belong to this config.json",
+            )
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
-    return len(shape) == len(expected) and all(isinstance(want, str) or want == found for found, want in zip(shape, expected))
+    return len(shape) == len(expected) and all(
+        isinstance(want, str) or want == found for found, want in zip(shape, expected)
+    )
 
 
 def slot_array(weights: Weights, names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
-    """What a slot of `shape` takes: the tensor itself, or a copy of several, one after another. Check the slot first."""
+    """What a slot of `shape` takes: the tensor itself, or a copy of several, one after another. Check the slot
+    first."""
     if len(names) == 1:
         return weights[names[0]]
     return np.concatenate([weights[name].reshape(-1) for name in names]).reshape(shape)
@@ -58,7 +89,10 @@ def slot_array(weights: Weights, names: Sequence[str], shape: Sequence[int]) -> 
 
 def _refuse(weights: Weights, names: Sequence[str], where: str, expected: str, found: str, remedy: str) -> NoReturn:
     path = weights.location(names[0])[0]
-    raise InputError(f"{path}: tensor {' + '.join(map(repr, names))}{' of ' + where if where else ''}: expected {expected}, found {found}; {remedy}")
+    raise InputError(
+        f"{path}: tensor {' + '.join(map(repr, names))}{' of ' + where if where else ''}: "
+        f"expected {expected}, found {found}; {remedy}"
+    )
 
 
 def _at(where: str) -> str:

@@ -1,4 +1,5 @@
-"""Stream a checkpoint's tensors, cast to one float type, into a safetensors file. Memory: a few pieces, however large the model."""
+"""Stream a checkpoint's tensors, cast to one float type, into a safetensors file. Memory: a few pieces, however large
+the model."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
-from lockstep.errors import InputError
 from lockstep.artifacts.files import atomic_path, check_place
+from lockstep.errors import InputError
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source, SourceTensor, finite_pieces, pieces
 
@@ -26,8 +27,8 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def write_cast(source: Source, dtype: str, path: Path, before_rename: Callable[[], None]) -> dict[str, Any]:
     """Write all tensors of `source`, floats as `dtype`, to the safetensors file `path`.
 
-    Returns the `files` and `tensors` of the weights manifest beside it. `before_rename` is called when the file is complete
-    and not yet in place. On any error `path` stays as it was.
+    Returns the `files` and `tensors` of the weights manifest beside it. `before_rename` is called when the file is
+    complete and not yet in place. On any error `path` stays as it was.
     """
     header, tensors = _layout(source, dtype)
     size = len(header) + sum(entry["length"] for entry in tensors.values())
@@ -35,7 +36,10 @@ def write_cast(source: Source, dtype: str, path: Path, before_rename: Callable[[
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
     if free < size:
-        raise InputError(f"{path}: expected {size} bytes free for the converted weights, found {free}; free space or choose another output folder")
+        raise InputError(
+            f"{path}: expected {size} bytes free for the converted weights, found {free}; free "
+            f"space or choose another output folder"
+        )
     digest = hashlib.sha256()
     by_name = {tensor.name: tensor for tensor in source.tensors}
     try:
@@ -50,12 +54,15 @@ def write_cast(source: Source, dtype: str, path: Path, before_rename: Callable[[
         if error.errno not in _DISK_FULL:
             raise
         found = f"found the disk full ({error.strerror})"
-        raise InputError(f"{path}: expected {size} bytes free for the converted weights, {found}; free space and run again") from None
+        raise InputError(
+            f"{path}: expected {size} bytes free for the converted weights, {found}; free space and run again"
+        ) from None
     return {"files": [{"path": path.name, "size": size, "sha256": digest.hexdigest()}], "tensors": tensors}
 
 
 def _layout(source: Source, dtype: str) -> tuple[bytes, dict[str, Any]]:
-    """The file's opening bytes and the manifest's tensors, both in file order, which is that of the safetensors library."""
+    """The file's opening bytes and the manifest's tensors, both in file order, which is that of the safetensors
+    library."""
 
     def stored(tensor: SourceTensor) -> str:
         return dtype if tensor.dtype in FLOAT_DTYPES else tensor.dtype
@@ -64,17 +71,26 @@ def _layout(source: Source, dtype: str) -> tuple[bytes, dict[str, Any]]:
     position = 0
     for tensor in sorted(source.tensors, key=lambda tensor: (-DTYPE_ORDER[stored(tensor)], tensor.name)):
         length = math.prod(tensor.shape) * DTYPE_BITS[stored(tensor)] // 8
-        header[tensor.name] = {"dtype": stored(tensor), "shape": list(tensor.shape), "data_offsets": [position, position + length]}
+        header[tensor.name] = {
+            "dtype": stored(tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + length],
+        }
         position += length
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     opening = len(text).to_bytes(8, "little") + text
     del header["__metadata__"]
     tensors = {
-        name: {"file": 0, "offset": len(opening) + entry["data_offsets"][0], "length": entry["data_offsets"][1] - entry["data_offsets"][0],
-               "dtype": entry["dtype"], "shape": entry["shape"]}
+        name: {
+            "file": 0,
+            "offset": len(opening) + entry["data_offsets"][0],
+            "length": entry["data_offsets"][1] - entry["data_offsets"][0],
+            "dtype": entry["dtype"],
+            "shape": entry["shape"],
+        }
         for name, entry in header.items()
-    }  # fmt: skip
+    }
     return opening, tensors
 
 
@@ -85,7 +101,11 @@ def _contents(opening: bytes, tensors: list[SourceTensor], dtype: str) -> Iterat
         if tensor.dtype in FLOAT_DTYPES and tensor.dtype != dtype:
             yield from _cast(tensor, dtype, buffer)
         else:
-            plain = (piece for piece, _ in finite_pieces(tensor, buffer)) if tensor.dtype == dtype else pieces(tensor, buffer)
+            plain = (
+                (piece for piece, _ in finite_pieces(tensor, buffer))
+                if tensor.dtype == dtype
+                else pieces(tensor, buffer)
+            )
             yield from map(memoryview, plain)
 
 
@@ -107,7 +127,10 @@ def _refuse_overflow(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> No
     largest = from_bits(tensor.dtype, max(bits for _, bits in finite_pieces(tensor, buffer)), numpy_dtype(tensor.dtype))
     precision = next(name for name, stored in PRECISION_DTYPES.items() if stored == dtype)
     other = {"F16": "bf16 or fp32", "BF16": "fp32", "F32": "a checkpoint stored in fp32 or smaller"}[dtype]
-    raise InputError(f"{tensor}: expected numbers that fit {precision}, found a magnitude of {float(largest[0]):g}, which overflows; use {other} for this model")
+    raise InputError(
+        f"{tensor}: expected numbers that fit {precision}, found a magnitude of "
+        f"{float(largest[0]):g}, which overflows; use {other} for this model"
+    )
 
 
 def _write_all(file, data: memoryview) -> None:

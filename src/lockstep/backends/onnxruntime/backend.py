@@ -1,7 +1,7 @@
 """The ONNX Runtime backend on a CPU. Engine: the optimised graph, without weights (they are inputs), a few kilobytes.
 
-Measured (hidden 1024, 8 layers, 2 cores): weights made initializers at load run as fast as constants, weights fed as inputs 1.8
-times slower; sessions with thread pools of their own 8 times slower, hence the global one.
+Measured (hidden 1024, 8 layers, 2 cores): weights made initializers at load run as fast as constants, weights fed as
+inputs 1.8 times slower; sessions with thread pools of their own 8 times slower, hence the global one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from lockstep.onnx_tools import saved_graph
-from lockstep.backends.base import Built, CanonicalBytes
-from lockstep.step.executable import Run
-from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_count
-from lockstep.backends.graphs import graphs_of
-from lockstep.errors import CheckError, InputError
 from lockstep.artifacts.files import write_bytes
+from lockstep.backends.base import Built, CanonicalBytes
+from lockstep.backends.graphs import graphs_of
+from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_count
+from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools import saved_graph
+from lockstep.step.executable import Run
 from lockstep.weights import Weights, slot_array
 
 _LEVELS = {
@@ -35,13 +35,16 @@ _LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-_NUMPY_TYPES = {f"tensor({name})": np.dtype(kind) for name, kind in (("float", "f4"), ("float16", "f2"), ("int64", "i8"))}
+_NUMPY_TYPES = {
+    f"tensor({name})": np.dtype(kind) for name, kind in (("float", "f4"), ("float16", "f2"), ("int64", "i8"))
+}
 _FULL_DISK_BYTES = 1 << 16  # less free than an engine needs
 _pool_threads: int | None = None
 
 
 class OnnxRuntimeBackend:
-    """ONNX Runtime, CPU provider. fp16 graphs are computed in fp32 with casts, as ONNX Runtime does on x86; bf16 does not load."""
+    """ONNX Runtime, CPU provider. fp16 graphs are computed in fp32 with casts, as ONNX Runtime does on x86; bf16 does
+    not load."""
 
     name = "onnxruntime"
     suffixes = (".onnx",)
@@ -64,7 +67,9 @@ class OnnxRuntimeBackend:
     def options_key(self, options: Mapping[str, Any]) -> Any:
         return dict(options)
 
-    def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def graphs(
+        self, assembly: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return graphs_of(assembly)
 
     def file(self, name: str) -> str:
@@ -89,15 +94,20 @@ class OnnxRuntimeBackend:
             saved = Path(folder) / "optimized.onnx"
             settings.optimized_model_filepath = str(saved)
             try:
-                _session(str(graph_path), settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")
+                _session(
+                    str(graph_path), settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph"
+                )
             except CheckError:
-                if shutil.disk_usage(folder).free < _FULL_DISK_BYTES:  # ONNX Runtime calls it "Protobuf serialization failed"
+                # ONNX Runtime calls it "Protobuf serialization failed"
+                if shutil.disk_usage(folder).free < _FULL_DISK_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out_path)) from None
                 raise
             write_bytes(out_path, _canonical(saved.read_bytes()))
         return Built()
 
-    def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> OnnxRuntimeProgram:
+    def load(
+        self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool
+    ) -> OnnxRuntimeProgram:
         _use_global_pool(threads)
         return OnnxRuntimeProgram(engine_path, slots, low_memory)
 
@@ -129,8 +139,12 @@ class OnnxRuntimeProgram:
 
     def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
         if set(slots) != set(self._slots):
-            raise CheckError(f"{self._path}: expected weights for the slots {sorted(self._slots)}, found {sorted(slots)}; export and build again")
-        # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the weights' memory.
+            raise CheckError(
+                f"{self._path}: expected weights for the slots {sorted(self._slots)}, found "
+                f"{sorted(slots)}; export and build again"
+            )
+        # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the
+        # weights' memory.
         level = "disabled" if self._low_memory or not slots else "basic"
         settings = _settings(_LEVELS[level], self._low_memory)
         model = onnx.ModelProto()
@@ -145,7 +159,9 @@ class OnnxRuntimeProgram:
         fits = found == [list(shape)] if len(arrays) == 1 else sum(array.size for array in arrays) == math.prod(shape)
         if not fits or any(array.dtype != dtype for array in arrays):
             raise CheckError(
-                f"{self._path}: slot {slot}: expected weights {dtype.name} {list(shape)}, found {arrays[0].dtype.name} {', '.join(map(str, found))}; are graphs and weights of one model and precision?"
+                f"{self._path}: slot {slot}: expected weights {dtype.name} {list(shape)}, found "
+                f"{arrays[0].dtype.name} {', '.join(map(str, found))}; are graphs and weights of one model "
+                f"and precision?"
             )
 
 
@@ -176,9 +192,13 @@ class OnnxRuntimeExecutable:
                 raise CheckError(f"{self.where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
             for name, array in given.items():
                 if not array.flags.c_contiguous:  # ONNX Runtime would copy it without a word, and write to the copy
-                    raise CheckError(f"{self.where}: expected a contiguous array for {name!r}, found strides {array.strides}")
+                    raise CheckError(
+                        f"{self.where}: expected a contiguous array for {name!r}, found strides {array.strides}"
+                    )
                 if array.dtype != declared[name].dtype:
-                    raise CheckError(f"{self.where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}")
+                    raise CheckError(
+                        f"{self.where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}"
+                    )
                 bind(name, ort.OrtValue.ortvalue_from_numpy(array))
         call = functools.partial(self._session.run_with_iobinding, binding)
         call.arrays = (*inputs.values(), *outputs.values())  # keeps the memory alive: a binding holds addresses
@@ -193,7 +213,9 @@ def _use_global_pool(threads: int | None) -> None:
         ort.set_global_thread_pool_sizes(count, 1)
         _pool_threads = count
     elif threads is not None and count != _pool_threads:
-        raise InputError(f"threads: expected {_pool_threads}, which this process already uses, found {count}; start a new process")
+        raise InputError(
+            f"threads: expected {_pool_threads}, which this process already uses, found {count}; start a new process"
+        )
 
 
 def _settings(level: ort.GraphOptimizationLevel, low_memory: bool = False) -> ort.SessionOptions:
@@ -201,7 +223,8 @@ def _settings(level: ort.GraphOptimizationLevel, low_memory: bool = False) -> or
     settings = ort.SessionOptions()
     settings.use_per_session_threads = False
     settings.graph_optimization_level = level
-    settings.log_severity_level = 3  # errors; a warning about saving hardware-specific graphs is what `device` in engines.json answers
+    # errors; a warning about saving hardware-specific graphs is what `device` in engines.json answers
+    settings.log_severity_level = 3
     if low_memory:
         settings.add_session_config_entry("session.disable_prepacking", "1")
         settings.enable_cpu_mem_arena = False  # it would keep what an fp16 weight is cast to, of every layer
@@ -216,7 +239,8 @@ def _session(model: str | bytes, settings: ort.SessionOptions, failure: str) -> 
 
 
 def _canonical(data: bytes) -> bytes:
-    """The model without what names a producer, a place or a time, and without the operator sets that ONNX Runtime knows but it does not use."""
+    """The model without what names a producer, a place or a time, and without the operator sets that ONNX Runtime knows
+    but it does not use."""
     model = onnx.ModelProto.FromString(data)
     for field in ("producer_name", "producer_version", "doc_string", "metadata_props"):
         model.ClearField(field)
@@ -234,12 +258,17 @@ def _domains(graph: onnx.GraphProto) -> set[str]:
     return {"", *(node.domain for node in graph.node)}.union(*map(_domains, inner))
 
 
-def _inputs_to_initializers(graph: onnx.GraphProto, slots: Mapping[str, tuple[tuple[int, ...], np.dtype]], where: Path) -> None:
+def _inputs_to_initializers(
+    graph: onnx.GraphProto, slots: Mapping[str, tuple[tuple[int, ...], np.dtype]], where: Path
+) -> None:
     """Turn the weight inputs into initializers whose data lies elsewhere."""
     kept = [value for value in graph.input if value.name not in slots]
     missing = set(slots) - {value.name for value in graph.input}
     if missing:
-        raise CheckError(f"{where}: expected weight inputs {sorted(slots)}, found none for {sorted(missing)}; build the engines again")
+        raise CheckError(
+            f"{where}: expected weight inputs {sorted(slots)}, found none for "
+            f"{sorted(missing)}; build the engines again"
+        )
     del graph.input[:]
     graph.input.extend(kept)
     for name, (shape, dtype) in slots.items():
@@ -259,8 +288,9 @@ def _place_weights(
 ) -> dict[str, ort.OrtValue]:
     """Say where each slot's data lies; gives the values that have to live as long as the session.
 
-    A slot of one tensor points into the weights' file, which ONNX Runtime maps itself: no copy of ours, and no copy at all with
-    prepacking off. (`add_external_initializers` copies; measured, a block's 46 MB.) Only a slot of several tensors goes that way.
+    A slot of one tensor points into the weights' file, which ONNX Runtime maps itself: no copy of ours, and no copy at
+    all with prepacking off. (`add_external_initializers` copies; measured, a block's 46 MB.) Only a slot of several
+    tensors goes that way.
     """
     values: dict[str, ort.OrtValue] = {}
     in_files: dict[str, tuple[Path, int, int]] = {}
@@ -280,8 +310,16 @@ def _place_weights(
         settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     for tensor in graph.initializer:
         if tensor.name in slots:
-            path, offset, length = in_files.get(tensor.name) or (folder / "memory", 0, values[tensor.name].numpy().nbytes)
-            for key, value in (("location", str(path.relative_to(folder))), ("offset", str(offset)), ("length", str(length))):
+            path, offset, length = in_files.get(tensor.name) or (
+                folder / "memory",
+                0,
+                values[tensor.name].numpy().nbytes,
+            )
+            for key, value in (
+                ("location", str(path.relative_to(folder))),
+                ("offset", str(offset)),
+                ("length", str(length)),
+            ):
                 entry = tensor.external_data.add()
                 entry.key, entry.value = key, value
     return values

@@ -1,4 +1,5 @@
-"""What an engine depends on in a CPU: its architecture and the instruction sets that ONNX Runtime's kernels and layouts choose by."""
+"""What an engine depends on in a CPU: its architecture and the instruction sets that ONNX Runtime's kernels and layouts
+choose by."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ THREADS_VARIABLE = "LOCKSTEP_THREADS"
 # half a minute.
 _MOST_THREADS = 64
 
-# ONNX Runtime picks block sizes and kernels by these (onnxruntime/core/mlas/lib/platform.cpp). Others do not matter to it.
+# ONNX Runtime picks block sizes and kernels by these (onnxruntime/core/mlas/lib/platform.cpp). Others do not matter to
+# it.
 _ISA = {
     "x86_64": (
         "sse4_1", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl",
@@ -46,7 +48,9 @@ def describe_cpu(cpuinfo: str | None = None, machine: str | None = None) -> dict
     return {
         "architecture": architecture,
         "vendor": fields.get("vendor_id") or fields.get("CPU implementer", ""),
-        "family": " ".join(filter(None, (fields.get("cpu family") or fields.get("CPU part", ""), fields.get("model", "")))),
+        "family": " ".join(
+            filter(None, (fields.get("cpu family") or fields.get("CPU part", ""), fields.get("model", "")))
+        ),
         "isa": sorted(flags & set(_ISA.get(architecture, ()))),
     }
 

@@ -1,8 +1,9 @@
 """Attention over the KV cache on a GPU. Both forms have one signature: `reserve`, `reset`, `calls`.
 
-TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any kind, any version, three to ten times slower
-than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads, capacity, head_dim], whose capacity doubles.
-FusedAttention (fused.py) has a paged cache: rows that decode are one kernel of our own a layer; a prompt's tokens are turned by a kernel, and then cuDNN's.
+TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any kind, any version,
+three to ten times slower than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads,
+capacity, head_dim], whose capacity doubles. FusedAttention (fused.py) has a paged cache: rows that decode are one
+kernel of our own a layer; a prompt's tokens are turned by a kernel, and then cuDNN's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Attention(Protocol):
     capacity: int  # a decode graph that was captured holds for this capacity only
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
-        """Make room: row `r` will hold `ends[r]` tokens after this step; `lengths` of all rows before it. True when what plans hold has moved."""
+        """Make room: row `r` will hold `ends[r]` tokens after this step; `lengths` of all rows before it. True when
+        what plans hold has moved."""
         ...
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
@@ -39,11 +41,19 @@ class Attention(Protocol):
         ...
 
     def calls(
-        self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
-        buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
-    ) -> list[tuple[str, Call]]:  # fmt: skip
-        """The calls of one layer, each with what its time goes to ("attention" ...): attention of the packed tokens (`num_decode` rows of one, request i in
-        row i, then chunks), keys and values into the cache."""
+        self,
+        index: int,
+        kind: Any,
+        values: Mapping[str, cuda.Array],
+        rows: cuda.Array,
+        num_decode: int,
+        chunks: Chunks,
+        buffer: Callable[..., cuda.Array],
+        stream: cuda.Stream,
+        own: bool,
+    ) -> list[tuple[str, Call]]:
+        """The calls of one layer, each with what its time goes to ("attention" ...): attention of the packed tokens
+        (`num_decode` rows of one, request i in row i, then chunks), keys and values into the cache."""
         ...
 
 
@@ -80,13 +90,20 @@ class TracedAttention:
         bucket = min(bucket, self._max)
         if self._cache and bucket <= self.capacity < 3 * bucket:
             return False
-        make = lambda kind, dim: cuda.zeros((self._rows, kind.cache.num_kv_heads, bucket, dim), self._dtype, "the KV cache")
-        grown = {index: (make(kind, kind.cache.head_dim), make(kind, kind.cache.value_head_dim)) for index, kind in self._layers.items()}
+        make = lambda kind, dim: cuda.zeros(
+            (self._rows, kind.cache.num_kv_heads, bucket, dim), self._dtype, "the KV cache"
+        )
+        grown = {
+            index: (make(kind, kind.cache.head_dim), make(kind, kind.cache.value_head_dim))
+            for index, kind in self._layers.items()
+        }
         used = int(lengths.max())
         for index, pair in self._cache.items() if used else ():
             for old, new in zip(pair, grown[index]):
                 width, heads = new.shape[3] * new.dtype.itemsize, new.shape[1]
-                stream.copy_rows(new.address, bucket * width, old.address, self.capacity * width, used * width, self._rows * heads)
+                stream.copy_rows(
+                    new.address, bucket * width, old.address, self.capacity * width, used * width, self._rows * heads
+                )
         stream.synchronize()  # the old arrays are freed now
         self._cache, self.capacity = grown, bucket
         return True
@@ -101,9 +118,17 @@ class TracedAttention:
         return []
 
     def calls(
-        self, index: int, kind: Any, values: Mapping[str, cuda.Array], rows: cuda.Array, num_decode: int, chunks: Chunks,
-        buffer: Callable[..., cuda.Array], stream: cuda.Stream, own: bool,
-    ) -> list[tuple[str, Call]]:  # fmt: skip
+        self,
+        index: int,
+        kind: Any,
+        values: Mapping[str, cuda.Array],
+        rows: cuda.Array,
+        num_decode: int,
+        chunks: Chunks,
+        buffer: Callable[..., cuda.Array],
+        stream: cuda.Stream,
+        own: bool,
+    ) -> list[tuple[str, Call]]:
         shape, total = kind.cache, values["attention"].shape[0]
         keys, cached = self._cache[index]
         new_key = buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
@@ -114,15 +139,23 @@ class TracedAttention:
             inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
             inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": lengths}
             inputs = {name: inputs[name] for name in kind.inputs[phase]}
-            outputs = {"attention": values["attention"][tokens], "key_out": new_key[tokens], "value_out": new_value[tokens]}
+            outputs = {
+                "attention": values["attention"][tokens],
+                "key_out": new_key[tokens],
+                "value_out": new_value[tokens],
+            }
             calls.append(("attention", kind.engines[phase].prepare(inputs, outputs, own)))
 
         if num_decode:
             decoding = slice(0, num_decode)
-            add("decode", decoding, (keys[decoding], cached[decoding]), values["position_ids"][decoding])  # a token's position is the length of its past
-        for row, start, low, high in chunks:
+            # a token's position is the length of its past
+            add("decode", decoding, (keys[decoding], cached[decoding]), values["position_ids"][decoding])
+        for row, _start, low, high in chunks:
             past = (keys[row : row + 1], cached[row : row + 1])
-            add("prefill", slice(low, high), past, values["position_ids"][low : low + 1])  # likewise: that of a chunk's first token
+            # likewise: that of a chunk's first token
+            add("prefill", slice(low, high), past, values["position_ids"][low : low + 1])
         positions = values["position_ids"]
-        calls.append(("cache", lambda: self._kernels.write_cache(stream, new_key, new_value, keys, cached, rows, positions)))
+        calls.append(
+            ("cache", lambda: self._kernels.write_cache(stream, new_key, new_value, keys, cached, rows, positions))
+        )
         return calls

@@ -9,8 +9,9 @@ ATTENTIONS = ("fused", "traced")
 
 
 def can_fuse(kind: Mapping[str, Any], dtype: str) -> bool:
-    """cuDNN's forward attention: fp16 and bf16, heads of up to 256 numbers in steps of 8, no soft cap. Windows and grouped heads are fine. Our own
-    kernels, in front of it and for rows that decode: queries and keys of one type, which may be float32, and values of the graph's."""
+    """cuDNN's forward attention: fp16 and bf16, heads of up to 256 numbers in steps of 8, no soft cap. Windows and
+    grouped heads are fine. Our own kernels, in front of it and for rows that decode: queries and keys of one type,
+    which may be float32, and values of the graph's."""
     given = {io["name"]: io["dtype"] for io in kind["decode"]["inputs"]}
     if given["query"] != given["key"] or given["query"] not in (dtype, "float32") or given["value"] != dtype:
         return False

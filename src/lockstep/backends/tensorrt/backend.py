@@ -1,5 +1,6 @@
-"""The TensorRT backend on one NVIDIA GPU. Engine: a plan whose weights are inputs, less than a megabyte. The rotary encoding of a kind with fused attention
-is no plan: it is read out of its graph (rotation.py), which lies beside the plans, and runs on the host.
+"""The TensorRT backend on one NVIDIA GPU. Engine: a plan whose weights are inputs, less than a megabyte. The rotary
+encoding of a kind with fused attention is no plan: it is read out of its graph (rotation.py), which lies beside the
+plans, and runs on the host.
 
 One builder and one timing cache serve all graphs that an instance builds: layers that two graphs share are timed once.
 """
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.backends.base import Built, CanonicalBytes, Program
 from lockstep.backends.graphs import graphs_of
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
@@ -21,18 +23,26 @@ from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
 from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
-from lockstep.backends.tensorrt.layers import Layer, any_in_region, check_precision, fingerprint, fp16_sums, read_layers, unlisted
+from lockstep.backends.tensorrt.layers import (
+    Layer,
+    any_in_region,
+    check_precision,
+    fingerprint,
+    fp16_sums,
+    read_layers,
+    unlisted,
+)
 from lockstep.backends.tensorrt.memory import PeakMemory
-from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn, require_nvrtc
-from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
 from lockstep.backends.tensorrt.profiles import profiles
-from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.backends.tensorrt.rotation import check_rotation
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
+from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn, require_nvrtc
+from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
+from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.errors import CheckError, InputError
-from lockstep.artifacts.files import sha256_file, write_bytes
 
-# Optimization levels by the name of the graph. Attention takes 50 s at level 3 for the smallest model, and had not ended after two minutes at level 5.
+# Optimization levels by the name of the graph. Attention takes 50 s at level 3 for the smallest model, and had not
+# ended after two minutes at level 5.
 _HIGHEST_LEVEL = {"decode": 3, "prefill": 3}
 _PLAN, _GRAPH = ".engine", ".onnx"
 
@@ -67,8 +77,9 @@ class TensorRTBackend:
         return gpu_key(device)
 
     def default_options(self) -> dict[str, Any]:
-        """opset: None takes the graph as it is. one_region: where compat has it. tactic_sources: None takes the library's. Limits: what the profiles are made
-        for. compiler_flags: there only where the user has set some (compat.compiler_flags)."""
+        """opset: None takes the graph as it is. one_region: where compat has it. tactic_sources: None takes the
+        library's. Limits: what the profiles are made for. compiler_flags: there only where the user has set some
+        (compat.compiler_flags)."""
         flags = compat.users_flags()
         return {
             "opset": None if compat.has("opset_18") else 17,
@@ -89,11 +100,17 @@ class TensorRTBackend:
         """Without the mode of tactics: engines are held to the record itself (keeps)."""
         return {key: value for key, value in options.items() if key != "tactics"}
 
-    def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def graphs(
+        self, assembly: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Of kinds that fused attention can run only the rotary encoding is needed."""
         if options.get("attention") not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
-        fused = {name for name, kind in assembly["kinds"].items() if options["attention"] == "fused" and can_fuse(kind, assembly["dtype"])}
+        fused = {
+            name
+            for name, kind in assembly["kinds"].items()
+            if options["attention"] == "fused" and can_fuse(kind, assembly["dtype"])
+        }
         for name, graph in graphs_of(assembly):
             kind, _, phase = name.rpartition(".")
             if kind not in fused:
@@ -111,24 +128,38 @@ class TensorRTBackend:
             require_cudnn()
         require_nvrtc()
         device, options = self.device_key(manifest["device"]), self.options_key(manifest["options"])
-        made_by = {"version": manifest["backend_version"], "device": device, "options": options, "revision": self.revision}
+        made_by = {
+            "version": manifest["backend_version"],
+            "device": device,
+            "options": options,
+            "revision": self.revision,
+        }
         self._tactics = Tactics(manifest["options"]["tactics"], folder, made_by)
 
     def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
         return self.file(name).endswith(_GRAPH) or self._tactics.keeps(name, entry["tactics_sha256"])
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        return {"typing": "strong" if compat.has("strong_types") else "weak", "tactics": self._tactics.finish([name for name in names if self.file(name).endswith(_PLAN)])}
+        return {
+            "typing": "strong" if compat.has("strong_types") else "weak",
+            "tactics": self._tactics.finish([name for name in names if self.file(name).endswith(_PLAN)]),
+        }
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         if out_path.suffix == _GRAPH:
-            check_rotation(self._host.load(graph_path, (), None, False).bind(None, {}), options["max_seq_len"], str(out_path))
+            check_rotation(
+                self._host.load(graph_path, (), None, False).bind(None, {}), options["max_seq_len"], str(out_path)
+            )
             write_bytes(out_path, graph_path.read_bytes())
             return Built()
         where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
         level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
-        region = as_one_region(model) if options["one_region"] and compat.has("one_region") and model.graph.name not in _HIGHEST_LEVEL else None
+        region = (
+            as_one_region(model)
+            if options["one_region"] and compat.has("one_region") and model.graph.name not in _HIGHEST_LEVEL
+            else None
+        )
         made, refused = None, ""
         with PeakMemory() as peak:
             if region is not None:
@@ -145,14 +176,24 @@ class TensorRTBackend:
         if sums:
             notes.append(f"products that TensorRT adds up in fp16: {', '.join(sums)}")
         if not self._whole and any_in_region(layer.kind for layer in layers):
-            notes.append(f"TensorRT {self.version()} does not read what the timing cache says of fused regions: their kernels were chosen anew")
+            notes.append(
+                f"TensorRT {self.version()} does not read what the timing cache says of fused "
+                f"regions: their kernels were chosen anew"
+            )
         if compat.has("hidden_regions") and unlisted(layers):
             notes.append("fused regions whose kernels cannot be read: they are not held to the graph")
         about = {"fp16_sums": sums, "not_one_region": refused}
-        return Built({"tactics_sha256": digest, **{key: said for key, said in about.items() if said}}, peak.nbytes, "; ".join(notes) or None)
+        return Built(
+            {"tactics_sha256": digest, **{key: said for key, said in about.items() if said}},
+            peak.nbytes,
+            "; ".join(notes) or None,
+        )
 
-    def _engine(self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str) -> tuple[Any, bytes, list[Layer]]:
-        """The configuration that was built with, which has the timing cache; the plan, held to the graph; its layers. Raises CheckError."""
+    def _engine(
+        self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str
+    ) -> tuple[Any, bytes, list[Layer]]:
+        """The configuration that was built with, which has the timing cache; the plan, held to the graph; its layers.
+        Raises CheckError."""
         if self._builder is None:
             self._builder = compat.create_builder()
         types, bounds = tensor_types(model), profiles(model, options)
@@ -165,7 +206,10 @@ class TensorRTBackend:
         if self._timing is None:
             self._timing, self._whole = compat.create_timing_cache(config, tactics.cache)
         if self._timing is None or not compat.use_timing_cache(config, self._timing, tactics.mode == "verified"):
-            raise CheckError(f"{where}: TensorRT {self.version()} refuses the timing cache: {compat.LOG.first_error()}; delete {CACHE} and build again")
+            raise CheckError(
+                f"{where}: TensorRT {self.version()} refuses the timing cache: "
+                f"{compat.LOG.first_error()}; delete {CACHE} and build again"
+            )
         plan = compat.build_plan(self._builder, network, config, where)
         engine = compat.deserialize(plan, where)
         layers = _layers(engine, plan, where)
@@ -186,7 +230,8 @@ class TensorRTBackend:
         return [asdict(layer) for layer in self._read(engine_path)]
 
     def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        """The plan as it is: names made from pointers lie in places that only TensorRT knows, and R4 then says that bytes differ."""
+        """The plan as it is: names made from pointers lie in places that only TensorRT knows, and R4 then says that
+        bytes differ."""
         return CanonicalBytes(engine_path.read_bytes())
 
     def _read(self, engine_path: Path) -> list[Layer]:
@@ -194,7 +239,9 @@ class TensorRTBackend:
         describe_gpu()  # without a GPU, TensorRT 8.6 ends the process
         return _layers(compat.deserialize(plan, where), plan, where)
 
-    def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Program:
+    def load(
+        self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool
+    ) -> Program:
         if engine_path.suffix == _GRAPH:
             return self._host.load(engine_path, slots, None, low_memory)
         from lockstep.backends.tensorrt.program import TensorRTProgram

@@ -1,7 +1,7 @@
 """TensorRT 8.6, 10.x and 11.x behind one set of functions. The only module that imports `tensorrt`.
 
-What a version lacks stands in FEATURES, and is asked for with `has`. All else is used on every version: tests hold each attribute that is
-named here, and the class that it is an attribute of, against listings of the versions' Python API.
+What a version lacks stands in FEATURES, and is asked for with `has`. All else is used on every version: tests hold each
+attribute that is named here, and the class that it is an attribute of, against listings of the versions' Python API.
 """
 
 from __future__ import annotations
@@ -27,13 +27,24 @@ except (ImportError, OSError) as error:  # its libraries, or those that they lin
 
 Version = tuple[int, int]
 
-# "The timing cache will not be used!", "Timing cache ... mismatch": only said, as an error or a warning, while the build goes on.
-_REFUSED_CACHE = re.compile(r"timing cache.*(not be used|mismatch|corrupt|invalid|different)|(mismatch|corrupt|invalid).*timing cache", re.IGNORECASE | re.DOTALL)
-_OF_REGIONS = re.compile(r"myelinCache")  # of TensorRT's compiler of fused regions, which has a part of the timing cache to itself
+# "The timing cache will not be used!", "Timing cache ... mismatch": only said, as an error or a warning, while the
+# build goes on.
+_REFUSED_CACHE = re.compile(
+    r"timing cache.*(not be "
+    r"used|mismatch|corrupt|invalid|different)|(mismatch|corrupt|invalid).*timing cache",
+    re.IGNORECASE | re.DOTALL,
+)
+# of TensorRT's compiler of fused regions, which has a part of the timing cache to itself
+_OF_REGIONS = re.compile(r"myelinCache")
 # "No implementation of layer ... obeys the requested constraints ...": a warning where constraints are only preferred.
-_IGNORED_PRECISION = re.compile(r"obeys? the requested constraints|precision.*(ignored|not obeyed)", re.IGNORECASE | re.DOTALL)
+_IGNORED_PRECISION = re.compile(
+    r"obeys? the requested constraints|precision.*(ignored|not "
+    r"obeyed)",
+    re.IGNORECASE | re.DOTALL,
+)
 
-_FLAGS, _FP16_SUMS = "__LUNOWUD", "-cask:fp16_acc"  # not documented; NVIDIA's own tools for engines pass flags by this variable
+# not documented; NVIDIA's own tools for engines pass flags by this variable
+_FLAGS, _FP16_SUMS = "__LUNOWUD", "-cask:fp16_acc"
 
 
 class GraphRefusedError(CheckError):
@@ -42,7 +53,8 @@ class GraphRefusedError(CheckError):
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that not every version has: from `since`, to below `until` where it was taken away. `needs`: its attributes."""
+    """Something that not every version has: from `since`, to below `until` where it was taken away. `needs`: its
+    attributes."""
 
     since: Version
     until: Version | None
@@ -55,35 +67,55 @@ FEATURES: dict[str, Feature] = {
     # Precision from the graph's types alone. Without it: a builder flag, and a constraint on each layer.
     "strong_types": Feature((10, 0), None, ("NetworkDefinitionCreationFlag.STRONGLY_TYPED",)),
     "precision_constraints": Feature(
-        (8, 6), (10, 0),
+        (8, 6),
+        (10, 0),
         ("BuilderFlag.FP16", "BuilderFlag.OBEY_PRECISION_CONSTRAINTS", "ILayer.precision", "ILayer.set_output_type"),
     ),
-    # Takes kernels that add up fp16 products in fp16, unless its compiler is told not to; it has no setting for that, only its flags.
+    # Takes kernels that add up fp16 products in fp16, unless its compiler is told not to; it has no setting for that,
+    # only its flags.
     "fp16_sums": Feature((8, 6), (10, 0), ()),
-    # What is in fused regions stands in the plan alone, as text (regions.py); the part of a timing cache that it is chosen by may be refused.
+    # What is in fused regions stands in the plan alone, as text (regions.py); the part of a timing cache that it is
+    # chosen by may be refused.
     "hidden_regions": Feature((8, 6), (10, 0), ()),
-    # Takes a whole graph as one fused region where a Gather of fp16 numbers follows; else only after trying many ways to divide it (one_region.py).
+    # Takes a whole graph as one fused region where a Gather of fp16 numbers follows; else only after trying many ways
+    # to divide it (one_region.py).
     "one_region": Feature((8, 6), (10, 0), ()),
     # Several contexts of one profile: asked for when the engine is built; later it is always so.
-    "profile_sharing_flag": Feature((8, 6), (10, 0), ("IBuilderConfig.set_preview_feature", "PreviewFeature.PROFILE_SHARING_0806")),
+    "profile_sharing_flag": Feature(
+        (8, 6), (10, 0), ("IBuilderConfig.set_preview_feature", "PreviewFeature.PROFILE_SHARING_0806")
+    ),
     "bf16": Feature((10, 0), None, ("DataType.BF16",)),
     "int64": Feature((10, 0), None, ("DataType.INT64",)),  # earlier, int64 inputs become int32
     "cache_miss_error": Feature((10, 0), None, ("BuilderFlag.ERROR_ON_TIMING_CACHE_MISS",)),
     # Timing caches whose entries can be read: which tactic was chosen for what.
-    "editable_cache": Feature((10, 8), None, ("BuilderFlag.EDITABLE_TIMING_CACHE", "ITimingCache.queryKeys", "ITimingCache.query", "TimingCacheValue.tacticHash")),
+    "editable_cache": Feature(
+        (10, 8),
+        None,
+        (
+            "BuilderFlag.EDITABLE_TIMING_CACHE",
+            "ITimingCache.queryKeys",
+            "ITimingCache.query",
+            "TimingCacheValue.tacticHash",
+        ),
+    ),
     "opset_18": Feature((10, 0), None, ()),  # 8.6 parses it without a word, and reduces over other axes
     # Contexts whose scratch memory the caller owns.
     "context_without_memory": Feature((8, 6), (10, 0), ("ICudaEngine.create_execution_context_without_device_memory",)),
     "context_strategy": Feature((10, 0), None, ("ExecutionContextAllocationStrategy.USER_MANAGED",)),
     "memory_size": Feature((8, 6), (10, 1), ("ICudaEngine.device_memory_size",)),
-    "memory_size_v2": Feature((10, 1), None, ("ICudaEngine.device_memory_size_v2", "IExecutionContext.set_device_memory")),
-}  # fmt: skip
+    "memory_size_v2": Feature(
+        (10, 1), None, ("ICudaEngine.device_memory_size_v2", "IExecutionContext.set_device_memory")
+    ),
+}
 
 
 def require() -> None:
     """Raises InputError where there is no TensorRT that this Python can load, or one that this code is not for."""
     if trt is None:
-        raise InputError(f"backend tensorrt: the Python package tensorrt {_why_not}; install what is missing, or name another interpreter in backends.tensorrt.python")
+        raise InputError(
+            f"backend tensorrt: the Python package tensorrt {_why_not}; install what is "
+            f"missing, or name another interpreter in backends.tensorrt.python"
+        )
     if not (8, 6) <= version() < (12, 0) or version()[0] == 9:
         raise InputError(f"backend tensorrt: expected TensorRT 8.6, 10.x or 11.x, found {trt.__version__}")
 
@@ -108,7 +140,8 @@ def has(name: str) -> bool:
 
 
 class Log:
-    """What TensorRT says: errors and warnings since `clear`, first one first. One for the process, as TensorRT has it."""
+    """What TensorRT says: errors and warnings since `clear`, first one first. One for the process, as TensorRT has
+    it."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -176,12 +209,16 @@ def create_builder() -> trt.Builder:
     try:
         return trt.Builder(logger())
     except TypeError:
-        raise InputError(f"backend tensorrt: TensorRT {trt.__version__} cannot start here: {LOG.first_error()}; it needs an NVIDIA GPU and its driver") from None
+        raise InputError(
+            f"backend tensorrt: TensorRT {trt.__version__} cannot start here: "
+            f"{LOG.first_error()}; it needs an NVIDIA GPU and its driver"
+        ) from None
 
 
 def compiler_flags() -> str:
-    """What the compiler of fused regions is told, by the variable that it reads its flags from: what the user set there, and where the version needs it
-    to add up fp16 products in fp32, unless the user said something else of that."""
+    """What the compiler of fused regions is told, by the variable that it reads its flags from: what the user set
+    there, and where the version needs it to add up fp16 products in fp32, unless the user said something else of
+    that."""
     flags = os.environ.get(_FLAGS, "").split()
     if has("fp16_sums") and not any(flag.startswith(f"{_FP16_SUMS}=") for flag in flags):
         flags = [*flags, f"{_FP16_SUMS}=off"]
@@ -189,7 +226,8 @@ def compiler_flags() -> str:
 
 
 def users_flags() -> str | None:
-    """Those flags where they are not what they are when the user sets none: they decide what an engine computes. None where they are."""
+    """Those flags where they are not what they are when the user sets none: they decide what an engine computes. None
+    where they are."""
     flags = compiler_flags()
     return None if flags == (f"{_FP16_SUMS}=off" if has("fp16_sums") else "") else flags
 
@@ -220,7 +258,9 @@ def tactic_source_names() -> list[str]:
     return sorted(name.lower() for name in trt.TacticSource.__members__)
 
 
-def create_config(builder: trt.Builder, workspace_bytes: int, level: int, tactic_sources: Sequence[str] | None) -> trt.IBuilderConfig:
+def create_config(
+    builder: trt.Builder, workspace_bytes: int, level: int, tactic_sources: Sequence[str] | None
+) -> trt.IBuilderConfig:
     """A configuration with detailed layer information and without TF32: fp32 graphs are computed in fp32."""
     config: trt.IBuilderConfig = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
@@ -233,7 +273,10 @@ def create_config(builder: trt.Builder, workspace_bytes: int, level: int, tactic
         known = trt.TacticSource.__members__
         unknown = sorted(set(tactic_sources) - {name.lower() for name in known})
         if unknown:
-            raise InputError(f"tactic_sources: expected some of {', '.join(tactic_source_names())} (TensorRT {trt.__version__}), found {', '.join(unknown)}")
+            raise InputError(
+                f"tactic_sources: expected some of {', '.join(tactic_source_names())} (TensorRT "
+                f"{trt.__version__}), found {', '.join(unknown)}"
+            )
         config.set_tactic_sources(sum(1 << int(known[name.upper()]) for name in set(tactic_sources)))
     return config
 
@@ -250,7 +293,8 @@ def constrain_precision(config: trt.IBuilderConfig, network: trt.INetworkDefinit
     config.set_flag(trt.BuilderFlag.FP16)
     config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
     kinds = {"float32": trt.DataType.FLOAT, "float16": trt.DataType.HALF}
-    known = {name: kinds.get(dtype) for name, dtype in types.items()}  # None: integers and truth values, which have no precision
+    # None: integers and truth values, which have no precision
+    known = {name: kinds.get(dtype) for name, dtype in types.items()}
     for number in range(network.num_layers):
         layer: trt.ILayer = network.get_layer(number)
         first = None
@@ -271,20 +315,28 @@ def constrain_precision(config: trt.IBuilderConfig, network: trt.INetworkDefinit
             layer.precision = held
 
 
-def add_profile(builder: trt.Builder, config: trt.IBuilderConfig, shapes: Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> None:
+def add_profile(
+    builder: trt.Builder,
+    config: trt.IBuilderConfig,
+    shapes: Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]],
+) -> None:
     """Add an optimization profile: {input: (min, opt, max)}."""
     LOG.clear()
     profile: trt.IOptimizationProfile = builder.create_optimization_profile()
     for name, (low, best, high) in shapes.items():
         profile.set_shape(name, tuple(low), tuple(best), tuple(high))
     if config.add_optimization_profile(profile) < 0:
-        raise CheckError(f"TensorRT {trt.__version__} refuses the optimization profile {dict(shapes)}: {LOG.first_error()}")
+        raise CheckError(
+            f"TensorRT {trt.__version__} refuses the optimization profile {dict(shapes)}: {LOG.first_error()}"
+        )
 
 
 def create_timing_cache(config: trt.IBuilderConfig, data: bytes) -> tuple[trt.ITimingCache | None, bool]:
-    """An empty cache, or one that was serialized; it may serve several configurations. None where TensorRT refuses the bytes.
+    """An empty cache, or one that was serialized; it may serve several configurations. None where TensorRT refuses the
+    bytes.
 
-    And whether it is whole: 8.6.0 takes the times of layers, and refuses the part of its own caches that fused regions are chosen by.
+    And whether it is whole: 8.6.0 takes the times of layers, and refuses the part of its own caches that fused regions
+    are chosen by.
     """
     LOG.clear()
     cache: trt.ITimingCache | None = config.create_timing_cache(data)
@@ -294,7 +346,8 @@ def create_timing_cache(config: trt.IBuilderConfig, data: bytes) -> tuple[trt.IT
 
 
 def use_timing_cache(config: trt.IBuilderConfig, cache: trt.ITimingCache, replay: bool) -> bool:
-    """Build with this cache; False where TensorRT refuses it. `replay`: what it does not hold is an error, where the version can say so."""
+    """Build with this cache; False where TensorRT refuses it. `replay`: what it does not hold is an error, where the
+    version can say so."""
     if has("editable_cache"):
         config.set_flag(trt.BuilderFlag.EDITABLE_TIMING_CACHE)
     if replay and has("cache_miss_error"):
@@ -321,15 +374,20 @@ def cached_tactics(config: trt.IBuilderConfig) -> dict[str, str]:
 
 
 def build_plan(builder: trt.Builder, network: trt.INetworkDefinition, config: trt.IBuilderConfig, where: str) -> bytes:
-    """The serialized engine. Raises GraphRefusedError with TensorRT's first error, CheckError for a timing cache that it refuses."""
+    """The serialized engine. Raises GraphRefusedError with TensorRT's first error, CheckError for a timing cache that
+    it refuses."""
     LOG.clear()
     memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
     if memory is None:
         raise GraphRefusedError(f"{where}: TensorRT {trt.__version__} cannot build this graph: {LOG.first_error()}")
     if said := LOG.first(_REFUSED_CACHE):
-        raise CheckError(f"{where}: TensorRT {trt.__version__} refuses the timing cache: {said}; delete timing.cache and build again")
+        raise CheckError(
+            f"{where}: TensorRT {trt.__version__} refuses the timing cache: {said}; delete timing.cache and build again"
+        )
     if said := LOG.first(_IGNORED_PRECISION):
-        raise GraphRefusedError(f"{where}: TensorRT {trt.__version__} does not compute in the graph's precision: {said}")
+        raise GraphRefusedError(
+            f"{where}: TensorRT {trt.__version__} does not compute in the graph's precision: {said}"
+        )
     return bytes(memory)
 
 
@@ -345,7 +403,10 @@ def deserialize(data: bytes, where: str) -> trt.ICudaEngine:
     runtime: trt.Runtime = _runtime
     engine = runtime.deserialize_cuda_engine(data)
     if engine is None:
-        raise CheckError(f"{where}: TensorRT {trt.__version__} cannot load this engine: {LOG.first_error()}; build the engines again on this machine")
+        raise CheckError(
+            f"{where}: TensorRT {trt.__version__} cannot load this engine: {LOG.first_error()}; "
+            f"build the engines again on this machine"
+        )
     return engine
 
 
@@ -368,8 +429,18 @@ def tensors(engine: trt.ICudaEngine) -> list[Tensor]:
         name = engine.get_tensor_name(number)
         is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
         profiles = range(engine.num_optimization_profiles) if is_input else ()
-        bounds = tuple(tuple(tuple(shape) for shape in engine.get_tensor_profile_shape(name, profile)) for profile in profiles)
-        found.append(Tensor(name, is_input, _dtype(dtypes[engine.get_tensor_dtype(name)]), tuple(engine.get_tensor_shape(name)), bounds))
+        bounds = tuple(
+            tuple(tuple(shape) for shape in engine.get_tensor_profile_shape(name, profile)) for profile in profiles
+        )
+        found.append(
+            Tensor(
+                name,
+                is_input,
+                _dtype(dtypes[engine.get_tensor_dtype(name)]),
+                tuple(engine.get_tensor_shape(name)),
+                bounds,
+            )
+        )
     return found
 
 
@@ -419,7 +490,9 @@ def set_profile(context: trt.IExecutionContext, number: int, stream: int) -> Non
 def set_input_shape(context: trt.IExecutionContext, name: str, shape: Sequence[int]) -> None:
     LOG.clear()
     if not context.set_input_shape(name, tuple(shape)):
-        raise CheckError(f"input {name}: TensorRT {trt.__version__} refuses the shape {list(shape)}: {LOG.first_error()}")
+        raise CheckError(
+            f"input {name}: TensorRT {trt.__version__} refuses the shape {list(shape)}: {LOG.first_error()}"
+        )
 
 
 def set_tensor_address(context: trt.IExecutionContext, name: str, address: int) -> None:

@@ -6,22 +6,30 @@ from collections.abc import Mapping, Sequence
 
 import onnx
 
-from lockstep.onnx_tools.graph_types import typed_values
-from lockstep.onnx_tools.prepare import dtype_name
 from lockstep.backends.tensorrt.compat import Tensor
 from lockstep.backends.tensorrt.profiles import Profile
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.graph_types import typed_values
+from lockstep.onnx_tools.prepare import dtype_name
 
 
-def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: Sequence[Profile], has_int64: bool, where: str) -> None:
-    """Raises CheckError for the first input or output that is absent, new, or other than the graph and the profiles say."""
+def check_contract(
+    tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: Sequence[Profile], has_int64: bool, where: str
+) -> None:
+    """Raises CheckError for the first input or output that is absent, new, or other than the graph and the profiles
+    say."""
     found = {(tensor.is_input, tensor.name): tensor for tensor in tensors}
-    declared = {(True, value.name): value for value in model.graph.input} | {(False, value.name): value for value in model.graph.output}
+    declared = {(True, value.name): value for value in model.graph.input} | {
+        (False, value.name): value for value in model.graph.output
+    }
     for is_input, what in ((True, "inputs"), (False, "outputs")):
         names = [sorted(name for side, name in side_names if side == is_input) for side_names in (declared, found)]
         if names[0] != names[1]:
-            raise CheckError(f"{where}: {what}: expected {', '.join(names[0])} as in the assembly, found {', '.join(names[1])}")
-    # Where the first profile has one size, 8.6 gives that size for the dynamic dimensions of outputs: they cannot be checked then.
+            raise CheckError(
+                f"{where}: {what}: expected {', '.join(names[0])} as in the assembly, found {', '.join(names[1])}"
+            )
+    # Where the first profile has one size, 8.6 gives that size for the dynamic dimensions of outputs: they cannot be
+    # checked then.
     one_size = any(smallest == largest for profile in profiles[:1] for smallest, _, largest in profile.values())
     for key, value in declared.items():
         tensor, kind = found[key], value.type.tensor_type
@@ -34,7 +42,8 @@ def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: 
             told = tuple(-1 if size == -1 else found_size for size, found_size in zip(shape, told))
         if (tensor.dtype.name, told) != (dtype, shape):
             raise CheckError(
-                f"{where}: {'input' if tensor.is_input else 'output'} {tensor.name}: expected {dtype} {list(shape)} as in the assembly, "
+                f"{where}: {'input' if tensor.is_input else 'output'} {tensor.name}: expected {dtype} "
+                f"{list(shape)} as in the assembly, "
                 f"found {tensor.dtype.name} {list(tensor.shape)}"
             )
         if tensor.is_input:
@@ -46,11 +55,17 @@ def _check_profiles(tensor: Tensor, expected: Sequence[tuple[Sequence[int], ...]
         raise CheckError(f"{where}: expected {len(expected)} optimization profiles, found {len(tensor.profiles)}")
     for number, (asked, found) in enumerate(zip(expected, tensor.profiles)):
         if tuple(map(tuple, asked)) != tuple(map(tuple, found)):
-            raise CheckError(f"{where}: input {tensor.name}, profile {number}: expected {_bounds(asked)}, found {_bounds(found)}")
+            raise CheckError(
+                f"{where}: input {tensor.name}, profile {number}: expected {_bounds(asked)}, found {_bounds(found)}"
+            )
 
 
 def _bounds(shapes: Sequence[Sequence[int]]) -> str:
-    return " to ".join(str(list(shape)) for shape in (shapes[0], shapes[-1])) + f", tuned for {list(shapes[1])}" if len(shapes) == 3 else str(shapes)
+    return (
+        " to ".join(str(list(shape)) for shape in (shapes[0], shapes[-1])) + f", tuned for {list(shapes[1])}"
+        if len(shapes) == 3
+        else str(shapes)
+    )
 
 
 def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:

@@ -1,4 +1,5 @@
-"""CUDA through cuda-python: device memory, streams, graphs, events, and kernels compiled from source when they are first used.
+"""CUDA through cuda-python: device memory, streams, graphs, events, and kernels compiled from source when they are
+first used.
 
 Needs NumPy and cuda-python (12 or 13); kernels also the library NVRTC of the CUDA toolkit. Nothing here knows TensorRT.
 """
@@ -33,7 +34,10 @@ def check(result: tuple[Any, ...]) -> Any:
 def compute_capability() -> tuple[int, int]:
     """Of the first device."""
     which = runtime.cudaDeviceAttr
-    return tuple(check(runtime.cudaDeviceGetAttribute(getattr(which, f"cudaDevAttrComputeCapability{part}"), 0)) for part in ("Major", "Minor"))
+    return tuple(
+        check(runtime.cudaDeviceGetAttribute(getattr(which, f"cudaDevAttrComputeCapability{part}"), 0))
+        for part in ("Major", "Minor")
+    )
 
 
 def multiprocessors() -> int:
@@ -67,12 +71,17 @@ class Array:
 
 
 class _Memory:
-    """An allocation, on the device or page-locked on the host, freed when nothing refers to it any more. what: it is for, in words."""
+    """An allocation, on the device or page-locked on the host, freed when nothing refers to it any more. what: it is
+    for, in words."""
 
-    def __init__(self, nbytes: int, what: str, allocate: Callable = runtime.cudaMalloc, free: Callable = runtime.cudaFree):
+    def __init__(
+        self, nbytes: int, what: str, allocate: Callable = runtime.cudaMalloc, free: Callable = runtime.cudaFree
+    ):
         result = allocate(max(1, nbytes))
         if result[0] == runtime.cudaError_t.cudaErrorMemoryAllocation:
-            raise CheckError(_out_of_memory(nbytes, what, "page-locked" if allocate is runtime.cudaMallocHost else "GPU"))
+            raise CheckError(
+                _out_of_memory(nbytes, what, "page-locked" if allocate is runtime.cudaMallocHost else "GPU")
+            )
         self.address, self._free = int(check(result)), free
 
     def __del__(self) -> None:
@@ -84,7 +93,10 @@ def _out_of_memory(nbytes: int, what: str, kind: str) -> str:
     free, total = check(runtime.cudaMemGetInfo())
     found = f"{free >> 20} MiB of {total >> 20} MiB" if kind == "GPU" else "less"
     asked = max(1, nbytes >> 20)
-    return f"expected {asked} MiB of free {kind} memory for {what}, found {found}; lower limits.max_batch_size, max_seq_len or max_num_tokens, or end what else uses it"
+    return (
+        f"expected {asked} MiB of free {kind} memory for {what}, found {found}; lower "
+        f"limits.max_batch_size, max_seq_len or max_num_tokens, or end what else uses it"
+    )
 
 
 def empty(shape: Sequence[int], dtype: np.dtype, what: str = "an array") -> Array:
@@ -95,7 +107,8 @@ def empty(shape: Sequence[int], dtype: np.dtype, what: str = "an array") -> Arra
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype, what: str = "an array") -> Array:
-    """As `empty`, of zeros, for any stream: the default stream, which clears it, is waited for, because nothing orders it with a `Stream`."""
+    """As `empty`, of zeros, for any stream: the default stream, which clears it, is waited for, because nothing orders
+    it with a `Stream`."""
     array = empty(shape, dtype, what)
     check(runtime.cudaMemset(array.address, 0, array.nbytes))
     check(runtime.cudaStreamSynchronize(0))
@@ -133,11 +146,13 @@ class Stream:
         check(self._synchronize(self.handle))
 
     def drain(self) -> None:
-        """Wait until nothing is under way, for those who give memory back: what went wrong there has been said, or nobody has asked."""
+        """Wait until nothing is under way, for those who give memory back: what went wrong there has been said, or
+        nobody has asked."""
         self._synchronize(self.handle)
 
     def upload(self, array: Array, host: np.ndarray) -> None:
-        """Host to device. From page-locked memory this does not wait: leave `host` alone until the stream is through."""
+        """Host to device. From page-locked memory this does not wait: leave `host` alone until the stream is
+        through."""
         if host.nbytes != array.nbytes or not host.flags.c_contiguous:
             raise ValueError(f"expected {array.nbytes} contiguous bytes, found {host.nbytes}")
         check(runtime.cudaMemcpyAsync(array.address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, self.handle))
@@ -208,14 +223,19 @@ class Kernel:
     def __init__(self, function: Any):
         self._function = function
 
-    def launch(self, stream: Stream, blocks: tuple[int, int, int] | int, threads: int, *arguments: Array | int | float) -> None:
+    def launch(
+        self, stream: Stream, blocks: tuple[int, int, int] | int, threads: int, *arguments: Array | int | float
+    ) -> None:
         values = tuple(argument.address if isinstance(argument, Array) else argument for argument in arguments)
-        types = tuple(ctypes.c_void_p if isinstance(a, Array) else ctypes.c_float if isinstance(a, float) else ctypes.c_int32 for a in arguments)
+        types = tuple(
+            ctypes.c_void_p if isinstance(a, Array) else ctypes.c_float if isinstance(a, float) else ctypes.c_int32
+            for a in arguments
+        )
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         check(driver.cuLaunchKernel(self._function, x, y, z, threads, 1, 1, 0, stream.handle, (values, types), 0))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:
     """Compile CUDA C++ for this GPU; once a source. Raises CheckError with what the compiler says."""
     return _Module(source, options)
@@ -226,7 +246,11 @@ class _Module:
         check(runtime.cudaFree(0))  # makes the context that modules are loaded into
         major, minor = compute_capability()
         program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
-        flags = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17", *(option.encode() for option in options)]
+        flags = [
+            f"--gpu-architecture=sm_{major}{minor}".encode(),
+            b"--std=c++17",
+            *(option.encode() for option in options),
+        ]
         (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
         if int(error) != 0:
             log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))

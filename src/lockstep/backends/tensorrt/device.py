@@ -20,7 +20,10 @@ def describe_gpu() -> dict[str, Any]:
     try:
         from cuda.bindings import driver
     except ModuleNotFoundError as error:
-        raise InputError(f"backend tensorrt: needs the Python package cuda-python (module {error.name}), which is not installed here; install it") from None
+        raise InputError(
+            f"backend tensorrt: needs the Python package cuda-python (module {error.name}), "
+            f"which is not installed here; install it"
+        ) from None
     try:
         _call(driver, driver.cuInit(0))
         number = _call(driver, driver.cuDeviceGet(0))
@@ -28,12 +31,17 @@ def describe_gpu() -> dict[str, Any]:
         attribute = driver.CUdevice_attribute
         capability = [
             _call(driver, driver.cuDeviceGetAttribute(which, number))
-            for which in (attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+            for which in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
         ]
         memory = _call(driver, driver.cuDeviceTotalMem(number))
         cuda = _call(driver, driver.cuDriverGetVersion())
     except RuntimeError as error:  # cuda-bindings raises it where there is no libcuda
-        raise InputError(f"backend tensorrt: expected an NVIDIA GPU with its driver, found none: {' '.join(str(error).split())}") from None
+        raise InputError(
+            f"backend tensorrt: expected an NVIDIA GPU with its driver, found none: {' '.join(str(error).split())}"
+        ) from None
     return {
         "type": "gpu",
         "name": name.partition(b"\0")[0].decode(),
@@ -44,7 +52,8 @@ def describe_gpu() -> dict[str, Any]:
 
 
 def driver_version(cuda: int, text: str | None = None) -> str:
-    """The kernel module's version (550.54.15), or where Linux does not tell it, that of CUDA (`cuda` is 12040 for 12.4)."""
+    """The kernel module's version (550.54.15), or where Linux does not tell it, that of CUDA (`cuda` is 12040 for
+    12.4)."""
     if text is None:
         text = _DRIVER.read_text(errors="replace") if _DRIVER.exists() else ""
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)

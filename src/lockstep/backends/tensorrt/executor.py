@@ -1,10 +1,11 @@
 """The step on a GPU: the same engines in the same order as on a CPU, with all values on the device.
 
-A step that only decodes is one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention, cache, logits, next
-tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not carries token 0 and is written nowhere. When a step goes on
-with the tokens that the step before it found, nothing is uploaded; where the caller says that it will, it is launched before these tokens are back, so that
-the device does not wait for the host. A step that brings prompts is put on the stream call by call, as the calls are made: the
-device works on the first layers while the host prepares the next ones.
+A step that only decodes is one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks,
+attention, cache, logits, next tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not
+carries token 0 and is written nowhere. When a step goes on with the tokens that the step before it found, nothing is
+uploaded; where the caller says that it will, it is launched before these tokens are back, so that the device does not
+wait for the host. A step that brings prompts is put on the stream call by call, as the calls are made: the device works
+on the first layers while the host prepares the next ones.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class _Plan:
 
 @dataclass
 class _Expected:
-    """What the device's token ids and positions hold behind the decode step that was asked for last: a step that asks for just this uploads nothing. (With a
-    step ahead they are one token further already.)"""
+    """What the device's token ids and positions hold behind the decode step that was asked for last: a step that asks
+    for just this uploads nothing. (With a step ahead they are one token further already.)"""
 
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -56,12 +57,14 @@ class _Flight:
 
 
 class GpuExecutor:
-    """Runs steps of a Network (runtime.network) whose engines are TensorRT's. `lengths[slot]`: tokens that a slot holds."""
+    """Runs steps of a Network (runtime.network) whose engines are TensorRT's. `lengths[slot]`: tokens that a slot
+    holds."""
 
     def __init__(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int):
         self.rows, self.max_seq_len = rows, max_seq_len
         self.lengths = np.zeros(rows, np.int64)
-        self._written: set[int] = set()  # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
+        # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
+        self._written: set[int] = set()
         self._network = network
         blocks = (network.embedding, *(block for block, _ in network.layers), network.exit)
         self._uploads = list({id(block.run.uploads): block.run.uploads for block in blocks}.values())
@@ -79,11 +82,17 @@ class GpuExecutor:
         self._forms = list(dict.fromkeys(self._attention))
         self._plans: dict[tuple, _Plan] = {}
         self._expected = _Expected()
-        self._ahead: _Flight | None = None  # a step that nobody has asked for yet: rows, tokens and positions are those of `_expected`
-        self._prompt: tuple[_Plan, list[int]] | None = None  # the step with one prompt that was taken last, and its rows
-        self._host = {name: cuda.pinned((self._tokens,), dtype) for name, dtype in (("tokens", self._integer), ("positions", self._integer), ("rows", np.dtype("i4")))}
+        # a step that nobody has asked for yet: rows, tokens and positions are those of `_expected`
+        self._ahead: _Flight | None = None
+        # the step with one prompt that was taken last, and its rows
+        self._prompt: tuple[_Plan, list[int]] | None = None
+        self._host = {
+            name: cuda.pinned((self._tokens,), dtype)
+            for name, dtype in (("tokens", self._integer), ("positions", self._integer), ("rows", np.dtype("i4")))
+        }
         self._host_rows = cuda.pinned((rows,), self._integer)
-        self._fetched = [(cuda.pinned((rows,), "i4"), cuda.Event()) for _ in range(2)]  # of a step, and of the one ahead of it
+        # of a step, and of the one ahead of it
+        self._fetched = [(cuda.pinned((rows,), "i4"), cuda.Event()) for _ in range(2)]
         self._host_logits: np.ndarray | None = None
 
     def __del__(self) -> None:
@@ -115,7 +124,8 @@ class GpuExecutor:
         return host[order].astype(np.float32)
 
     def tokens(self, advances: Sequence[Any], more: bool) -> np.ndarray:
-        """As `logits`, for a step that only decodes: just the most likely tokens come back, [len(advances)] int64; -1 where its logit is NaN or infinite.
+        """As `logits`, for a step that only decodes: just the most likely tokens come back, [len(advances)] int64; -1
+        where its logit is NaN or infinite.
 
         more: the next step goes on with these tokens, in these rows or some of them, as far as the caller knows.
         """
@@ -127,7 +137,9 @@ class GpuExecutor:
         ahead = self._go_ahead(flight) if more and whole else None
         flight.done.wait()
         found = flight.tokens[[advance.slot for advance in advances]].astype(np.int64)
-        self._expected.tokens = np.where(self._expected.rows >= 0, flight.tokens[: len(self._expected.rows)], 0).astype(np.int64)
+        self._expected.tokens = np.where(self._expected.rows >= 0, flight.tokens[: len(self._expected.rows)], 0).astype(
+            np.int64
+        )
         self._ahead = ahead
         return found
 
@@ -135,7 +147,10 @@ class GpuExecutor:
         """The step ahead, if these are rows of it."""
         flight, old = self._ahead, self._expected
         if flight is None or any(
-            advance.slot not in flight.order or advance.tokens[0] != old.tokens[advance.slot] or advance.start != old.positions[advance.slot] for advance in advances
+            advance.slot not in flight.order
+            or advance.tokens[0] != old.tokens[advance.slot]
+            or advance.start != old.positions[advance.slot]
+            for advance in advances
         ):
             return None
         self._ahead = None
@@ -190,11 +205,12 @@ class GpuExecutor:
         return plan, order
 
     def _reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
-        if any([attention.reserve(ends, lengths, self._stream) for attention in self._forms]):
+        if any(attention.reserve(ends, lengths, self._stream) for attention in self._forms):
             self._plans.clear()
 
     def _launch(self, plan: _Plan) -> None:
-        """The first time as it is, which TensorRT asks for before a capture; the second time captured; then the graph."""
+        """The first time as it is, which TensorRT asks for before a capture; the second time captured; then the
+        graph."""
         if plan.graph is not None:
             plan.graph.launch(self._stream)
         elif not plan.warm:
@@ -211,9 +227,17 @@ class GpuExecutor:
     def _decode(self, decoding: Sequence[Any], count: int) -> _Plan:
         rows, tokens, positions = np.full(count, -1, np.int32), np.zeros(count, np.int64), np.zeros(count, np.int64)
         for advance in decoding:
-            rows[advance.slot], tokens[advance.slot], positions[advance.slot] = advance.slot, advance.tokens[0], advance.start
+            rows[advance.slot], tokens[advance.slot], positions[advance.slot] = (
+                advance.slot,
+                advance.tokens[0],
+                advance.start,
+            )
         old = self._expected
-        if not (np.array_equal(old.rows, rows) and np.array_equal(old.tokens, tokens) and np.array_equal(old.positions, positions)):
+        if not (
+            np.array_equal(old.rows, rows)
+            and np.array_equal(old.tokens, tokens)
+            and np.array_equal(old.positions, positions)
+        ):
             self._upload(tokens, positions, rows, np.arange(count))
         self._expected = _Expected(rows, np.empty(0, np.int64), positions + (rows >= 0))
         return self._decode_plan(count)
@@ -225,18 +249,28 @@ class GpuExecutor:
             plan = self._plans[key] = self._plan(count, count, [])
         return plan
 
-    def _mixed(self, advances: Sequence[Any], decoding: Sequence[Any], chunks: Sequence[Any], num_decode: int) -> tuple[_Plan, list[int]]:
+    def _mixed(
+        self, advances: Sequence[Any], decoding: Sequence[Any], chunks: Sequence[Any], num_decode: int
+    ) -> tuple[_Plan, list[int]]:
         """A step with prompts, put on the stream."""
         total = num_decode + sum(len(advance.tokens) for advance in chunks)
         rows, tokens, positions = np.full(total, -1, np.int32), np.zeros(total, np.int64), np.zeros(total, np.int64)
         last: dict[int, int] = {}
         for advance in decoding:
-            rows[advance.slot], tokens[advance.slot], positions[advance.slot] = advance.slot, advance.tokens[0], advance.start
+            rows[advance.slot], tokens[advance.slot], positions[advance.slot] = (
+                advance.slot,
+                advance.tokens[0],
+                advance.start,
+            )
             last[advance.slot] = advance.slot
         at, places = num_decode, []
         for advance in chunks:
             end = at + len(advance.tokens)
-            rows[at:end], tokens[at:end], positions[at:end] = advance.slot, advance.tokens, np.arange(advance.start, advance.start + len(advance.tokens))
+            rows[at:end], tokens[at:end], positions[at:end] = (
+                advance.slot,
+                advance.tokens,
+                np.arange(advance.start, advance.start + len(advance.tokens)),
+            )
             places.append((advance.slot, advance.start, at, end))
             last[advance.slot] = end - 1
             at = end
@@ -247,23 +281,31 @@ class GpuExecutor:
         self._prompt, self._ahead, self._expected = None, None, _Expected()
         self._stream.synchronize()  # what was sent last may still be read
         count = len(tokens)
-        for name, values, array in (("tokens", tokens, self._token_ids), ("positions", positions, self._positions), ("rows", rows, self._rows)):
+        for name, values, array in (
+            ("tokens", tokens, self._token_ids),
+            ("positions", positions, self._positions),
+            ("rows", rows, self._rows),
+        ):
             self._host[name][:count] = values
             self._stream.upload(array[:count], self._host[name][:count])
         self._host_rows[: len(logit_rows)] = logit_rows
         self._stream.upload(self._logit_rows[: len(logit_rows)], self._host_rows[: len(logit_rows)])
 
     def breakdown(self, batch: int) -> dict[str, float]:
-        """Microseconds of a decode step of rows 0 to `batch`-1, of what they hold, by what they go to: each kind of call repeated alone in a graph;
-        "gaps": the rest of the step. The rows hold afterwards what they held.
+        """Microseconds of a decode step of rows 0 to `batch`-1, of what they hold, by what they go to: each kind of
+        call repeated alone in a graph; "gaps": the rest of the step. The rows hold afterwards what they held.
 
-        Raises InputError where a row has no room: what is repeated goes on, token after token, in the cache behind what the row holds.
+        Raises InputError where a row has no room: what is repeated goes on, token after token, in the cache behind what
+        the row holds.
         """
         held, count = self.lengths[:batch], _bucket(batch, self.rows)
         end = int(held.max()) + 2 + 2 * (_ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
         if end > self.max_seq_len:
-            raise InputError(f"breakdown: expected room for {end - held.max()} more tokens in each row, at most {self.max_seq_len} (max_seq_len), found a row of {held.max()}")
-        self._reserve({row: end for row in range(batch)}, self.lengths)
+            raise InputError(
+                f"breakdown: expected room for {end - held.max()} more tokens in each row, at "
+                f"most {self.max_seq_len} (max_seq_len), found a row of {held.max()}"
+            )
+        self._reserve(dict.fromkeys(range(batch), end), self.lengths)
         rows, positions = np.full(count, -1, np.int32), np.zeros(count, np.int64)
         rows[:batch], positions[:batch] = np.arange(batch), held
         self._upload(np.zeros(count, np.int64), positions, rows, np.arange(count))
@@ -277,7 +319,8 @@ class GpuExecutor:
         return found
 
     def breakdown_prefill(self) -> dict[str, float]:
-        """Microseconds of the step that was taken last, by what they go to. Its rows are forgotten: what is repeated spoils their cache.
+        """Microseconds of the step that was taken last, by what they go to. Its rows are forgotten: what is repeated
+        spoils their cache.
 
         Raises InputError where that step did not bring one prompt.
         """
@@ -291,7 +334,10 @@ class GpuExecutor:
                 self.reset(row)
 
     def _parts(self, plan: _Plan) -> dict[str, float]:
-        return {name: self._alone([call for call, of in zip(plan.calls, plan.names) if of == name]) for name in dict.fromkeys(plan.names)}
+        return {
+            name: self._alone([call for call, of in zip(plan.calls, plan.names) if of == name])
+            for name in dict.fromkeys(plan.names)
+        }
 
     def _alone(self, calls: Sequence[Call]) -> float:
         """Microseconds of calls in a graph of their own."""
@@ -311,11 +357,15 @@ class GpuExecutor:
         return last.milliseconds_since(first) * 1e3 / _ROUNDS
 
     def _plan(self, num_decode: int, num_logits: int, chunks: Sequence[tuple[int, int, int, int]]) -> _Plan:
-        """num_decode rows of one token, then chunks (slot, start, first token, token behind the last). With chunks each call is put on the stream once it
-        is made; without, none is."""
+        """num_decode rows of one token, then chunks (slot, start, first token, token behind the last). With chunks each
+        call is put on the stream once it is made; without, none is."""
         total = chunks[-1][3] if chunks else num_decode
         dims = {"num_tokens": total, "num_requests": num_logits}
-        values = {"token_ids": self._token_ids[:total], "position_ids": self._positions[:total], "logit_rows": self._logit_rows[:num_logits]}
+        values = {
+            "token_ids": self._token_ids[:total],
+            "position_ids": self._positions[:total],
+            "logit_rows": self._logit_rows[:num_logits],
+        }
         rows = self._rows[:total]
         calls: list[Call] = []
         names: list[str] = []
@@ -334,7 +384,9 @@ class GpuExecutor:
         for index, (block, kind) in enumerate(network.layers):
             add("block", self._block(block, values, dims, own))
             values["attention"] = self._buffer("attention", (total, *kind.attention.shape[1:]), kind.attention.dtype)
-            for name, call in self._attention[index].calls(index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own):
+            for name, call in self._attention[index].calls(
+                index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own
+            ):
                 add(name, call)
         add("exit", self._block(network.exit, values, dims, own))
         logits = values["logits"]
@@ -354,7 +406,8 @@ class GpuExecutor:
                 continue
             outputs[io.name] = self._buffer(io.key, shape, io.dtype)
             if io.key in values and values[io.key].address == outputs[io.name].address:
-                outputs[io.name] = self._buffer(f"{io.key}/other", shape, io.dtype)  # a block reads the value that it replaces
+                # a block reads the value that it replaces
+                outputs[io.name] = self._buffer(f"{io.key}/other", shape, io.dtype)
         call = block.run.prepare(inputs, outputs, own)
         values.update({io.key: outputs[io.name] for io in block.outputs})
         return call
@@ -371,8 +424,8 @@ class GpuExecutor:
         key = (name, tuple(shape[1:]), np.dtype(dtype))
         array = self._buffers.get(key)
         if array is None:
-            # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of two long: less than twice as long as it is,
-            # or as long as the smallest.
+            # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of
+            # two long: less than twice as long as it is, or as long as the smallest.
             count = self._tokens + max(self._tokens, SMALLEST_CHUNK)
             array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype, "the values of a step")
         return array[: shape[0]]

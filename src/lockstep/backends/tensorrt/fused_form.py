@@ -1,4 +1,5 @@
-"""What the kernels of fused attention share: the form that they are compiled for, the rotary encoding as numbers, and their words for numbers of a form.
+"""What the kernels of fused attention share: the form that they are compiled for, the rotary encoding as numbers, and
+their words for numbers of a form.
 
 decode_kernel.py: rows that decode. rotate_kernel.py: tokens of prompts. Both need compute capability 8.0 or higher.
 """
@@ -45,12 +46,13 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 
 // Of a rotary encoding: in words that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
 __device__ __forceinline__ float rotated(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotary encoding as numbers: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads.
+    """A rotary encoding as numbers: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all
+    heads.
 
     own, other [positions, head_dim] float32; partner [head_dim] int32.
     """
@@ -62,8 +64,9 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for. dtype: of the cache, and of all but queries and keys, which are `given`; both by NumPy's names. wide: positions are
-    int64. window: the tokens that a token sees, itself among them; 0: all before it."""
+    """What a kernel is compiled for. dtype: of the cache, and of all but queries and keys, which are `given`; both by
+    NumPy's names. wide: positions are int64. window: the tokens that a token sees, itself among them; 0: all before
+    it."""
 
     dtype: str
     given: str
@@ -77,9 +80,18 @@ class Form:
     @property
     def options(self) -> tuple[str, ...]:
         values = {
-            "KIND": NUMBERS[self.dtype], "GIVEN": NUMBERS[self.given], "WIDE": int(self.wide), "KV_HEADS": self.kv_heads, "GROUP": self.heads // self.kv_heads,
-            "HEADS": self.block_heads, "DIM": self.head_dim, "VALUE_DIM": self.value_dim, "WINDOW": self.window, "PAGE": PAGE, "THREADS": THREADS,
-        }  # fmt: skip
+            "KIND": NUMBERS[self.dtype],
+            "GIVEN": NUMBERS[self.given],
+            "WIDE": int(self.wide),
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.heads // self.kv_heads,
+            "HEADS": self.block_heads,
+            "DIM": self.head_dim,
+            "VALUE_DIM": self.value_dim,
+            "WINDOW": self.window,
+            "PAGE": PAGE,
+            "THREADS": THREADS,
+        }
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
     @property
@@ -93,7 +105,8 @@ class Form:
         return self.kv_heads * -(-self.heads // self.kv_heads // self.block_heads)
 
     def splits(self, requests: int, multiprocessors: int) -> int:
-        """Of a row: a power of two from 2 to 16, the largest with at most two blocks for each of the GPU's multiprocessors."""
+        """Of a row: a power of two from 2 to 16, the largest with at most two blocks for each of the GPU's
+        multiprocessors."""
         splits = 2
         while splits < 16 and 2 * splits * requests * self.blocks <= 2 * multiprocessors:
             splits *= 2

@@ -1,4 +1,5 @@
-"""The few small kernels of our own: keys and values into the cache, and the next token out of the logits. (Of fused attention: decode_kernel.py, rotate_kernel.py.)
+"""The few small kernels of our own: keys and values into the cache, and the next token out of the logits. (Of fused
+attention: decode_kernel.py, rotate_kernel.py.)
 
 Token ids and positions are int32 or int64, as the engine wants them: `wide` says which.
 """
@@ -70,7 +71,7 @@ extern "C" __global__ void advance(const void* logits, int kind, int size, const
     if (wide) { ((long long*)tokens)[row] = at; ++((long long*)positions)[row]; }
     else { ((int*)tokens)[row] = at; ++((int*)positions)[row]; }
 }
-"""
+"""  # noqa: E501
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
@@ -83,20 +84,39 @@ class Kernels:
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
         self._advance = module["advance"]
 
-    def write_cache(self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array) -> None:
-        """key [num_tokens, num_kv_heads, head_dim] and value into keys, values [rows, num_kv_heads, capacity, head_dim], each token into row `rows[token]`
-        (int32; -1: nowhere) at `positions[token]`."""
+    def write_cache(
+        self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array
+    ) -> None:
+        """key [num_tokens, num_kv_heads, head_dim] and value into keys, values [rows, num_kv_heads, capacity,
+        head_dim], each token into row `rows[token]` (int32; -1: nowhere) at `positions[token]`."""
         tokens, heads, key_dim = key.shape
         sizes = [dim * key.dtype.itemsize for dim in (key_dim, value.shape[2])]
         unit = 16 if all(size % 16 == 0 for size in sizes) else 2
         key_size, value_size = (size // unit for size in sizes)
         self._write[unit].launch(
-            stream, (tokens, heads, 1), min(128, max(32, key_size, value_size)), key, value, keys, values, rows, positions, self.wide,
-            keys.shape[2], heads, key_size, value_size,
-        )  # fmt: skip
+            stream,
+            (tokens, heads, 1),
+            min(128, max(32, key_size, value_size)),
+            key,
+            value,
+            keys,
+            values,
+            rows,
+            positions,
+            self.wide,
+            keys.shape[2],
+            heads,
+            key_size,
+            value_size,
+        )
 
-    def advance(self, stream: Stream, logits: Array, rows: Array, found: Array, tokens: Array, positions: Array) -> None:
-        """logits [num_requests, vocab_size] -> found [num_requests] int32, the most likely, -1 for one that is NaN or infinite, and tokens, the same, but 0 for
+    def advance(
+        self, stream: Stream, logits: Array, rows: Array, found: Array, tokens: Array, positions: Array
+    ) -> None:
+        """logits [num_requests, vocab_size] -> found [num_requests] int32, the most likely, -1 for one that is NaN or
+        infinite, and tokens, the same, but 0 for
         -1; positions go one further. Where rows is -1: nothing."""
         count, size = logits.shape
-        self._advance.launch(stream, count, 1024, logits, NUMBERS[logits.dtype.name], size, rows, found, tokens, positions, self.wide)
+        self._advance.launch(
+            stream, count, 1024, logits, NUMBERS[logits.dtype.name], size, rows, found, tokens, positions, self.wide
+        )

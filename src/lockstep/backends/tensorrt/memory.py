@@ -11,8 +11,8 @@ _SECONDS = 0.02
 
 
 class PeakMemory:
-    """`nbytes` after the `with`: bytes in use at most, above what was in use before. Other processes on the device are counted too. None where
-    CUDA failed meanwhile."""
+    """`nbytes` after the `with`: bytes in use at most, above what was in use before. Other processes on the device are
+    counted too. None where CUDA failed meanwhile."""
 
     nbytes: int | None = 0
 

@@ -1,7 +1,8 @@
-"""The kernel for rows that decode: rotary encoding, the new key and value into the paged cache, and attention over what the row holds.
+"""The kernel for rows that decode: rotary encoding, the new key and value into the paged cache, and attention over what
+the row holds.
 
-One launch a layer. cuDNN's attention, with the kernels in front of it, takes two and more: at one token a row the launches and the reads that wait for each
-other cost more than the cache. Needs compute capability 8.0 or higher.
+One launch a layer. cuDNN's attention, with the kernels in front of it, takes two and more: at one token a row the
+launches and the reads that wait for each other cost more than the cache. Needs compute capability 8.0 or higher.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1
     asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-"""
+"""  # noqa: E501
 _KERNEL = r"""
 // A block: a request, a KV head with up to HEADS of its query heads (`chunk`), a split of the row. A unit is 16 tokens, what a warp takes at a time: unit n of the
 // row, counted from the first that the window leaves, goes to warp n % (splits * WARPS) of all splits.
@@ -343,18 +344,28 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         sum.write(out_heads + item * 4);
     }
 }
-"""
+"""  # noqa: E501
 _SOURCE = WORDS + _INSTRUCTIONS + _KERNEL
 
 
 class Scratch:
-    """What blocks of a row hand to each other: enough for each of `forms` with up to `rows` requests. Launches that follow each other share it."""
+    """What blocks of a row hand to each other: enough for each of `forms` with up to `rows` requests. Launches that
+    follow each other share it."""
 
     def __init__(self, forms: Iterable[Form], rows: int):
         multiprocessors = cuda.multiprocessors()
         groups = max(rows * form.blocks for form in forms)
-        heads = [(form, form.block_heads * max(count * form.blocks * form.splits(count, multiprocessors) for count in range(1, rows + 1))) for form in forms]
-        self.partials = cuda.empty((max(count * form.value_dim for form, count in heads),), "f4", "attention to work in")
+        heads = [
+            (
+                form,
+                form.block_heads
+                * max(count * form.blocks * form.splits(count, multiprocessors) for count in range(1, rows + 1)),
+            )
+            for form in forms
+        ]
+        self.partials = cuda.empty(
+            (max(count * form.value_dim for form, count in heads),), "f4", "attention to work in"
+        )
         self.stats = cuda.empty((max(count for _, count in heads), 2), "f4", "attention to work in")
         self.counters = cuda.zeros((groups,), "i4")
 
@@ -367,19 +378,51 @@ class DecodeAttention:
         self._kernel = cuda.compile_kernels(_SOURCE, form.options)["decode_attention"]
 
     def launch(
-        self, stream: cuda.Stream, query: cuda.Array, key: cuda.Array, value: cuda.Array, out: cuda.Array, keys: cuda.Array, values: cuda.Array,
-        rotation: Rotation, rows: cuda.Array, positions: cuda.Array, pages: cuda.Array, scale: float, scratch: Scratch,
-    ) -> None:  # fmt: skip
-        """query [num_requests, num_heads, head_dim], key, value [num_requests, num_kv_heads, dim] -> out [num_requests, num_heads, value_dim]: the attention of
-        each request's new token, at `positions[i]`, to all that it sees of its row with the new one. Queries and keys are rotated first, and rounded; the
-        new key and value go into keys, values [pages, num_kv_heads, 64, dim] as `Rotate` writes them, to the bit. Request i is row i: rows[i] (int32)
-        is i, or -1 for a request that does not decode, which writes nowhere and whose `out` is 0. pages [rows, pages_per_row] int32: the page of each piece of a row.
+        self,
+        stream: cuda.Stream,
+        query: cuda.Array,
+        key: cuda.Array,
+        value: cuda.Array,
+        out: cuda.Array,
+        keys: cuda.Array,
+        values: cuda.Array,
+        rotation: Rotation,
+        rows: cuda.Array,
+        positions: cuda.Array,
+        pages: cuda.Array,
+        scale: float,
+        scratch: Scratch,
+    ) -> None:
+        """query [num_requests, num_heads, head_dim], key, value [num_requests, num_kv_heads, dim] -> out [num_requests,
+        num_heads, value_dim]: the attention of each request's new token, at `positions[i]`, to all that it sees of its
+        row with the new one. Queries and keys are rotated first, and rounded; the new key and value go into keys,
+        values [pages, num_kv_heads, 64, dim] as `Rotate` writes them, to the bit. Request i is row i: rows[i] (int32)
+        is i, or -1 for a request that does not decode, which writes nowhere and whose `out` is 0. pages [rows,
+        pages_per_row] int32: the page of each piece of a row.
 
-        Products are of numbers of the cache's type with fp32 sums; scores, largest scores and sums of weights fp32; weights rounded to the cache's type.
+        Products are of numbers of the cache's type with fp32 sums; scores, largest scores and sums of weights fp32;
+        weights rounded to the cache's type.
         """
         form, requests = self._form, out.shape[0]
         self._kernel.launch(
-            stream, (form.splits(requests, self._multiprocessors), form.blocks, requests), THREADS, query, key, value, out, keys, values,
-            rotation.own, rotation.other, rotation.partner, rows, positions, pages, pages.shape[1], scale * math.log2(math.e),
-            scratch.partials, scratch.stats, scratch.counters,
-        )  # fmt: skip
+            stream,
+            (form.splits(requests, self._multiprocessors), form.blocks, requests),
+            THREADS,
+            query,
+            key,
+            value,
+            out,
+            keys,
+            values,
+            rotation.own,
+            rotation.other,
+            rotation.partner,
+            rows,
+            positions,
+            pages,
+            pages.shape[1],
+            scale * math.log2(math.e),
+            scratch.partials,
+            scratch.stats,
+            scratch.counters,
+        )

@@ -17,7 +17,8 @@ LIMITS = ("max_batch_size", "max_num_tokens", "max_seq_len")
 
 
 def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]:
-    """The profiles of a graph: of a block for one token, for a token of each of several requests, for many. One without inputs where nothing is dynamic.
+    """The profiles of a graph: of a block for one token, for a token of each of several requests, for many. One without
+    inputs where nothing is dynamic.
 
     Raises InputError for a limit below 1 or a dimension that has no limit.
     """
@@ -25,17 +26,26 @@ def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]
         if not isinstance(limits[name], int) or limits[name] < 1:
             raise InputError(f"{name}: expected at least 1, found {limits[name]!r}")
     if limits["max_num_tokens"] < limits["max_batch_size"]:
-        raise InputError(f"max_num_tokens: expected at least max_batch_size ({limits['max_batch_size']}), found {limits['max_num_tokens']}")
-    shapes = {value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
+        raise InputError(
+            f"max_num_tokens: expected at least max_batch_size ({limits['max_batch_size']}), "
+            f"found {limits['max_num_tokens']}"
+        )
+    shapes = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in model.graph.input
+    }
     return [_profile(shapes, *sizes) for sizes in _sizes(shapes, limits)]
 
 
-def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int]) -> list[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
+def _sizes(
+    shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int]
+) -> list[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
     """The smallest, best and largest size by dimension, for each profile.
 
-    A block that decodes one request is tuned for just that: measured, a 7B block takes 112 us so, and 134 us when tuned for 16. A step that takes
-    `max_num_tokens` of prompts may carry one more token for each row that decodes. An exit takes its rows first: however many tokens come, it computes
-    one row for each request. An embedding looks up, at any size alike.
+    A block that decodes one request is tuned for just that: measured, a 7B block takes 112 us so, and 134 us when tuned
+    for 16. A step that takes `max_num_tokens` of prompts may carry one more token for each row that decodes. An exit
+    takes its rows first: however many tokens come, it computes one row for each request. An embedding looks up, at any
+    size alike.
     """
     names = {dim for shape in shapes.values() for dim in shape if isinstance(dim, str)}
     requests, tokens, capacity = (limits[limit] for limit in LIMITS)
@@ -57,4 +67,8 @@ def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int])
 
 def _profile(shapes: Mapping[str, Sequence[int | str]], *sizes: Mapping[str, int]) -> Profile:
     fill = lambda shape, values: tuple(values[dim] if isinstance(dim, str) else dim for dim in shape)
-    return {name: tuple(fill(shape, values) for values in sizes) for name, shape in shapes.items() if any(isinstance(dim, str) for dim in shape)}
+    return {
+        name: tuple(fill(shape, values) for values in sizes)
+        for name, shape in shapes.items()
+        if any(isinstance(dim, str) for dim in shape)
+    }

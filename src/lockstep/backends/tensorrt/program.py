@@ -1,8 +1,9 @@
 """A loaded engine, its weights on the device, and calls of it.
 
-Weights are uploaded once each, whichever layers share them, from the mapped checkpoint through page-locked memory; the parts of a fused slot lie one after
-another. An engine runs in contexts: one that takes any shape, and one for each shape that a CUDA graph is captured with, because a captured
-graph holds only while its context keeps its shapes. All contexts of a process work in one piece of device memory: calls follow each other.
+Weights are uploaded once each, whichever layers share them, from the mapped checkpoint through page-locked memory; the
+parts of a fused slot lie one after another. An engine runs in contexts: one that takes any shape, and one for each
+shape that a CUDA graph is captured with, because a captured graph holds only while its context keeps its shapes. All
+contexts of a process work in one piece of device memory: calls follow each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ class Device:
         return cls._instance
 
     def reserve(self, nbytes: int) -> None:
-        """Make the shared memory large enough for the contexts to come. Those that are there, and graphs captured with them, keep what they have."""
+        """Make the shared memory large enough for the contexts to come. Those that are there, and graphs captured with
+        them, keep what they have."""
         if nbytes > self._scratch.nbytes:
             self._scratch = cuda.empty((nbytes,), "u1", "engines to work in")
 
@@ -66,27 +68,43 @@ class TensorRTProgram:
         self.tensors = {tensor.name: tensor for tensor in compat.tensors(self.engine)}
         missing = set(self.slots) - set(self.tensors)
         if missing:
-            raise CheckError(f"{engine_path}: expected weight inputs {sorted(self.slots)}, found none for {sorted(missing)}; build the engines again")
+            raise CheckError(
+                f"{engine_path}: expected weight inputs {sorted(self.slots)}, found none for "
+                f"{sorted(missing)}; build the engines again"
+            )
         self.device.reserve(compat.device_memory_size(self.engine))
         self._contexts: dict[tuple, tuple[Any, cuda.Array]] = {}
 
     def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
-        """Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the slot's."""
+        """Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the
+        slot's."""
         if set(slots) != set(self.slots):
-            raise CheckError(f"{self.path}: expected weights for the slots {sorted(self.slots)}, found {sorted(slots)}; export and build again")
+            raise CheckError(
+                f"{self.path}: expected weights for the slots {sorted(self.slots)}, found "
+                f"{sorted(slots)}; export and build again"
+            )
         if not slots:
             return TensorRTExecutable(self, {}, Uploads())
         store = DeviceWeights.of(weights)
-        arrays = {slot: store.put(names, *self.slots[slot], f"{self.path}: slot {slot}") for slot, names in slots.items()}
+        arrays = {
+            slot: store.put(names, *self.slots[slot], f"{self.path}: slot {slot}") for slot, names in slots.items()
+        }
         return TensorRTExecutable(self, arrays, store.uploads)
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The first profile that takes these input shapes. Raises CheckError where none does."""
         for profile in range(compat.num_profiles(self.engine)):
             bounds = {name: self.tensors[name].profiles[profile] for name in shapes}
-            if all(low <= size <= high for name, shape in shapes.items() for low, size, high in zip(bounds[name][0], shape, bounds[name][2])):
+            if all(
+                low <= size <= high
+                for name, shape in shapes.items()
+                for low, size, high in zip(bounds[name][0], shape, bounds[name][2])
+            ):
                 return profile
-        raise CheckError(f"{self.path}: expected shapes within a profile of the engine, found {dict(shapes)}; raise the limits of the config and build again")
+        raise CheckError(
+            f"{self.path}: expected shapes within a profile of the engine, found "
+            f"{dict(shapes)}; raise the limits of the config and build again"
+        )
 
     def context_for(self, shapes: Mapping[str, tuple[int, ...]], own: bool) -> tuple[Any, cuda.Array]:
         """A context for these input shapes, and its memory. `own`: no other shapes will be set in it."""
@@ -110,10 +128,14 @@ class TensorRTExecutable:
         program, tensors = self.program, self.program.tensors
         declared = {name for name in tensors if name not in self._weights}
         if declared != {*inputs, *outputs}:
-            raise CheckError(f"{program.path}: expected arrays for {sorted(declared)}, found {sorted({*inputs, *outputs})}")
+            raise CheckError(
+                f"{program.path}: expected arrays for {sorted(declared)}, found {sorted({*inputs, *outputs})}"
+            )
         for name, array in {**inputs, **outputs}.items():
             if array.dtype != tensors[name].dtype:
-                raise CheckError(f"{program.path}: {name!r}: expected {tensors[name].dtype.name}, found {array.dtype.name}")
+                raise CheckError(
+                    f"{program.path}: {name!r}: expected {tensors[name].dtype.name}, found {array.dtype.name}"
+                )
         shapes = {name: array.shape for name, array in inputs.items()}
         context, scratch = program.context_for(shapes, own)
         addresses = {name: array.address for name, array in {**self._weights, **inputs, **outputs}.items()}
@@ -126,7 +148,8 @@ class TensorRTExecutable:
                 compat.set_tensor_address(context, name, address)
             compat.enqueue(context, stream)
 
-        run.arrays = (*inputs.values(), *outputs.values(), *self._weights.values(), scratch)  # keeps the memory alive: a context holds addresses
+        # keeps the memory alive: a context holds addresses
+        run.arrays = (*inputs.values(), *outputs.values(), *self._weights.values(), scratch)
         return run
 
 
@@ -140,7 +163,8 @@ class Uploads:
         self._pending += copies
 
     def wait(self) -> None:
-        """Until all are through. Raises what one of them raised, each time: without it there is nothing to go on with."""
+        """Until all are through. Raises what one of them raised, each time: without it there is nothing to go on
+        with."""
         while self._pending:
             self._pending[-1].result()
             self._pending.pop()
@@ -174,7 +198,10 @@ class DeviceWeights:
         parts = [weights[name] for name in names]
         if sum(part.size for part in parts) != math.prod(shape) or any(part.dtype != dtype for part in parts):
             found = ", ".join(f"{part.dtype.name} {list(part.shape)}" for part in parts)
-            raise CheckError(f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are graphs and weights of one model and precision?")
+            raise CheckError(
+                f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are "
+                f"graphs and weights of one model and precision?"
+            )
         array = self._arrays[key] = cuda.empty(shape, dtype, "weights")
         flat, start = array.reshape(math.prod(shape)), 0
         for part in parts:
@@ -184,7 +211,8 @@ class DeviceWeights:
 
 
 class _Uploader:
-    """Threads that copy from mapped files into page-locked memory and on to the device: while one reads, another sends."""
+    """Threads that copy from mapped files into page-locked memory and on to the device: while one reads, another
+    sends."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(min(_UPLOADERS, os.cpu_count() or 1))
@@ -193,7 +221,10 @@ class _Uploader:
     def upload(self, array: cuda.Array, part: np.ndarray) -> list[Future]:
         """Each piece holds the memory that it is copied to."""
         values, numbers = part.reshape(-1), _PIECE // part.itemsize
-        return [self._pool.submit(self._piece, array[at : at + numbers], values[at : at + numbers]) for at in range(0, values.size, numbers)]
+        return [
+            self._pool.submit(self._piece, array[at : at + numbers], values[at : at + numbers])
+            for at in range(0, values.size, numbers)
+        ]
 
     def _piece(self, array: cuda.Array, values: np.ndarray) -> None:
         own = self._own

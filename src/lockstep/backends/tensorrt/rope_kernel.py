@@ -1,4 +1,5 @@
-"""The kernel for tokens of prompts: rotary encoding, and the new keys and values into the paged cache. cuDNN's attention follows it.
+"""The kernel for tokens of prompts: rotary encoding, and the new keys and values into the paged cache. cuDNN's
+attention follows it.
 
 It moves 16 bytes at a time, and its sizes are known when it is compiled, so that nothing is divided by an argument.
 """
@@ -55,7 +56,7 @@ rotate(const Given* query, const Given* key, const Bits* value, Bits* query_out,
         }
     }
 }
-"""
+"""  # noqa: E501
 _PIECES = 2  # of a thread
 
 
@@ -68,13 +69,38 @@ class Rotate:
         self._kernel = cuda.compile_kernels(WORDS + _KERNEL, form.options)["rotate"]
 
     def launch(
-        self, stream: cuda.Stream, query: cuda.Array, key: cuda.Array, value: cuda.Array, query_out: cuda.Array, keys: cuda.Array, values: cuda.Array,
-        rotation: Rotation, rows: cuda.Array, positions: cuda.Array, pages: cuda.Array,
-    ) -> None:  # fmt: skip
-        """query [num_tokens, num_heads, head_dim] -> query_out, rotated; key, rotated, and value [num_tokens, num_kv_heads, dim] into keys, values [pages,
-        num_kv_heads, 64, dim], each token into row `rows[token]` (int32; -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the page of
-        each piece of a row. Queries and keys may be float32 where all else is not."""
+        self,
+        stream: cuda.Stream,
+        query: cuda.Array,
+        key: cuda.Array,
+        value: cuda.Array,
+        query_out: cuda.Array,
+        keys: cuda.Array,
+        values: cuda.Array,
+        rotation: Rotation,
+        rows: cuda.Array,
+        positions: cuda.Array,
+        pages: cuda.Array,
+    ) -> None:
+        """query [num_tokens, num_heads, head_dim] -> query_out, rotated; key, rotated, and value [num_tokens,
+        num_kv_heads, dim] into keys, values [pages, num_kv_heads, 64, dim], each token into row `rows[token]` (int32;
+        -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the page of each piece of a row. Queries
+        and keys may be float32 where all else is not."""
         self._kernel.launch(
-            stream, (query.shape[0], self._slices, 1), THREADS, query, key, value, query_out, keys, values, rotation.own, rotation.other, rotation.partner,
-            rows, positions, pages, pages.shape[1],
-        )  # fmt: skip
+            stream,
+            (query.shape[0], self._slices, 1),
+            THREADS,
+            query,
+            key,
+            value,
+            query_out,
+            keys,
+            values,
+            rotation.own,
+            rotation.other,
+            rotation.partner,
+            rows,
+            positions,
+            pages,
+            pages.shape[1],
+        )

@@ -1,8 +1,9 @@
 """Read a rotary encoding out of its graph, as numbers that kernels apply (decode_kernel.py, rotate_kernel.py).
 
-In: the rotary graph of a kind (engine/rotary.py) in ONNX Runtime, on the host. Out: for each position and element of a head the weight of the element
-itself and of one partner, which is what rotary encodings come to, partial, interleaved, scaled or none at all. They are read with unit vectors. Before, when
-the engines are built, they are held against the graph on random numbers at all positions; a graph that does something else is refused. Needs no GPU.
+In: the rotary graph of a kind (engine/rotary.py) in ONNX Runtime, on the host. Out: for each position and element of a
+head the weight of the element itself and of one partner, which is what rotary encodings come to, partial, interleaved,
+scaled or none at all. They are read with unit vectors. Before, when the engines are built, they are held against the
+graph on random numbers at all positions; a graph that does something else is refused. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _NUMBERS = 1 << 17  # of queries and keys that are turned at a time: few enough 
 
 @dataclass(frozen=True)
 class Tables:
-    """A rotary encoding: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads of queries and keys.
+    """A rotary encoding: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads of
+    queries and keys.
 
     own, other [positions, head_dim] float32; partner [head_dim] int32, an element's own number where it has none.
     """
@@ -32,7 +34,8 @@ class Tables:
 
 
 def read_rotation(executable: Any, positions: int, where: str) -> Tables:
-    """The encoding of a rotary graph (an executable of ONNX Runtime) at positions 0 to positions-1, if it is one: see `check_rotation`.
+    """The encoding of a rotary graph (an executable of ONNX Runtime) at positions 0 to positions-1, if it is one: see
+    `check_rotation`.
 
     Raises CheckError, beginning with `where`, for elements that are not made of pairs.
     """
@@ -49,18 +52,27 @@ def read_rotation(executable: Any, positions: int, where: str) -> Tables:
 
 
 def check_rotation(executable: Any, positions: int, where: str) -> None:
-    """Turn random numbers at positions 0 to positions-1 by the graph and by what is read out of it. Raises CheckError where they differ.
+    """Turn random numbers at positions 0 to positions-1 by the graph and by what is read out of it. Raises CheckError
+    where they differ.
 
-    Three numbers may be rounded on the graph's side alone: the weight, where the graph has it more exactly than it can be read, the product and the sum. Each
-    is then off by half a unit in the last place, or of the smallest number there is. float32, in which the tables are applied, adds its own.
+    Three numbers may be rounded on the graph's side alone: the weight, where the graph has it more exactly than it can
+    be read, the product and the sum. Each is then off by half a unit in the last place, or of the smallest number there
+    is. float32, in which the tables are applied, adds its own.
     """
     graph, tables = _Graph(executable, where), read_rotation(executable, positions, where)
     random, kind = np.random.default_rng(0), np.finfo(graph.dtype)
-    last, tiny = 1.5 * kind.eps + 4 * np.finfo(np.float32).eps, float(kind.smallest_subnormal) / 2  # in fp16 it would be 0
-    given = [random.standard_normal((min(positions, graph.most) + 1, heads, graph.dim), np.float32).astype(graph.dtype) for heads in graph.heads]
+    # in fp16 it would be 0
+    last, tiny = 1.5 * kind.eps + 4 * np.finfo(np.float32).eps, float(kind.smallest_subnormal) / 2
+    given = [
+        random.standard_normal((min(positions, graph.most) + 1, heads, graph.dim), np.float32).astype(graph.dtype)
+        for heads in graph.heads
+    ]
     for piece in _pieces(positions, graph.most):
         at = np.append(piece, positions - 1)  # beside the last one, which must not matter
-        for x, found in zip((numbers[: len(at)].astype(np.float32) for numbers in given), graph.rotate(*(numbers[: len(at)] for numbers in given), at)):
+        for x, found in zip(
+            (numbers[: len(at)].astype(np.float32) for numbers in given),
+            graph.rotate(*(numbers[: len(at)] for numbers in given), at),
+        ):
             y = x[:, :, tables.partner]
             one, two = x * tables.own[at, None], y * tables.other[at, None]
             allowed = last * (np.abs(one) + np.abs(two)) + tiny * (np.abs(x) + np.abs(y) + 3)
@@ -70,8 +82,8 @@ def check_rotation(executable: Any, positions: int, where: str) -> None:
 
 
 def _pieces(positions: int, most: int) -> Iterator[np.ndarray]:
-    """All positions in order, at most `most` at a time; the first pieces are small, so that an encoding which depends on the largest position of a step
-    is not always read as of a long one."""
+    """All positions in order, at most `most` at a time; the first pieces are small, so that an encoding which depends
+    on the largest position of a step is not always read as of a long one."""
     low = 0
     while low < positions:
         high = min(positions, low + most, max(1, 2 * low))
@@ -96,7 +108,8 @@ def _partners(graph: _Graph, positions: int) -> np.ndarray:
 
 
 class _Graph:
-    """A rotary graph on host arrays: query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim], position_ids [n]."""
+    """A rotary graph on host arrays: query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim], position_ids
+    [n]."""
 
     def __init__(self, executable: Any, where: str):
         self._executable, self._where = executable, where
@@ -110,12 +123,14 @@ class _Graph:
 
     def refuse(self, found: str) -> None:
         raise CheckError(
-            f"{self._where}: expected a rotary encoding that mixes pairs of elements, in all heads alike, by their position alone, "
+            f"{self._where}: expected a rotary encoding that mixes pairs of elements, in all heads alike, by "
+            f"their position alone, "
             f"found {found}; build with attention: traced"
         )
 
     def turned(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Each of rows [count, head_dim] turned to each position [n], in the heads of the query; [count, n, head_dim] float32."""
+        """Each of rows [count, head_dim] turned to each position [n], in the heads of the query; [count, n, head_dim]
+        float32."""
         heads, found = self.heads[0], []
         for low in range(0, len(rows), heads):
             some = rows[low : low + heads]

@@ -1,7 +1,8 @@
 """Which tactics an engine set is built with: chosen freely, recorded, or those of a record and no other.
 
-A record lies beside the engines: `timing.cache`, which TensorRT chooses by, and `tactics.json`, what was chosen, layer by layer. TensorRT does not promise
-that the same cache makes the same engine: what was chosen is compared after the build, not assumed.
+A record lies beside the engines: `timing.cache`, which TensorRT chooses by, and `tactics.json`, what was chosen, layer
+by layer. TensorRT does not promise that the same cache makes the same engine: what was chosen is compared after the
+build, not assumed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.backends.tensorrt.layers import compare
 from lockstep.artifacts import formats
-from lockstep.errors import CheckError, InputError
 from lockstep.artifacts.files import read_json, sha256_file, sha256_json, write_bytes, write_json
+from lockstep.backends.tensorrt.layers import compare
+from lockstep.errors import CheckError, InputError
 
 MODES = ("free", "record", "verified")
 CACHE, RECORD = "timing.cache", "tactics.json"
@@ -21,10 +22,12 @@ _AGAIN = "build with tactics: record"
 
 
 class Tactics:
-    """The tactics of one engine set in `folder`. made_by: JSON of all else that decides them (version, device, options)."""
+    """The tactics of one engine set in `folder`. made_by: JSON of all else that decides them (version, device,
+    options)."""
 
     def __init__(self, mode: str, folder: Path, made_by: Mapping[str, Any]):
-        """Raises InputError for an unknown mode; with `verified` CheckError for a record that is absent, damaged or made otherwise."""
+        """Raises InputError for an unknown mode; with `verified` CheckError for a record that is absent, damaged or
+        made otherwise."""
         if mode not in MODES:
             raise InputError(f"tactics: expected one of {', '.join(MODES)}, found {mode!r}")
         self.mode, self.folder, self.made_by = mode, folder, made_by
@@ -51,12 +54,16 @@ class Tactics:
             if recorded != found:
                 return f"{path}: {key}: expected {_text(found, recorded)}, found {_text(recorded, found)}"
         if not cache.is_file() or sha256_file(cache) != record["cache_sha256"]:
-            return f"{cache}: expected sha256 {record['cache_sha256']}, found {'other bytes' if cache.is_file() else 'no file'}"
+            return (
+                f"{cache}: expected sha256 {record['cache_sha256']}, found "
+                f"{'other bytes' if cache.is_file() else 'no file'}"
+            )
         self.engines, self.cached, self.cache = record["engines"], record["cached"], cache.read_bytes()
         return None
 
     def take(self, name: str, graph_sha256: str, layers: Sequence[Mapping[str, Any]], where: str) -> str:
-        """Compare what was chosen for an engine with the record, or record it; gives its digest. Raises CheckError naming the layer that differs."""
+        """Compare what was chosen for an engine with the record, or record it; gives its digest. Raises CheckError
+        naming the layer that differs."""
         if self.mode == "verified":
             recorded = self.engines.get(name)
             if recorded is None or recorded["graph_sha256"] != graph_sha256:
@@ -67,21 +74,26 @@ class Tactics:
         return sha256_json(list(layers))
 
     def take_cache(self, cache: bytes, cached: Mapping[str, str], where: str) -> None:
-        """The timing cache after an engine. A record is written each time, so that a build that is interrupted goes on from it.
+        """The timing cache after an engine. A record is written each time, so that a build that is interrupted goes on
+        from it.
 
         With `verified`: raises CheckError naming an entry that the record lacks or has another tactic for.
         """
         if self.mode == "verified":
             for key, tactic in cached.items():
                 if self.cached.get(key) != tactic:
-                    raise CheckError(f"{where}: timing cache, {key}: expected tactic {self.cached.get(key, 'none')} as recorded, found {tactic}")
+                    raise CheckError(
+                        f"{where}: timing cache, {key}: expected tactic "
+                        f"{self.cached.get(key, 'none')} as recorded, found {tactic}"
+                    )
         elif self.mode == "record":
             write_bytes(self.folder / CACHE, cache)
             self.cached = dict(cached)
             self._write()
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        """What the engine set's manifest says: the mode and the record's files. Forgets engines that are not of the set."""
+        """What the engine set's manifest says: the mode and the record's files. Forgets engines that are not of the
+        set."""
         if self.mode == "free":
             return {"mode": self.mode}
         if self.mode == "record" and set(self.engines) != set(names):
@@ -91,7 +103,13 @@ class Tactics:
         return {"mode": self.mode, "files": files}
 
     def _write(self) -> None:
-        record = {"format": formats.TACTICS, "made_by": self.made_by, "cache_sha256": sha256_file(self.folder / CACHE), "engines": self.engines, "cached": self.cached}
+        record = {
+            "format": formats.TACTICS,
+            "made_by": self.made_by,
+            "cache_sha256": sha256_file(self.folder / CACHE),
+            "engines": self.engines,
+            "cached": self.cached,
+        }
         write_json(self.folder / RECORD, record)
 
 

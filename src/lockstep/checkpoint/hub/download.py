@@ -1,8 +1,9 @@
-"""Large files of a repository into the hub's cache: interrupted in any way, the next run goes on where this one stopped.
+"""Large files of a repository into the hub's cache: interrupted in any way, the next run goes on where this one
+stopped.
 
-`huggingface_hub` deletes an unfinished file when its process ends (2.x), so the bytes of weights are kept here until the file
-is whole; everything else, the cache's layout above all, is the library's. Plain HTTP for the same reason: its Xet client
-starts an unfinished file again.
+`huggingface_hub` deletes an unfinished file when its process ends (2.x), so the bytes of weights are kept here until
+the file is whole; everything else, the cache's layout above all, is the library's. Plain HTTP for the same reason: its
+Xet client starts an unfinished file again.
 """
 
 from __future__ import annotations
@@ -39,14 +40,19 @@ def cache_folder(repository: str) -> Path:
 
 
 def download(repository: str, commit: str, names: Sequence[str], terminal: TextIO | None = None) -> None:
-    """Bring the files `names` of `repository` at `commit` into the hub's cache, with a progress bar if `terminal` is one.
+    """Bring the files `names` of `repository` at `commit` into the hub's cache, with a progress bar if `terminal` is
+    one.
 
-    Raises InputError when a file's bytes are not those the hub announces, and the errors of huggingface_hub and its HTTP library.
+    Raises InputError when a file's bytes are not those the hub announces, and the errors of huggingface_hub and its
+    HTTP library.
     """
     snapshot = cache_folder(repository) / "snapshots" / commit
     missing = [name for name in names if not (snapshot / name).is_file()]
     stop = threading.Event()
-    with tqdm(desc=repository, unit="B", unit_scale=True, file=terminal, disable=None, total=0) as bar, ThreadPoolExecutor(THREADS) as pool:
+    with (
+        tqdm(desc=repository, unit="B", unit_scale=True, file=terminal, disable=None, total=0) as bar,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
         futures = [pool.submit(_download, repository, commit, name, bar, stop) for name in missing]
         try:
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
@@ -80,7 +86,15 @@ def _download_blob(url: str, blob: Path, size: int, progress: Any) -> None:
             done = file.truncate(0)
         # Sizes of compressed bytes would be others.
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        http_get(url, file, resume_size=done, headers=headers, expected_size=size, displayed_filename=blob.name, tqdm_class=progress)
+        http_get(
+            url,
+            file,
+            resume_size=done,
+            headers=headers,
+            expected_size=size,
+            displayed_filename=blob.name,
+            tqdm_class=progress,
+        )
         file.flush()
         _check(file, blob, url)
         os.fsync(file.fileno())
@@ -88,13 +102,17 @@ def _download_blob(url: str, blob: Path, size: int, progress: Any) -> None:
 
 
 def _check(file: Any, blob: Path, url: str) -> None:
-    """The hub names large files by their sha256. Wrong bytes are thrown away: to go on from them would never end well."""
+    """The hub names large files by their sha256. Wrong bytes are thrown away: to go on from them would never end
+    well."""
     if _SHA256.fullmatch(blob.name):
         file.seek(0)
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != blob.name:
             file.truncate(0)
-            raise InputError(f"{url}: expected bytes of sha256 {blob.name}, found {found}: damaged on the way; run the same command again")
+            raise InputError(
+                f"{url}: expected bytes of sha256 {blob.name}, found {found}: damaged on the "
+                f"way; run the same command again"
+            )
 
 
 def _shared(bar: tqdm, stop: threading.Event) -> type:

@@ -1,4 +1,5 @@
-"""Fetch: `hf:org/name@revision` in; `source.json`, and beside it the folder `checkpoint/` of links into the hub's cache, out.
+"""Fetch: `hf:org/name@revision` in; `source.json`, and beside it the folder `checkpoint/` of links into the hub's
+cache, out.
 
 A branch or tag is resolved to a commit once. The manifest names that commit, and it is used from then on.
 """
@@ -15,19 +16,26 @@ from typing import TextIO
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download
 from huggingface_hub.errors import (
-    EntryNotFoundError, GatedRepoError, HfHubHTTPError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled,
-    RepositoryNotFoundError, RevisionNotFoundError, RevisionResolutionError,
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
 )
 from huggingface_hub.utils import disable_progress_bars
 
-from lockstep.checkpoint.resolve import SIDE_FILES
-from lockstep.checkpoint.tensors import INDEX, SINGLE, indexed_shards
-from lockstep.errors import InputError
 from lockstep.artifacts.fetched import folder_of, known, link, write_fetched
 from lockstep.artifacts.files import read_json, sha256_file
-from lockstep.checkpoint.hub.download import cache_folder, download
 from lockstep.artifacts.manifest_files import lost_files
+from lockstep.checkpoint.hub.download import cache_folder, download
+from lockstep.checkpoint.resolve import SIDE_FILES
+from lockstep.checkpoint.tensors import INDEX, SINGLE, indexed_shards
 from lockstep.config.sources import HubSource, parse_source
+from lockstep.errors import InputError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -36,17 +44,21 @@ _AGAIN = "run the same command again, it goes on where it stopped"
 
 
 def fetch(
-    source: str, out: Path, check: Callable[[Path, str], None] = lambda folder, commit: None, newest: bool = False, terminal: TextIO | None = None,
+    source: str,
+    out: Path,
+    check: Callable[[Path, str], None] = lambda folder, commit: None,
+    newest: bool = False,
+    terminal: TextIO | None = None,
     commit: str | None = None,
 ) -> Path:
     """Write the manifest `out` of the hub model `source`, with its files in `checkpoint/` beside it, and return `out`.
 
-    The commit is `commit`, else that of an earlier `out` or `checkpoint.json` of this source, unless `newest`. `check` is called with a
-    folder that holds the model's config.json and with the commit, before any weights are downloaded. Progress goes to `terminal`
-    (default: stderr).
+    The commit is `commit`, else that of an earlier `out` or `checkpoint.json` of this source, unless `newest`. `check`
+    is called with a folder that holds the model's config.json and with the commit, before any weights are downloaded.
+    Progress goes to `terminal` (default: stderr).
 
-    Raises InputError, one line, for a repository that is absent, closed or holds no safetensors, and when the hub cannot be
-    reached and the cache lacks a file.
+    Raises InputError, one line, for a repository that is absent, closed or holds no safetensors, and when the hub
+    cannot be reached and the cache lacks a file.
     """
     hub, out = parse_source(source), Path(out)
     earlier = None if newest else known(out, source)
@@ -67,13 +79,21 @@ def fetch(
         weights = [SINGLE] if SINGLE in there else indexed_shards(snapshot / INDEX)
         for name in weights:
             if name not in there:
-                raise InputError(f"{source}: expected {name}, which {INDEX} names, found no such file in the repository; use another revision")
+                raise InputError(
+                    f"{source}: expected {name}, which {INDEX} names, found no such file in the "
+                    f"repository; use another revision"
+                )
         if not all((snapshot / name).is_file() for name in weights):
             download(hub.repository, commit, weights, terminal or sys.stderr)
     names = sorted([*sides, *weights])
     link(folder_of(out), {name: snapshot / name for name in names})
     return write_fetched(
-        out, source, {name: _sha256(snapshot / name) for name in names}, repository=hub.repository, revision=hub.revision, commit=commit,
+        out,
+        source,
+        {name: _sha256(snapshot / name) for name in names},
+        repository=hub.repository,
+        revision=hub.revision,
+        commit=commit,
     )
 
 
@@ -103,7 +123,8 @@ def _names(source: str, hub: HubSource, commit: str, snapshot: Path) -> Collecti
         lacking = [name for name in ("config.json", "tokenizer.json", *weights) if name not in cached]
         if lacking:
             raise InputError(
-                f"{source}: expected the hub or commit {commit[:12]} in its cache, found {_reason(error)} and no {lacking[0]} in {snapshot}; "
+                f"{source}: expected the hub or commit {commit[:12]} in its cache, found {_reason(error)} "
+                f"and no {lacking[0]} in {snapshot}; "
                 "run again with a network"
             ) from None
         return cached
@@ -111,21 +132,35 @@ def _names(source: str, hub: HubSource, commit: str, snapshot: Path) -> Collecti
 
 
 def _side_files(source: str, hub: HubSource, there: Collection[str]) -> list[str]:
-    """The files beside the weights that are needed, the index of shards among them. Refuses what cannot become a checkpoint."""
-    there_by_hand = f"download it with `hf download {hub.repository} --local-dir FOLDER`, {{}}, and give FOLDER as the source"
+    """The files beside the weights that are needed, the index of shards among them. Refuses what cannot become a
+    checkpoint."""
+    there_by_hand = (
+        f"download it with `hf download {hub.repository} --local-dir FOLDER`, {{}}, and give FOLDER as the source"
+    )
     if "adapter_config.json" in there and "config.json" not in there:
-        raise InputError(f"{source}: expected a model, found an adapter (adapter_config.json); merge it into its base model and give that folder")
+        raise InputError(
+            f"{source}: expected a model, found an adapter (adapter_config.json); merge it into "
+            f"its base model and give that folder"
+        )
     if "config.json" not in there:
-        raise InputError(f"{source}: expected config.json, found none in the repository; use a model in the format of transformers")
+        raise InputError(
+            f"{source}: expected config.json, found none in the repository; use a model in the format of transformers"
+        )
     if SINGLE not in there and INDEX not in there:
         pickled = sorted(name for name in there if _PICKLED.fullmatch(name))
         found = f"pickled weights ({pickled[0]}), which can run code when they are opened" if pickled else "no weights"
         remedy = "use a revision with safetensors (many have one as refs/pr/N), or " + there_by_hand.format(
-            "save it as safetensors: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(FOLDER)"
+            "save it as safetensors: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
+            "dtype='auto').save_pretrained(FOLDER)"
         )
-        raise InputError(f"{source}: expected {SINGLE} or {INDEX}, found {found}; {remedy if pickled else 'use another repository or revision'}")
+        raise InputError(
+            f"{source}: expected {SINGLE} or {INDEX}, found {found}; "
+            f"{remedy if pickled else 'use another repository or revision'}"
+        )
     if "tokenizer.json" not in there:
-        by_hand = there_by_hand.format("make the file: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
+        by_hand = there_by_hand.format(
+            "make the file: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
         raise InputError(f"{source}: expected tokenizer.json, found none in the repository; {by_hand}")
     return [name for name in (*SIDE_FILES, *([] if SINGLE in there else [INDEX])) if name in there]
 
@@ -138,35 +173,55 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
-    """Each of the hub's answers as one line that says what to do. pinned: the commit that is asked for, where it is not for the source to say."""
+    """Each of the hub's answers as one line that says what to do. pinned: the commit that is asked for, where it is not
+    for the source to say."""
     login = "log in with `hf auth login` or set HF_TOKEN" if not get_token() else "use a token that may read it"
     try:
         yield
     except GatedRepoError:
-        raise InputError(f"{source}: expected access to this gated model, found none; ask for it on {constants.ENDPOINT}/{hub.repository}, then {login}") from None
+        raise InputError(
+            f"{source}: expected access to this gated model, found none; ask for it on "
+            f"{constants.ENDPOINT}/{hub.repository}, then {login}"
+        ) from None
     except RevisionNotFoundError:
         if pinned and pinned != hub.revision:
             raise InputError(
-                f"{source}: expected commit {pinned}, at which it was found before, found it gone from {hub.repository}; "
+                f"{source}: expected commit {pinned}, at which it was found before, found it gone from "
+                f"{hub.repository}; "
                 "take what is there now with `lockstep fetch --newest`, not locked"
             ) from None
-        raise InputError(f"{source}: expected a branch, tag or commit, found no revision {hub.revision!r} in {hub.repository}; correct it") from None
+        raise InputError(
+            f"{source}: expected a branch, tag or commit, found no revision {hub.revision!r} in "
+            f"{hub.repository}; correct it"
+        ) from None
     except (RevisionResolutionError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise InputError(f"{source}: expected the hub or its cache, found {_reason(error)} and no such model in the cache; run again with a network") from None
+        raise InputError(
+            f"{source}: expected the hub or its cache, found {_reason(error)} and no such model "
+            f"in the cache; run again with a network"
+        ) from None
     except HfHubHTTPError as error:
         status = error.response.status_code
         # The hub says 401, not 404, to whoever may not know whether a model is there.
         if isinstance(error, RepositoryNotFoundError) or status == 401:
-            raise InputError(f"{source}: expected a model on {constants.ENDPOINT}, found none of this name ({status}); correct it, or if it is private {login}") from None
+            raise InputError(
+                f"{source}: expected a model on {constants.ENDPOINT}, found none of this name "
+                f"({status}); correct it, or if it is private {login}"
+            ) from None
         remedy = login if status == 403 else "use another revision" if isinstance(error, EntryNotFoundError) else _AGAIN
-        raise InputError(f"{source}: expected an answer of {constants.ENDPOINT}, found status {status}; {remedy}") from None
+        raise InputError(
+            f"{source}: expected an answer of {constants.ENDPOINT}, found status {status}; {remedy}"
+        ) from None
     except HTTPError as error:
-        raise InputError(f"{source}: expected the whole download, found it interrupted ({type(error).__name__}); {_AGAIN}") from None
+        raise InputError(
+            f"{source}: expected the whole download, found it interrupted ({type(error).__name__}); {_AGAIN}"
+        ) from None
     except OSError as error:
         # huggingface_hub raises it, without a number, when a file has another size than announced.
         if error.errno is not None:
             raise
-        raise InputError(f"{source}: expected the files that the hub announces, found {' '.join(str(error).split())}; {_AGAIN}") from None
+        raise InputError(
+            f"{source}: expected the files that the hub announces, found {' '.join(str(error).split())}; {_AGAIN}"
+        ) from None
 
 
 def _reason(error: BaseException) -> str:

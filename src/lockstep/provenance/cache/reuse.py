@@ -1,6 +1,8 @@
-"""A step and its build key in; its artefact, taken from the cache or put into it, out. Every use is a line on stderr: in a job, in its log.
+"""A step and its build key in; its artefact, taken from the cache or put into it, out. Every use is a line on stderr:
+in a job, in its log.
 
-Where the cache cannot be read, cannot be written or is damaged, the line says so and the artefact is made as without a cache.
+Where the cache cannot be read, cannot be written or is damaged, the line says so and the artefact is made as without a
+cache.
 """
 
 from __future__ import annotations
@@ -11,17 +13,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.digest_cache import remember
+from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file, sha256_json
+from lockstep.artifacts.manifest_files import named_files
+from lockstep.errors import InputError
+from lockstep.pipeline.step import Step
 from lockstep.provenance import code_identity
 from lockstep.provenance.cache.store import Cache, Entry, cache_folder, delete, touch
-from lockstep.errors import InputError
-from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file, sha256_json
-from lockstep.provenance.slsa import provenance_path
-from lockstep.pipeline.step import Step
 from lockstep.provenance.record import content
-from lockstep.artifacts.digest_cache import remember
-from lockstep.artifacts.manifest_files import named_files
+from lockstep.provenance.slsa import provenance_path
 
-# Checks are not among them: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made sooner than it is copied.
+# Checks are not among them: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made
+# sooner than it is copied.
 CACHED = ("convert", "export", "build", "reference")
 # Stages that have their folder to themselves, and clear it of what an earlier artefact left.
 _OWN_FOLDER = ("export", "build")
@@ -29,13 +32,15 @@ _SUFFIXES = (".onnx", ".engine")
 
 
 def cache_for(step: Step, configured: str) -> Cache | None:
-    """The cache for a step; None where there is none or the step is not cached. Raises InputError for a place where no cache can be."""
+    """The cache for a step; None where there is none or the step is not cached. Raises InputError for a place where no
+    cache can be."""
     folder = cache_folder(configured) if step.stage in CACHED else None
     return Cache(folder) if folder else None
 
 
 def take(cache: Cache | None, step: Step, key: Mapping[str, Any]) -> bool:
-    """Restore the artefact with this build key to the output of `step`, if the cache has it whole. False: it is to be made."""
+    """Restore the artefact with this build key to the output of `step`, if the cache has it whole. False: it is to be
+    made."""
     if cache is None:
         return False
     name = sha256_json(key)
@@ -58,13 +63,17 @@ def take(cache: Cache | None, step: Step, key: Mapping[str, Any]) -> bool:
 
 
 def put(cache: Cache | None, step: Step, record: Mapping[str, Any]) -> None:
-    """Put what `step` has just made, and what its record lists, into the cache. Not what names files elsewhere: it is right in one place only."""
+    """Put what `step` has just made, and what its record lists, into the cache. Not what names files elsewhere: it is
+    right in one place only."""
     if cache is None or not _is_whole(step.output, record["outputs"]):
         return
     try:
         _check_unchanged(step, record)
         beside = {path.name: sha256_file(path) for path in _beside(step)}
-        files = {name: cache.add(step.output.parent / name, sha256) for name, sha256 in sorted({**record["outputs"], **beside}.items())}
+        files = {
+            name: cache.add(step.output.parent / name, sha256)
+            for name, sha256 in sorted({**record["outputs"], **beside}.items())
+        }
         made_of = {name: part for name, part in record.items() if name not in ("format", "key", "outputs")}
         entry = cache.write(made_of, step.output.name, files)
     except InputError as error:
@@ -102,11 +111,14 @@ def _beside(step: Step) -> list[Path]:
 
 def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
     """Whether all that a manifest names is among `outputs` (sha256 by path relative to it)."""
-    return all(outputs.get(os.path.relpath(file.path, manifest.parent)) == file.sha256 for file in named_files(manifest))
+    return all(
+        outputs.get(os.path.relpath(file.path, manifest.parent)) == file.sha256 for file in named_files(manifest)
+    )
 
 
 def _check_unchanged(step: Step, record: Mapping[str, Any]) -> None:
-    """Raises InputError when inputs or code are not those that the key is of: others may have been read when the artefact was made."""
+    """Raises InputError when inputs or code are not those that the key is of: others may have been read when the
+    artefact was made."""
     package = code_identity.SOURCES
     found = {path: (content(path), record["inputs"][name]) for name, path in step.inputs.items()}
     found |= {package / name: (sha256_file(package / name), digest) for name, digest in record["code"].items()}

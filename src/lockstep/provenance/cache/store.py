@@ -1,7 +1,9 @@
-"""The folder of a cache: blobs by their sha256, entries by their build key. Files in, verified copies out; only the standard library.
+"""The folder of a cache: blobs by their sha256, entries by their build key. Files in, verified copies out; only the
+standard library.
 
-Files are written to a temporary name in the same folder, flushed and renamed, so that others see them whole or not at all. Names of temporary
-files are random: process ids of two machines may be equal. What is found damaged is deleted where that is possible, and never used.
+Files are written to a temporary name in the same folder, flushed and renamed, so that others see them whole or not at
+all. Names of temporary files are random: process ids of two machines may be equal. What is found damaged is deleted
+where that is possible, and never used.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from lockstep.artifacts import formats
-from lockstep.errors import InputError
 from lockstep.artifacts.files import atomic_path, read_json, sha256_file, sha256_json, write_json
+from lockstep.errors import InputError
 
 VARIABLE = "LOCKSTEP_CACHE"
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -40,7 +42,8 @@ class Blob:
 
 @dataclass(frozen=True)
 class Entry:
-    """One artefact. made_of: the parts of its build key; manifest: the file that names the others; files: blob by path, relative to the manifest."""
+    """One artefact. made_of: the parts of its build key; manifest: the file that names the others; files: blob by path,
+    relative to the manifest."""
 
     key: str
     made_of: Mapping[str, Any]
@@ -61,9 +64,11 @@ class Entry:
 
 
 def cache_folder(configured: str = "") -> Path | None:
-    """The cache that is to be used: LOCKSTEP_CACHE where it is set, also to nothing, else what the config says; None for none.
+    """The cache that is to be used: LOCKSTEP_CACHE where it is set, also to nothing, else what the config says; None
+    for none.
 
-    The variable wins because where a cache lies is a matter of the machine, and a config is shared. Raises InputError where no folder can be.
+    The variable wins because where a cache lies is a matter of the machine, and a config is shared. Raises InputError
+    where no folder can be.
     """
     where = VARIABLE if VARIABLE in os.environ else "config: cache"
     text = os.environ.get(VARIABLE, configured)
@@ -74,7 +79,10 @@ def cache_folder(configured: str = "") -> Path | None:
     folder = Path(os.path.expanduser(text))
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise InputError(f"{where}: expected a folder, or a path where one can be made, found that {there} is a file; name another place or move the file away")
+        raise InputError(
+            f"{where}: expected a folder, or a path where one can be made, found that {there} "
+            f"is a file; name another place or move the file away"
+        )
     return folder
 
 
@@ -102,7 +110,10 @@ class Cache:
                 raise InputError(f"{path}: expected an entry of the cache, found a link to nothing") from None
             return None
         if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_ENTRY:
-            raise InputError(f"{path}: expected an entry of the cache, found {'too large a file' if stat.S_ISREG(found.st_mode) else 'what is no file'}")
+            raise InputError(
+                f"{path}: expected an entry of the cache, found "
+                f"{'too large a file' if stat.S_ISREG(found.st_mode) else 'what is no file'}"
+            )
         try:
             value = read_json(path, formats.CACHE)
             return _entry(path, key, value)
@@ -113,10 +124,13 @@ class Cache:
         """Raises InputError when a blob of an entry is absent or of another size."""
         for blob in entry.files.values():
             if not _is_file(self.blob_path(blob.sha256), blob.size):
-                raise InputError(f"{self.blob_path(blob.sha256)}: expected a file of {blob.size} bytes, found none or another")
+                raise InputError(
+                    f"{self.blob_path(blob.sha256)}: expected a file of {blob.size} bytes, found none or another"
+                )
 
     def take(self, blob: Blob, target: Path) -> None:
-        """Copy a blob to the new file `target`. Raises InputError, and deletes the blob, when it is not what its name says."""
+        """Copy a blob to the new file `target`. Raises InputError, and deletes the blob, when it is not what its name
+        says."""
         source = self.blob_path(blob.sha256)
         copy(source, target)
         if (found := sha256_file(target)) != blob.sha256:
@@ -137,8 +151,13 @@ class Cache:
 
     def write(self, made_of: Mapping[str, Any], manifest: str, files: Mapping[str, Blob]) -> Entry:
         """Write the entry of an artefact whose files are in."""
-        value = {"format": formats.CACHE, "key": sha256_json(made_of), "made_of": dict(made_of), "manifest": manifest,
-                 "files": {name: {"sha256": blob.sha256, "size": blob.size} for name, blob in files.items()}}  # fmt: skip
+        value = {
+            "format": formats.CACHE,
+            "key": sha256_json(made_of),
+            "made_of": dict(made_of),
+            "manifest": manifest,
+            "files": {name: {"sha256": blob.sha256, "size": blob.size} for name, blob in files.items()},
+        }
         with _new(self.entry_path(value["key"])) as temporary:
             write_json(temporary, value)
         return Entry(value["key"], value["made_of"], manifest, dict(files))
@@ -150,7 +169,8 @@ def _new(path: Path) -> contextlib.AbstractContextManager[Path]:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy the bytes of a file to the new file `target`, in the kernel where it can: there the two share blocks until one is written to."""
+    """Copy the bytes of a file to the new file `target`, in the kernel where it can: there the two share blocks until
+    one is written to."""
     with open(source, "rb") as reader, open(target, "xb") as writer:
         if not _copied_in_kernel(reader, writer):
             reader.seek(0), writer.seek(0)
@@ -168,7 +188,8 @@ def _copied_in_kernel(reader: BinaryIO, writer: BinaryIO) -> bool:
         if error.errno not in _NO_KERNEL_COPY:
             raise
         return False
-    return os.fstat(writer.fileno()).st_size == os.fstat(reader.fileno()).st_size  # some file systems end early and say nothing
+    # some file systems end early and say nothing
+    return os.fstat(writer.fileno()).st_size == os.fstat(reader.fileno()).st_size
 
 
 def delete(path: Path) -> None:
@@ -195,7 +216,9 @@ def _entry(path: Path, key: str, value: Mapping[str, Any]) -> Entry:
     """Raises one of several errors, or InputError, when `value` is no entry of `key`."""
     files = {name: Blob(blob["sha256"], blob["size"]) for name, blob in value["files"].items()}
     entry = Entry(value["key"], value["made_of"], value["manifest"], files)
-    plain = all(_is_plain(name) and DIGEST.fullmatch(blob.sha256) and type(blob.size) is int for name, blob in files.items())
+    plain = all(
+        _is_plain(name) and DIGEST.fullmatch(blob.sha256) and type(blob.size) is int for name, blob in files.items()
+    )
     if not (plain and entry.manifest in files and entry.key == key == sha256_json(entry.made_of) and str(entry)):
         raise InputError(f"{path}: expected an entry of the cache, found other content")
     return entry
@@ -204,4 +227,6 @@ def _entry(path: Path, key: str, value: Mapping[str, Any]) -> Entry:
 def _is_plain(name: str) -> bool:
     """Whether a path stays in the folder that it is relative to."""
     path = PurePosixPath(name)
-    return str(path) == name != "." and not path.is_absolute() and ".." not in path.parts and not set("\\\0") & set(name)
+    return (
+        str(path) == name != "." and not path.is_absolute() and ".." not in path.parts and not set("\\\0") & set(name)
+    )

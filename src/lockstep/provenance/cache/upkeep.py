@@ -1,7 +1,9 @@
-"""A cache looked over: what is in it, whether it is whole, and dropping what is no longer wanted. Safe while others use it.
+"""A cache looked over: what is in it, whether it is whole, and dropping what is no longer wanted. Safe while others use
+it.
 
-An entry that is dropped is a miss for whoever comes next, and no more. What is in the making, blobs without an entry yet and temporary files, is
-left alone for an hour; hours are told by the clock of the disk that the cache lies on, for those of several machines differ.
+An entry that is dropped is a miss for whoever comes next, and no more. What is in the making, blobs without an entry
+yet and temporary files, is left alone for an hour; hours are told by the clock of the disk that the cache lies on, for
+those of several machines differ.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.provenance.cache.store import DIGEST, Blob, Cache, Entry, delete
-from lockstep.errors import InputError
-from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.digest_cache import THREADS
+from lockstep.artifacts.files import sha256_file
+from lockstep.errors import InputError
+from lockstep.provenance.cache.store import DIGEST, Blob, Cache, Entry, delete
 
 IN_THE_MAKING = 3600  # seconds since a blob or a temporary file was last written to
 _TEMPORARY = re.compile(r"\..*\.tmp")
@@ -34,8 +36,8 @@ class Used:
 
 @dataclass
 class Contents:
-    """What lies in a cache. damaged: lines by path of entries that are worth nothing; blobs: size by sha256 of the files there;
-    temporary, foreign: paths of files in the making or left over, and of what is not the cache's own."""
+    """What lies in a cache. damaged: lines by path of entries that are worth nothing; blobs: size by sha256 of the
+    files there; temporary, foreign: paths of files in the making or left over, and of what is not the cache's own."""
 
     entries: list[Used] = field(default_factory=list)
     damaged: dict[Path, str] = field(default_factory=dict)
@@ -64,9 +66,12 @@ class Pruned:
 
 
 def look(cache: Cache) -> Contents:
-    """What is in the cache, by name and size; entries by stage, in each those used last first. Raises InputError where there is no folder."""
+    """What is in the cache, by name and size; entries by stage, in each those used last first. Raises InputError where
+    there is no folder."""
     if not cache.folder.is_dir():
-        raise InputError(f"{cache.folder}: expected a cache, found no folder; it is made when something is first put into it")
+        raise InputError(
+            f"{cache.folder}: expected a cache, found no folder; it is made when something is first put into it"
+        )
     contents = Contents()
     for path in _listed(cache.blobs, contents):
         if DIGEST.fullmatch(path.name) and path.is_file():
@@ -108,7 +113,9 @@ def verify(cache: Cache) -> list[str]:
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _damage(cache, name), sorted(contents.blobs))
         lines = [line for line in found if line]
-    lines += [f"{path}: {line.removeprefix(f'{path}: ')}" for path, line in contents.damaged.items() if os.path.lexists(path)]
+    lines += [
+        f"{path}: {line.removeprefix(f'{path}: ')}" for path, line in contents.damaged.items() if os.path.lexists(path)
+    ]
     return lines + [f"{path}: expected only files of the cache, found another" for path in contents.foreign]
 
 
@@ -122,8 +129,8 @@ def _damage(cache: Cache, sha256: str) -> str | None:
 
 
 def prune(cache: Cache, max_size: float | None = None, older_than: float | None = None) -> Pruned:
-    """Drop entries not used for `older_than` seconds, then those used longest ago until the blobs of the others take `max_size` bytes at most;
-    damaged entries, blobs that no entry names, and temporary files that were left over."""
+    """Drop entries not used for `older_than` seconds, then those used longest ago until the blobs of the others take
+    `max_size` bytes at most; damaged entries, blobs that no entry names, and temporary files that were left over."""
     contents, now, pruned = look(cache), _now(cache), Pruned()
     kept = sorted(contents.entries, key=lambda used: (-used.last_use, used.entry.key))
     if older_than is not None:
@@ -178,7 +185,12 @@ def _now(cache: Cache) -> float:
 
 def summary(contents: Contents) -> str:
     """One line on what is there."""
-    rest = {"damaged": contents.damaged, "that no entry names": contents.blobs.keys() - contents.named, "temporary": contents.temporary, "foreign": contents.foreign}
+    rest = {
+        "damaged": contents.damaged,
+        "that no entry names": contents.blobs.keys() - contents.named,
+        "temporary": contents.temporary,
+        "foreign": contents.foreign,
+    }
     more = [f"{len(paths)} {what}" for what, paths in rest.items() if paths]
     entries = f"{len(contents.entries)} {'entry' if len(contents.entries) == 1 else 'entries'}"
     return ", ".join([entries, f"{len(contents.blobs)} files of {bytes_text(contents.size)}", *more])

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.verify.bisect.stages import Arrays, Stage
 from lockstep.backends import EngineSet, Executable, Program
+from lockstep.verify.bisect.stages import Arrays, Stage
 from lockstep.weights import Weights
 
 

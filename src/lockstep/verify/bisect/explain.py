@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.files import read_json
+from lockstep.backends import EngineSet
+from lockstep.backends.graphs import graph_file, graphs_of
+from lockstep.errors import LockstepError
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.faults import engine_fault, walk_stages
 from lockstep.verify.bisect.report import advice, answer, fault_of, rows_of
 from lockstep.verify.bisect.served import served_error
 from lockstep.verify.bisect.stages import Graphs, Tokens
-from lockstep.backends import EngineSet
-from lockstep.backends.graphs import graph_file, graphs_of
-from lockstep.errors import LockstepError
-from lockstep.artifacts.files import read_json
 from lockstep.weights import Weights
 
 SECONDS = 60.0
@@ -107,13 +107,7 @@ def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, thre
     read = lambda entry: graph_file(assembly_json.parent, entry).read_bytes()
     for _, entry in graphs_of(manifest):
         read(entry)  # a damaged one is told before anything runs
-    return Graphs(
-        manifest,
-        read,
-        Weights.open(weights_json),
-        layers,
-        threads,
-    )
+    return Graphs(manifest, read, Weights.open(weights_json), layers, threads)
 
 
 def _synthetic(assembly: Mapping[str, Any]) -> np.ndarray:

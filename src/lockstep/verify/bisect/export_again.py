@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.verify.bisect.stages import Graphs
 from lockstep.errors import LockstepError
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
+from lockstep.verify.bisect.stages import Graphs
 from lockstep.weights import Weights
 
 

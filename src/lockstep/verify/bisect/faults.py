@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lockstep.backends import build
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.nodes import NodeFault, first_fault
 from lockstep.verify.bisect.stages import Graphs, Measured, Stage, Step, Tokens, measure, walk
-from lockstep.backends import build
 from lockstep.weights import slot_array
 
 
@@ -191,9 +191,9 @@ def graph_fault(walked: Walked, graphs: Graphs, clean: Graphs | str, folder: Pat
         )
     for stage in walked.suspects["pytorch"]:
         name, slots = clean.part(stage)
-        suspect, right = (graphs.model(stage.graph), graphs.feeds(stage.graph, stage.inputs, stage.slots)), (
-            clean.model(name),
-            clean.feeds(name, stage.inputs, slots),
+        suspect, right = (
+            (graphs.model(stage.graph), graphs.feeds(stage.graph, stage.inputs, stage.slots)),
+            (clean.model(name), clean.feeds(name, stage.inputs, slots)),
         )
         outputs = [value.name for value in suspect[0].graph.output] if stage is not row.stage else [row.tensor]
         node = first_fault(suspect[0], right[0], (suspect[1], right[1]), graphs.assembly["precision"], outputs)

@@ -18,9 +18,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from lockstep.verify.bisect.stages import Arrays
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.verify.bisect.stages import Arrays
 
 # Relative to a tensor's rms, by the precision of the graph: rounding, when the same sums are taken in another order
 # or form. Smaller faults come to light where none is above it: equal nodes give equal bits on equal inputs, so that
@@ -199,8 +199,9 @@ def _reason(
     constants, right_constants = ({tensor.name: tensor for tensor in graph.initializer} for graph in (suspect, right))
     for number, (name, expected_name) in enumerate(zip(node.input, other.input)):
         if name in constants and expected_name in right_constants:
-            values, wanted = numpy_helper.to_array(constants[name]), numpy_helper.to_array(
-                right_constants[expected_name]
+            values, wanted = (
+                numpy_helper.to_array(constants[name]),
+                numpy_helper.to_array(right_constants[expected_name]),
             )
             if values.shape != wanted.shape or not np.array_equal(values, wanted):
                 return f"constant {name} (input {number}): expected {_numbers(wanted)}, found {_numbers(values)}"

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.files import read_json
+from lockstep.errors import InputError
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.targets import Results, Target
 from lockstep.verify.bisect.stages import Tokens
 from lockstep.verify.metrics import failed_path
-from lockstep.errors import InputError
-from lockstep.artifacts.files import read_json
-from lockstep.targets import Results, Target
-from lockstep.runtime.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def failing(reference: Path, failed: Path) -> Request | None:
         return _of(entries, texts.index(text), why)
     if report.get("long_prompt") and manifest["long"] and _is_off(report["long_prompt"], report["tolerance"]):
         ids = [*manifest["long"]["prompt_ids"], *manifest["long"]["tokens"]]
-        return Request("the long prompt", Tokens(np.array(ids, np.int64), len(manifest["long"]["prompt_ids"])), None, why)
+        return Request(
+            "the long prompt", Tokens(np.array(ids, np.int64), len(manifest["long"]["prompt_ids"])), None, why
+        )
     return None
 
 

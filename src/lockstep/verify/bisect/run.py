@@ -18,6 +18,10 @@ import torch
 from safetensors.numpy import load_file
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.files import read_json
+from lockstep.backends import EngineSet
+from lockstep.errors import InputError
+from lockstep.targets import Results, Target
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.explain import open_graphs
 from lockstep.verify.bisect.export_again import export_again
@@ -27,10 +31,6 @@ from lockstep.verify.bisect.request import Request, choose
 from lockstep.verify.bisect.served import compare_steps, served_error
 from lockstep.verify.bisect.stages import Graphs
 from lockstep.verify.bisect.streamed import StreamedModel
-from lockstep.backends import EngineSet
-from lockstep.errors import InputError
-from lockstep.artifacts.files import read_json
-from lockstep.targets import Results, Target
 from lockstep.verify.validate.torch_trace import Record
 from lockstep.weights import Weights
 
@@ -74,11 +74,13 @@ def bisect(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    assembly_json, weights_json = results.assembly(target.model, target.precision), results.weights(
-        target.model, target.precision
+    assembly_json, weights_json = (
+        results.assembly(target.model, target.precision),
+        results.weights(target.model, target.precision),
     )
-    checkpoint_json, engines_json = results.checkpoint(target.model), results.engines(
-        target.model, target.precision, target.backend
+    checkpoint_json, engines_json = (
+        results.checkpoint(target.model),
+        results.engines(target.model, target.precision, target.backend),
     )
     for path in (checkpoint_json, weights_json, assembly_json):
         if not path.is_file():

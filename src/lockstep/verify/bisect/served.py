@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.runtime import Advance, Model
 from lockstep.verify.bisect.stages import Tokens
 from lockstep.verify.metrics import difference, largest
-from lockstep.runtime import Advance, Model
 
 
 def served_error(

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lockstep.verify.metrics import Difference, difference
 from lockstep.backends.graphs import graphs_of
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.weights import Weights, check_slots, slot_array
 from lockstep.onnx_tools.widened import widened
+from lockstep.verify.metrics import Difference, difference
+from lockstep.weights import Weights, check_slots, slot_array
 
 Arrays = dict[str, np.ndarray]
 _STALE = 300.0  # in cache rows that no token has filled: what a mask must hide, yet finite and within the range of fp16
@@ -236,7 +236,9 @@ def _attention(
     first = (
         0
         if tokens.num_prompt == 1
-        else min(tokens.num_prompt, max(count - _DECODED, 0)) if tokens.num_prompt >= count else tokens.num_prompt
+        else min(tokens.num_prompt, max(count - _DECODED, 0))
+        if tokens.num_prompt >= count
+        else tokens.num_prompt
     )
     for start in range(first, count, decode_rows):
         rows = np.arange(start, min(start + decode_rows, count))

@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.export.quiet import quiet
-from lockstep.export.tracer import DTYPES, layer_list
 from lockstep.export.torch_model import cut_config, load_tensors
+from lockstep.export.tracer import DTYPES, layer_list
 from lockstep.verify.validate.torch_trace import HOOK, TorchModel, layer_of
 from lockstep.weights import Weights
 
@@ -38,9 +38,10 @@ class StreamedModel(TorchModel):
         )
         self.model = _skeleton(cut_config(config, layers), stored)
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
-        parameters, whole = dict(stored.named_parameters(remove_duplicate=False)), {
-            id(layer) for layer in layer_list(self.model)[1]
-        }
+        parameters, whole = (
+            dict(stored.named_parameters(remove_duplicate=False)),
+            {id(layer) for layer in layer_list(self.model)[1]},
+        )
         inside: set[int] = set()
         for name, module in self.model.named_modules():
             if id(module) in inside:
@@ -89,7 +90,7 @@ def _skeleton(config: Any, stored: torch.nn.Module) -> torch.nn.Module:
 
 
 def _stream(prefix: str, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    empty = {name: value for name, value in module.named_parameters(remove_duplicate=False)}
+    empty = dict(module.named_parameters(remove_duplicate=False))
     if not empty:
         return
     module.register_forward_pre_hook(lambda *_: _fill(prefix, module, parameters))

@@ -1,4 +1,5 @@
-"""What a graph and its engine are compared on: a graph, an assembly and the limits in; cases of sizes and seeded arrays out."""
+"""What a graph and its engine are compared on: a graph, an assembly and the limits in; cases of sizes and seeded arrays
+out."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lockstep.verify.boundaries import both_sides, edges, synthetic_past
-from lockstep.onnx_tools.prepare import dtype_name
 from lockstep.backends.tensorrt.profiles import LIMITS, profiles
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.prepare import dtype_name
+from lockstep.verify.boundaries import both_sides, edges, synthetic_past
 
 SEED = 0
 Sizes = dict[str, int]
@@ -25,7 +26,8 @@ _SCORES = 0.5  # standard deviation of attention scores against a long cache: ea
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a graph and its engine: the optimization profile, the size of each dimension, and for attention how long each request's cache is."""
+    """One run of a graph and its engine: the optimization profile, the size of each dimension, and for attention how
+    long each request's cache is."""
 
     profile: int
     sizes: Sizes
@@ -37,11 +39,17 @@ class Case:
         return ", ".join(f"{dim} {size}" for dim, size in self.sizes.items()) + lengths
 
 
-def cases(model: onnx.ModelProto, assembly: Mapping[str, Any], limits: Mapping[str, Any], kind: Mapping[str, Any] | None = None) -> list[Case]:
-    """Each optimization profile of a graph at its smallest sizes and at up to 32 tokens; attention of `kind` also over caches of the largest capacity.
+def cases(
+    model: onnx.ModelProto,
+    assembly: Mapping[str, Any],
+    limits: Mapping[str, Any],
+    kind: Mapping[str, Any] | None = None,
+) -> list[Case]:
+    """Each optimization profile of a graph at its smallest sizes and at up to 32 tokens; attention of `kind` also over
+    caches of the largest capacity.
 
-    These end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's positions, so that a past and the tokens
-    behind it have valid positions.
+    These end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's
+    positions, so that a past and the tokens behind it have valid positions.
     """
     positions = _positions(assembly, limits)
     modest = min(_MODEST, max(1, positions // 2))
@@ -67,8 +75,11 @@ def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
     return tuple(np.linspace(0, capacity, requests).astype(int).tolist()) if requests > 1 else (capacity // 2,)
 
 
-def _long_cases(profile: int, bounds: Mapping[str, tuple[int, int]], positions: int, kind: Mapping[str, Any]) -> Iterator[Case]:
-    """Over caches of the largest capacity: of a decode graph all lengths, a few requests at a time; of a prefill graph one for each edge."""
+def _long_cases(
+    profile: int, bounds: Mapping[str, tuple[int, int]], positions: int, kind: Mapping[str, Any]
+) -> Iterator[Case]:
+    """Over caches of the largest capacity: of a decode graph all lengths, a few requests at a time; of a prefill graph
+    one for each edge."""
     capacity = min(bounds["past_capacity"][1], positions)
     windows = [kind["window"]] if kind["window"] else []
     if "num_requests" in bounds:
@@ -87,11 +98,18 @@ def _long_cases(profile: int, bounds: Mapping[str, tuple[int, int]], positions: 
 
 
 def arrays(
-    model: onnx.ModelProto, slots: Mapping[str, Any], case: Case, assembly: Mapping[str, Any], limits: Mapping[str, Any], kind: Mapping[str, Any] | None = None
+    model: onnx.ModelProto,
+    slots: Mapping[str, Any],
+    case: Case,
+    assembly: Mapping[str, Any],
+    limits: Mapping[str, Any],
+    kind: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Seeded values for all inputs of a graph but its weights (`slots`): activations N(0, 1), as a norm gives them; integers are valid.
+    """Seeded values for all inputs of a graph but its weights (`slots`): activations N(0, 1), as a norm gives them;
+    integers are valid.
 
-    Of a long case queries are scaled down, so that each row of the cache takes part. Raises CheckError for an integer input of unknown meaning.
+    Of a long case queries are scaled down, so that each row of the cache takes part. Raises CheckError for an integer
+    input of unknown meaning.
     """
     random, found, chosen = np.random.default_rng(SEED), {}, case.sizes
     lengths = np.array(case.past_lengths, np.int64) if case.past_lengths else None
@@ -111,18 +129,30 @@ def arrays(
         elif value.name == "position_ids":
             found[value.name] = _position_ids(shape[0], lengths, _positions(assembly, limits))
         else:
-            raise CheckError(f"graph {model.graph.name}: expected integers that a decoder step has, found the input {value.name}; export again")
+            raise CheckError(
+                f"graph {model.graph.name}: expected integers that a decoder step has, found "
+                f"the input {value.name}; export again"
+            )
     if case.long:
-        found["query"] = (found["query"] * (_SCORES / (abs(kind["scale"]) * kind["head_dim"] ** 0.5))).astype(found["query"].dtype)
+        found["query"] = (found["query"] * (_SCORES / (abs(kind["scale"]) * kind["head_dim"] ** 0.5))).astype(
+            found["query"].dtype
+        )
         for row, length in enumerate(case.past_lengths):
-            past = synthetic_past(random, length, kind["num_kv_heads"], (kind["head_dim"], kind["value_head_dim"]), [kind["window"]] if kind["window"] else [])
+            past = synthetic_past(
+                random,
+                length,
+                kind["num_kv_heads"],
+                (kind["head_dim"], kind["value_head_dim"]),
+                [kind["window"]] if kind["window"] else [],
+            )
             for name, array in zip(("past_key", "past_value"), past):
                 found[name][row, :, :length] = array.swapaxes(0, 1)
     return found
 
 
 def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.ndarray:
-    """A token's position is the length of what lies before it. Without a cache all positions are valid: from the first to the last."""
+    """A token's position is the length of what lies before it. Without a cache all positions are valid: from the first
+    to the last."""
     if lengths is None:
         return np.linspace(0, positions - 1, count).astype(np.int64) if count > 1 else np.array([positions - 1])
     return lengths if len(lengths) == count else lengths[0] + np.arange(count)

@@ -1,7 +1,9 @@
-"""The compare stage: an engine set with its assembly and weights in; for each engine, how far it is from its graph in ONNX Runtime, out.
+"""The compare stage: an engine set with its assembly and weights in; for each engine, how far it is from its graph in
+ONNX Runtime, out.
 
-The graph is the canonical one of the assembly, run as it is written on a CPU; the engine is what was built. Both run in Polygraphy's runners on the same
-inputs, at several sizes of each optimization profile, attention also over caches up to the longest, with the weights of one layer. A `<kind>.rotary` engine is a graph itself: there is nothing to compare.
+The graph is the canonical one of the assembly, run as it is written on a CPU; the engine is what was built. Both run in
+Polygraphy's runners on the same inputs, at several sizes of each optimization profile, attention also over caches up to
+the longest, with the weights of one layer. A `<kind>.rotary` engine is a graph itself: there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from polygraphy.comparator import Comparator
 from polygraphy.exception import PolygraphyException
 
 from lockstep.artifacts import formats
-from lockstep.verify.metrics import difference, finish, largest
-from lockstep.verify.comparator import IO, BoundRunner, one_line, quiet
-from lockstep.verify.compare import inputs
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import graph_file
-from lockstep.onnx_tools.prepare import dtype_name
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.prepare import dtype_name
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.verify.comparator import IO, BoundRunner, one_line, quiet
+from lockstep.verify.compare import inputs
+from lockstep.verify.metrics import difference, finish, largest
 from lockstep.weights import Weights, check_slots, slot_array
 
 PRECISIONS = ("fp32", "fp16")  # what ONNX Runtime computes in on a CPU; nor has NumPy, and so Polygraphy, bfloat16
@@ -36,8 +38,10 @@ PRECISIONS = ("fp32", "fp16")  # what ONNX Runtime computes in on a CPU; nor has
 
 @dataclass(frozen=True)
 class Error:
-    """Of one output of an engine. magnitude: rms of what ONNX Runtime gives. max_abs_error: largest |found - expected|. relative_error: largest
-    |found - expected| / max(magnitude, |expected|). All None but the magnitude where the engine gives NaN or infinity. True where it is small enough."""
+    """Of one output of an engine. magnitude: rms of what ONNX Runtime gives. max_abs_error: largest |found - expected|.
+    relative_error: largest
+    |found - expected| / max(magnitude, |expected|). All None but the magnitude where the engine gives NaN or infinity.
+    True where it is small enough."""
 
     magnitude: float
     max_abs_error: float | None
@@ -55,31 +59,55 @@ class Error:
         if self.relative_error is None:
             return "expected finite numbers, found NaN or infinity"
         found = f"{self.relative_error:.3g} (largest absolute error {self.max_abs_error:.3g}, cosine {self.cosine:.6f})"
-        return f"expected an error of at most {self.tolerance:g} of the output's magnitude ({self.magnitude:.3g}), found {found}"
+        return (
+            f"expected an error of at most {self.tolerance:g} of the output's magnitude "
+            f"({self.magnitude:.3g}), found {found}"
+        )
 
 
 def run(
-    assembly_json: Path, weights_json: Path, engines_json: Path, tolerance: float, limits: Mapping[str, int], out: Path, threads: int | None = None
+    assembly_json: Path,
+    weights_json: Path,
+    engines_json: Path,
+    tolerance: float,
+    limits: Mapping[str, int],
+    out: Path,
+    threads: int | None = None,
 ) -> Path:
     """Compare the engines of a set with their graphs and write the report to `out`, which is returned.
 
-    tolerance: the largest error of an output, relative to its magnitude. limits: {"max_batch_size", "max_num_tokens", "max_seq_len"}, where the engines do not
-    say for which they were built. Raises CheckError naming engine, sizes, output, error and tolerance for the
-    first engine over it, when all are compared, and then writes the report to `<out>.failed.json`; InputError for inputs that do not fit together, or
-    a precision that ONNX Runtime lacks.
+    tolerance: the largest error of an output, relative to its magnitude. limits: {"max_batch_size", "max_num_tokens",
+    "max_seq_len"}, where the engines do not say for which they were built. Raises CheckError naming engine, sizes,
+    output, error and tolerance for the first engine over it, when all are compared, and then writes the report to
+    `<out>.failed.json`; InputError for inputs that do not fit together, or a precision that ONNX Runtime lacks.
     """
     engines = EngineSet.open(engines_json, assembly_json)
     weights, assembly = Weights.open(weights_json), engines.assembly
     if assembly["precision"] not in PRECISIONS:
-        raise InputError(f"{assembly_json}: precision: expected one of {', '.join(PRECISIONS)}, which ONNX Runtime computes in, found {assembly['precision']!r}")
+        raise InputError(
+            f"{assembly_json}: precision: expected one of {', '.join(PRECISIONS)}, which ONNX "
+            f"Runtime computes in, found {assembly['precision']!r}"
+        )
     if weights.precision != assembly["precision"]:
-        raise InputError(f"{weights_json}: precision: expected {assembly['precision']} as in the assembly, found {weights.precision}; give the weights of this precision")
+        raise InputError(
+            f"{weights_json}: precision: expected {assembly['precision']} as in the assembly, "
+            f"found {weights.precision}; give the weights of this precision"
+        )
     graphs = dict(engines.backend.graphs(assembly, engines.manifest["options"]))
     report: dict[str, Any] = {
-        "format": formats.COMPARISON, "backend": engines.backend.name, "precision": assembly["precision"], "engine_digest": engines.digest(),
-        "versions": {engines.backend.name: engines.backend.version(), "onnxruntime": onnxruntime.__version__, "polygraphy": polygraphy.__version__},
-        "seed": inputs.SEED, "tolerance": tolerance, "engines": {},
-    }  # fmt: skip
+        "format": formats.COMPARISON,
+        "backend": engines.backend.name,
+        "precision": assembly["precision"],
+        "engine_digest": engines.digest(),
+        "versions": {
+            engines.backend.name: engines.backend.version(),
+            "onnxruntime": onnxruntime.__version__,
+            "polygraphy": polygraphy.__version__,
+        },
+        "seed": inputs.SEED,
+        "tolerance": tolerance,
+        "engines": {},
+    }
     failures = []
     for name in (name for name in engines.names() if "rotary_of" not in graphs[name]):
         pair = _Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads)
@@ -91,9 +119,19 @@ def run(
 
 
 class _Pair:
-    """An engine and its graph, with the weights of one layer; `failures` are lines, in the order in which they were found."""
+    """An engine and its graph, with the weights of one layer; `failures` are lines, in the order in which they were
+    found."""
 
-    def __init__(self, engines: EngineSet, weights: Weights, folder: Path, name: str, graph: Mapping[str, Any], limits: Mapping[str, int], threads: int | None):
+    def __init__(
+        self,
+        engines: EngineSet,
+        weights: Weights,
+        folder: Path,
+        name: str,
+        graph: Mapping[str, Any],
+        limits: Mapping[str, int],
+        threads: int | None,
+    ):
         self.name, self.file = name, engines.path.parent / engines.manifest["engines"][name]["file"]
         self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest["options"], limits)
         self._kind = engines.assembly["kinds"].get(name.rpartition(".")[0])
@@ -104,7 +142,9 @@ class _Pair:
             check_slots(weights, tensors, slots, name)
         self._layer, self._slots = layer, tensors
         self._inputs = [_io(value) for value in self._model.graph.input if value.name not in tensors]
-        place = lambda slots, tensors: {slot["name"]: slot_array(weights, tensors[slot["name"]], slot["shape"]) for slot in slots}
+        place = lambda slots, tensors: {
+            slot["name"]: slot_array(weights, tensors[slot["name"]], slot["shape"]) for slot in slots
+        }
         session = open_session(self._model.SerializeToString(), threads)
         self._graph = BoundRunner("graph", self._inputs, session, place(slots, tensors))
         built = place(engines.manifest["engines"][name].get("slots", slots), engines.tensors(name, tensors))
@@ -117,9 +157,17 @@ class _Pair:
         for case in inputs.cases(self._model, self._assembly, self._limits, self._kind):
             feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._kind)
             errors = self._run(case.profile, feed, tolerance)
-            about = {"profile": case.profile, "sizes": case.sizes, **({"past_lengths": list(case.past_lengths)} if case.past_lengths else {})}
+            about = {
+                "profile": case.profile,
+                "sizes": case.sizes,
+                **({"past_lengths": list(case.past_lengths)} if case.past_lengths else {}),
+            }
             runs.append({**about, "outputs": {output: error.report() for output, error in errors.items()}})
-            self.failures += [f"{self.file}: engine {self.name}, profile {case.profile} ({case}), {output}: {error}" for output, error in errors.items() if not error]
+            self.failures += [
+                f"{self.file}: engine {self.name}, profile {case.profile} ({case}), {output}: {error}"
+                for output, error in errors.items()
+                if not error
+            ]
         found = [error for run in runs for error in run["outputs"].values()]
         worst = {key: largest([error[key] for error in found]) for key in ("max_abs_error", "relative_error")}
         cosines = [error["cosine"] for error in found]
@@ -131,8 +179,13 @@ class _Pair:
         def errors(graph: Mapping[str, np.ndarray], engine: Mapping[str, np.ndarray]) -> OrderedDict[str, Error]:
             shapes = [{name: tuple(values.shape) for name, values in outputs.items()} for outputs in (graph, engine)]
             if shapes[0] != shapes[1]:
-                raise CheckError(f"{self.file}: expected the outputs {shapes[0]} as of the graph, found {shapes[1]}; build the engines again")
-            return OrderedDict((name, _error(graph[name], engine[name], tolerance, f"{self.file}: {name}")) for name in graph.keys())
+                raise CheckError(
+                    f"{self.file}: expected the outputs {shapes[0]} as of the graph, found "
+                    f"{shapes[1]}; build the engines again"
+                )
+            return OrderedDict(
+                (name, _error(graph[name], engine[name], tolerance, f"{self.file}: {name}")) for name in graph.keys()
+            )
 
         try:
             with quiet(), np.errstate(invalid="ignore"):  # Polygraphy's statistics of what is not finite
@@ -145,10 +198,14 @@ class _Pair:
 
 
 def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str) -> Error:
-    """In units of the output's rms `difference` tells errors relative to it: then nothing is let through because its numbers are small."""
+    """In units of the output's rms `difference` tells errors relative to it: then nothing is let through because its
+    numbers are small."""
     exact, other = expected.astype(np.float64), found.astype(np.float64)
     if not np.isfinite(exact).all():
-        raise CheckError(f"{where}: expected finite numbers of the graph in ONNX Runtime, found NaN or infinity; are these the model's weights?")
+        raise CheckError(
+            f"{where}: expected finite numbers of the graph in ONNX Runtime, found NaN or "
+            f"infinity; are these the model's weights?"
+        )
     magnitude = float(np.sqrt(np.mean(exact * exact)))
     unit = magnitude or 1.0
     scaled = difference(exact / unit, other / unit)
@@ -157,19 +214,26 @@ def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str
 
 
 def _place(assembly: Mapping[str, Any], name: str) -> tuple[int | None, Mapping[str, Sequence[str]]]:
-    """(layer, its {slot: tensors}) of a class: of the first layer that has it as a block, of the last that has it as the exit; None is the embedding."""
+    """(layer, its {slot: tensors}) of a class: of the first layer that has it as a block, of the last that has it as
+    the exit; None is the embedding."""
     layers = list(enumerate(assembly["layers"]))
-    parts = [(None, assembly["embedding"]), *((i, layer["block"]) for i, layer in layers), *((i, layer["exit"]) for i, layer in reversed(layers))]
+    parts = [
+        (None, assembly["embedding"]),
+        *((i, layer["block"]) for i, layer in layers),
+        *((i, layer["exit"]) for i, layer in reversed(layers)),
+    ]
     return next((layer, part["slots"]) for layer, part in parts if part["class"] == name)
 
 
-def _opened(backend: str, file: Path, declared: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None) -> Callable[[int], BaseRunner]:
+def _opened(
+    backend: str, file: Path, declared: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
+) -> Callable[[int], BaseRunner]:
     """What makes the engine's runner for an optimization profile."""
     if backend == "onnxruntime":  # an engine file is a graph, for any size
         session = open_session(file, threads)
         return lambda profile: BoundRunner("engine", declared, session, weights)
-    from lockstep.verify.compare.trt_runner import EngineRunner  # loads CUDA
     from lockstep.backends.tensorrt import compat
+    from lockstep.verify.compare.trt_runner import EngineRunner  # loads CUDA
 
     engine = compat.deserialize(file.read_bytes(), str(file))
     return lambda profile: EngineRunner("engine", str(file), declared, engine, weights, profile)
@@ -177,4 +241,8 @@ def _opened(backend: str, file: Path, declared: Sequence[IO], weights: Mapping[s
 
 def _io(value: onnx.ValueInfoProto) -> IO:
     kind = value.type.tensor_type
-    return {"name": value.name, "dtype": dtype_name(kind.elem_type), "shape": [dim.dim_param or dim.dim_value for dim in kind.shape.dim]}
+    return {
+        "name": value.name,
+        "dtype": dtype_name(kind.elem_type),
+        "shape": [dim.dim_param or dim.dim_value for dim in kind.shape.dim],
+    }

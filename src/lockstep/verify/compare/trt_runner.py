@@ -1,7 +1,8 @@
 """Polygraphy's TensorRT runner for engines whose weights are inputs. Needs tensorrt, cuda-python, polygraphy and a GPU.
 
-Polygraphy calls CUDA through the shared library `libcudart.so*`, which it looks for in LD_LIBRARY_PATH, /usr/local/cuda/lib64 and
-nvidia-cuda-runtime wheels. cuda-python brings the same runtime along, and all else here uses that one: Polygraphy is given it too.
+Polygraphy calls CUDA through the shared library `libcudart.so*`, which it looks for in LD_LIBRARY_PATH,
+/usr/local/cuda/lib64 and nvidia-cuda-runtime wheels. cuda-python brings the same runtime along, and all else here uses
+that one: Polygraphy is given it too.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from polygraphy.common import TensorMetadata
 from polygraphy.cuda import cuda as polygraphy_cuda
 from polygraphy.exception import PolygraphyException
 
-from lockstep.verify.comparator import IO, metadata, one_line
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.cuda import check
 from lockstep.errors import CheckError
+from lockstep.verify.comparator import IO, metadata, one_line
 
 
 class CudaPython:
@@ -42,16 +43,24 @@ class CudaPython:
 
     def memcpy(self, dst: int, src: int, nbytes: int, kind: Any, stream_ptr: int | None = None) -> None:
         kind = runtime.cudaMemcpyKind(kind.value)
-        check(runtime.cudaMemcpy(dst, src, nbytes, kind) if stream_ptr is None else runtime.cudaMemcpyAsync(dst, src, nbytes, kind, stream_ptr))
+        check(
+            runtime.cudaMemcpy(dst, src, nbytes, kind)
+            if stream_ptr is None
+            else runtime.cudaMemcpyAsync(dst, src, nbytes, kind, stream_ptr)
+        )
 
 
 class EngineRunner(TrtRunner):
-    """Runs an engine (trt.ICudaEngine) on one of its optimization profiles; weights are fed beside what the caller gives.
+    """Runs an engine (trt.ICudaEngine) on one of its optimization profiles; weights are fed beside what the caller
+    gives.
 
-    `inputs` are the graph's: where TensorRT made an input of another type, as 8.6 makes int32 of int64, values are cast.
+    `inputs` are the graph's: where TensorRT made an input of another type, as 8.6 makes int32 of int64, values are
+    cast.
     """
 
-    def __init__(self, name: str, where: str, inputs: Sequence[IO], engine: Any, weights: Mapping[str, np.ndarray], profile: int):
+    def __init__(
+        self, name: str, where: str, inputs: Sequence[IO], engine: Any, weights: Mapping[str, np.ndarray], profile: int
+    ):
         polygraphy_cuda.G_CUDA = CudaPython()  # what `polygraphy.cuda.wrapper()` gives to all
         super().__init__(engine, name=name, optimization_profile=profile)
         self._where, self._declared, self._weights = where, inputs, weights
@@ -66,7 +75,10 @@ class EngineRunner(TrtRunner):
         try:
             return super().infer_impl(feeds)
         except PolygraphyException as error:
-            raise CheckError(f"{self._where}: Polygraphy cannot run this engine: {one_line(error)}; TensorRT says: {compat.LOG.first_error()}") from error
+            raise CheckError(
+                f"{self._where}: Polygraphy cannot run this engine: {one_line(error)}; TensorRT "
+                f"says: {compat.LOG.first_error()}"
+            ) from error
 
     def deactivate_impl(self):
         for array in self.output_allocator.buffers.values():  # Polygraphy leaves them on the device
@@ -76,4 +88,7 @@ class EngineRunner(TrtRunner):
 
 def cast(arrays: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
     """Integers as the engine takes them; what is a float, or right already, stays as it is."""
-    return {name: array.astype(types[name], copy=False) if array.dtype.kind == "i" else array for name, array in arrays.items()}
+    return {
+        name: array.astype(types[name], copy=False) if array.dtype.kind == "i" else array
+        for name, array in arrays.items()
+    }

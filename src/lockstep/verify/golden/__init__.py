@@ -1,7 +1,7 @@
 """Golden: what the model says in Hugging Face transformers, and whether an engine set says the same.
 
-`make_reference` and `check` are loaded when they are asked for, and by name: the reference needs torch, the check must not load it,
-and a stage is rerun for a change of its own code only.
+`make_reference` and `check` are loaded when they are asked for, and by name: the reference needs torch, the check must
+not load it, and a stage is rerun for a change of its own code only.
 """
 
 import importlib

@@ -1,9 +1,11 @@
-"""The golden check: does an engine set, run by the runtime that also serves, say what the reference says? Needs no torch.
+"""The golden check: does an engine set, run by the runtime that also serves, say what the reference says? Needs no
+torch.
 
-In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and speeds apart from it.
-The prompts are decoded freely in one batch, then along the reference's tokens, then each alone; as `lockstep generate` does, which leaves the choice of
-tokens to the device; and in random pieces beside other requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole, cut on both
-sides of each edge of cache, window and RoPE, and beside the others.
+In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and
+speeds apart from it. The prompts are decoded freely in one batch, then along the reference's tokens, then each alone;
+as `lockstep generate` does, which leaves the choice of tokens to the device; and in random pieces beside other
+requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole, cut on both sides of each
+edge of cache, window and RoPE, and beside the others.
 """
 
 from __future__ import annotations
@@ -17,21 +19,22 @@ import numpy as np
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.dtypes import numpy_dtype
-from lockstep.checkpoint.safetensors_header import read_header
-from lockstep.verify.metrics import Difference, difference, finish, largest
-from lockstep.errors import CheckError, InputError
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.checkpoint.safetensors_header import read_header
+from lockstep.errors import CheckError, InputError
+from lockstep.runtime import Decoding, Model, Request
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.targets import Target
 from lockstep.verify.golden.decode import Decoded, decode
 from lockstep.verify.golden.forced import Errors, Forced, force, pieces, stretches
 from lockstep.verify.golden.text import new_text
-from lockstep.targets import Target
-from lockstep.runtime import Decoding, Model, Request
-from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.verify.metrics import Difference, difference, finish, largest
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of the reference: logits [len(tokens), vocab_size] float32, gaps between the two largest of each step, expected text."""
+    """One prompt of the reference: logits [len(tokens), vocab_size] float32, gaps between the two largest of each step,
+    expected text."""
 
     text: str
     prompt_ids: list[int]
@@ -55,7 +58,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Long:
-    """The long prompt. prompt: as the others, with a name for its text; edges: numbers of tokens at which it is cut, the last is all of it;
+    """The long prompt. prompt: as the others, with a name for its text; edges: numbers of tokens at which it is cut,
+    the last is all of it;
     logits: {number of tokens: logits [vocab_size] float32 behind so many of it}."""
 
     prompt: Prompt
@@ -78,21 +82,33 @@ def check(
 ) -> Path:
     """Check an engine set, write the report to `out` and the speeds to `speed_out`; gives `out`.
 
-    tolerance["logits"]: the largest absolute error of a logit. limits: the config's. expected: for each prompt the text that must
-    follow it, or None. Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`;
-    InputError for inputs that do not fit together or prompts that exceed the limits.
+    tolerance["logits"]: the largest absolute error of a logit. limits: the config's. expected: for each prompt the text
+    that must follow it, or None. Raises CheckError, one line, for the first thing wrong, with the whole report in
+    `<out>.failed.json`; InputError for inputs that do not fit together or prompts that exceed the limits.
     """
     prompts, long, reference = _read_reference(Path(reference_json), expected)
     if reference["layers"] != target.layers:
-        raise InputError(f"{reference_json}: layers: expected {target.layers}, found {reference['layers']}; make the reference of this target")
+        raise InputError(
+            f"{reference_json}: layers: expected {target.layers}, found {reference['layers']}; "
+            f"make the reference of this target"
+        )
     _check_limits(prompts, long, reference["max_new_tokens"], limits)
     model = Model.open(
-        engines_json, assembly_json, weights_json, target.layers,
-        max_batch_size=limits["max_batch_size"], max_seq_len=limits["max_seq_len"], max_num_tokens=limits["max_num_tokens"], threads=threads,
-    )  # fmt: skip
+        engines_json,
+        assembly_json,
+        weights_json,
+        target.layers,
+        max_batch_size=limits["max_batch_size"],
+        max_seq_len=limits["max_seq_len"],
+        max_num_tokens=limits["max_num_tokens"],
+        threads=threads,
+    )
     vocab_size = prompts[0].logits.shape[1]
     if vocab_size != model.vocab_size:
-        raise InputError(f"{reference_json}: expected logits of {model.vocab_size} tokens as in {assembly_json}, found {vocab_size}; make the reference again")
+        raise InputError(
+            f"{reference_json}: expected logits of {model.vocab_size} tokens as in "
+            f"{assembly_json}, found {vocab_size}; make the reference again"
+        )
     tokenizer = Tokenizer.open(assembly_json)
     checked = _Check(model, tokenizer, prompts, long, reference, tolerance["logits"], limits["max_num_tokens"])
     report, speed = checked.run()
@@ -106,7 +122,14 @@ class _Check:
     """One run of the check; `failures` are lines, in the order in which they were found."""
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, prompts: Sequence[Prompt], long: Long | None, reference: Mapping[str, Any], tolerance: float, max_num_tokens: int
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        long: Long | None,
+        reference: Mapping[str, Any],
+        tolerance: float,
+        max_num_tokens: int,
     ):
         self.model, self.tokenizer, self.prompts, self.long = model, tokenizer, prompts, long
         self.max_new_tokens, self.eos_token_ids = reference["max_new_tokens"], tuple(reference["eos_token_ids"])
@@ -130,7 +153,12 @@ class _Check:
         self._mixed(entries, long)
         errors = [entry[key] for entry in entries for key in ("max_logit_error", "mixed_max_logit_error")]
         errors += [error for key, error in (long or {}).items() if key.endswith("max_logit_error")]
-        report = {"tolerance": self.tolerance, "max_logit_error": largest(errors), "prompts": entries, "long_prompt": long}
+        report = {
+            "tolerance": self.tolerance,
+            "max_logit_error": largest(errors),
+            "prompts": entries,
+            "long_prompt": long,
+        }
         return report, _speed(forced, alone, min(len(ids), self.model.max_batch_size))
 
     def _generate(self, prompts: Sequence[Prompt], entries: Sequence[dict[str, Any]], stop_ids: frozenset[int]) -> None:
@@ -143,11 +171,14 @@ class _Check:
         except CheckError as error:
             self.failures.append(f"generating: {error}")
         for prompt, entry, tokens in zip(prompts, entries, found):
-            entry["generate_differences"] = self._first_difference(prompt, "as lockstep generate decodes", entry["tokens"], tokens)
+            entry["generate_differences"] = self._first_difference(
+                prompt, "as lockstep generate decodes", entry["tokens"], tokens
+            )
             entry["generate_equal"] = not entry["generate_differences"]
 
     def _long(self) -> dict[str, Any]:
-        """The long prompt's entry: its logits when it comes whole, as often as fills a step; cut at the edges; and token by token; and what it generates."""
+        """The long prompt's entry: its logits when it comes whole, as often as fills a step; cut at the edges; and
+        token by token; and what it generates."""
         prompt, logits = self.long.prompt, self.long.logits
         count, answer = len(prompt.prompt_ids), tuple(range(len(self.long.prompt.prompt_ids) + 1, prompt.total + 1))
         entry: dict[str, Any] = {"num_tokens": count, "tokens": prompt.tokens}
@@ -157,24 +188,31 @@ class _Check:
             ("cut_max_logit_error", "in pieces", [(*self.long.edges, *answer)]),
             ("single_max_logit_error", "token by token", list(stretches(self.long.edges))),
         ):
-            errors = force(self.model, [prompt.forced(each, logits) for each in ends], self.tolerance, self.max_num_tokens)
+            errors = force(
+                self.model, [prompt.forced(each, logits) for each in ends], self.tolerance, self.max_num_tokens
+            )
             entry[key] = self._forced_error(prompt, how, errors)
         self._generate([prompt], [entry], frozenset())
         return entry
 
     def _mixed(self, entries: Sequence[dict[str, Any]], long: dict[str, Any] | None) -> None:
-        """All prompts in random pieces, in all slots and a few times more, beside the long prompt; adds the largest errors to the entries."""
+        """All prompts in random pieces, in all slots and a few times more, beside the long prompt; adds the largest
+        errors to the entries."""
         random, requests, owners = np.random.default_rng(0), [], []
         if self.long:
             prompt, logits = self.long.prompt, self.long.logits
-            requests.append(prompt.forced((*self.long.edges, *range(len(prompt.prompt_ids) + 1, prompt.total + 1)), logits))
+            requests.append(
+                prompt.forced((*self.long.edges, *range(len(prompt.prompt_ids) + 1, prompt.total + 1)), logits)
+            )
             owners.append(prompt)
         for number in range(self.model.max_batch_size + len(self.prompts)):
             prompt = self.prompts[number % len(self.prompts)]
             requests.append(prompt.forced(pieces(len(prompt.prompt_ids), prompt.total, random)))
             owners.append(prompt)
         errors = force(self.model, requests, self.tolerance, self.max_num_tokens, pauses=True)
-        for prompt, entry in zip([*self.prompts, *([self.long.prompt] if self.long else [])], [*entries, *([long] if long else [])]):
+        for prompt, entry in zip(
+            [*self.prompts, *([self.long.prompt] if self.long else [])], [*entries, *([long] if long else [])]
+        ):
             own = [found for found, owner in zip(errors, owners) if owner is prompt]
             entry["mixed_max_logit_error"] = self._forced_error(prompt, "in pieces beside other requests", own)
 
@@ -230,11 +268,14 @@ class _Check:
             "alone_max_logit_difference": largest([error.max_abs_error for error in drift]),
         }
 
-    def _first_difference(self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]) -> list[dict[str, Any]]:
-        """The first differing token, as a list of one or none: behind it the histories differ, and nothing can be compared.
+    def _first_difference(
+        self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """The first differing token, as a list of one or none: behind it the histories differ, and nothing can be
+        compared.
 
-        It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest, are nearer to each
-        other than the tolerance. Otherwise it is a failure.
+        It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest,
+        are nearer to each other than the tolerance. Otherwise it is a failure.
         """
         step = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), None)
         if step is None and len(expected) != len(found):
@@ -247,7 +288,11 @@ class _Check:
         apart = abs(float(row[expected[step]]) - float(row[found[step]]))
         accepted = gap is not None and max(gap, apart) < self.tolerance
         if not accepted:
-            why = f"another one is accepted where the gap is below {self.tolerance:g}, here it is {gap:.3g}" if gap is not None else "there is no gap"
+            why = (
+                (f"another one is accepted where the gap is below {self.tolerance:g}, here it is {gap:.3g}")
+                if gap is not None
+                else "there is no gap"
+            )
             self._fail(prompt, f"step {step}, {how}: expected token {expected[step]}, found {found[step]}; {why}")
         return [{"step": step, "reference": expected[step], "found": found[step], "gap": gap, "accepted": accepted}]
 
@@ -261,11 +306,23 @@ def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Pr
     entries = manifest["prompts"]
     texts = list(expected) or [None] * len(entries)
     if len(texts) != len(entries):
-        raise InputError(f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again")
+        raise InputError(
+            f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again"
+        )
     prompts = []
     for i, (entry, text) in enumerate(zip(entries, texts)):
         gaps = [step["gap"] for step in entry["steps"]]
-        prompts.append(Prompt(entry["text"], entry["prompt_ids"], entry["tokens"], entry["new_text"], logits[f"logits.{i}"], gaps, text))
+        prompts.append(
+            Prompt(
+                entry["text"],
+                entry["prompt_ids"],
+                entry["tokens"],
+                entry["new_text"],
+                logits[f"logits.{i}"],
+                gaps,
+                text,
+            )
+        )
     return prompts, _read_long(manifest["long"], logits), manifest
 
 
@@ -294,17 +351,20 @@ def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: 
         count = len(prompt.prompt_ids)
         if count > limits["max_input_len"]:
             raise InputError(
-                f"golden prompt {_short(prompt.text)!r}: expected at most {limits['max_input_len']} tokens (limits.max_input_len), "
+                f"golden prompt {_short(prompt.text)!r}: expected at most {limits['max_input_len']} tokens "
+                f"(limits.max_input_len), "
                 f"found {count}; shorten it or raise the limit"
             )
         if count + max_new_tokens > limits["max_seq_len"]:
             raise InputError(
-                f"golden prompt {_short(prompt.text)!r}: expected prompt and answer within {limits['max_seq_len']} tokens (limits.max_seq_len), "
+                f"golden prompt {_short(prompt.text)!r}: expected prompt and answer within "
+                f"{limits['max_seq_len']} tokens (limits.max_seq_len), "
                 f"found {count} + {max_new_tokens}; shorten it, lower max_new_tokens or raise the limit"
             )
     if long and len(long.prompt.prompt_ids) + max_new_tokens > limits["max_seq_len"]:
         raise InputError(
-            f"the long golden prompt: expected prompt and answer within {limits['max_seq_len']} tokens (limits.max_seq_len), "
+            f"the long golden prompt: expected prompt and answer within {limits['max_seq_len']} tokens "
+            f"(limits.max_seq_len), "
             f"found {len(long.prompt.prompt_ids)} + {max_new_tokens}; make the reference for these limits"
         )
 
@@ -316,14 +376,19 @@ def _off(error: Difference, tolerance: float) -> str:
 
 
 def _speed(batch: Decoded, alone: Sequence[Decoded], batch_size: int) -> dict[str, Any]:
-    """Tokens per second in the batch, and alone. Of the pass along the reference's tokens: as long as others', and behind a warm-up."""
+    """Tokens per second in the batch, and alone. Of the pass along the reference's tokens: as long as others', and
+    behind a warm-up."""
     rate = lambda tokens, seconds: tokens / seconds if seconds else 0.0  # one new token takes no decode step
     return {
         "batch_size": batch_size,
         "prefill_tokens_per_s": rate(batch.prefill_tokens, batch.prefill_seconds),
         "decode_tokens_per_s": rate(batch.decode_tokens, batch.decode_seconds),
-        "alone_prefill_tokens_per_s": rate(sum(run.prefill_tokens for run in alone), sum(run.prefill_seconds for run in alone)),
-        "alone_decode_tokens_per_s": rate(sum(run.decode_tokens for run in alone), sum(run.decode_seconds for run in alone)),
+        "alone_prefill_tokens_per_s": rate(
+            sum(run.prefill_tokens for run in alone), sum(run.prefill_seconds for run in alone)
+        ),
+        "alone_decode_tokens_per_s": rate(
+            sum(run.decode_tokens for run in alone), sum(run.decode_seconds for run in alone)
+        ),
     }
 
 

@@ -1,4 +1,5 @@
-"""Decode prompts through the runtime's `step`, in one batch or alone: prompts and a choice of next tokens in, logits and times out."""
+"""Decode prompts through the runtime's `step`, in one batch or alone: prompts and a choice of next tokens in, logits
+and times out."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ import numpy as np
 
 from lockstep.runtime import Advance, Model
 
-# (number of the prompt, number of the step, logits [vocab_size] float32) -> the next token, and whether to go on behind it.
+# (number of the prompt, number of the step, logits [vocab_size] float32) -> the next token, and whether to go on behind
+# it.
 Choose = Callable[[int, int, np.ndarray], tuple[int, bool]]
 
 
 @dataclass
 class Decoded:
-    """Of each prompt, in their order: the logits [vocab_size] of every step and the token chosen from them. Times over all prompts."""
+    """Of each prompt, in their order: the logits [vocab_size] of every step and the token chosen from them. Times over
+    all prompts."""
 
     logits: list[list[np.ndarray]]
     tokens: list[list[int]]
@@ -29,8 +32,8 @@ class Decoded:
 def decode(model: Model, prompts: Sequence[Sequence[int]], choose: Choose, max_num_tokens: int) -> Decoded:
     """Run all prompts, as many together as the model has slots.
 
-    A prompt's tokens come in one step where they fit with those of the others in `max_num_tokens`, else in chunks. `choose` is asked
-    after each step of a prompt that has taken in all of it.
+    A prompt's tokens come in one step where they fit with those of the others in `max_num_tokens`, else in chunks.
+    `choose` is asked after each step of a prompt that has taken in all of it.
     """
     result = Decoded([[] for _ in prompts], [[] for _ in prompts])
     for first in range(0, len(prompts), model.max_batch_size):
@@ -62,8 +65,11 @@ def _choose(result: Decoded, choose: Choose, rows: dict[int, np.ndarray]) -> dic
     return active
 
 
-def _prefill(model: Model, prompts: dict[int, Sequence[int]], max_num_tokens: int, result: Decoded) -> dict[int, np.ndarray]:
-    """Bring {slot: prompt} into the cache, at most `max_num_tokens` a step; gives the logits behind each prompt's last token."""
+def _prefill(
+    model: Model, prompts: dict[int, Sequence[int]], max_num_tokens: int, result: Decoded
+) -> dict[int, np.ndarray]:
+    """Bring {slot: prompt} into the cache, at most `max_num_tokens` a step; gives the logits behind each prompt's last
+    token."""
     done = dict.fromkeys(prompts, 0)
     logits: dict[int, np.ndarray] = {}
     while len(logits) < len(prompts):

@@ -1,10 +1,12 @@
-"""The reference: what a checkpoint answers to the golden prompts in Hugging Face transformers. Needs torch and transformers.
+"""The reference: what a checkpoint answers to the golden prompts in Hugging Face transformers. Needs torch and
+transformers.
 
-In: a checkpoint's manifest, a layer count, prompts. Out: prompt ids, greedily decoded tokens, and the logits of every step, computed in
-float32 with eager attention and a KV cache. One reference serves all precisions and backends of a model and layer count.
+In: a checkpoint's manifest, a layer count, prompts. Out: prompt ids, greedily decoded tokens, and the logits of every
+step, computed in float32 with eager attention and a KV cache. One reference serves all precisions and backends of a
+model and layer count.
 
-Beside the prompts of the config stands a long one, of tokens from a hash, that goes as far as the limits allow: its logits are kept on
-both sides of each length at which a KV cache, a window or a RoPE setting has an edge.
+Beside the prompts of the config stands a long one, of tokens from a hash, that goes as far as the limits allow: its
+logits are kept on both sides of each length at which a KV cache, a window or a RoPE setting has an edge.
 """
 
 from __future__ import annotations
@@ -21,23 +23,25 @@ from safetensors.numpy import save
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lockstep.artifacts import formats
-from lockstep.verify.boundaries import both_sides, config_lengths
+from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.errors import InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
-from lockstep.verify.golden.text import new_text
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, load_folder
+from lockstep.verify.boundaries import both_sides, config_lengths
+from lockstep.verify.golden.text import new_text
 
 TOP = 5  # logits that are kept by value in the manifest
-_CHUNK = 256  # tokens of the long prompt that eager attention takes at a time: its scores are a number for each pair of tokens
+# tokens of the long prompt that eager attention takes at a time: its scores are a number for each pair of tokens
+_CHUNK = 256
 _MOST_ROWS, _MOST_BYTES = 256, 1 << 25  # logits of the long prompt that are kept beside those at edges
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt and what follows it. tokens: greedy, an end-of-sequence token included; logits [len(tokens), vocab_size] float32:
-    those that each token was chosen from; new_text: the tokens as text, special tokens left out."""
+    """One prompt and what follows it. tokens: greedy, an end-of-sequence token included; logits [len(tokens),
+    vocab_size] float32: those that each token was chosen from; new_text: the tokens as text, special tokens left
+    out."""
 
     text: str
     prompt_ids: tuple[int, ...]
@@ -50,8 +54,9 @@ class Answer:
 class LongAnswer:
     """The long prompt and what follows it; end-of-sequence tokens do not end it.
 
-    counts: ascending numbers of prompt tokens, the last is all of them; prompt_logits [len(counts), vocab_size] float32 are those behind so many
-    tokens. edges: those of counts at which something begins or ends. tokens, logits: as in `Answer`.
+    counts: ascending numbers of prompt tokens, the last is all of them; prompt_logits [len(counts), vocab_size] float32
+    are those behind so many tokens. edges: those of counts at which something begins or ends. tokens, logits: as in
+    `Answer`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -72,14 +77,17 @@ class Reference:
 def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str, Any], out: Path) -> Path:
     """Write the reference of the model's first `layers` layers (or "all") to `out`, its logits beside it; gives `out`.
 
-    golden: {"max_new_tokens": int, "prompts": [text, ...], "long_prompt": tokens of the long prompt, 0 for none}. Same inputs, same bytes. Raises InputError for a checkpoint that
-    transformers cannot load or a prompt that does not fit the model.
+    golden: {"max_new_tokens": int, "prompts": [text, ...], "long_prompt": tokens of the long prompt, 0 for none}. Same
+    inputs, same bytes. Raises InputError for a checkpoint that transformers cannot load or a prompt that does not fit
+    the model.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
     manifest = read_json(checkpoint_json, formats.CHECKPOINT)
     folder = checkpoint_folder(checkpoint_json, manifest)
     check_checkpoint(folder, manifest)
-    reference = compute(folder, manifest["config"], layers, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"])
+    reference = compute(
+        folder, manifest["config"], layers, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
+    )
     logits_path, long = out.with_suffix(".safetensors"), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
     if long:
@@ -95,13 +103,26 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
             "eos_token_ids": list(reference.eos_token_ids),
             "logits": logits,
             "prompts": [_entry(answer) for answer in reference.answers],
-            "long": long and {"prompt_ids": list(long.prompt_ids), "edges": list(long.edges), "counts": list(long.counts), "tokens": list(long.tokens)},
+            "long": long
+            and {
+                "prompt_ids": list(long.prompt_ids),
+                "edges": list(long.edges),
+                "counts": list(long.counts),
+                "tokens": list(long.tokens),
+            },
         },
     )
     return out
 
 
-def compute(folder: Path, config: Mapping[str, Any], layers: int | str, prompts: Sequence[str], max_new_tokens: int, long_prompt: int = 0) -> Reference:
+def compute(
+    folder: Path,
+    config: Mapping[str, Any],
+    layers: int | str,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    long_prompt: int = 0,
+) -> Reference:
     """The reference without files: a checkpoint folder and its config.json's content in."""
     cut = cut_config(config, layers)
     tokenizer, model = _load_tokenizer(folder), load_folder(folder, cut)
@@ -113,7 +134,8 @@ def compute(folder: Path, config: Mapping[str, Any], layers: int | str, prompts:
         prompt_ids = _prompt_ids(tokenizer, text, model.get_input_embeddings().weight.shape[0])
         if limit is not None and len(prompt_ids) + max_new_tokens > limit:
             raise InputError(
-                f"golden prompt {text[:40]!r}: expected prompt and answer within {limit} tokens (max_position_embeddings), "
+                f"golden prompt {text[:40]!r}: expected prompt and answer within {limit} tokens "
+                f"(max_position_embeddings), "
                 f"found {len(prompt_ids)} + {max_new_tokens}; shorten the prompt or max_new_tokens"
             )
         tokens, logits = greedy(model, prompt_ids, max_new_tokens, ends)
@@ -124,18 +146,27 @@ def compute(folder: Path, config: Mapping[str, Any], layers: int | str, prompts:
             f"found {long_prompt} + {max_new_tokens}; lower limits.max_seq_len or golden.long_prompt"
         )
     lengths = config_lengths(config)
-    long = long_answer(model, cut.get_text_config().vocab_size, long_prompt, max_new_tokens, lengths) if long_prompt else None
+    long = (
+        long_answer(model, cut.get_text_config().vocab_size, long_prompt, max_new_tokens, lengths)
+        if long_prompt
+        else None
+    )
     return Reference(tuple(answers), ends, long)
 
 
 def long_prompt_ids(count: int, vocab_size: int) -> tuple[int, ...]:
     """Return `count` token ids that only the count and the vocabulary decide."""
-    return tuple(int.from_bytes(hashlib.sha256(f"long prompt {i}".encode()).digest()[:8], "big") % vocab_size for i in range(count))
+    return tuple(
+        int.from_bytes(hashlib.sha256(f"long prompt {i}".encode()).digest()[:8], "big") % vocab_size
+        for i in range(count)
+    )
 
 
-def long_answer(model: torch.nn.Module, vocab_size: int, count: int, max_new_tokens: int, lengths: Iterable[int]) -> LongAnswer:
-    """Decode greedily behind a long prompt, brought in chunks; keep the logits on both sides of the edges that `lengths` and its own length make, and
-    others evenly between them."""
+def long_answer(
+    model: torch.nn.Module, vocab_size: int, count: int, max_new_tokens: int, lengths: Iterable[int]
+) -> LongAnswer:
+    """Decode greedily behind a long prompt, brought in chunks; keep the logits on both sides of the edges that
+    `lengths` and its own length make, and others evenly between them."""
     prompt_ids = long_prompt_ids(count, vocab_size)
     edges = sorted({*(near for near in both_sides(count + max_new_tokens, lengths) if near < count), count})
     rows = min(count, _MOST_ROWS, max(1, _MOST_BYTES // (4 * vocab_size)))
@@ -143,18 +174,29 @@ def long_answer(model: torch.nn.Module, vocab_size: int, count: int, max_new_tok
     kept, cache = [], None
     with torch.no_grad():
         for start in range(0, count, _CHUNK):
-            output = model(input_ids=torch.tensor([prompt_ids[start : start + _CHUNK]]), past_key_values=cache, use_cache=True)
+            output = model(
+                input_ids=torch.tensor([prompt_ids[start : start + _CHUNK]]), past_key_values=cache, use_cache=True
+            )
             cache = output.past_key_values
-            kept += [output.logits[0, near - 1 - start].float().numpy().copy() for near in counts if start < near <= start + _CHUNK]
+            kept += [
+                output.logits[0, near - 1 - start].float().numpy().copy()
+                for near in counts
+                if start < near <= start + _CHUNK
+            ]
     tokens, logits = _decode(model, kept[-1], cache, max_new_tokens, ())
     return LongAnswer(prompt_ids, tuple(edges), tuple(counts), np.stack(kept), tokens, logits)
 
 
-def greedy(model: torch.nn.Module, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int]) -> tuple[tuple[int, ...], np.ndarray]:
-    """Decode greedily with a KV cache until an end-of-sequence token, which is kept, or `max_new_tokens`: tokens, logits [steps, vocab_size]."""
+def greedy(
+    model: torch.nn.Module, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int]
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Decode greedily with a KV cache until an end-of-sequence token, which is kept, or `max_new_tokens`: tokens,
+    logits [steps, vocab_size]."""
     with torch.no_grad():
         output = model(input_ids=torch.tensor([list(prompt_ids)]), use_cache=True)
-    return _decode(model, output.logits[0, -1].float().numpy().copy(), output.past_key_values, max_new_tokens, eos_token_ids)
+    return _decode(
+        model, output.logits[0, -1].float().numpy().copy(), output.past_key_values, max_new_tokens, eos_token_ids
+    )
 
 
 def _decode(
@@ -175,10 +217,20 @@ def _entry(answer: Answer) -> dict[str, Any]:
     order = np.argsort(-answer.logits, axis=-1, kind="stable")[:, :TOP]  # equal logits: the lower id first, as argmax
     top = np.take_along_axis(answer.logits, order, axis=-1)
     steps = [
-        {"top_ids": ids.tolist(), "top_logits": values.astype(float).tolist(), "gap": float(values[0] - values[1]) if len(values) > 1 else None}
+        {
+            "top_ids": ids.tolist(),
+            "top_logits": values.astype(float).tolist(),
+            "gap": float(values[0] - values[1]) if len(values) > 1 else None,
+        }
         for ids, values in zip(order, top)
     ]
-    return {"text": answer.text, "prompt_ids": list(answer.prompt_ids), "tokens": list(answer.tokens), "new_text": answer.new_text, "steps": steps}
+    return {
+        "text": answer.text,
+        "prompt_ids": list(answer.prompt_ids),
+        "tokens": list(answer.tokens),
+        "new_text": answer.new_text,
+        "steps": steps,
+    }
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -186,7 +238,9 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged settings of a tokenizer fail anywhere in its class
-        raise InputError(f"{folder}: expected a tokenizer that transformers can load, found {' '.join(str(error).split())[:300]}") from error
+        raise InputError(
+            f"{folder}: expected a tokenizer that transformers can load, found {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) -> tuple[int, ...]:
@@ -211,6 +265,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) 
 
 
 def _eos_token_ids(model: torch.nn.Module) -> tuple[int, ...]:
-    """Where `generate` would stop: the generation config's ids, which transformers takes from config.json when it has no file of its own."""
+    """Where `generate` would stop: the generation config's ids, which transformers takes from config.json when it has
+    no file of its own."""
     found = model.generation_config.eos_token_id
     return tuple(sorted({found} if isinstance(found, int) else set(found or ())))

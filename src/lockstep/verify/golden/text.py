@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 def new_text(decode: Callable[[list[int]], str], prompt_ids: Sequence[int], tokens: Sequence[int]) -> str:
     """What `tokens` add to the prompt's text; `decode` gives the text of ids, without special tokens.
 
-    Decoded behind the prompt, since tokenizers drop a space at the start of a text. Where the new tokens change the prompt's own
-    text (a character begun there ends here), they are decoded alone.
+    Decoded behind the prompt, since tokenizers drop a space at the start of a text. Where the new tokens change the
+    prompt's own text (a character begun there ends here), they are decoded alone.
     """
     before, both = decode(list(prompt_ids)), decode([*prompt_ids, *tokens])
     return both[len(before) :] if both.startswith(before) else decode(list(tokens))

@@ -1,7 +1,9 @@
-"""Names, dtypes and shapes must be exactly those declared. An assembly's graph entries and files or arrays in; CheckError or nothing out.
+"""Names, dtypes and shapes must be exactly those declared. An assembly's graph entries and files or arrays in;
+CheckError or nothing out.
 
-Why by hand: ONNX Runtime reports a wrong name late, and Polygraphy not at all: it matches inputs by position where names differ,
-drops what is left over, casts and reshapes what does not fit, skips outputs that only one side has, and says PASSED.
+Why by hand: ONNX Runtime reports a wrong name late, and Polygraphy not at all: it matches inputs by position where
+names differ, drops what is left over, casts and reshapes what does not fit, skips outputs that only one side has, and
+says PASSED.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lockstep.errors import CheckError
 from lockstep.artifacts.files import sha256_file
+from lockstep.errors import CheckError
 
 _FEW = 16
 IO = Mapping[str, Any]  # {"name", "dtype", "shape"} of the assembly; a dimension is a number or a name
@@ -25,14 +27,17 @@ def check_graph(path: Path, sha256: str, inputs: Sequence[IO], outputs: Sequence
     if not path.is_file():
         raise CheckError(f"{path}: expected a graph of the assembly, found no file; export again")
     if (found := sha256_file(path)) != sha256:
-        raise CheckError(f"{path}: sha256: expected {sha256}, found {found}; the file has changed since the export: export again")
+        raise CheckError(
+            f"{path}: sha256: expected {sha256}, found {found}; the file has changed since the export: export again"
+        )
     model = onnx.load(path, load_external_data=False)
     check_signature(str(path), model, inputs, outputs)
     return model
 
 
 def check_signature(where: str, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> None:
-    """The model's inputs and outputs are those declared: names, dtypes, and shapes with the names of their free dimensions."""
+    """The model's inputs and outputs are those declared: names, dtypes, and shapes with the names of their free
+    dimensions."""
     constants = {tensor.name for tensor in model.graph.initializer}
     for role, declared, values in (
         ("input", inputs, [value for value in model.graph.input if value.name not in constants]),
@@ -44,13 +49,20 @@ def check_signature(where: str, model: onnx.ModelProto, inputs: Sequence[IO], ou
             expected = (io["dtype"], list(io["shape"]))
             if found[io["name"]] != expected:
                 wrong = _text(*found[io["name"]])
-                raise CheckError(f"{where}: {role} {io['name']!r}: expected {_text(*expected)}, found {wrong}; export again")
+                raise CheckError(
+                    f"{where}: {role} {io['name']!r}: expected {_text(*expected)}, found {wrong}; export again"
+                )
 
 
 def check_arrays(
-    where: str, role: str, declared: Sequence[IO], arrays: Mapping[str, np.ndarray], dims: Mapping[str, int] | None = None
+    where: str,
+    role: str,
+    declared: Sequence[IO],
+    arrays: Mapping[str, np.ndarray],
+    dims: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Arrays are what the declared inputs or outputs (`role`) want, with every free dimension of one size wherever it occurs.
+    """Arrays are what the declared inputs or outputs (`role`) want, with every free dimension of one size wherever it
+    occurs.
 
     `dims` are sizes known already. Gives them with those found.
     """
@@ -58,7 +70,9 @@ def check_arrays(
     sizes = dict(dims or {})
     for io in declared:
         array, shape = arrays[io["name"]], tuple(io["shape"])
-        expected = [sizes.setdefault(want, size) if isinstance(want, str) else want for want, size in zip(shape, array.shape)]
+        expected = [
+            sizes.setdefault(want, size) if isinstance(want, str) else want for want, size in zip(shape, array.shape)
+        ]
         if array.dtype.name != io["dtype"] or array.ndim != len(shape) or list(array.shape) != expected:
             wanted = [f"{dim}={sizes[dim]}" if isinstance(dim, str) and dim in sizes else dim for dim in shape]
             found = _text(array.dtype.name, array.shape)

@@ -1,7 +1,7 @@
 """The assembly's graphs as callables: one ONNX Runtime session for each graph, weights given as inputs.
 
-Graph optimisation is off: what is validated is the graph as exported. What a backend makes of it is the golden check's to judge. ONNX Runtime has no
-bf16 on a CPU: such graphs are computed in fp32, on the weights in bf16.
+Graph optimisation is off: what is validated is the graph as exported. What a backend makes of it is the golden check's
+to judge. ONNX Runtime has no bf16 on a CPU: such graphs are computed in fp32, on the weights in bf16.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import onnxruntime as ort
 
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.widened import widened
 from lockstep.verify.validate.gate import check_arrays, check_graph
 from lockstep.weights import Weights, check_slots, slot_array
-from lockstep.onnx_tools.widened import widened
 
 
 class Graph:
-    """One graph of the assembly, its file checked: `run` takes and gives arrays by name, exactly those declared; float32 for bfloat16."""
+    """One graph of the assembly, its file checked: `run` takes and gives arrays by name, exactly those declared;
+    float32 for bfloat16."""
 
     def __init__(self, path: Path, entry: Mapping[str, Any], threads: int | None):
         self.path = path
@@ -52,15 +53,20 @@ class Graph:
             file.write_bytes(self.computed.SerializeToString())
             yield file
 
-    def run(self, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Outputs by name. Raises CheckError for arrays that are not those declared, and when the library cannot run the graph."""
+    def run(
+        self, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Outputs by name. Raises CheckError for arrays that are not those declared, and when the library cannot run
+        the graph."""
         weights = weights or {}
         dims = check_arrays(str(self.path), "input", self.inputs, inputs)
         check_arrays(str(self.path), "slot", self.slots, weights, dims)
         try:
             arrays = self.session.run(None, {**inputs, **weights})
         except Exception as error:  # ONNX Runtime's errors share no base class
-            raise CheckError(f"{self.path}: ONNX Runtime cannot run this graph: {' '.join(str(error).split())}") from error
+            raise CheckError(
+                f"{self.path}: ONNX Runtime cannot run this graph: {' '.join(str(error).split())}"
+            ) from error
         found = dict(zip([value.name for value in self.session.get_outputs()], arrays))
         check_arrays(str(self.path), "output", self.outputs, found, dims)
         return found
@@ -69,12 +75,15 @@ class Graph:
 class Assembly:
     """An assembly with its graphs and its weights, cut after the first `num_layers` layers."""
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any], weights: Weights, layers: int | str, threads: int | None = None):
+    def __init__(
+        self, path: Path, manifest: Mapping[str, Any], weights: Weights, layers: int | str, threads: int | None = None
+    ):
         """Raises InputError for weights of another precision and for a layer count that the model does not have."""
         self.path, self.manifest, self.weights = path, manifest, weights
         if weights.precision != manifest["precision"]:
             raise InputError(
-                f"{weights.manifest_path}: precision: expected {manifest['precision']} as in {path}, found {weights.precision}; "
+                f"{weights.manifest_path}: precision: expected {manifest['precision']} as in {path}, found "
+                f"{weights.precision}; "
                 "give the weights of this precision"
             )
         depth = manifest["num_layers"]
@@ -86,9 +95,14 @@ class Assembly:
         self.exit = self.layers[-1]["exit"]
         self.embedding = manifest["embedding"]
         used = {part["class"] for part in (self.embedding, self.exit, *(layer["block"] for layer in self.layers))}
-        self.classes = {name: Graph(path.parent / manifest["classes"][name]["graph"], manifest["classes"][name], threads) for name in sorted(used)}
+        self.classes = {
+            name: Graph(path.parent / manifest["classes"][name]["graph"], manifest["classes"][name], threads)
+            for name in sorted(used)
+        }
         self.kinds = {
-            (name, phase): Graph(path.parent / manifest["kinds"][name][phase]["graph"], manifest["kinds"][name][phase], threads)
+            (name, phase): Graph(
+                path.parent / manifest["kinds"][name][phase]["graph"], manifest["kinds"][name][phase], threads
+            )
             for name in sorted({layer["kind"] for layer in self.layers})
             for phase in ("prefill", "decode")
         }
@@ -105,13 +119,14 @@ class Assembly:
         return [name.removesuffix("_out") for name in names if name.endswith("_out")]
 
     def run_block(self, part: Mapping[str, Any], env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a block on what it names of `env`. Outputs by the name under which the next block reads them (`hidden_out` as `hidden`)."""
+        """Run a block on what it names of `env`. Outputs by the name under which the next block reads them
+        (`hidden_out` as `hidden`)."""
         outputs = _run(self.classes[part["class"]], env, self._tensors(self.classes[part["class"]], part["slots"]))
         return {name.removesuffix("_out"): value for name, value in outputs.items()}
 
     def run_kind(self, kind: str, phase: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a kind's prefill or decode graph on what it names of `inputs` (a kind without rotary encoding may need no position_ids):
-        `attention`, `key_out`, `value_out`."""
+        """Run a kind's prefill or decode graph on what it names of `inputs` (a kind without rotary encoding may need no
+        position_ids): `attention`, `key_out`, `value_out`."""
         return _run(self.kinds[kind, phase], inputs)
 
     def _tensors(self, graph: Graph, slots: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
@@ -128,7 +143,8 @@ class Assembly:
         return [dict(hidden), {"name": "position_ids", "dtype": "int64", "shape": ["num_tokens"]}, dict(rows)]
 
     def uncut(self, threads: int | None = None) -> Graph | None:
-        """The uncut graph, its weight inputs (named as in the checkpoint) as slots; None when the model is cut, for it has all layers."""
+        """The uncut graph, its weight inputs (named as in the checkpoint) as slots; None when the model is cut, for it
+        has all layers."""
         if self.num_layers < self.manifest["num_layers"]:
             return None
         entry = self.manifest["batchful"]
@@ -139,10 +155,14 @@ def _computed(io: Mapping[str, Any]) -> dict[str, Any]:
     return {**io, "dtype": "float32"} if io["dtype"] == "bfloat16" else dict(io)
 
 
-def _run(graph: Graph, env: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+def _run(
+    graph: Graph, env: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
     """Run a graph on those of `env` that it declares as inputs."""
     missing = [io["name"] for io in graph.inputs if io["name"] not in env]
     if missing:
         known = ", ".join(sorted(env))
-        raise CheckError(f"{graph.path}: expected inputs that a decoder step has ({known}), found {', '.join(missing)}; export again")
+        raise CheckError(
+            f"{graph.path}: expected inputs that a decoder step has ({known}), found {', '.join(missing)}; export again"
+        )
     return graph.run({io["name"]: env[io["name"]] for io in graph.inputs}, weights)

@@ -1,8 +1,8 @@
 """Do the graphs compute what torch computes? An assembly and recorded sequences in, errors by layer out.
 
-Teacher-forced: each block and each attention gets what torch had there, so that an error shows in the layer that makes it and in no
-later one. Free: the embedded tokens go in, and every graph takes what the one before gave. Sequences start at position 0, or behind a
-synthetic cache of any length.
+Teacher-forced: each block and each attention gets what torch had there, so that an error shows in the layer that makes
+it and in no later one. Free: the embedded tokens go in, and every graph takes what the one before gave. Sequences start
+at position 0, or behind a synthetic cache of any length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _SPARE = 3  # such rows
 
 @dataclass
 class LayerErrors:
-    """Errors of one layer by tensor: `hidden` (what leaves the layer), then for each phase `<phase>.key_out`, `.value_out`, `.attention`."""
+    """Errors of one layer by tensor: `hidden` (what leaves the layer), then for each phase `<phase>.key_out`,
+    `.value_out`, `.attention`."""
 
     layer: int
     block: str
@@ -38,7 +39,8 @@ def embedding_error(assembly: Assembly, records: Sequence[Record]) -> Difference
 
 
 def layer_errors(assembly: Assembly, records: Sequence[Record]) -> tuple[list[LayerErrors], Difference]:
-    """Errors of each layer, teacher-forced, and of the logits behind the last one. All sequences run packed, as in a step."""
+    """Errors of each layer, teacher-forced, and of the logits behind the last one. All sequences run packed, as in a
+    step."""
     errors, env = _layers_alone(assembly, records)
     env["logit_rows"] = np.arange(len(env["position_ids"]))
     logits = assembly.run_block(assembly.exit, env)["logits"]
@@ -46,12 +48,14 @@ def layer_errors(assembly: Assembly, records: Sequence[Record]) -> tuple[list[La
 
 
 def errors_behind(assembly: Assembly, record: Record, capacity: int) -> list[LayerErrors]:
-    """Errors of the layers of a record that comes behind a cache, teacher-forced: its tokens in one piece (`chunked`), and each as a row of one decode
-    step. The graphs get a cache of at least `capacity` rows."""
+    """Errors of the layers of a record that comes behind a cache, teacher-forced: its tokens in one piece (`chunked`),
+    and each as a row of one decode step. The graphs get a cache of at least `capacity` rows."""
     return _layers_alone(assembly, [record], capacity)[0]
 
 
-def _layers_alone(assembly: Assembly, records: Sequence[Record], capacity: int = 0) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
+def _layers_alone(
+    assembly: Assembly, records: Sequence[Record], capacity: int = 0
+) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
     """Errors of each layer, and what goes on from the last one to the exit."""
     packed = lambda arrays: np.concatenate(arrays).astype(assembly.dtype)
     spans = _spans(records)
@@ -84,7 +88,8 @@ def _layers_alone(assembly: Assembly, records: Sequence[Record], capacity: int =
 def _kind_errors(
     assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
 ) -> dict[str, Difference]:
-    """A layer's attention three ways: whole prompts, prompts whose second half comes behind a cache, and last tokens as one decode step."""
+    """A layer's attention three ways: whole prompts, prompts whose second half comes behind a cache, and last tokens as
+    one decode step."""
     found = _Found()
     for layer, span in zip(layers, spans):
         count = span.stop - span.start
@@ -98,7 +103,11 @@ def _kind_errors(
     lengths = [span.stop - span.start - 1 for span in spans]
     outputs = assembly.run_kind(kind, "decode", {**_rows(env, last), **_past(assembly, layers, lengths)})
     for row, (layer, length) in enumerate(zip(layers, lengths)):
-        found.add("decode", {name: array[row : row + 1] for name, array in outputs.items()}, _expected(layer, slice(length, length + 1)))
+        found.add(
+            "decode",
+            {name: array[row : row + 1] for name, array in outputs.items()},
+            _expected(layer, slice(length, length + 1)),
+        )
     return found.errors()
 
 
@@ -107,12 +116,23 @@ def _kind_errors_behind(
 ) -> dict[str, Difference]:
     """A layer's attention behind a cache: all tokens as a chunk, and each as a request of one decode step."""
     scale = {"query": layer.query_scale, "key": layer.key_scale}
-    rows = {name: (array * np.float32(scale.get(name, 1))).astype(array.dtype) for name, array in _rows(env, slice(None)).items()}
+    rows = {
+        name: (array * np.float32(scale.get(name, 1))).astype(array.dtype)
+        for name, array in _rows(env, slice(None)).items()
+    }
     count, found = len(rows["query"]), _Found()
     expected = _expected(layer, slice(0, count), num_past)
-    found.add("chunked", assembly.run_kind(kind, "prefill", {**rows, **_past(assembly, [layer], [num_past], capacity)}), expected)
+    found.add(
+        "chunked",
+        assembly.run_kind(kind, "prefill", {**rows, **_past(assembly, [layer], [num_past], capacity)}),
+        expected,
+    )
     lengths = [num_past + token for token in range(count)]
-    found.add("decode", assembly.run_kind(kind, "decode", {**rows, **_past(assembly, [layer] * count, lengths, capacity)}), expected)
+    found.add(
+        "decode",
+        assembly.run_kind(kind, "decode", {**rows, **_past(assembly, [layer] * count, lengths, capacity)}),
+        expected,
+    )
     return found.errors()
 
 
@@ -128,10 +148,15 @@ class _Found:
 
     def errors(self) -> dict[str, Difference]:
         """{"<phase>.<output>": error}, in the order in which phases were added."""
-        return {f"{phase}.{name}": difference(*(np.concatenate(side) for side in zip(*pairs))) for (phase, name), pairs in self._arrays.items()}
+        return {
+            f"{phase}.{name}": difference(*(np.concatenate(side) for side in zip(*pairs)))
+            for (phase, name), pairs in self._arrays.items()
+        }
 
 
-def _past(assembly: Assembly, layers: Sequence[LayerRecord], lengths: Sequence[int], capacity: int = 0) -> dict[str, np.ndarray]:
+def _past(
+    assembly: Assembly, layers: Sequence[LayerRecord], lengths: Sequence[int], capacity: int = 0
+) -> dict[str, np.ndarray]:
     """A cache with torch's keys and values of each request's first tokens, and stale numbers behind them."""
     capacity = max(capacity, max(lengths) + _SPARE)
     caches = {}
@@ -160,12 +185,17 @@ def _spans(records: Sequence[Record]) -> list[slice]:
 
 
 def forward(assembly: Assembly, hidden: np.ndarray, position_ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
-    """Logits [len(logit_rows), vocab_size] of one whole sequence, free: `hidden` [num_tokens, hidden_size] through every graph."""
+    """Logits [len(logit_rows), vocab_size] of one whole sequence, free: `hidden` [num_tokens, hidden_size] through
+    every graph."""
     env = {"hidden": hidden, "position_ids": position_ids, "logit_rows": logit_rows}
     for layer in assembly.layers:
         env |= assembly.run_block(layer["block"], env)
         kind = assembly.manifest["kinds"][layer["kind"]]
         empty = lambda dim: np.zeros((1, kind["num_kv_heads"], 1, kind[dim]), assembly.dtype)
-        past = {"past_key": empty("head_dim"), "past_value": empty("value_head_dim"), "past_lengths": np.zeros(1, np.int64)}
+        past = {
+            "past_key": empty("head_dim"),
+            "past_value": empty("value_head_dim"),
+            "past_lengths": np.zeros(1, np.int64),
+        }
         env["attention"] = assembly.run_kind(layer["kind"], "prefill", {**_rows(env, slice(None)), **past})["attention"]
     return assembly.run_block(assembly.exit, env)["logits"]

@@ -1,7 +1,8 @@
-"""ONNX checker and Polygraphy (lint, inspect, Comparator) on the assembly's graphs, behind gates that make a mismatch an error.
+"""ONNX checker and Polygraphy (lint, inspect, Comparator) on the assembly's graphs, behind gates that make a mismatch
+an error.
 
-In: graphs of an assembly, torch's model. Out: what goes into the report; CheckError for what fails. Polygraphy's lint is a command
-line tool with no function of its own: its class is run in this process. It needs onnx_graphsurgeon.
+In: graphs of an assembly, torch's model. Out: what goes into the report; CheckError for what fails. Polygraphy's lint
+is a command line tool with no function of its own: its class is run in this process. It needs onnx_graphsurgeon.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_graphsurgeon  # noqa: F401  lint needs it, and without it would offer to install it
-import polygraphy
 from polygraphy.backend.base import BaseRunner
 from polygraphy.common import TensorMetadata
 from polygraphy.comparator import Comparator, CosineSimilarityCompareFunc, SimpleCompareFunc
@@ -25,9 +25,9 @@ from polygraphy.tools.args import OnnxrtSessionArgs
 from polygraphy.tools.check.subtool.lint import Lint
 from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
 
-from lockstep.verify.metrics import largest
-from lockstep.verify.comparator import metadata, one_line, quiet
 from lockstep.errors import CheckError
+from lockstep.verify.comparator import metadata, one_line, quiet
+from lockstep.verify.metrics import largest
 from lockstep.verify.validate.gate import IO, check_arrays, check_signature
 from lockstep.verify.validate.graphs import open_session
 
@@ -44,25 +44,34 @@ def check_model(path: Path, model: onnx.ModelProto) -> None:
 
 
 def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> dict[str, Any]:
-    """What Polygraphy reads in the graph: number of nodes, and how often each operator occurs. Its inputs and outputs are gated first."""
+    """What Polygraphy reads in the graph: number of nodes, and how often each operator occurs. Its inputs and outputs
+    are gated first."""
     check_signature(str(path), model, inputs, outputs)
     with quiet():
         data = graph_data_from_onnx(model)
     for role, declared, found in (("inputs", inputs, data.graph_inputs), ("outputs", outputs, data.graph_outputs)):
         names = [tensor.name for tensor in found if not tensor.is_initializer]
         if sorted(names) != sorted(io["name"] for io in declared):
-            raise CheckError(f"{path}: Polygraphy inspect: expected the {role} {sorted(io['name'] for io in declared)}, found {sorted(names)}")
+            raise CheckError(
+                f"{path}: Polygraphy inspect: expected the {role} "
+                f"{sorted(io['name'] for io in declared)}, found {sorted(names)}"
+            )
     return {"nodes": len(data.nodes), "operators": dict(sorted(Counter(node.op_type for node in data.nodes).items()))}
 
 
 def lint(path: Path, file: Path, inputs: Sequence[IO]) -> dict[str, Any]:
-    """Run Polygraphy's lint on `file`, the graph `path` as it is computed: ONNX checker, then every node in ONNX Runtime. Gives the number of nodes and its warnings.
+    """Run Polygraphy's lint on `file`, the graph `path` as it is computed: ONNX checker, then every node in ONNX
+    Runtime. Gives the number of nodes and its warnings.
 
-    Raises CheckError for a node that fails, and for an input or a node that does not affect an output: lint only warns of those, but
-    an input without effect is how a dropped mask or a forgotten weight shows.
+    Raises CheckError for a node that fails, and for an input or a node that does not affect an output: lint only warns
+    of those, but an input without effect is how a dropped mask or a forgotten weight shows.
     """
-    shapes = [f"{io['name']}:[{','.join(str(_LINT_SIZES[dim] if isinstance(dim, str) else dim) for dim in io['shape'])}]" for io in inputs]
-    ranges = [f"{io['name']}:[0,1]" for io in inputs]  # as indices too: every tensor that is indexed has two rows or more
+    shapes = [
+        f"{io['name']}:[{','.join(str(_LINT_SIZES[dim] if isinstance(dim, str) else dim) for dim in io['shape'])}]"
+        for io in inputs
+    ]
+    # as indices too: every tensor that is indexed has two rows or more
+    ranges = [f"{io['name']}:[0,1]" for io in inputs]
     tool = Lint()
     parser = tool.setup_parser()
     tool.arg_groups[OnnxrtSessionArgs] = _Sessions(file)
@@ -79,7 +88,10 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> dict[str, Any]:
         first = serious[0] if serious else {"message": "failed without a message"}
         node = f"node {first['nodes'][0]}: " if first.get("nodes") else ""
         raise CheckError(f"{path}: Polygraphy lint: {node}{one_line(first['message'])}")
-    return {"nodes": len(tool.report.summary["passing"]), "warnings": sorted({one_line(entry["message"]) for entry in entries})}
+    return {
+        "nodes": len(tool.report.summary["passing"]),
+        "warnings": sorted({one_line(entry["message"]) for entry in entries}),
+    }
 
 
 class _Sessions(OnnxrtSessionArgs):
@@ -100,7 +112,8 @@ class _Sessions(OnnxrtSessionArgs):
 
 
 class GraphRunner(BaseRunner):
-    """A Polygraphy runner over any function of the declared inputs that gives `logits`: torch's model, or the chain of split graphs."""
+    """A Polygraphy runner over any function of the declared inputs that gives `logits`: torch's model, or the chain of
+    split graphs."""
 
     def __init__(self, name: str, inputs: Sequence[IO], function: Callable[[Mapping[str, np.ndarray]], np.ndarray]):
         super().__init__(name=name)
@@ -119,15 +132,20 @@ class GraphRunner(BaseRunner):
 def compare(
     runners: Sequence[BaseRunner], inputs: Sequence[IO], feeds: Sequence[Mapping[str, np.ndarray]], tolerance: float
 ) -> dict[str, dict[str, Any]]:
-    """Run all runners on all feeds with Polygraphy's Comparator; each is compared with the last, by largest absolute error and cosine.
+    """Run all runners on all feeds with Polygraphy's Comparator; each is compared with the last, by largest absolute
+    error and cosine.
 
-    Gives {runner: {"max_abs_error", "cosine", "tolerance", "passed"}}. Raises CheckError when a feed is not what `inputs` declare, when
-    a runner takes other inputs, or when runners give other outputs: Polygraphy would match by position, cast, or skip.
+    Gives {runner: {"max_abs_error", "cosine", "tolerance", "passed"}}. Raises CheckError when a feed is not what
+    `inputs` declare, when a runner takes other inputs, or when runners give other outputs: Polygraphy would match by
+    position, cast, or skip.
     """
     for feed in feeds:
         check_arrays("Comparator", "input", inputs, feed)
     against = len(runners) - 1
-    functions = [SimpleCompareFunc(atol=tolerance, rtol=0.0, check_error_stat="max"), CosineSimilarityCompareFunc(cosine_similarity_threshold=-1.0)]
+    functions = [
+        SimpleCompareFunc(atol=tolerance, rtol=0.0, check_error_stat="max"),
+        CosineSimilarityCompareFunc(cosine_similarity_threshold=-1.0),
+    ]
     try:
         with quiet():
             for runner in runners:
@@ -142,19 +160,29 @@ def compare(
     return {pair[0]: _summary(errors[pair], angles[pair], tolerance) for pair in errors}
 
 
-def _summary(errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, Any]:
+def _summary(
+    errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float
+) -> dict[str, Any]:
     """The worst of all feeds and outputs. `passed` is Polygraphy's own verdict, and false for NaN."""
     results = [result for outputs in errors for result in outputs.values()]
     worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in results])
     cosine = min((angle.cosine_similarity for outputs in angles for angle in outputs.values()), default=0.0)
     passed = bool(results) and all(bool(result) for result in results) and worst is not None
-    return {"max_abs_error": worst, "cosine": cosine if math.isfinite(cosine) else None, "tolerance": tolerance, "passed": passed}
+    return {
+        "max_abs_error": worst,
+        "cosine": cosine if math.isfinite(cosine) else None,
+        "tolerance": tolerance,
+        "passed": passed,
+    }
 
 
 def _check_metadata(runner: BaseRunner, inputs: Sequence[IO]) -> None:
     found = runner.get_input_metadata(use_numpy_dtypes=False)
     if sorted(found) != sorted(io["name"] for io in inputs):
-        raise CheckError(f"Comparator: runner {runner.name}: expected the inputs {sorted(io['name'] for io in inputs)}, found {sorted(found)}")
+        raise CheckError(
+            f"Comparator: runner {runner.name}: expected the inputs "
+            f"{sorted(io['name'] for io in inputs)}, found {sorted(found)}"
+        )
 
 
 def _check_outputs(results: Any) -> None:

@@ -1,8 +1,8 @@
 """The validate stage: graphs, weights and the model's config in; a report of how far the graphs are from torch out.
 
-The order is from cheap to dear, so that the first thing wrong is the thing reported: inputs and outputs as declared, ONNX checker,
-Polygraphy's lint and inspect, each layer teacher-forced on short sequences, then behind long synthetic caches up to the length that the
-limits allow, then the whole forward through Polygraphy's Comparator.
+The order is from cheap to dear, so that the first thing wrong is the thing reported: inputs and outputs as declared,
+ONNX checker, Polygraphy's lint and inspect, each layer teacher-forced on short sequences, then behind long synthetic
+caches up to the length that the limits allow, then the whole forward through Polygraphy's Comparator.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from polygraphy.backend.base import BaseRunner
 
 from lockstep.artifacts import formats
-from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
-from lockstep.verify.metrics import Difference, finish, largest
-from lockstep.verify.comparator import BoundRunner
-from lockstep.errors import CheckError
 from lockstep.artifacts.files import read_json
+from lockstep.errors import CheckError
+from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
+from lockstep.verify.comparator import BoundRunner
+from lockstep.verify.metrics import Difference, finish, largest
 from lockstep.verify.validate.graphs import Assembly, Graph
 from lockstep.verify.validate.parity import LayerErrors, embedding_error, errors_behind, forward, layer_errors
 from lockstep.verify.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
@@ -43,14 +43,16 @@ def run(
     model: str | None = None,
     threads: int | None = None,
 ) -> Path:
-    """Validate the graphs of an assembly cut after `layers` layers (or "all") and write the report to `out`, which is returned.
+    """Validate the graphs of an assembly cut after `layers` layers (or "all") and write the report to `out`, which is
+    returned.
 
-    tolerance: {"logits": the largest absolute error of a logit, "block": the same for what a layer computes, where values above one
-    have proportionally more room (`Difference.within_scaled`)}. max_seq_len: the most tokens of a request. model: its name in the report, by default the last part of the
-    checkpoint's source. threads: None takes all cores.
+    tolerance: {"logits": the largest absolute error of a logit, "block": the same for what a layer computes, where
+    values above one have proportionally more room (`Difference.within_scaled`)}. max_seq_len: the most tokens of a
+    request. model: its name in the report, by default the last part of the checkpoint's source. threads: None takes all
+    cores.
 
-    Raises CheckError, which names the first layer over tolerance, and then writes the report to `<out>.failed.json` instead;
-    InputError for inputs that do not fit together.
+    Raises CheckError, which names the first layer over tolerance, and then writes the report to `<out>.failed.json`
+    instead; InputError for inputs that do not fit together.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -66,7 +68,9 @@ def run(
         torch_model = TorchModel(checkpoint["config"], assembly.weights, layers)
         records = [torch_model.record(token_ids) for token_ids in _sequences(assembly)]
         _check_layers(assembly, records, tolerance, report)
-        _check_long_contexts(assembly, torch_model, records[0], checkpoint["config"], max_seq_len, tolerance["block"], report)
+        _check_long_contexts(
+            assembly, torch_model, records[0], checkpoint["config"], max_seq_len, tolerance["block"], report
+        )
         uncut = assembly.uncut(threads)
         if uncut is not None:
             _check_graph("batchful", uncut, report["checks"])
@@ -77,7 +81,8 @@ def run(
 
 
 def _bound_tensors(manifest: Mapping[str, Any]) -> list[str]:
-    """The tensors that the model's blocks take, at full depth. What else a checkpoint holds is ignored, and listed in the report."""
+    """The tensors that the model's blocks take, at full depth. What else a checkpoint holds is ignored, and listed in
+    the report."""
     parts = [manifest["embedding"], *(part for layer in manifest["layers"] for part in (layer["block"], layer["exit"]))]
     return [name for part in parts for names in part["slots"].values() for name in names]
 
@@ -92,14 +97,20 @@ def _check_graph(name: str, graph: Graph, checks: dict[str, Any]) -> None:
         checks["lint"][name] = lint(graph.path, file, inputs)
 
 
-def _check_layers(assembly: Assembly, records: list[Record], tolerance: Mapping[str, float], report: dict[str, Any]) -> None:
+def _check_layers(
+    assembly: Assembly, records: list[Record], tolerance: Mapping[str, float], report: dict[str, Any]
+) -> None:
     """The embedding and each layer, teacher-forced."""
     embedding = embedding_error(assembly, records)
     errors, logits = layer_errors(assembly, records)
     block, bound = tolerance["block"], tolerance["logits"]
     report["embedding"] = {"block": assembly.embedding["class"], "tensors": {"hidden": _entry(embedding, block)}}
     report["blocks"] = [_layer_entry(entry, block) for entry in errors]
-    report["exit"] = {"block": assembly.exit["class"], "layer": assembly.num_layers - 1, "tensors": {"logits": _entry(logits, bound)}}
+    report["exit"] = {
+        "block": assembly.exit["class"],
+        "layer": assembly.num_layers - 1,
+        "tensors": {"logits": _entry(logits, bound)},
+    }
     if not embedding.within_scaled(block):
         raise CheckError(f"embedding ({assembly.embedding['class']}): {_found('hidden', embedding, block)}")
     _check_errors(errors, block, "", report)
@@ -110,12 +121,19 @@ def _check_layers(assembly: Assembly, records: list[Record], tolerance: Mapping[
 
 
 def _check_long_contexts(
-    assembly: Assembly, torch_model: TorchModel, short: Record, config: Mapping[str, Any], max_seq_len: int, tolerance: float, report: dict[str, Any]
+    assembly: Assembly,
+    torch_model: TorchModel,
+    short: Record,
+    config: Mapping[str, Any],
+    max_seq_len: int,
+    tolerance: float,
+    report: dict[str, Any],
 ) -> None:
-    """Each kind of layer behind synthetic caches that end at the edges of pages, windows, RoPE lengths and of `max_seq_len`, teacher-forced.
+    """Each kind of layer behind synthetic caches that end at the edges of pages, windows, RoPE lengths and of
+    `max_seq_len`, teacher-forced.
 
-    The layers are the first that show each block class with each kind; `short` has the shapes of their keys and values. Every second cache has
-    `max_seq_len` rows, the others have just enough.
+    The layers are the first that show each block class with each kind; `short` has the shapes of their keys and values.
+    Every second cache has `max_seq_len` rows, the others have just enough.
     """
     pairs = [(layer["block"]["class"], layer["kind"]) for layer in assembly.layers]
     count = 1 + max(pairs.index(pair) for pair in pairs)
@@ -124,15 +142,21 @@ def _check_long_contexts(
     random = np.random.default_rng(0)
     report["long_context"] = {"max_seq_len": max_seq_len, "layers": count, "caches": []}
     with torch_model.first_layers(count):
-        for number, num_past in enumerate(sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})):
+        for number, num_past in enumerate(
+            sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})
+        ):
             if num_past < 1:
                 continue
-            shapes = [(layer.keys.shape[1], (layer.keys.shape[2], layer.values.shape[2])) for layer in short.layers[:count]]
+            shapes = [
+                (layer.keys.shape[1], (layer.keys.shape[2], layer.values.shape[2])) for layer in short.layers[:count]
+            ]
             past = [synthetic_past(random, num_past, heads, dims, lengths) for heads, dims in shapes]
             record = torch_model.record(random.integers(0, assembly.manifest["vocab_size"], _NUM_BEHIND), past)
             errors = errors_behind(assembly, record, max_seq_len if number % 2 else 0)
             worst = largest([error.relative_error for entry in errors for error in entry.tensors.values()])
-            report["long_context"]["caches"].append({"num_past": num_past, "relative_error": worst, "tolerance": tolerance})
+            report["long_context"]["caches"].append(
+                {"num_past": num_past, "relative_error": worst, "tolerance": tolerance}
+            )
             _check_errors(errors, tolerance, f"behind {num_past} cached tokens, ", report)
 
 
@@ -142,7 +166,9 @@ def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, repor
         for name, error in entry.tensors.items():
             if not error.within_scaled(tolerance):
                 report["first_failing_layer"] = entry.layer
-                raise CheckError(f"layer {entry.layer} (block {entry.block}, {entry.kind}): {where}{_found(name, error, tolerance)}")
+                raise CheckError(
+                    f"layer {entry.layer} (block {entry.block}, {entry.kind}): {where}{_found(name, error, tolerance)}"
+                )
 
 
 def _sequences(assembly: Assembly) -> list[np.ndarray]:
@@ -154,9 +180,15 @@ def _sequences(assembly: Assembly) -> list[np.ndarray]:
 
 
 def _check_forward(
-    assembly: Assembly, uncut: Graph | None, torch_model: TorchModel, records: list[Record], tolerance: float, report: dict[str, Any]
+    assembly: Assembly,
+    uncut: Graph | None,
+    torch_model: TorchModel,
+    records: list[Record],
+    tolerance: float,
+    report: dict[str, Any],
 ) -> None:
-    """Whole sequences, free, through Polygraphy: the chain of split graphs, and at full depth the uncut graph, each against torch."""
+    """Whole sequences, free, through Polygraphy: the chain of split graphs, and at full depth the uncut graph, each
+    against torch."""
     inputs = assembly.forward_inputs()
     split = lambda feed: forward(assembly, feed["hidden"], feed["position_ids"], feed["logit_rows"])
     expected = lambda feed: torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
@@ -167,14 +199,19 @@ def _check_forward(
         runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
     runners.append(GraphRunner("torch", inputs, expected))
     feeds = [
-        {"hidden": record.embedded.astype(assembly.dtype), "position_ids": record.position_ids, "logit_rows": record.position_ids}
+        {
+            "hidden": record.embedded.astype(assembly.dtype),
+            "position_ids": record.position_ids,
+            "logit_rows": record.position_ids,
+        }
         for record in records
     ]
     report["forward"] = compare(runners, inputs, feeds, tolerance)
     for runner, result in report["forward"].items():
         if not result["passed"]:
             raise CheckError(
-                f"whole forward ({runner}): every layer alone is within tolerance, but the logits together differ by {result['max_abs_error']}, "
+                f"whole forward ({runner}): every layer alone is within tolerance, but the logits together "
+                f"differ by {result['max_abs_error']}, "
                 f"expected at most {tolerance:g}"
             )
 
@@ -185,7 +222,12 @@ def _layer_entry(errors: LayerErrors, tolerance: float) -> dict[str, Any]:
 
 
 def _entry(error: Difference, tolerance: float) -> dict[str, Any]:
-    return {"max_abs_error": error.max_abs_error, "relative_error": error.relative_error, "cosine": error.cosine, "tolerance": tolerance}
+    return {
+        "max_abs_error": error.max_abs_error,
+        "relative_error": error.relative_error,
+        "cosine": error.cosine,
+        "tolerance": tolerance,
+    }
 
 
 def _found(name: str, error: Difference, tolerance: float) -> str:

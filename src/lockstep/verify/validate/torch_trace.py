@@ -1,10 +1,12 @@
-"""What torch computes inside a model, layer by layer: an assembly's target weights and token sequences in, recorded arrays out.
+"""What torch computes inside a model, layer by layer: an assembly's target weights and token sequences in, recorded
+arrays out.
 
-The weights are the target's (fp16 weights are upcast), the arithmetic is float32: so that a difference is the graph's own error,
-neither the rounding of the weights, which `convert` is asked for, nor that of torch's fp16, which is as large as ours.
+The weights are the target's (fp16 weights are upcast), the arithmetic is float32: so that a difference is the graph's
+own error, neither the rounding of the weights, which `convert` is asked for, nor that of torch's fp16, which is as
+large as ours.
 
-The recording hangs on transformers' `AttentionInterface`, so no model needs code of its own: the hook is called with query, key
-(rotated) and value, and lets the model's own eager attention compute the rest, with the eager mask.
+The recording hangs on transformers' `AttentionInterface`, so no model needs code of its own: the hook is called with
+query, key (rotated) and value, and lets the model's own eager attention compute the rest, with the eager mask.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.errors import InputError
-from lockstep.export.tracer import layer_list
 from lockstep.export.torch_model import cut_config, load_tensors
+from lockstep.export.tracer import layer_list
 from lockstep.weights import Weights
 
 HOOK = "lockstep_recording"
 _WIDEST = 256
-# Behind a synthetic cache: the standard deviation of scores against its standard normal keys. Small, so that every cache row has a weight.
+# Behind a synthetic cache: the standard deviation of scores against its standard normal keys. Small, so that every
+# cache row has a weight.
 _SCORES = 0.5
 
 
@@ -38,9 +41,10 @@ _SCORES = 0.5
 class LayerRecord:
     """One layer on one sequence, float32.
 
-    hidden [num_tokens, hidden_size] enters the layer. keys (rotated) [num_past + num_tokens, num_kv_heads, head_dim] and values [...,
-    value_head_dim] are those that its tokens attend to. attention is [num_tokens, num_heads*value_head_dim]. query_scale and key_scale
-    are what the layer's own queries and keys were multiplied by: 1, but for tokens behind a synthetic cache.
+    hidden [num_tokens, hidden_size] enters the layer. keys (rotated) [num_past + num_tokens, num_kv_heads, head_dim]
+    and values [..., value_head_dim] are those that its tokens attend to. attention is [num_tokens,
+    num_heads*value_head_dim]. query_scale and key_scale are what the layer's own queries and keys were multiplied by:
+    1, but for tokens behind a synthetic cache.
     """
 
     hidden: np.ndarray
@@ -53,7 +57,8 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """A sequence behind `num_past` tokens: token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers, logits [num_tokens, vocab_size]."""
+    """A sequence behind `num_past` tokens: token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers,
+    logits [num_tokens, vocab_size]."""
 
     token_ids: np.ndarray
     embedded: np.ndarray
@@ -81,15 +86,18 @@ class TorchModel:
     """The first layers of a model in torch. Raises InputError for a model that does not use the attention interface."""
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
-        tensors = {name: _float32(weights[name]) for name in weights.names() if layers == "all" or layer_of(name) < layers}
+        tensors = {
+            name: _float32(weights[name]) for name in weights.names() if layers == "all" or layer_of(name) < layers
+        }
         self.model = load_tensors(tensors, cut_config(config, layers), HOOK, str(weights.manifest_path))
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
 
     def record(self, token_ids: np.ndarray, past: Sequence[tuple[np.ndarray, np.ndarray]] = ()) -> Record:
         """Run one sequence (int64, 1-D) and record it.
 
-        past: of each layer the keys [num_past, num_kv_heads, head_dim] (as if rotated) and values of a synthetic cache that the sequence
-        comes behind. Each layer's own queries and keys are then scaled to scores that let every cache row take part.
+        past: of each layer the keys [num_past, num_kv_heads, head_dim] (as if rotated) and values of a synthetic cache
+        that the sequence comes behind. Each layer's own queries and keys are then scaled to scores that let every cache
+        row take part.
         """
         recording = _Recording(len(past[0][0]) if past else 0)
         _recording.set(recording)
@@ -97,17 +105,27 @@ class TorchModel:
         with torch.no_grad():
             ids = torch.from_numpy(np.ascontiguousarray(token_ids))
             embedded = embedding(ids)
-            cache = {"past_key_values": DynamicCache([tuple(_by_head(array) for array in layer) for layer in past]), "use_cache": True} if past else {"use_cache": False}
+            cache = (
+                {
+                    "past_key_values": DynamicCache([tuple(_by_head(array) for array in layer) for layer in past]),
+                    "use_cache": True,
+                }
+                if past
+                else {"use_cache": False}
+            )
             output = self.model(input_ids=ids[None], output_hidden_states=True, **cache)
         calls = recording.calls
         if sorted(calls) != list(range(self.num_layers)):
             raise InputError(
-                f"model type {self.model.config.model_type!r}: expected one attention for each of {self.num_layers} layers through transformers' "
+                f"model type {self.model.config.model_type!r}: expected one attention for each of "
+                f"{self.num_layers} layers through transformers' "
                 f"attention interface, found layers {sorted(calls)}; this model cannot be validated"
             )
         states = [state[0].numpy() for state in output.hidden_states]
         layers = tuple(LayerRecord(states[i], **calls[i]) for i in range(self.num_layers))
-        return Record(np.asarray(token_ids, np.int64), embedded.numpy(), layers, output.logits[0].numpy(), recording.num_past)
+        return Record(
+            np.asarray(token_ids, np.int64), embedded.numpy(), layers, output.logits[0].numpy(), recording.num_past
+        )
 
     @contextlib.contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
@@ -128,29 +146,46 @@ class TorchModel:
         _recording.set(_Recording())
         with torch.no_grad():
             embedded = torch.from_numpy(np.asarray(hidden, np.float32))[None]
-            output = self.model(inputs_embeds=embedded, position_ids=torch.from_numpy(position_ids)[None], use_cache=False)
+            output = self.model(
+                inputs_embeds=embedded, position_ids=torch.from_numpy(position_ids)[None], use_cache=False
+            )
         return output.logits[0].numpy()
 
 
 def _record_attention(module, query, key, value, attention_mask, **options):
-    """transformers calls this for attention: query [1, num_heads, num_tokens, head_dim], key, value [1, num_kv_heads, ...]."""
+    """transformers calls this for attention: query [1, num_heads, num_tokens, head_dim], key, value [1, num_kv_heads,
+    ...]."""
     recording = _recording.get()
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
-        raise InputError(f"{type(module).__name__}: expected eager_attention_forward beside it, found none; this model cannot be validated")
+        raise InputError(
+            f"{type(module).__name__}: expected eager_attention_forward beside it, found none; "
+            f"this model cannot be validated"
+        )
     if module.layer_idx in recording.calls:
-        raise InputError(f"{type(module).__name__}: expected one attention in layer {module.layer_idx}, found two; this model cannot be validated")
+        raise InputError(
+            f"{type(module).__name__}: expected one attention in layer {module.layer_idx}, "
+            f"found two; this model cannot be validated"
+        )
     scales = {}
     if recording.num_past:
         query, key, scales = _scaled(query, key, recording.num_past, options.get("scaling"))
     attention, weights = eager(module, query, key, value, attention_mask, **options)
     by_token = lambda x: np.ascontiguousarray(x[0].transpose(0, 1).numpy())
-    recording.calls[module.layer_idx] = {"keys": by_token(key), "values": by_token(value), "attention": attention[0].flatten(1).numpy(), **scales}
+    recording.calls[module.layer_idx] = {
+        "keys": by_token(key),
+        "values": by_token(value),
+        "attention": attention[0].flatten(1).numpy(),
+        **scales,
+    }
     return attention, weights
 
 
-def _scaled(query: torch.Tensor, key: torch.Tensor, num_past: int, scaling: float | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Scale queries to scores of standard deviation _SCORES against standard normal keys, and the new keys to an rms of one.
+def _scaled(
+    query: torch.Tensor, key: torch.Tensor, num_past: int, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Scale queries to scores of standard deviation _SCORES against standard normal keys, and the new keys to an rms of
+    one.
 
     RoPE is linear, so the graphs may scale their queries and keys before it.
     """
@@ -174,11 +209,14 @@ def _float32(array: np.ndarray) -> torch.Tensor:
     """A tensor over the array's memory where it is float32 already (the mapped file is only read), else a cast copy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "not writable": nothing writes to it
-        return torch.from_numpy(array if array.dtype == np.float32 or not _is_float(array) else array.astype(np.float32))
+        return torch.from_numpy(
+            array if array.dtype == np.float32 or not _is_float(array) else array.astype(np.float32)
+        )
 
 
 def layer_of(name: str) -> int:
-    """The layer that a checkpoint tensor belongs to: the first number in its name; -1 for what stands outside the layers."""
+    """The layer that a checkpoint tensor belongs to: the first number in its name; -1 for what stands outside the
+    layers."""
     match = re.search(r"\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
@@ -188,7 +226,8 @@ def _is_float(array: np.ndarray) -> bool:
 
 
 def sequences(vocab_size: int, longest: int, prompt: Sequence[int], windows: Sequence[int] = ()) -> list[np.ndarray]:
-    """Token sequences to validate with: seeded random ids of several lengths, one of them 1, and a real text's `prompt` ids.
+    """Token sequences to validate with: seeded random ids of several lengths, one of them 1, and a real text's `prompt`
+    ids.
 
     One goes beyond each of the sliding `windows` of at most _WIDEST tokens; a wider one costs more than it would show.
     """

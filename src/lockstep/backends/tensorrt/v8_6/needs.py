@@ -1,4 +1,5 @@
-"""What fused attention, and what our own kernels need besides TensorRT: asked for when a build starts and when engines are opened, not in the middle."""
+"""What fused attention, and what our own kernels need besides TensorRT: asked for when a build starts and when engines
+are opened, not in the middle."""
 
 from __future__ import annotations
 
@@ -16,24 +17,38 @@ def require_cudnn() -> Any:
         import cudnn
 
         version = cudnn.backend_version()
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # found without the library, it can be imported; with two of them it asserts
-        raise InputError(f"{_CUDNN}, found: {_line(error)}; install what is missing, or build with attention: traced") from None
+    # found without the library, it can be imported; with two of them it asserts
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"{_CUDNN}, found: {_line(error)}; install what is missing, or build with attention: traced"
+        ) from None
     if not 90000 <= version < 100000:
-        found = f"{version // 1000}.{version % 1000 // 100}" if version < 90000 else f"{version // 10000}.{version % 10000 // 100}"
+        found = (
+            f"{version // 1000}.{version % 1000 // 100}"
+            if version < 90000
+            else f"{version // 10000}.{version % 10000 // 100}"
+        )
         advice = "name the folder of libcudnn.so.9 in LD_LIBRARY_PATH, or build with attention: traced"
         raise InputError(f"{_CUDNN}, found cuDNN {found}; {advice}")
     try:
         cudnn.destroy_handle(cudnn.create_handle())
     except RuntimeError as error:
-        raise InputError(f"{_CUDNN}, found one that does not start: {_line(error)}; install one for this driver, or build with attention: traced") from None
+        raise InputError(
+            f"{_CUDNN}, found one that does not start: {_line(error)}; install one for this "
+            f"driver, or build with attention: traced"
+        ) from None
     return cudnn
 
 
 def require_capability(device: Mapping[str, Any]) -> None:
-    """Raises InputError for a GPU (device.describe_gpu) that is too old for the kernels of fused attention, cuDNN's and ours."""
+    """Raises InputError for a GPU (device.describe_gpu) that is too old for the kernels of fused attention, cuDNN's and
+    ours."""
     found = device["compute_capability"]
     if tuple(map(int, found.split("."))) < (8, 0):
-        raise InputError(f"attention: fused: expected a GPU of compute capability 8.0 or higher, found {device['name']} of {found}; build with attention: traced")
+        raise InputError(
+            f"attention: fused: expected a GPU of compute capability 8.0 or higher, found "
+            f"{device['name']} of {found}; build with attention: traced"
+        )
 
 
 def require_nvrtc() -> None:
@@ -43,8 +58,14 @@ def require_nvrtc() -> None:
     try:
         nvrtc.nvrtcVersion()
     except RuntimeError as error:
-        expected = "expected the library NVRTC of the CUDA toolkit (nvidia-cuda-nvrtc), which compiles the kernels of attention and of the KV cache"
-        raise InputError(f"backend tensorrt: {expected}, found: {_line(error)}; install it for this Python, or name its folder in LD_LIBRARY_PATH") from None
+        expected = (
+            "expected the library NVRTC of the CUDA toolkit (nvidia-cuda-nvrtc), which compiles the "
+            "kernels of attention and of the KV cache"
+        )
+        raise InputError(
+            f"backend tensorrt: {expected}, found: {_line(error)}; install it for this Python, "
+            f"or name its folder in LD_LIBRARY_PATH"
+        ) from None
 
 
 def _line(error: BaseException) -> str:

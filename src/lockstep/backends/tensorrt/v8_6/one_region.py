@@ -1,12 +1,14 @@
-"""Have TensorRT 8.6 take a whole fp16 graph as one fused region at a low optimization level, by nodes that change nothing.
+"""Have TensorRT 8.6 take a whole fp16 graph as one fused region at a low optimization level, by nodes that change
+nothing.
 
-8.6 gives its compiler of fused regions only those parts of a graph that it expects to gain from; where a Gather of fp16 numbers makes the result, it gives it
-all. Levels 4 and 5 come to that too, by trying many ways to divide the graph and building each. (Seen, not documented.) The Gather stands at an output, where
-the last kernel writes through the index. On the vector of a norm's weights, which kernels of one row read in their innermost loop, it made those slower.
+8.6 gives its compiler of fused regions only those parts of a graph that it expects to gain from; where a Gather of fp16
+numbers makes the result, it gives it all. Levels 4 and 5 come to that too, by trying many ways to divide the graph and
+building each. (Seen, not documented.) The Gather stands at an output, where the last kernel writes through the index.
+On the vector of a norm's weights, which kernels of one row read in their innermost loop, it made those slower.
 
-As far as seen, a region has one floating type for all its inputs and outputs: a graph with fp16 and fp32 ones is refused. So is one in which the parser must
-bring an fp32 operand to the rank of the other, since the layer that it puts there gives fp16 in a region. Weights that take part in fp32 norms therefore come
-with their leading ones.
+As far as seen, a region has one floating type for all its inputs and outputs: a graph with fp16 and fp32 ones is
+refused. So is one in which the parser must bring an fp32 operand to the rank of the other, since the layer that it puts
+there gives fp16 in a region. Weights that take part in fp32 norms therefore come with their leading ones.
 """
 
 from __future__ import annotations
@@ -25,12 +27,18 @@ _BROADCASTS = ("Add", "Sub", "Mul", "Div")
 
 
 def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """A copy whose last fp16 output [N, W] is element 0 of itself as [1, N, W]: the same bits. None where there is no such output, or a Gather makes it.
-    What is made of weights and constants and added, subtracted, multiplied or divided in fp32 has the rank of the other operand from the start.
+    """A copy whose last fp16 output [N, W] is element 0 of itself as [1, N, W]: the same bits. None where there is no
+    such output, or a Gather makes it. What is made of weights and constants and added, subtracted, multiplied or
+    divided in fp32 has the rank of the other operand from the start.
 
-    The last and not the first, which a block has in its midst: what follows it would be slower. Raises CheckError when the copy computes something else.
+    The last and not the first, which a block has in its midst: what follows it would be slower. Raises CheckError when
+    the copy computes something else.
     """
-    outputs = [value for value in model.graph.output if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and len(value.type.tensor_type.shape.dim) == 2]
+    outputs = [
+        value
+        for value in model.graph.output
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and len(value.type.tensor_type.shape.dim) == 2
+    ]
     if not outputs:
         return None
     name, width = outputs[-1].name, outputs[-1].type.tensor_type.shape.dim[1].dim_value
@@ -44,8 +52,12 @@ def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
             names[:] = [f"{name}/all" if each == name else each for each in names]
     copy.graph.initializer.append(numpy_helper.from_array(np.array([1, -1, width], np.int64), f"{name}/shape"))
     copy.graph.initializer.append(numpy_helper.from_array(np.array(0, np.int64), f"{name}/first"))
-    copy.graph.node.append(helper.make_node("Reshape", [f"{name}/all", f"{name}/shape"], [f"{name}/cube"], name=f"{name}/reshape"))
-    copy.graph.node.append(helper.make_node("Gather", [f"{name}/cube", f"{name}/first"], [name], name=f"{name}/gather", axis=0))
+    copy.graph.node.append(
+        helper.make_node("Reshape", [f"{name}/all", f"{name}/shape"], [f"{name}/cube"], name=f"{name}/reshape")
+    )
+    copy.graph.node.append(
+        helper.make_node("Gather", [f"{name}/cube", f"{name}/first"], [name], name=f"{name}/gather", axis=0)
+    )
     onnx.checker.check_model(copy, full_check=True)
     if rewritten:  # else nothing of what is computed
         check_same(model, Prepared(copy, [], {}))
@@ -53,8 +65,8 @@ def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
 
 
 def _bring_to_rank(model: onnx.ModelProto) -> bool:
-    """Where an fp32 operand made of weights and constants is broadcast to a higher rank, compute it from such that have its leading ones.
-    Whether there was one."""
+    """Where an fp32 operand made of weights and constants is broadcast to a higher rank, compute it from such that have
+    its leading ones. Whether there was one."""
     graph = model.graph
     values = typed_values(model)
     shapes = {name: shape for name, (_, shape) in values.items()}
@@ -69,7 +81,11 @@ def _bring_to_rank(model: onnx.ModelProto) -> bool:
     def fixed(name: str) -> bool:
         """Whether it is made of weights and constants alone, element by element."""
         node = made.get(name)
-        return name in weights or name in constants or bool(node and node.op_type in ("Cast", *_BROADCASTS) and all(map(fixed, node.input)))
+        return (
+            name in weights
+            or name in constants
+            or bool(node and node.op_type in ("Cast", *_BROADCASTS) and all(map(fixed, node.input)))
+        )
 
     def at_rank(name: str, rank: int) -> str:
         """What `name` is called with leading ones; a scalar needs none."""
