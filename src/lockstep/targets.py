@@ -67,6 +67,9 @@ class Results:
     def reference(self, model: str, layers: int | str) -> Path:
         return self.root / model / "reference" / f"{layers}.json"
 
+    def logits(self, model: str, layers: int | str) -> Path:
+        return self.reference(model, layers).with_suffix(".safetensors")
+
     def golden(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.root / model / precision / "golden" / backend / f"{layers}.json"
 

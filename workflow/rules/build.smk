@@ -6,7 +6,7 @@
 
 rule build:
     input:
-        assembly=RESULTS.assembly(MODEL, PRECISION),
+        **inputs_of("build"),
     output:
         # Not deleted before: engines that still fit are kept.
         update(RESULTS.engines(MODEL, PRECISION, BACKEND)),
@@ -17,10 +17,10 @@ rule build:
     resources:
         gpu=gpus,
     params:
-        options=build_options,
+        options=options_of("build"),
         python=interpreter,
-        key=KEYS["build"],
+        key=key_of("build"),
     message:
         "Build engines of {wildcards.model} in {wildcards.precision} for {wildcards.backend}"
     script:
-        "../scripts/build.py"
+        "../scripts/stage.py"

@@ -41,12 +41,12 @@ rule fetch:
     conda:
         "../../envs/fetch.yaml"
     params:
-        source=lambda wildcards: CONFIG.models[wildcards.model].source,
-        key=KEYS["fetch"],
+        options=options_of("fetch"),
+        key=key_of("fetch"),
     message:
         "Fetch {wildcards.model} from the hub"
     script:
-        "../scripts/fetch.py"
+        "../scripts/stage.py"
 
 
 rule random_weights:
@@ -67,12 +67,12 @@ rule random_weights:
     conda:
         "../../envs/torch.yaml"
     params:
-        source=lambda wildcards: CONFIG.models[wildcards.model].source,
-        key=KEYS["random_weights"],
+        options=options_of("random_weights"),
+        key=key_of("random_weights"),
     message:
         "Make random weights for {wildcards.model}"
     script:
-        "../scripts/random_weights.py"
+        "../scripts/stage.py"
 
 
 rule resolve:
@@ -88,12 +88,12 @@ rule resolve:
     conda:
         "../../envs/checkpoint.yaml"
     params:
-        source=lambda wildcards: CONFIG.models[wildcards.model].source,
-        key=KEYS["resolve"],
+        options=options_of("resolve"),
+        key=key_of("resolve"),
     message:
         "Resolve {wildcards.model}"
     script:
-        "../scripts/resolve.py"
+        "../scripts/stage.py"
 
 
 rule architecture:
@@ -108,17 +108,17 @@ rule architecture:
     conda:
         "../../envs/checkpoint.yaml"
     params:
-        source=lambda wildcards: CONFIG.models[wildcards.model].source,
-        key=KEYS["architecture"],
+        options=options_of("architecture"),
+        key=key_of("architecture"),
     message:
         "Resolve the architecture of {wildcards.model}"
     script:
-        "../scripts/architecture.py"
+        "../scripts/stage.py"
 
 
 rule convert:
     input:
-        checkpoint=RESULTS.checkpoint(MODEL),
+        **inputs_of("convert"),
     output:
         RESULTS.weights(MODEL, PRECISION),
     log:
@@ -126,8 +126,9 @@ rule convert:
     conda:
         "../../envs/checkpoint.yaml"
     params:
-        key=KEYS["convert"],
+        options=options_of("convert"),
+        key=key_of("convert"),
     message:
         "Convert the weights of {wildcards.model} to {wildcards.precision}"
     script:
-        "../scripts/convert.py"
+        "../scripts/stage.py"

@@ -1,10 +1,12 @@
 # What all rules share: the config, checked before any job starts, and the names of all results.
 #
 # needs: config (Snakemake's merged mapping), REPOSITORY
-# makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
+# makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, MANIFESTS, REPORTS, and the functions below
 
 from lockstep.config import load as lockstep_config
-from lockstep.provenance.code_identity import STAGES, stage_key
+from lockstep.pipeline.stages import REPORTS as REPORT_STAGES
+from lockstep.pipeline.stages import STAGES, all_steps, path_of, step
+from lockstep.provenance.code_identity import stage_key
 from lockstep.provenance.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
@@ -56,12 +58,12 @@ with guard():
     # A place where no cache can be is said here, and not by each job.
     cache_folder(CONFIG.cache)
     # What a change of the code or of the pinned packages reruns.
-    KEYS = {rule: stage_key(entry) for rule, entry in STAGES.items()}
+    for entry in [stage.code for stage in STAGES.values()] + [*REPORT_STAGES.values()]:
+        stage_key(entry)
 
 TARGETS = CONFIG.targets()
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
 RANDOM = sorted(model for model, kind in KINDS.items() if kind is RandomSource)
-FETCHED = [str(RESULTS.source(model)) for model in [*ON_HUB, *RANDOM]]
 # Bytes of weights: a smaller model is computed before more threads would pay.
 SMALL = 100_000_000
 
@@ -78,44 +80,56 @@ def one_of(models):
     return "|".join(map(re.escape, models)) or "(?!)"
 
 
-def per_target(path, *fields, targets=TARGETS):
-    """The results `path(model, ...)` of the targets, each once, in the config's order."""
-    return list(
-        dict.fromkeys(
-            str(path(*(getattr(target, field) for field in fields)))
-            for target in targets
-        )
-    )
+STEPS = all_steps(CONFIG, RESULTS, TARGETS)
+# Names in paths stay wildcards.
+WILDCARDS = {name: f"{{{name}}}" for name in ("model", "precision", "layers", "backend")}
 
 
-VALIDATIONS = per_target(RESULTS.validation, "model", "precision", "layers")
-GOLDENS = per_target(RESULTS.golden, "model", "precision", "layers", "backend")
-SPEEDS = per_target(RESULTS.speed, "model", "precision", "layers", "backend")
-ENGINES = per_target(RESULTS.engines, "model", "precision", "backend")
-COMPARISONS = per_target(
-    RESULTS.comparison,
-    "model",
-    "precision",
-    "backend",
-    targets=list(filter(CONFIG.is_compared, TARGETS)),
-)
-WEIGHTS = per_target(RESULTS.weights, "model", "precision")
-REFERENCES = per_target(RESULTS.reference, "model", "layers")
-ASSEMBLIES = per_target(RESULTS.assembly, "model", "precision")
+def made_by(stage):
+    """What the jobs of a stage make for all targets, in the config's order."""
+    return [str(step.output) for step in STEPS if step.stage == stage]
+
+
+def beside(stage):
+    """What they make beside it."""
+    return [
+        str(path_of(name, RESULTS, step.names))
+        for step in STEPS
+        if step.stage == stage
+        for name in STAGES[stage].beside
+    ]
+
+
+def inputs_of(stage):
+    """The artefacts that a stage reads, by name, with wildcards."""
+    return {name: path_of(name, RESULTS, WILDCARDS) for name in STAGES[stage].reads}
+
+
+def output_of(stage):
+    return path_of(STAGES[stage].makes, RESULTS, WILDCARDS)
+
+
+def step_of(stage, wildcards):
+    names = {name: str(value) for name, value in wildcards.items()}
+    if "layers" in names:
+        names["layers"] = layer_count(names["layers"])
+    return step(stage, CONFIG, RESULTS, names)
+
+
+def options_of(stage):
+    """What the config says to a job; a change of it runs the job again."""
+    return lambda wildcards: step_of(stage, wildcards).options
+
+
+def key_of(stage):
+    """Digests of the code and of the pinned packages that a job uses; a change of them runs it again."""
+    return lambda wildcards: stage_key(STAGES[stage].code, wildcards.get("backend"))
+
+
+GOLDENS, SPEEDS = made_by("golden"), beside("golden")
 MANIFESTS = [
     str(RESULTS.config()),
-    *FETCHED,
-    *per_target(RESULTS.checkpoint, "model"),
-    *per_target(RESULTS.architecture, "model"),
-    *WEIGHTS,
-    *ASSEMBLIES,
-    *ENGINES,
-    *COMPARISONS,
-    *VALIDATIONS,
-    *REFERENCES,
-    *(str(Path(reference).with_suffix(".safetensors")) for reference in REFERENCES),
-    *GOLDENS,
-    *SPEEDS,
+    *(path for stage in STAGES for path in (*made_by(stage), *beside(stage))),
 ]
 PLOTS = [str(RESULTS.report(f"{name}.svg")) for name in ("error_by_layer", "speed")]
 REPORTS = [
@@ -159,30 +173,6 @@ def fetched(wildcards):
     """The manifest of a checkpoint that a job fetches or makes; nothing for a folder that is there."""
     is_fetched = wildcards.model not in FOLDERS
     return [RESULTS.source(wildcards.model)] if is_fetched else []
-
-
-def golden_prompts(wildcards):
-    """What a reference is made from: prompts and lengths, not the texts that are expected of them."""
-    return CONFIG.reference_terms(wildcards.model)
-
-
-def expected_texts(wildcards):
-    """The text that each prompt must give at this layer count, None where the config expects none."""
-    prompts = CONFIG.models[wildcards.model].golden.prompts
-    return [prompt.expected.get(layer_count(wildcards.layers)) for prompt in prompts]
-
-
-def tolerance(wildcards):
-    return CONFIG.tolerance(wildcards.model, wildcards.precision).model_dump()
-
-
-def compare_tolerance(wildcards):
-    return CONFIG.compare_tolerance(wildcards.model, wildcards.precision)
-
-
-def build_options(wildcards):
-    """What the config says of a backend's build; a change of it builds again."""
-    return CONFIG.build_options(wildcards.backend)
 
 
 def interpreter(wildcards):

@@ -6,9 +6,7 @@
 
 rule compare:
     input:
-        assembly=RESULTS.assembly(MODEL, PRECISION),
-        weights=RESULTS.weights(MODEL, PRECISION),
-        engines=RESULTS.engines(MODEL, PRECISION, BACKEND),
+        **inputs_of("compare"),
     output:
         RESULTS.comparison(MODEL, PRECISION, BACKEND),
     log:
@@ -19,11 +17,10 @@ rule compare:
     resources:
         gpu=gpus,
     params:
-        tolerance=compare_tolerance,
-        limits=CONFIG.engine_limits(),
+        options=options_of("compare"),
         python=interpreter,
-        key=KEYS["compare"],
+        key=key_of("compare"),
     message:
         "Compare engines of {wildcards.model} in {wildcards.precision} on {wildcards.backend} with ONNX Runtime"
     script:
-        "../scripts/compare.py"
+        "../scripts/stage.py"

@@ -7,7 +7,7 @@
 rule export:
     input:
         # Not checkpoint.json: other weights for the same model need no new graphs, and so no new engines.
-        architecture=RESULTS.architecture(MODEL),
+        **inputs_of("export"),
     output:
         RESULTS.assembly(MODEL, PRECISION),
     log:
@@ -15,18 +15,17 @@ rule export:
     conda:
         "../../envs/torch.yaml"
     params:
-        key=KEYS["export"],
+        options=options_of("export"),
+        key=key_of("export"),
     message:
         "Export graphs of {wildcards.model} in {wildcards.precision}"
     script:
-        "../scripts/export.py"
+        "../scripts/stage.py"
 
 
 rule validate:
     input:
-        checkpoint=RESULTS.checkpoint(MODEL),
-        weights=RESULTS.weights(MODEL, PRECISION),
-        assembly=RESULTS.assembly(MODEL, PRECISION),
+        **inputs_of("validate"),
     output:
         report(
             RESULTS.validation(MODEL, PRECISION, LAYERS),
@@ -40,10 +39,9 @@ rule validate:
         "../../envs/torch.yaml"
     threads: compute_threads
     params:
-        tolerance=tolerance,
-        max_seq_len=CONFIG.limits.max_seq_len,
-        key=KEYS["validate"],
+        options=options_of("validate"),
+        key=key_of("validate"),
     message:
         "Validate graphs of {wildcards.model} in {wildcards.precision}, layers: {wildcards.layers}"
     script:
-        "../scripts/validate.py"
+        "../scripts/stage.py"

@@ -6,31 +6,28 @@
 
 rule reference:
     input:
-        checkpoint=RESULTS.checkpoint(MODEL),
+        **inputs_of("reference"),
     output:
         manifest=RESULTS.reference(MODEL, LAYERS),
-        logits=RESULTS.reference(MODEL, LAYERS).with_suffix(".safetensors"),
+        logits=RESULTS.logits(MODEL, LAYERS),
     log:
         log_of("reference", MODEL, LAYERS),
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
     params:
-        golden=golden_prompts,
-        key=KEYS["reference"],
+        options=options_of("reference"),
+        key=key_of("reference"),
     message:
         "Reference of {wildcards.model} from transformers, layers: {wildcards.layers}"
     script:
-        "../scripts/reference.py"
+        "../scripts/stage.py"
 
 
 rule golden:
     input:
-        assembly=RESULTS.assembly(MODEL, PRECISION),
-        weights=RESULTS.weights(MODEL, PRECISION),
-        engines=RESULTS.engines(MODEL, PRECISION, BACKEND),
-        reference=RESULTS.reference(MODEL, LAYERS),
-        logits=RESULTS.reference(MODEL, LAYERS).with_suffix(".safetensors"),
+        **inputs_of("golden"),
+        logits=RESULTS.logits(MODEL, LAYERS),
     output:
         check=report(
             RESULTS.golden(MODEL, PRECISION, LAYERS, BACKEND),
@@ -52,12 +49,10 @@ rule golden:
     resources:
         gpu=gpus,
     params:
-        expected=expected_texts,
-        tolerance=tolerance,
-        limits=CONFIG.limits.model_dump(),
+        options=options_of("golden"),
         python=interpreter,
-        key=KEYS["golden"],
+        key=key_of("golden"),
     message:
         "Golden check of {wildcards.model} in {wildcards.precision} on {wildcards.backend}, layers: {wildcards.layers}"
     script:
-        "../scripts/golden.py"
+        "../scripts/stage.py"

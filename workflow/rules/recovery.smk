@@ -9,7 +9,6 @@ import functools
 
 from lockstep.provenance.again import not_as_locked, untrusted
 from lockstep.provenance.locked import check_project, find_lock
-from lockstep.pipeline.stages import steps
 from lockstep.report.summary import is_stale
 
 
@@ -22,7 +21,7 @@ def check_locks():
         prompts = [prompt.text for prompt in CONFIG.models[model].golden.prompts]
         files = [*SIDE_FILES.get(model, []), *WEIGHT_FILES.get(model, [])]
         there = list(map(Path, files)) if model in FOLDERS else None
-        made = [step for target in targets for step in steps(CONFIG, RESULTS, target)]
+        made = [step for step in STEPS if step.names["model"] == model]
         check_project(lock_file, targets, made, prompts, there)
         found |= not_as_locked(made, lock_file)
     return found
@@ -38,7 +37,11 @@ RECORDED = [
 AGAIN = {}
 if workflow.is_main_process:
     with guard():
-        AGAIN |= untrusted(RECORDED, [*FETCHED, *WEIGHTS, *ASSEMBLIES, *ENGINES])
+        AGAIN |= untrusted(RECORDED, [
+                path
+                for stage in ("fetch", "random_weights", "convert", "export", "build")
+                for path in made_by(stage)
+            ])
         if LOCKED:
             AGAIN |= check_locks()
         if is_stale(RESULTS):

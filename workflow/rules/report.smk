@@ -6,9 +6,9 @@
 
 rule summary:
     input:
-        validations=VALIDATIONS,
-        engines=ENGINES,
-        comparisons=COMPARISONS,
+        validations=made_by("validate"),
+        engines=made_by("build"),
+        comparisons=made_by("compare"),
         goldens=GOLDENS,
         speeds=SPEEDS,
     output:
@@ -27,7 +27,7 @@ rule summary:
         "../../envs/report.yaml"
     params:
         targets=[str(target) for target in TARGETS],
-        key=KEYS["summary"],
+        key=stage_key(REPORT_STAGES["summary"]),
     message:
         "Summary of all targets"
     script:
@@ -37,7 +37,7 @@ rule summary:
 rule plots:
     input:
         summary=RESULTS.summary(),
-        validations=VALIDATIONS,
+        validations=made_by("validate"),
     output:
         errors=report(
             RESULTS.report("error_by_layer.svg"),
@@ -57,7 +57,7 @@ rule plots:
     conda:
         "../../envs/report.yaml"
     params:
-        key=KEYS["plots"],
+        key=stage_key(REPORT_STAGES["plots"]),
     message:
         "Plots for the report"
     script:

@@ -32,7 +32,7 @@ def job(snakemake):
             with guard(), renew.refreshed(RESULTS):
                 renew.refresh(RESULTS)  # Snakemake has deleted what the job makes
                 take_back_from_the_future(snakemake.input)
-                stage.run(_step(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
+                stage.run(step_of(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
         except SystemExit as ended:
             _tell(snakemake.log[0], terminal, ended.code)
             raise
@@ -66,7 +66,7 @@ def lock_file(snakemake):
     return find_lock(snakemake.wildcards.model, [Path(), Path(__file__).resolve().parents[2]])
 
 
-def _step(snakemake):
+def step_of(snakemake):
     inputs = {name: value if isinstance(value, str) else list(value) for name, value in snakemake.input.items()}
     return stage.from_rule(
         snakemake.rule,

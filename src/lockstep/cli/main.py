@@ -7,8 +7,6 @@ program explains itself without loading what only one of them needs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +16,12 @@ from lockstep import __version__
 from lockstep.cli.cache import cache
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.cli.locks import COMMANDS
+from lockstep.cli.stages import CONFIG, RESULTS, Project, load_config, stage_commands
 from lockstep.errors import InputError
-from lockstep.targets import Results, Target
+from lockstep.targets import Results
 
 if TYPE_CHECKING:
     from lockstep.config.load import Config
-
-_RESULTS = click.option(
-    "--results",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("results"),
-    show_default=True,
-    help="The results tree.",
-)
-_CONFIG = click.option(
-    "--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]"
-)
 
 
 @click.group(cls=GuardedGroup, context_settings=SETTINGS)
@@ -42,98 +30,8 @@ def main() -> None:
     """From a Hugging Face checkpoint to inference engines that are checked and can be built again."""
 
 
-@dataclass(frozen=True)
-class Project:
-    """What a stage's command works on."""
-
-    config: Config
-    sources: dict[str, Path]
-    results: Results
-    locked: bool = False
-
-
-def _stage(
-    *fields: str, option: Callable[..., Any] = lambda command: command
-) -> Callable[[Callable[..., Path]], click.Command]:
-    """A command that runs `function(project, *values)` for each combination of `fields` of the targets that it is
-    given.
-
-    `option`: a further `click.option`, which the function gets by its name.
-    """
-
-    def decorate(function: Callable[..., Path]) -> click.Command:
-        @main.command(function.__name__, help=function.__doc__)
-        @click.argument("targets", nargs=-1, metavar="[TARGET]...")
-        @_CONFIG
-        @_RESULTS
-        @click.option(
-            "--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says."
-        )
-        @option
-        def command(
-            targets: tuple[str, ...], config_file: Path | None, results: Path, locked: bool, **options: Any
-        ) -> None:
-            project = _project(config_file, results, locked)
-            chosen = [
-                target
-                for target in project.config.targets()
-                if not targets or any(_matches(target, text) for text in targets)
-            ]
-            for text in targets:
-                if not any(_matches(target, text) for target in chosen):
-                    project.config.parse_target(text)  # says which there are
-            for values in dict.fromkeys(tuple(getattr(target, field) for field in fields) for target in chosen):
-                names = dict(zip(fields, values))
-                click.echo(_recorded(function.__name__, project, names, lambda: function(project, *values, **options)))
-
-        return command
-
-    return decorate
-
-
-def _recorded(stage: str, project: Project, names: dict[str, Any], make: Callable[[], Path]) -> Path:
-    """What `make` gives; the artefact is recorded as a job of the workflow records it."""
-    from lockstep.config.sources import FolderSource, RandomSource, parse_source
-    from lockstep.pipeline.stages import step
-    from lockstep.provenance.run import run
-    from lockstep.report.renew import refreshed
-
-    if stage == "fetch":
-        kind = parse_source(project.config.models[names["model"]].source)
-        if isinstance(kind, FolderSource):
-            return make()  # nothing is fetched
-        stage = "random_weights" if isinstance(kind, RandomSource) else stage
-    with refreshed(project.results):
-        return run(
-            step(stage, project.config, project.results, names),
-            make,
-            _lock_file(project, names["model"]),
-            project.config.cache,
-        )
-
-
-def _lock_file(project: Project, model: str) -> Path | None:
-    if not project.locked:
-        return None
-    from lockstep.provenance.locked import find_lock
-
-    return find_lock(model, [Path()])
-
-
-def _matches(target: Target, text: str) -> bool:
-    """Whether `text` is the target's name or its beginning: `demo-llama`, `demo-llama/fp16`."""
-    return f"{target}/".startswith(f"{text.rstrip('/')}/")
-
-
-def _project(config_file: Path | None, results: Path, locked: bool = False) -> Project:
-    config, tree = _config(config_file), Results(results)
-    return Project(config, config.check_sources(results=tree), tree, locked)
-
-
-def _config(config_file: Path | None) -> Config:
-    from lockstep.config.load import load_given
-
-    return load_given(config_file)
+for command in stage_commands():
+    main.add_command(command)
 
 
 def _used_config(results: Results) -> Config:
@@ -150,163 +48,8 @@ def _used_config(results: Results) -> Config:
     return load(value, where=str(results.config()))
 
 
-@_stage(
-    "model",
-    option=click.option(
-        "--newest", is_flag=True, help="Take the commit that a branch is at now, not the one it was found at."
-    ),
-)
-def fetch(project: Project, model: str, newest: bool) -> Path:
-    """A model on the hub, or random weights -> source.json and its folder."""
-    from lockstep.config.sources import FolderSource, RandomSource, parse_source
-
-    source, out = project.config.models[model].source, project.results.source(model)
-    kind = parse_source(source)
-    if isinstance(kind, FolderSource):
-        return project.sources[model]  # nothing to fetch
-    if isinstance(kind, RandomSource):
-        from lockstep.export import random_model
-
-        return random_model.fetch(source, project.sources[model], out)
-    from lockstep.checkpoint import hub
-    from lockstep.provenance.locked import before_weights, locked_commit
-
-    lock = _lock_file(project, model)
-    check = before_weights(project.config, model, lock)
-    return hub.fetch(source, out, check, newest, commit=locked_commit(lock, source) if lock and not newest else None)
-
-
-@_stage("model")
-def resolve(project: Project, model: str) -> Path:
-    """Checkpoint folder -> checkpoint.json and architecture.json."""
-    from lockstep import checkpoint
-    from lockstep.artifacts.fetched import folder_of
-    from lockstep.config.sources import FolderSource, parse_source
-
-    source, results = project.config.models[model].source, project.results
-    fetched = None if isinstance(parse_source(source), FolderSource) else results.source(model)
-    folder = folder_of(fetched) if fetched else project.sources[model]
-    made = (
-        checkpoint.resolve_fetched(fetched, results.checkpoint(model))
-        if fetched
-        else checkpoint.resolve(source, folder, results.checkpoint(model))
-    )
-    _recorded(
-        "architecture",
-        project,
-        {"model": model},
-        lambda: checkpoint.resolve_architecture(source, folder, results.architecture(model)),
-    )
-    return made
-
-
-@_stage("model", "precision")
-def convert(project: Project, model: str, precision: str) -> Path:
-    """checkpoint.json -> weights.json in one precision."""
-    from lockstep import weights
-
-    return weights.convert(project.results.checkpoint(model), precision, project.results.weights(model, precision))
-
-
-@_stage("model", "precision")
-def export(project: Project, model: str, precision: str) -> Path:
-    """architecture.json -> assembly.json and its graphs."""
-    from lockstep import export
-
-    return export.export(project.results.architecture(model), precision, project.results.assembly(model, precision))
-
-
-@_stage("model", "precision", "layers")
-def validate(project: Project, model: str, precision: str, layers: int | str) -> Path:
-    """Graphs against torch, at one layer count."""
-    from lockstep.verify import validate as stage
-
-    results = project.results
-    return stage.run(
-        results.assembly(model, precision),
-        results.weights(model, precision),
-        results.checkpoint(model),
-        layers,
-        project.config.tolerance(model, precision).model_dump(),
-        project.config.limits.max_seq_len,
-        results.validation(model, precision, layers),
-        model,
-    )
-
-
-@_stage("model", "precision", "backend")
-def build(project: Project, model: str, precision: str, backend: str) -> Path:
-    """assembly.json -> the engine set of one backend."""
-    from lockstep.pipeline import worker
-
-    out, config = project.results.engines(model, precision, backend), project.config
-    assembly = project.results.assembly(model, precision)
-    worker.call(
-        config.interpreter(backend),
-        "build",
-        assembly=str(assembly),
-        backend=backend,
-        out=str(out),
-        options=config.build_options(backend),
-    )
-    return out
-
-
-@_stage("model", "precision", "backend")
-def compare(project: Project, model: str, precision: str, backend: str) -> Path:
-    """Each engine against its graph in ONNX Runtime."""
-    from lockstep.pipeline import worker
-
-    results, config = project.results, project.config
-    out = results.comparison(model, precision, backend)
-    worker.call(
-        config.interpreter(backend), "compare",
-        assembly=str(results.assembly(model, precision)), weights=str(results.weights(model, precision)),
-        engines=str(results.engines(model, precision, backend)), tolerance=config.compare_tolerance(model, precision),
-        limits=config.engine_limits(), out=str(out),
-    )  # fmt: skip
-    return out
-
-
-@_stage("model", "layers")
-def reference(project: Project, model: str, layers: int | str) -> Path:
-    """checkpoint.json -> tokens and logits of transformers."""
-    from lockstep.verify import golden as stage
-
-    return stage.make_reference(
-        project.results.checkpoint(model),
-        layers,
-        project.config.reference_terms(model),
-        project.results.reference(model, layers),
-    )
-
-
-@_stage("model", "precision", "layers", "backend")
-def golden(project: Project, model: str, precision: str, layers: int | str, backend: str) -> Path:
-    """Engine set against the reference, and its speed."""
-    from lockstep.pipeline import worker
-
-    results, config = project.results, project.config
-    names = (model, precision, layers, backend)
-    worker.call(
-        config.interpreter(backend),
-        "golden",
-        assembly=str(results.assembly(model, precision)),
-        weights=str(results.weights(model, precision)),
-        engines=str(results.engines(model, precision, backend)),
-        reference=str(results.reference(model, layers)),
-        target=asdict(Target(*names)),
-        tolerance=config.tolerance(model, precision).model_dump(),
-        limits=config.limits.model_dump(),
-        out=str(results.golden(*names)),
-        speed=str(results.speed(*names)),
-        expected=[prompt.expected.get(layers) for prompt in config.models[model].golden.prompts],
-    )
-    return results.golden(*names)
-
-
 @main.command()
-@_RESULTS
+@RESULTS
 def summary(results: Path) -> None:
     """Print all checks as they stand now; changes nothing."""
     from lockstep.report import summary as stage
@@ -325,11 +68,11 @@ def summary(results: Path) -> None:
     is_flag=True,
     help="Also which block class, kind and exit each layer uses, of the models that are exported.",
 )
-@_CONFIG
-@_RESULTS
+@CONFIG
+@RESULTS
 def targets(config_file: Path | None, results: Path, verbose: bool) -> None:
     """List the targets of a config."""
-    chosen = _config(config_file).targets()
+    chosen = load_config(config_file).targets()
     exported = {
         (target.model, target.precision): Results(results).assembly(target.model, target.precision) for target in chosen
     }
@@ -361,7 +104,7 @@ def show(graph: Path) -> None:
 @click.option("--prompt", help="The text to follow.  [default: the first golden prompt that fails, else the longest]")
 @click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all]")
-@_RESULTS
+@RESULTS
 def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, results: Path) -> None:
     """Where a target goes wrong: engine against graph against PyTorch."""
     tree = Results(results)
@@ -403,7 +146,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
-@_RESULTS
+@RESULTS
 def generate(
     target: str | None,
     archive: Path | None,
@@ -464,8 +207,8 @@ def generate(
 
 @main.command()
 @click.argument("target")
-@_CONFIG
-@_RESULTS
+@CONFIG
+@RESULTS
 def explain(target: str, config_file: Path | None, results: Path) -> None:
     """What a run would make again for a target, and why."""
     from lockstep.provenance.explain import explain as reasons
@@ -474,7 +217,7 @@ def explain(target: str, config_file: Path | None, results: Path) -> None:
         raise InputError(
             f"{results}: expected results of an earlier run, found none: all would be made; run snakemake first"
         )
-    project = _project(config_file, results)
+    project = Project.open(config_file, results)
     chosen = project.config.parse_target(target)
     found = [
         step
@@ -495,7 +238,7 @@ def explain(target: str, config_file: Path | None, results: Path) -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]",
 )
-@_RESULTS
+@RESULTS
 def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
     """A target in one file, that runs where its backend is installed."""
     from lockstep.bundle.pack import pack
@@ -513,7 +256,7 @@ def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
 @click.option(
     "--at-least", type=click.Choice(["R0", "R1", "R2", "R3", "R4"]), help="Exit code 1 if a lower level is reached."
 )
-@_RESULTS
+@RESULTS
 def reproduce(target: str, rounds: int, at_least: str | None, results: Path) -> None:
     """Build a target again in clean folders: what is the same?"""
     from lockstep.errors import CheckError

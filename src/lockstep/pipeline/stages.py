@@ -1,41 +1,70 @@
-"""The steps that make a target, from a config: what the rules of the workflow say, for whoever runs without
-Snakemake."""
+"""The table of stages: what each reads, makes and takes from the config, which function makes it, and how it is
+treated.
+
+Rules, the script of all jobs, the command line, records, locks, the cache, `explain` and `reproduce` read it. A new
+stage is an entry here, its function, a method of `Results` for what it makes, and a rule that names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.sources import FolderSource, HubSource, parse_source
+from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
 from lockstep.pipeline.step import Step
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.config.load import Config
 
-
-def steps(config: Config, results: Results, target: Target) -> list[Step]:
-    """All steps of one target, each after those that it reads from."""
-    names = {"model": target.model, "precision": target.precision, "layers": target.layers, "backend": target.backend}
-    kind = parse_source(config.models[target.model].source)
-    stages = ["resolve", "architecture", "convert", "export", "validate", "build", "reference", "golden"]
-    if config.is_compared(target):
-        stages.insert(stages.index("build") + 1, "compare")
-    if not isinstance(kind, FolderSource):
-        stages.insert(0, "fetch" if isinstance(kind, HubSource) else "random_weights")
-    return [step(stage, config, results, names) for stage in stages]
+Options = Callable[..., dict[str, Any]]  # (config, and the stage's wildcards by name) -> plain JSON
 
 
-def step(stage: str, config: Config, results: Results, names: Mapping[str, Any]) -> Step:
-    """One step. names: model, precision, layers, backend; those that the stage has are taken."""
-    fields, inputs, options, output = _RULES[stage]
-    taken = {name: names[name] for name in fields}
-    python = config.interpreter(taken["backend"]) if "backend" in taken else None
-    texts = {name: str(value) for name, value in taken.items()}
-    return Step(
-        stage, texts, inputs(results, **taken), options(config, **taken), output(results, **taken), python=python
-    )
+@dataclass(frozen=True)
+class Stage:
+    """One kind of job. Artefacts are methods of `Results`: their parameters are the stage's wildcards.
+
+    makes: the artefact, whose manifest is the result. reads: artefacts. code: the module of this package that the stage
+    enters by; a change of what it imports makes the stage run again. job: `module:function` that is given the `Job`.
+    """
+
+    name: str
+    makes: str
+    code: str
+    job: str
+    reads: tuple[str, ...] = ()
+    # Made beside the manifest, by name of the rule's output. Speeds are no part of a record.
+    beside: tuple[str, ...] = ()
+    options: Options = lambda config, **names: {}
+    needed: Callable[[Config, Target], bool] = lambda config, target: True
+    # `module:function` that gives what a lock pins of it: `lockfile.Pinned`. None: nothing.
+    pinned: str | None = None
+    is_check: bool = False  # the lock pins what the config says to it; a failure leaves a report
+    is_judged: bool = False  # a failure leaves its report or its reason as `<name>.failed.json`
+    is_cached: bool = False  # in the shared cache of artefacts
+    is_reproduced: bool = False  # made again by `lockstep reproduce`
+    is_named: bool = False  # its results speak of the model by its name in the config
+    continues: bool = False  # begins with what an earlier run made
+    owns_folder: bool = False  # clears its folder of what an earlier artefact left
+    help: str = field(default="", compare=False)
+
+    @property
+    def wildcards(self) -> tuple[str, ...]:
+        """model, precision, layers, backend: those that the stage has."""
+        return wildcards_of(self.makes)
+
+
+def wildcards_of(artefact: str) -> tuple[str, ...]:
+    """The parameters of `Results.<artefact>`."""
+    return tuple(inspect.signature(getattr(Results, artefact)).parameters)[1:]
+
+
+def path_of(artefact: str, results: Results, names: Mapping[str, Any]) -> Path:
+    """Where the artefact lies. names: values of at least its wildcards."""
+    return getattr(results, artefact)(*(names[name] for name in wildcards_of(artefact)))
 
 
 def _source(config: Config, model: str) -> dict[str, Any]:
@@ -67,72 +96,96 @@ def _build(config: Config, model: str, precision: str, backend: str) -> dict[str
     return {"options": config.build_options(backend)}
 
 
-def _nothing(of: Any, **names: Any) -> dict[str, Any]:
-    return {}
+def _comes_from(kind: type) -> Callable[[Config, Target], bool]:
+    return lambda config, target: isinstance(parse_source(config.models[target.model].source), kind)
 
 
-_M, _P, _N, _B = "model", "precision", "layers", "backend"
-# Stage: its wildcards, its inputs by name, its options, its manifest.
-_RULES: dict[
-    str, tuple[tuple[str, ...], Callable[..., dict[str, Path]], Callable[..., dict[str, Any]], Callable[..., Path]]
-] = {
-    "fetch": ((_M,), _nothing, _source, Results.source),
-    "random_weights": ((_M,), _nothing, _source, Results.source),
-    "resolve": ((_M,), _nothing, _source, Results.checkpoint),
-    "architecture": ((_M,), _nothing, _source, Results.architecture),
-    "convert": (
-        (_M, _P),
-        lambda results, model, precision: {"checkpoint": results.checkpoint(model)},
-        _nothing,
-        Results.weights,
+_JOBS, _LOCK = "lockstep.pipeline.jobs", "lockstep.provenance.lockfile"
+
+_TABLE = (
+    Stage(
+        "fetch", makes="source", code="checkpoint.hub", job=f"{_JOBS}:fetch", options=_source,
+        needed=_comes_from(HubSource), continues=True,
+        help="A model on the hub, or random weights -> source.json and its folder.",
     ),
-    "export": (
-        (_M, _P),
-        lambda results, model, precision: {"architecture": results.architecture(model)},
-        _nothing,
-        Results.assembly,
+    Stage(
+        "random_weights", makes="source", code="export.random_model", job=f"{_JOBS}:random_weights", options=_source,
+        needed=_comes_from(RandomSource),
     ),
-    "validate": (
-        (_M, _P, _N),
-        lambda results, model, precision, layers: {
-            "checkpoint": results.checkpoint(model),
-            "weights": results.weights(model, precision),
-            "assembly": results.assembly(model, precision),
-        },
-        _validate,
-        Results.validation,
+    Stage(
+        "resolve", makes="checkpoint", code="checkpoint", job=f"{_JOBS}:resolve", options=_source,
+        pinned=f"{_LOCK}:pin_checkpoint", is_reproduced=True,
+        help="Checkpoint folder -> checkpoint.json and architecture.json.",
     ),
-    "build": (
-        (_M, _P, _B),
-        lambda results, model, precision, backend: {"assembly": results.assembly(model, precision)},
-        _build,
-        Results.engines,
+    Stage("architecture", makes="architecture", code="checkpoint", job=f"{_JOBS}:architecture", options=_source),
+    Stage(
+        "convert", makes="weights", reads=("checkpoint",), code="weights", job=f"{_JOBS}:convert",
+        pinned=f"{_LOCK}:pin_weights", is_cached=True, is_reproduced=True,
+        help="checkpoint.json -> weights.json in one precision.",
     ),
-    "compare": (
-        (_M, _P, _B),
-        lambda results, model, precision, backend: {
-            "assembly": results.assembly(model, precision),
-            "weights": results.weights(model, precision),
-            "engines": results.engines(model, precision, backend),
-        },
-        _compare,
-        Results.comparison,
+    Stage(
+        "export", makes="assembly", reads=("architecture",), code="export", job=f"{_JOBS}:export",
+        pinned=f"{_LOCK}:pin_graphs", is_cached=True, is_reproduced=True, owns_folder=True,
+        help="architecture.json -> assembly.json and its graphs.",
     ),
-    "reference": (
-        (_M, _N),
-        lambda results, model, layers: {"checkpoint": results.checkpoint(model)},
-        _reference,
-        Results.reference,
+    Stage(
+        "validate", makes="validation", reads=("checkpoint", "weights", "assembly"), code="verify.validate",
+        job=f"{_JOBS}:validate", options=_validate, is_check=True, is_judged=True, is_named=True,
+        help="Graphs against torch, at one layer count.",
     ),
-    "golden": (
-        (_M, _P, _N, _B),
-        lambda results, model, precision, layers, backend: {
-            "assembly": results.assembly(model, precision),
-            "weights": results.weights(model, precision),
-            "engines": results.engines(model, precision, backend),
-            "reference": results.reference(model, layers),
-        },
-        _golden,
-        Results.golden,
+    Stage(
+        "build", makes="engines", reads=("assembly",), code="backends", job=f"{_JOBS}:build", options=_build,
+        pinned=f"{_LOCK}:pin_engines", is_cached=True, is_reproduced=True, continues=True, owns_folder=True,
+        help="assembly.json -> the engine set of one backend.",
     ),
-}
+    Stage(
+        "compare", makes="comparison", reads=("assembly", "weights", "engines"), code="verify.compare",
+        job=f"{_JOBS}:compare", options=_compare, needed=lambda config, target: config.is_compared(target),
+        is_check=True, is_judged=True, help="Each engine against its graph in ONNX Runtime.",
+    ),
+    Stage(
+        "reference", makes="reference", reads=("checkpoint",), beside=("logits",), code="verify.golden.reference",
+        job=f"{_JOBS}:reference", options=_reference, pinned=f"{_LOCK}:pin_reference", is_check=True, is_cached=True,
+        help="checkpoint.json -> tokens and logits of transformers.",
+    ),
+    Stage(
+        "golden", makes="golden", reads=("assembly", "weights", "engines", "reference"), beside=("speed",),
+        code="verify.golden.check", job=f"{_JOBS}:golden", options=_golden, pinned=f"{_LOCK}:pin_golden", is_check=True,
+        is_judged=True, is_reproduced=True, is_named=True, help="Engine set against the reference, and its speed.",
+    ),
+)  # fmt: skip
+
+STAGES: dict[str, Stage] = {stage.name: stage for stage in _TABLE}
+# Jobs that are of no one model: they show results. Their code, by rule.
+REPORTS = {"summary": "report.summary", "plots": "report.plots"}
+
+
+def steps(config: Config, results: Results, target: Target) -> list[Step]:
+    """All steps of one target, each after those that it reads from."""
+    names = {"model": target.model, "precision": target.precision, "layers": target.layers, "backend": target.backend}
+    return [step(stage.name, config, results, names) for stage in STAGES.values() if stage.needed(config, target)]
+
+
+def all_steps(config: Config, results: Results, targets: Iterable[Target]) -> list[Step]:
+    """The steps of several targets, each once, in the order of the targets."""
+    found = {step.output: step for target in targets for step in steps(config, results, target)}
+    return list(found.values())
+
+
+def step(stage: str, config: Config, results: Results, names: Mapping[str, Any]) -> Step:
+    """One step. names: model, precision, layers, backend; those that the stage has are taken."""
+    entry = STAGES[stage]
+    taken = {name: names[name] for name in entry.wildcards}
+    return Step(
+        stage,
+        {name: str(value) for name, value in taken.items()},
+        {artefact: path_of(artefact, results, taken) for artefact in entry.reads},
+        entry.options(config, **taken),
+        path_of(entry.makes, results, taken),
+        python=config.interpreter(taken["backend"]) if "backend" in taken else None,
+    )
+
+
+def is_fetched(config: Config, model: str) -> bool:
+    """Whether a job brings the checkpoint; else it lies in a folder that the config names."""
+    return not isinstance(parse_source(config.models[model].source), FolderSource)

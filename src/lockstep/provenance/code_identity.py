@@ -10,9 +10,11 @@ import ast
 import functools
 import hashlib
 import importlib.metadata
+import io
 import os
 import re
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -20,22 +22,6 @@ from lockstep.artifacts.files import sha256_json
 from lockstep.errors import InputError
 
 PACKAGE = "lockstep"
-# Rule -> the module that it enters the package by.
-STAGES = {
-    "fetch": "checkpoint.hub",
-    "random_weights": "export.random_model",
-    "resolve": "checkpoint",
-    "architecture": "checkpoint",
-    "convert": "weights",
-    "export": "export",
-    "validate": "verify.validate",
-    "build": "backends",
-    "compare": "verify.compare",
-    "reference": "verify.golden.reference",
-    "golden": "verify.golden.check",
-    "summary": "report.summary",
-    "plots": "report.plots",
-}
 SOURCES = Path(__file__).resolve().parents[1]  # of the package
 _PINS = SOURCES.parents[1] / "envs" / "requirements.txt"
 # Packages whose import name is not their own name.
@@ -46,51 +32,44 @@ _ELSEWHERE = {"tensorrt", "cuda", "cudnn"}
 _BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors")}
 
 
-def stage_key(entry: str, packages: Iterable[str] = ()) -> dict[str, str]:
+def stage_key(entry: str, backend: str | None = None) -> dict[str, str]:
     """The digests that a rule keeps in its `params`: of the code that `entry` reaches, and of the pins that this code
-    imports.
-
-    `packages` names those that are used without an import, such as a backend's.
-    """
-    return {
-        "code": code_digest(entry),
-        "environment": environment_digest(_with_brought(third_party(entry) | set(packages))),
-    }
+    imports. backend: the one that the job is for."""
+    return {"code": code_digest(entry, backend), "environment": environment_digest(packages_of(entry, backend))}
 
 
-def packages_of(entry: str) -> set[str]:
+def packages_of(entry: str, backend: str | None = None) -> set[str]:
     """Canonical names of the packages that the code of `entry` imports, and of what these load when used."""
-    return _with_brought(third_party(entry))
-
-
-def _with_brought(names: set[str]) -> set[str]:
+    names = third_party(entry, backend)
     return names | {name for owner in names for name in _BRINGS.get(owner, ())}
 
 
-def code_digest(entry: str) -> str:
-    """Hex sha256 over the files of this package that `entry` ("split", "verify.golden.check") imports, directly or
-    through others.
+def code_digest(entry: str, backend: str | None = None) -> str:
+    """Hex sha256 over the code of the files of this package that `entry` ("export", "verify.golden.check") imports,
+    directly or through others.
 
     Imports inside functions count too. Raises InputError when there is no such module.
     """
-    return sha256_json(code_files(entry))
+    return sha256_json(code_files(entry, backend))
 
 
-def code_files(entry: str) -> dict[str, str]:
-    """Hex sha256 by file of this package that importing `entry` may load."""
-    return {path.relative_to(SOURCES).as_posix(): _read(path).digest for path in module_files(entry)}
+def code_files(entry: str, backend: str | None = None) -> dict[str, str]:
+    """Hex sha256 of the code, without comments, docstrings and blank lines, by file of this package that importing
+    `entry` may load; without what only other backends than `backend` load."""
+    return {path.relative_to(SOURCES).as_posix(): _read(path).digest for path in module_files(entry, backend)}
 
 
-def pinned_packages(entry: str, pins: str | os.PathLike | None = None) -> dict[str, str]:
+def pinned_packages(entry: str, backend: str | None = None, pins: str | os.PathLike | None = None) -> dict[str, str]:
     """The pinned version of each package that the code of `entry` uses."""
     pinned = read_pins(pins or _PINS)
-    return {name: pinned[name] for name in sorted(packages_of(entry))}
+    return {name: pinned[name] for name in sorted(packages_of(entry, backend))}
 
 
-def installed_packages(entry: str) -> dict[str, str]:
+def installed_packages(entry: str, backend: str | None = None) -> dict[str, str]:
     """The version of each package that the code of `entry` uses, as it is installed here (local parts such as +cpu left
     out); the pinned one of those that are not installed."""
-    return {name: _installed(name) or version for name, version in pinned_packages(entry).items()}
+    pinned = pinned_packages(entry, backend)
+    return {name: _installed(name) or version for name, version in pinned.items()}
 
 
 def _installed(name: str) -> str | None:
@@ -130,20 +109,20 @@ def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
     return pins
 
 
-def module_files(entry: str) -> list[Path]:
+def module_files(entry: str, backend: str | None = None) -> list[Path]:
     """The files of this package that importing `entry` may load, sorted."""
-    return sorted(_reach(f"{PACKAGE}.{entry}"))
+    return sorted(_reach(f"{PACKAGE}.{entry}", backend))
 
 
-def third_party(entry: str) -> set[str]:
+def third_party(entry: str, backend: str | None = None) -> set[str]:
     """Canonical names of the packages outside this one and the standard library that the code of `entry` imports."""
-    roots = {name.partition(".")[0] for path in _reach(f"{PACKAGE}.{entry}") for name in _read(path).imports}
+    roots = {name.partition(".")[0] for path in _reach(f"{PACKAGE}.{entry}", backend) for name in _read(path).imports}
     outside = roots - {PACKAGE} - set(sys.stdlib_module_names) - _ELSEWHERE
     return {_canonical(_DISTRIBUTIONS.get(root, root)) for root in outside}
 
 
 @functools.cache
-def _reach(module: str) -> frozenset[Path]:
+def _reach(module: str, backend: str | None = None) -> frozenset[Path]:
     start = _file_of(module)
     if start is None:
         raise InputError(f"{module}: expected a module of this package, found none")
@@ -156,8 +135,18 @@ def _reach(module: str) -> frozenset[Path]:
             continue
         reached.add(path)
         parent = name.rpartition(".")[0]  # importing a module runs the packages above it
-        waiting += [parent, *_read(path).imports] if parent else _read(path).imports
+        imports = _read(path).imports
+        if backend and _backend_of(name) is None:  # no job of one backend loads another, unless that one is built on it
+            imports = tuple(other for other in imports if _backend_of(other) in (None, backend))
+        waiting += [parent, *imports] if parent else imports
     return frozenset(reached)
+
+
+def _backend_of(module: str) -> str | None:
+    """The backend whose folder a module is in; None for other modules."""
+    head, _, rest = module.partition(f"{PACKAGE}.backends.")
+    name = rest.partition(".")[0]
+    return name if not head and name and (SOURCES / "backends" / name).is_dir() else None
 
 
 def _file_of(module: str) -> Path | None:
@@ -173,12 +162,37 @@ class _Source:
     """A module file: its digest, and the dotted names that it imports (`from a import b` gives `a` and `a.b`)."""
 
     def __init__(self, path: Path) -> None:
-        data = path.read_bytes()
-        self.digest = hashlib.sha256(data).hexdigest()
-        self.imports = tuple(_imports(ast.parse(data), _package_of(path)))
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        self.digest = hashlib.sha256(_code(text, tree).encode()).hexdigest()
+        self.imports = tuple(_imports(tree, _package_of(path)))
 
 
 _read = functools.cache(_Source)
+
+
+def _code(text: str, tree: ast.AST) -> str:
+    """A module without what changes nothing: comments, docstrings, blank lines, spaces at the ends of lines. Not
+    `ast.unparse`, which differs between versions of Python."""
+    lines = text.splitlines()
+    spans = [token.start + token.end for token in _tokens(text) if token.type == tokenize.COMMENT]
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, _WITH_DOCSTRING) and isinstance(body[0] if body else None, ast.Expr):
+            value = body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                # In bytes of a line, which is ASCII before a docstring: it begins its line.
+                spans.append((value.lineno, value.col_offset, value.end_lineno, len(lines[value.end_lineno - 1])))
+    for first, start, last, end in sorted(spans, reverse=True):
+        lines[first - 1 : last] = [lines[first - 1][:start] + lines[last - 1][end:]] + [""] * (last - first)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _tokens(text: str) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(text).readline)
 
 
 def _package_of(path: Path) -> list[str]:

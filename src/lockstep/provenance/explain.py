@@ -14,7 +14,7 @@ from lockstep.artifacts.manifest_files import failed_path, lost_files, manifest_
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
-from lockstep.pipeline.stages import steps
+from lockstep.pipeline.stages import STAGES, steps
 from lockstep.pipeline.step import Step
 from lockstep.provenance import code_identity
 from lockstep.provenance.again import FAILED
@@ -80,14 +80,14 @@ def _explain(step: Step, again: Mapping[Path, str], source: Path | None) -> Expl
 
 def _key_now(step: Step, record: Mapping[str, Any], again: Mapping[Path, str]) -> dict[str, Any]:
     """The build key as a run would have it now: with the pinned packages, and inputs that are not made again first."""
-    entry = code_identity.STAGES[step.stage]
+    entry, backend = STAGES[step.stage].code, step.names.get("backend")
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
     kept = {name: value for name, value in record["inputs"].items() if step.inputs.get(name) in again}
     now = {
         "inputs": {**kept, **inputs},
         "options": dict(step.options),
-        "code": code_identity.code_files(entry),
-        "environment": code_identity.pinned_packages(entry),
+        "code": code_identity.code_files(entry, backend),
+        "environment": code_identity.pinned_packages(entry, backend),
     }
     if "backend" in record:
         try:

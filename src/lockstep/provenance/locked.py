@@ -2,8 +2,8 @@
 nothing is made from it.
 
 What can be known before the work is refused before it (`check_project`, `check_step`): targets, the terms of the
-checks, the checkpoint's files, the code and the packages of a stage, library and device of a backend, and every file
-that is read. What a stage makes is compared as soon as it is made (`check_output`).
+checks, the checkpoint's files, the device of a backend, and every file that is read. What a stage makes is compared as
+soon as it is made (`check_output`). Other code and other packages are no difference while the same comes out.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.digest_cache import check_files, digest
-from lockstep.artifacts.files import sha256_json
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import CheckError, InputError
+from lockstep.pipeline.stages import STAGES
 from lockstep.pipeline.step import Step
-from lockstep.provenance import code_identity
 from lockstep.provenance.diff import changes, words
 from lockstep.provenance.lockfile import (
-    CHECKS,
     MADE,
     TERMS,
     Section,
     device_name,
     lock_path,
     made_with,
+    maker,
     read_lock,
     sections_at,
     terms,
@@ -90,11 +89,6 @@ def check_project(
 def _before(
     lock: Mapping[str, Any], targets: Sequence[Target], prompts: Sequence[str], checkpoint: Sequence[Path] | None
 ) -> Iterator[str]:
-    for stage, made in sorted(lock[MADE].items()):
-        entry = code_identity.STAGES[stage]
-        now = {"code": sha256_json(code_identity.code_files(entry)), "packages": code_identity.pinned_packages(entry)}
-        if line := _made_differently(made, now):
-            yield f"{stage}: {line}"
     if checkpoint is not None:
         found = {path.name: digest(path) for path in checkpoint}
         expected = {name: value for name, value in without_places(lock["checkpoint"]).items() if name != "commit"}
@@ -134,8 +128,8 @@ def before_weights(config: Config, model: str, lock_file: Path | None) -> Callab
 
 
 def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
-    """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms, or
-    with other code, packages, library or device; InputError when a file that a manifest names is not the one."""
+    """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms or
+    for another device; InputError when a file that a manifest names is not the one."""
     lock = read_lock(lock_file)
     for path in step.inputs.values():
         if record_path(path).is_file():
@@ -145,21 +139,12 @@ def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
             check_files(named_files(path), "make it again")
     if line := _other_terms(lock, step):
         _refuse(line, lock_file)
-    made = lock[MADE].get(step.stage)
-    if made is not None and (
-        line := _made_differently(made, {"code": sha256_json(key["code"]), "packages": key["environment"]})
-    ):
-        _refuse(f"{step.stage}: {line}", lock_file)
     if step.stage == "build":
         where = ("precisions", step.names["precision"], "engines", step.names["backend"])
         here = device_name(key["backend"])
         devices = expected_items(lock, where) or {}
         if here not in devices:
             _refuse(f"build: device differs: {' or '.join(sorted(devices)) or 'none'} -> {here}", lock_file)
-        backend = {name: value for name, value in key["backend"].items() if name != "name"}
-        locked = {name: value for name, value in devices[here].items() if name in backend}
-        for (name, *more), change in changes(locked, backend):
-            _refuse(f"build: {'.'.join([name, *more])} differs: {change}", lock_file)
 
 
 def check_output(output: Path, lock_file: Path) -> None:
@@ -187,7 +172,7 @@ def first_difference(output: Path, lock: Mapping[str, Any]) -> str | None:
 
 def _other_terms(lock: Mapping[str, Any], step: Step) -> str | None:
     """What the config says to a check and the lock does not; None where they agree."""
-    if step.stage not in CHECKS:
+    if step.stage not in STAGES or not STAGES[step.stage].is_check:
         return None
     locked = expected_items(lock, terms_place(step.stage, step.names))
     if locked is None:
@@ -207,11 +192,8 @@ def difference(lock: Mapping[str, Any], section: Section) -> str | None:
     if differing is None:
         return None
     where, change = differing
-    made = lock[MADE].get(section.stage) if section.where[0] != TERMS else None  # which no code and no package change
-    return (
-        f"{section.stage}: {'.'.join(where)} differs: "
-        f"{made and _made_differently(made, made_with(section.record)) or change}"
-    )
+    makers = _other_makers(lock, section) if section.where[0] != TERMS else ""  # no code and no package changes terms
+    return f"{section.stage}: {'.'.join(where)} differs: {change}{makers and f', made with {makers}'}"
 
 
 def expected_items(lock: Mapping[str, Any], where: tuple[str, ...]) -> Mapping[str, Any] | None:
@@ -232,13 +214,16 @@ def other_commit(lock: Mapping[str, Any], commit: str | None) -> str | None:
     )
 
 
-def _made_differently(locked: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Packages, and whether the code is another; empty where both are as locked."""
+def _other_makers(lock: Mapping[str, Any], section: Section) -> str:
+    """What of the makers of an artefact is not as in the lock: packages, library, whether the code is another."""
+    locked, now = lock[MADE].get(maker(section.record)), made_with(section.record)
+    if locked is None:
+        return ""
     packages = [f"{' '.join(where)} {change}" for where, change in changes(locked["packages"], now["packages"])]
-    code = (
-        [f"code of the stage {words(locked['code'])} -> {words(now['code'])}"] if locked["code"] != now["code"] else []
-    )
-    return ", ".join([*packages, *code])
+    libraries = changes(locked.get("backend", {}), now.get("backend", {}))
+    backend = [f"{section.record['names']['backend']} {'.'.join(where)} {change}" for where, change in libraries]
+    code = [f"code {words(locked['code'])} -> {words(now['code'])}"] if locked["code"] != now["code"] else []
+    return ", ".join([*packages, *backend, *code])
 
 
 def _refuse(line: str, lock_file: Path) -> None:

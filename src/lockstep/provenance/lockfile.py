@@ -1,12 +1,13 @@
 """The lock of a model: a finished results tree in, `locks/<model>.lock.json` out, sorted, to be committed.
 
 A lock is made of sections: what each artefact must be, by name, and on what terms each check was passed. A section
-comes from the manifest of the artefact and from the record of how it was made; beside the sections stand, by stage, the
-code and the packages that made them, which name the cause when one differs.
+comes from the manifest of the artefact and from the record of how it was made. Beside the sections stands, by stage,
+what made them (code, packages, library): it decides nothing, and names the cause where an artefact differs.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import manifest_entries, named_files
 from lockstep.errors import CheckError, InputError
-from lockstep.provenance import code_identity
+from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.provenance.shapes import LOCK, misfit
 
 MADE, TERMS = "made with", "checks"
-# Stages that find out whether something is right, or what right is: all that the config says to them is locked.
-CHECKS = ("validate", "compare", "reference", "golden")
+# What a lock pins of an artefact: where it stands in the lock, and what it must be, by name.
+Pinned = tuple[tuple[str, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def read_lock(path: Path) -> dict[str, Any]:
     """Raises InputError for a file that is absent or no lock."""
     lock = read_json(path, formats.LOCK)
     wrong = misfit(lock, LOCK) or next(
-        (f"{MADE}: expected stages, found {name!r}" for name in sorted(lock[MADE]) if name not in code_identity.STAGES),
+        (f"{MADE}: expected stages, found {name!r}" for name in sorted(lock[MADE]) if name.split("/")[0] not in STAGES),
         None,
     )
     if wrong:
@@ -62,7 +63,7 @@ def write_lock(results: Path, model: str, out: Path) -> Path:
     """Write the lock of the finished model `model` to `out`. Raises InputError where something was not made or not
     checked yet.
 
-    Engines of other devices that stand in `out` already stay, as long as they are of these graphs, code and packages.
+    Engines of other devices that stand in `out` already stay, as long as they are of these graphs.
     """
     lock = collect(results, model)
     if out.is_file():
@@ -72,8 +73,6 @@ def write_lock(results: Path, model: str, out: Path) -> Path:
 
 
 def _keep_devices(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
-    if before[MADE].get("build") != lock[MADE]["build"]:
-        return
     for precision, parts in lock["precisions"].items():
         old = before.get("precisions", {}).get(precision, {})
         if old.get("graphs") == parts.get("graphs"):
@@ -89,10 +88,10 @@ def device_name(backend: Mapping[str, Any]) -> str:
 
 
 def collect(results: Path, model: str) -> dict[str, Any]:
-    """The lock of what is there. Raises InputError for a model that is not finished, CheckError for stages that were
-    run with several versions."""
+    """The lock of what is there. Raises InputError for a model that is not finished."""
     found = list(sections(results, model))
-    for stage in ("resolve", "convert", "export", "validate", "build", "reference", "golden"):
+    # Engines of some precisions are not compared.
+    for stage in (name for name, entry in STAGES.items() if (entry.pinned or entry.is_check) and name != "compare"):
         if stage not in {section.stage for section in found}:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first"
@@ -104,24 +103,27 @@ def collect(results: Path, model: str) -> dict[str, Any]:
 
 
 def put(lock: dict[str, Any], section: Section) -> None:
-    """Add a section to a lock. Raises CheckError when another of the same stage was made with other code or
-    packages."""
-    made = made_with(section.record)
-    if lock[MADE].setdefault(section.stage, made) != made:
-        raise CheckError(
-            f"{section.manifest}: expected to be made as the other results of {section.stage}, "
-            f"found other code or packages; run snakemake first"
-        )
+    """Add a section to a lock, with what made it."""
+    lock[MADE][maker(section.record)] = made_with(section.record)
     place = lock
     for name in section.where[:-1]:
         place = place.setdefault(name, {})
     place[section.where[-1]] = dict(section.items)
 
 
+def maker(record: Mapping[str, Any]) -> str:
+    """The name that a lock has for what made an artefact: the stage, and the backend where one runs it."""
+    return "/".join([record["stage"], *([record["names"]["backend"]] if "backend" in record["names"] else [])])
+
+
 def made_with(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Code and packages of a stage, as a lock holds them."""
-    environment = record["environment"]
-    return {"code": sha256_json(record["code"]), "environment": sha256_json(environment), "packages": environment}
+    """Code, packages and library of a stage, as a lock holds them."""
+    backend = {name: value for name, value in record.get("backend", {}).items() if name not in ("name", "device")}
+    return {
+        "code": sha256_json(record["code"]),
+        "packages": record["environment"],
+        **({"backend": json.loads(dump_json(backend))} if backend else {}),
+    }
 
 
 def terms_place(stage: str, names: Mapping[str, Any]) -> tuple[str, ...]:
@@ -158,7 +160,8 @@ def sections_of(path: Path) -> list[Section]:
     record = checked_record(path)
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
     names, stage = record["names"], record["stage"]
-    if stage not in _ITEMS and stage not in CHECKS:
+    entry = STAGES.get(stage)
+    if entry is None or not (entry.pinned or entry.is_check):
         return []
     if read_record(manifest) is None:
         raise CheckError(
@@ -166,11 +169,12 @@ def sections_of(path: Path) -> list[Section]:
             f"{'another' if manifest.is_file() else 'none'}; delete it and run again"
         )
     found = []
-    if stage in _ITEMS:
+    if entry.pinned:
+        module, _, function = entry.pinned.partition(":")
         with manifest_entries(manifest):
-            where, items = _ITEMS[stage](manifest, record, names)
+            where, items = getattr(importlib.import_module(module), function)(manifest, record)
         found.append(Section(where, manifest, record, items))
-    if stage in CHECKS:
+    if entry.is_check:
         found.append(Section(terms_place(stage, names), manifest, record, terms(record["options"])))
     return found
 
@@ -180,63 +184,46 @@ def sections_at(output: Path) -> list[Section]:
     return sections_of(record_path(output))
 
 
-def _checkpoint(
-    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
+def pin_checkpoint(manifest: Path, record: Mapping[str, Any]) -> Pinned:
     value = read_json(manifest)
     about = {"source": value["source"], **({"commit": value["commit"]} if value.get("commit") else {})}
     return ("checkpoint",), {**about, **{file["path"]: file["sha256"] for file in value["files"]}}
 
 
-def _weights(
-    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return ("precisions", names["precision"], "weights"), {
-        file.path.name: file.sha256 for file in named_files(manifest)
-    }
+def pin_weights(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    return ("precisions", record["names"]["precision"], "weights"), _named(manifest)
 
 
-def _graphs(
-    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    graphs = {file.path.name: file.sha256 for file in named_files(manifest)}
-    return ("precisions", names["precision"], "graphs"), {**graphs, manifest.name: digest(manifest)}
+def pin_graphs(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    items = {**_named(manifest), manifest.name: digest(manifest)}
+    return ("precisions", record["names"]["precision"], "graphs"), items
 
 
-def _engines(
-    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    engines = {entry["file"]: entry["sha256"] for entry in read_json(manifest)["engines"].values()}
-    backend = {key: value for key, value in record["backend"].items() if key != "name"}
-    return ("precisions", names["precision"], "engines", names["backend"], device_name(record["backend"])), {
-        **engines,
-        **backend,
-    }
+def pin_engines(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    names, device = record["names"], device_name(record["backend"])
+    items = {entry["file"]: entry["sha256"] for entry in read_json(manifest)["engines"].values()}
+    return ("precisions", names["precision"], "engines", names["backend"], device), items
 
 
-def _golden(
-    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    value = read_json(manifest)
-    return ("precisions", names["precision"], "golden", names["backend"], names["layers"]), _tokens(value["prompts"])
+def pin_reference(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    return ("reference", record["names"]["layers"]), _tokens(manifest)
 
 
-def _reference(
-    manifest: Path, record: Mapping[str, Any], names: Mapping[str, str]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return ("reference", names["layers"]), _tokens(read_json(manifest)["prompts"])
+def pin_golden(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    names = record["names"]
+    return ("precisions", names["precision"], "golden", names["backend"], names["layers"]), _tokens(manifest)
 
 
-def _tokens(prompts: list[dict[str, Any]]) -> dict[str, str]:
+def pin_files(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    """Of a stage without a place of its own: the manifest and the files that it names."""
+    where = "/".join(value for name, value in record["names"].items() if name != "model")
+    return ("results", record["stage"], where or "all"), {**_named(manifest), manifest.name: digest(manifest)}
+
+
+def _named(manifest: Path) -> dict[str, str]:
+    return {file.path.name: file.sha256 for file in named_files(manifest)}
+
+
+def _tokens(manifest: Path) -> dict[str, str]:
     """Token ids on one line by prompt: a difference is then one line too."""
-    return {prompt["text"]: " ".join(map(str, prompt["tokens"])) for prompt in prompts}
-
-
-_ITEMS = {
-    "resolve": _checkpoint,
-    "convert": _weights,
-    "export": _graphs,
-    "build": _engines,
-    "golden": _golden,
-    "reference": _reference,
-}
+    return {prompt["text"]: " ".join(map(str, prompt["tokens"])) for prompt in read_json(manifest)["prompts"]}

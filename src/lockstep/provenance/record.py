@@ -19,27 +19,26 @@ from lockstep.artifacts.files import read_json, sha256_json, write_json
 from lockstep.artifacts.manifest_files import SUFFIX, content, named_files, record_path
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline import worker
+from lockstep.pipeline.stages import REPORTS, STAGES
 from lockstep.pipeline.step import Step
 from lockstep.provenance import code_identity
 from lockstep.provenance.shapes import RECORD, misfit
-
-# Stages whose results speak of the model by its name in the config; others are the same under any name.
-_NAMED = ("validate", "golden")
 
 
 def build_key(step: Step, here: bool = True) -> dict[str, Any]:
     """What decides what `step` makes. `here`: with the packages installed here; else with those that are pinned."""
     packages = code_identity.installed_packages if here else code_identity.pinned_packages
-    entry = code_identity.STAGES.get(step.stage)
+    stage, backend = STAGES.get(step.stage), step.names.get("backend")
+    entry = stage.code if stage else REPORTS.get(step.stage)
+    is_named = stage is None or stage.is_named  # else the results are the same under any name of the model
     key = {
         "stage": step.stage,
-        "names": {name: str(value) for name, value in step.names.items() if name != "model" or step.stage in _NAMED},
+        "names": {name: str(value) for name, value in step.names.items() if name != "model" or is_named},
         "inputs": {name: _input(step, path) for name, path in step.inputs.items()},
         "options": dict(step.options),
-        "code": code_identity.code_files(entry) if entry else {},
-        "environment": packages(entry) if entry else {},
+        "code": code_identity.code_files(entry, backend) if entry else {},
+        "environment": packages(entry, backend) if entry else {},
     }
-    backend = step.names.get("backend")
     return {**key, "backend": backend_identity(backend, step.python)} if backend else key
 
 

@@ -24,11 +24,11 @@ from lockstep.artifacts.files import read_json, write_json
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.errors import PREFIX, CheckError
 from lockstep.pipeline import worker
+from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX
 from lockstep.provenance.sameness import LEVELS, Facts, compare, facts, reached
 from lockstep.targets import Results, Target
 
-STAGES = ("resolve", "convert", "export", "build", "golden")
 _SHOWN = 20  # differences of a level that are kept; the rest is counted
 _NOT_TAKEN_ON = ("LOCKSTEP_CACHE",)
 
@@ -109,7 +109,7 @@ def _round(
     write_json(config_file, _config(config, results, target))
     _take_reference(results, tree, target)
     _take_tactics(results, tree, target)
-    for stage in STAGES:
+    for stage in (name for name, entry in STAGES.items() if entry.is_reproduced):
         tell(stage)
         command = [
             sys.executable,

@@ -14,14 +14,12 @@ from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import check_place, write_bytes, write_json
 from lockstep.artifacts.manifest_files import failed_path
 from lockstep.errors import ENDING, InputError, LockstepError
+from lockstep.pipeline.stages import REPORTS, STAGES
 from lockstep.pipeline.step import Step
 from lockstep.provenance import locked
 from lockstep.provenance.cache.reuse import cache_for, put, take
 from lockstep.provenance.record import build_key, checked_record, read_record, record_path, write_record
 from lockstep.provenance.slsa import now, provenance_path, write_provenance
-
-# Stages that begin with what an earlier run made: engines that still fit, the commit that a branch was found at.
-_GO_ON = ("fetch", "build")
 
 
 def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cache: str = "") -> Any:
@@ -76,7 +74,7 @@ def _reported(step: Step) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         ended = isinstance(error, SystemExit)
-        if step.stage in _JUDGING and _state(report) == before and not (ended and error.code in _INTERRUPTED):
+        if _is_judged(step) and _state(report) == before and not (ended and error.code in _INTERRUPTED):
             line = (
                 (f"{step.stage} ended with exit code {error.code}; its log says why")
                 if ended
@@ -96,8 +94,11 @@ def _reported(step: Step) -> Iterator[None]:
         raise
 
 
-_JUDGING = ("validate", "compare", "golden")
 _INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
+
+
+def _is_judged(step: Step) -> bool:
+    return step.stage in STAGES and STAGES[step.stage].is_judged
 
 
 def _kind(error: Exception) -> str:
@@ -115,7 +116,7 @@ def _all_or_nothing(step: Step) -> Iterator[None]:
     wrong. Where the work fails, an artefact that it did not touch gets them back, and a new one without a record goes.
     What has no record is not gone on with."""
     output = step.output
-    if step.stage in _GO_ON and not _is_recorded(output):
+    if step.stage in STAGES and STAGES[step.stage].continues and not _is_recorded(output):
         output.unlink(missing_ok=True)
     about = [record_path(output), *([provenance_path(output)] if step.stage == "build" else [])]
     before = digest(output) if output.is_file() else None
@@ -162,20 +163,17 @@ def check_input(path: Path) -> None:
 
 
 def from_rule(
-    stage: str, names: dict[str, str], inputs: dict[str, Any], options: dict[str, Any], outputs: list[str]
+    rule: str, names: dict[str, str], inputs: dict[str, Any], params: dict[str, Any], outputs: list[str]
 ) -> Step:
-    """The step of a Snakemake job. inputs by name: a path, or a list of paths, which are files of the checkpoint and
-    stand in the manifest that the job makes, or results that a report shows. options: the rule's params."""
-    manifests = {name: Path(path) for name, path in inputs.items() if isinstance(path, str) and name not in _NOT_READ}
-    given = {name: value for name, value in options.items() if name not in ("key", "python")}
-    beside = ()
-    if stage in _REPORTS:
-        manifests |= {path: Path(path) for paths in inputs.values() if isinstance(paths, list) for path in paths}
-        beside = tuple(map(Path, outputs[1:]))
-    return Step(stage, names, manifests, given, Path(outputs[0]), beside, options.get("python"))
+    """The step of a Snakemake job.
 
-
-_REPORTS = ("summary", "plots")
-
-
-_NOT_READ = ("config", "logits")  # fetch checks its limits only; the reference names its logits with their digest
+    inputs by name: a path, or a list of paths. Of a stage, those that the table of stages says it reads; of a report,
+    all results that it shows. params: of the rule; `options` are the stage's, and of others all but the key.
+    """
+    if rule in STAGES:
+        read = {name: Path(inputs[name]) for name in STAGES[rule].reads}
+        return Step(rule, names, read, params["options"], Path(outputs[0]), python=params.get("python"))
+    shown = {name: Path(path) for name, path in inputs.items() if isinstance(path, str)}
+    shown |= {path: Path(path) for paths in inputs.values() if isinstance(paths, list) for path in paths}
+    options = {name: value for name, value in params.items() if name != "key"}
+    return Step(rule, names, shown if rule in REPORTS else {}, options, Path(outputs[0]), tuple(map(Path, outputs[1:])))

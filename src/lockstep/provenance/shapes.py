@@ -34,13 +34,14 @@ RECORD = {
 }
 LOCK = {
     "model": str,
-    "made with": {ANY: {"code": str, "environment": str, "packages": _TEXTS}},
+    "made with": {ANY: {"code": str, "packages": _TEXTS, "backend?": dict}},
     "checkpoint": {"source": str, ANY: str},
     "reference": {ANY: _TEXTS},
     "precisions": {
         ANY: {"weights?": _TEXTS, "graphs?": _TEXTS, "engines?": {ANY: {ANY: dict}}, "golden?": {ANY: {ANY: _TEXTS}}}
     },
     "checks": {ANY: {ANY: dict}},
+    "results?": {ANY: {ANY: _TEXTS}},
 }
 
 

@@ -165,7 +165,9 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     for where in sorted({*places, *found}):
         name = f"{folder.name}: {'/'.join(where)}"
         expected = expected_items(lock, where)
-        if expected is None:
+        if expected is None and "engines" in where and expected_items(lock, where[:-1]):
+            findings.append(Finding(SAME, name, "this device is not in the lock: as recorded"))
+        elif expected is None:
             findings.append(Finding(UNKNOWN, name, "not in the lock"))
         elif where not in found:
             findings.append(Finding(MISSING, name, "locked, and not there; run snakemake"))
@@ -182,7 +184,8 @@ def _places(lock: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """The sections that a lock has."""
     yield ("checkpoint",)
     yield from (("reference", layers) for layers in lock["reference"])
-    yield from ((TERMS, stage, name) for stage, names in lock[TERMS].items() for name in names)
+    for part in (TERMS, "results"):
+        yield from ((part, stage, name) for stage, names in lock.get(part, {}).items() for name in names)
     for precision, parts in lock["precisions"].items():
         yield from (("precisions", precision, part) for part in ("weights", "graphs") if part in parts)
         yield from (

@@ -17,24 +17,26 @@ from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file, sha256_json
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import InputError
+from lockstep.pipeline.stages import STAGES
 from lockstep.pipeline.step import Step
 from lockstep.provenance import code_identity
 from lockstep.provenance.cache.store import Cache, Entry, cache_folder, delete, touch
 from lockstep.provenance.record import content
 from lockstep.provenance.slsa import provenance_path
 
-# Checks are not among them: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made
-# sooner than it is copied.
-CACHED = ("convert", "export", "build", "reference")
-# Stages that have their folder to themselves, and clear it of what an earlier artefact left.
-_OWN_FOLDER = ("export", "build")
 _SUFFIXES = (".onnx", ".engine")
+
+
+def _is_cached(step: Step) -> bool:
+    """Checks are not: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made
+    sooner than it is copied."""
+    return step.stage in STAGES and STAGES[step.stage].is_cached
 
 
 def cache_for(step: Step, configured: str) -> Cache | None:
     """The cache for a step; None where there is none or the step is not cached. Raises InputError for a place where no
     cache can be."""
-    folder = cache_folder(configured) if step.stage in CACHED else None
+    folder = cache_folder(configured) if _is_cached(step) else None
     return Cache(folder) if folder else None
 
 
@@ -100,7 +102,7 @@ def _restore(cache: Cache, step: Step, entry: Entry) -> None:
             with atomic_path(folder / name) as temporary:
                 cache.take(entry.files[name], temporary)
             remember(folder / name, entry.files[name].sha256)
-        if step.stage in _OWN_FOLDER:
+        if STAGES[step.stage].owns_folder:
             _clear(folder, set(entry.files))
 
 

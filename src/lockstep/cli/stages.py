@@ -1,0 +1,141 @@
+"""Each stage by hand, without Snakemake: commands made from the table of stages, on the same paths below `results/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.targets import Results, Target
+
+if TYPE_CHECKING:
+    from lockstep.config.load import Config
+
+RESULTS = click.option(
+    "--results",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("results"),
+    show_default=True,
+    help="The results tree.",
+)
+CONFIG = click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]"
+)
+
+
+@dataclass(frozen=True)
+class Project:
+    """What a stage's command works on. newest: take the commit that a branch is at now."""
+
+    config: Config
+    sources: dict[str, Path]
+    results: Results
+    locked: bool = False
+    newest: bool = False
+
+    @classmethod
+    def open(cls, config_file: Path | None, results: Path, locked: bool = False, newest: bool = False) -> Project:
+        config, tree = load_config(config_file), Results(results)
+        return cls(config, config.check_sources(results=tree), tree, locked, newest)
+
+    def lock_file(self, model: str) -> Path | None:
+        if not self.locked:
+            return None
+        from lockstep.provenance.locked import find_lock
+
+        return find_lock(model, [Path()])
+
+
+def load_config(config_file: Path | None) -> Config:
+    from lockstep.config.load import load_given
+
+    return load_given(config_file)
+
+
+def _command(name: str) -> click.Command:
+    """The command of one stage, for each combination of its wildcards of the targets that it is given."""
+    from lockstep.pipeline.stages import STAGES
+
+    entry = STAGES[name]
+
+    @click.command(name, help=entry.help)
+    @click.argument("targets", nargs=-1, metavar="[TARGET]...")
+    @CONFIG
+    @RESULTS
+    @click.option("--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says.")
+    def command(targets: tuple[str, ...], config_file: Path | None, results: Path, **options: bool) -> None:
+        project = Project.open(config_file, results, **options)
+        for values in _chosen(project.config, targets, entry.wildcards):
+            names = dict(zip(entry.wildcards, values, strict=True))
+            click.echo(_BY_HAND.get(name, _run)(project, name, names))
+
+    if name == "fetch":
+        newest = "Take the commit that a branch is at now, not the one it was found at."
+        command = click.option("--newest", is_flag=True, help=newest)(command)
+    return command
+
+
+def _chosen(config: Config, targets: tuple[str, ...], fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
+    chosen = [target for target in config.targets() if not targets or any(_matches(target, text) for text in targets)]
+    for text in targets:
+        if not any(_matches(target, text) for target in chosen):
+            config.parse_target(text)  # says which there are
+    return list(dict.fromkeys(tuple(getattr(target, field) for field in fields) for target in chosen))
+
+
+def _matches(target: Target, text: str) -> bool:
+    """Whether `text` is the target's name or its beginning: `demo-llama`, `demo-llama/fp16`."""
+    return f"{target}/".startswith(f"{text.rstrip('/')}/")
+
+
+def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> Path:
+    """The artefact of a stage, made and recorded as a job of the workflow makes it."""
+    from lockstep.pipeline import jobs
+    from lockstep.pipeline.stages import is_fetched, step
+    from lockstep.provenance.run import run
+    from lockstep.report.renew import refreshed
+
+    model = names["model"]
+    made = step(stage, project.config, project.results, names)
+    folder = None if is_fetched(project.config, model) else project.sources[model]
+    job = jobs.Job(made, project.results, folder, given=given)
+    with refreshed(project.results):
+        return run(made, lambda: jobs.run(job), project.lock_file(model), project.config.cache)
+
+
+def _fetch(project: Project, stage: str, names: dict[str, Any]) -> Path:
+    """A model on the hub is downloaded, one of random weights is made, and a folder is there already."""
+    from lockstep.config.sources import FolderSource, RandomSource, parse_source
+
+    model = names["model"]
+    source = project.config.models[model].source
+    kind = parse_source(source)
+    if isinstance(kind, FolderSource):
+        return project.sources[model]
+    if isinstance(kind, RandomSource):
+        return _run(project, "random_weights", names, config=project.sources[model])
+    from lockstep.provenance.locked import before_weights, locked_commit
+
+    lock = project.lock_file(model)
+    check = before_weights(project.config, model, lock)
+    commit = locked_commit(lock, source) if lock and not project.newest else None
+    return _run(project, stage, names, check=check, newest=project.newest, commit=commit)
+
+
+def _resolve(project: Project, stage: str, names: dict[str, Any]) -> Path:
+    made = _run(project, stage, names)
+    _run(project, "architecture", names)
+    return made
+
+
+_BY_HAND: dict[str, Callable[[Project, str, dict[str, Any]], Path]] = {"fetch": _fetch, "resolve": _resolve}
+
+
+def stage_commands() -> list[click.Command]:
+    """A command for each stage that has a help text, in the order of the table."""
+    from lockstep.pipeline.stages import STAGES
+
+    return [_command(name) for name, entry in STAGES.items() if entry.help]

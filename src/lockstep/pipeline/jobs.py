@@ -1,0 +1,140 @@
+"""What each stage does: a job in, its artefact out. Imports stand in the functions, so that a job loads what it
+needs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.pipeline.stages import STAGES
+from lockstep.pipeline.step import Step
+from lockstep.targets import Results, Target, layer_count
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step to be run. results: the tree that it is of. folder: of the checkpoint, for the stages that read it.
+
+    threads: CPU threads, None for all. given: what only some stages take, by name (`fetch`: check, commit, newest,
+    terminal; `random_weights`: config).
+    """
+
+    step: Step
+    results: Results
+    folder: Path | None = None
+    threads: int | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return self.step.names
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self.step.options
+
+    @property
+    def output(self) -> Path:
+        return self.step.output
+
+    def path(self, artefact: str) -> Path:
+        return self.step.inputs[artefact]
+
+
+def run(job: Job) -> Path:
+    """Make the artefact of `job` by the function that the table of stages names; gives its path."""
+    module, _, function = STAGES[job.step.stage].job.partition(":")
+    getattr(importlib.import_module(module), function)(job)
+    return job.output
+
+
+def fetch(job: Job) -> None:
+    from lockstep.checkpoint import hub
+
+    hub.fetch(job.options["source"], job.output, **job.given)
+
+
+def random_weights(job: Job) -> None:
+    from lockstep.export import random_model
+
+    random_model.fetch(job.options["source"], job.given["config"], job.output)
+
+
+def resolve(job: Job) -> None:
+    from lockstep import checkpoint
+
+    source = job.results.source(job.names["model"])
+    if job.folder is None:
+        checkpoint.resolve_fetched(source, job.output)
+    else:
+        checkpoint.resolve(job.options["source"], job.folder, job.output)
+
+
+def architecture(job: Job) -> None:
+    from lockstep import checkpoint
+    from lockstep.artifacts.fetched import folder_of
+
+    folder = job.folder or folder_of(job.results.source(job.names["model"]))
+    checkpoint.resolve_architecture(job.options["source"], folder, job.output)
+
+
+def convert(job: Job) -> None:
+    from lockstep import weights
+
+    weights.convert(job.path("checkpoint"), job.names["precision"], job.output)
+
+
+def export(job: Job) -> None:
+    from lockstep import export
+
+    export.export(job.path("architecture"), job.names["precision"], job.output)
+
+
+def validate(job: Job) -> None:
+    from lockstep.verify import validate
+
+    validate.run(
+        *(job.path(artefact) for artefact in ("assembly", "weights", "checkpoint")),
+        layer_count(job.names["layers"]),
+        job.options["tolerance"],
+        job.options["max_seq_len"],
+        job.output,
+        job.names["model"],
+        job.threads,
+    )
+
+
+def build(job: Job) -> None:
+    from lockstep.pipeline import worker
+
+    arguments = {"backend": job.names["backend"], "out": str(job.output), **job.options}
+    worker.call(job.step.python, "build", assembly=str(job.path("assembly")), **arguments)
+
+
+def compare(job: Job) -> None:
+    from lockstep.pipeline import worker
+
+    arguments = {"out": str(job.output), "threads": job.threads, **job.options}
+    worker.call(job.step.python, "compare", **_inputs(job), **arguments)
+
+
+def reference(job: Job) -> None:
+    from lockstep.verify import golden
+
+    golden.make_reference(job.path("checkpoint"), layer_count(job.names["layers"]), job.options["golden"], job.output)
+
+
+def golden(job: Job) -> None:
+    from lockstep.pipeline import worker
+
+    names = {**job.names, "layers": layer_count(job.names["layers"])}
+    speed = job.results.speed(*names.values())
+    arguments = {"out": str(job.output), "speed": str(speed), "threads": job.threads, **job.options}
+    worker.call(job.step.python, "golden", **_inputs(job), target=asdict(Target(**names)), **arguments)
+
+
+def _inputs(job: Job) -> dict[str, str]:
+    return {artefact: str(path) for artefact, path in job.step.inputs.items()}
