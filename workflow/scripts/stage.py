@@ -8,6 +8,18 @@ from job import RESULTS, job, lock_file, step_of
 terminal = os.fdopen(os.dup(2), "w")
 
 
+def fetch_terms():
+    """What a download is held to."""
+    from lockstep.artifacts.files import read_json
+    from lockstep.config import load
+    from lockstep.provenance.locked import before_weights, locked_commit
+
+    lock = lock_file(snakemake)
+    check = before_weights(load.load(read_json(snakemake.input.config)), snakemake.wildcards.model, lock)
+    commit = locked_commit(lock, snakemake.params.options["source"]) if lock else None
+    return {"check": check, "terminal": terminal, "commit": commit}
+
+
 @job(snakemake)
 def stage():
     from pathlib import Path
@@ -19,15 +31,3 @@ def stage():
     given = {"fetch": fetch_terms, "random_weights": lambda: {"config": snakemake.input.config[0]}}
     terms = given.get(snakemake.rule, dict)()
     jobs.run(jobs.Job(step_of(snakemake), RESULTS, folder, snakemake.threads, terms))
-
-
-def fetch_terms():
-    """What a download is held to."""
-    from lockstep.artifacts.files import read_json
-    from lockstep.config import load
-    from lockstep.provenance.locked import before_weights, locked_commit
-
-    lock = lock_file(snakemake)
-    check = before_weights(load.load(read_json(snakemake.input.config)), snakemake.wildcards.model, lock)
-    commit = locked_commit(lock, snakemake.params.options["source"]) if lock else None
-    return {"check": check, "terminal": terminal, "commit": commit}
