@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.pipeline.stages import STAGES
+from lockstep.pipeline.stages import STAGES, path_of
 from lockstep.pipeline.step import Step
 from lockstep.targets import Results, Target, layer_count
 
@@ -131,7 +131,7 @@ def golden(job: Job) -> None:
     from lockstep.pipeline import worker
 
     names = {**job.names, "layers": layer_count(job.names["layers"])}
-    speed = job.results.speed(*names.values())
+    speed = path_of("speed", job.results, names)
     arguments = {"out": str(job.output), "speed": str(speed), "threads": job.threads, **job.options}
     worker.call(job.step.python, "golden", **_inputs(job), target=asdict(Target(**names)), **arguments)
 
