@@ -13,7 +13,7 @@ import onnxruntime  # noqa: F401  here so that the process that others are forke
 import torch
 import transformers
 
-from benchmarks.models import BROKEN, NO_MODEL, REFUSED, TOLERANCE, WORKS, WRONG
+from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, TOLERANCE, WORKS, WRONG
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, resolve_architecture
@@ -76,7 +76,7 @@ def _try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "classes": len(assembly["classes"]),
         "kinds": len(assembly["kinds"]),
     }
-    if error <= max(TOLERANCE, 2 * own):  # random weights may be so unlucky that fp32 itself is no better
+    if error <= max(TOLERANCE, OWN_ERRORS * own):  # random weights may be so unlucky that fp32 itself is no better
         return {"result": WORKS, **record}
     return {"result": WRONG, "reason": f"logits differ by {error:.1e} of their standard deviation", **record}
 

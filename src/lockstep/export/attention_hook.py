@@ -57,6 +57,7 @@ HARMLESS = {
     "cache_position": "says where new rows go in a cache, which lives outside the traced model",
     "deterministic": "chooses between kernels of one computation",
     "num_items_in_batch": "scales the loss of training",
+    "logits_to_keep": "says which logits are computed, behind all attention",
 }
 # What the arguments that are known to be refused stand for.
 _MEANING = {

@@ -23,6 +23,10 @@ def freeze_ropes(model: torch.nn.Module) -> None:
     """Let every rotary module of `model` keep the frequencies that it has up to the limit that `position_limit`
     gives."""
     for module in model.modules():
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor) and hasattr(module, "rope_init_fn"):
+            # phimoe computes its frequencies in each call. Folded by another library than torch, a power may differ in
+            # its last bit, which far positions make visible: the buffer has torch's.
+            module.rope_init_fn = lambda *_, module=module, **__: (module.inv_freq, module.attention_scaling)
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _changes(kinds):
             module.rope_type = "default"
