@@ -422,7 +422,7 @@ def test_engines_are_reproduced_with_the_tactics_of_their_record(demo, tmp_path,
     folder = results.engines(*names).parent
     for each in dict.fromkeys(("record", mode)):
         assert with_standin(demo, folder, "fp16", tactics=each).returncode == 0
-    monkeypatch.setattr(reproduce, "STAGES", ())
+    monkeypatch.setattr(reproduce, "STAGES", {})
     reproduce._round(CONFIG.dump(), results, target, tmp_path / "round", print)
     again = Results(tmp_path / "round" / "results").engines(*names).parent
     assert {path.name: path.read_bytes() for path in again.iterdir()} == {

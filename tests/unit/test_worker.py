@@ -70,7 +70,7 @@ def test_engines_are_looked_at_in_the_interpreter_that_runs_them(demo: Results, 
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 def test_a_mistake_is_the_same_line_and_exit_code_here_and_there(demo, tmp_path, interpreter) -> None:
     script = (
-        "import sys, json; from lockstep import worker; from lockstep.errors import guard\n"
+        "import sys, json; from lockstep.pipeline import worker; from lockstep.errors import guard\n"
         "with guard(): worker.call(json.loads(sys.argv[1]), 'build', **json.loads(sys.argv[2]))"
     )
     arguments = worker.json.dumps(interpreter), worker.json.dumps(request(demo, tmp_path, level="all"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
+from lockstep.pipeline import pinned
 from lockstep.pipeline.step import Step
 from lockstep.targets import Results, Target
 
@@ -40,8 +41,8 @@ class Stage:
     beside: tuple[str, ...] = ()
     options: Options = lambda config, **names: {}
     needed: Callable[[Config, Target], bool] = lambda config, target: True
-    # `module:function` that gives what a lock pins of it: `lockfile.Pinned`. None: nothing.
-    pinned: str | None = None
+    # What a lock pins of it, from its manifest and its record. None: nothing.
+    pinned: Callable[[Path, Mapping[str, Any]], pinned.Pinned] | None = None
     is_check: bool = False  # the lock pins what the config says to it; a failure leaves a report
     is_judged: bool = False  # a failure leaves its report or its reason as `<name>.failed.json`
     is_cached: bool = False  # in the shared cache of artefacts
@@ -100,7 +101,7 @@ def _comes_from(kind: type) -> Callable[[Config, Target], bool]:
     return lambda config, target: isinstance(parse_source(config.models[target.model].source), kind)
 
 
-_JOBS, _LOCK = "lockstep.pipeline.jobs", "lockstep.provenance.lockfile"
+_JOBS = "lockstep.pipeline.jobs"
 
 _TABLE = (
     Stage(
@@ -114,18 +115,18 @@ _TABLE = (
     ),
     Stage(
         "resolve", makes="checkpoint", code="checkpoint", job=f"{_JOBS}:resolve", options=_source,
-        pinned=f"{_LOCK}:pin_checkpoint", is_reproduced=True,
+        pinned=pinned.pin_checkpoint, is_reproduced=True,
         help="Checkpoint folder -> checkpoint.json and architecture.json.",
     ),
     Stage("architecture", makes="architecture", code="checkpoint", job=f"{_JOBS}:architecture", options=_source),
     Stage(
         "convert", makes="weights", reads=("checkpoint",), code="weights", job=f"{_JOBS}:convert",
-        pinned=f"{_LOCK}:pin_weights", is_cached=True, is_reproduced=True,
+        pinned=pinned.pin_weights, is_cached=True, is_reproduced=True,
         help="checkpoint.json -> weights.json in one precision.",
     ),
     Stage(
         "export", makes="assembly", reads=("architecture",), code="export", job=f"{_JOBS}:export",
-        pinned=f"{_LOCK}:pin_graphs", is_cached=True, is_reproduced=True, owns_folder=True,
+        pinned=pinned.pin_graphs, is_cached=True, is_reproduced=True, owns_folder=True,
         help="architecture.json -> assembly.json and its graphs.",
     ),
     Stage(
@@ -135,7 +136,7 @@ _TABLE = (
     ),
     Stage(
         "build", makes="engines", reads=("assembly",), code="backends", job=f"{_JOBS}:build", options=_build,
-        pinned=f"{_LOCK}:pin_engines", is_cached=True, is_reproduced=True, continues=True, owns_folder=True,
+        pinned=pinned.pin_engines, is_cached=True, is_reproduced=True, continues=True, owns_folder=True,
         help="assembly.json -> the engine set of one backend.",
     ),
     Stage(
@@ -145,12 +146,12 @@ _TABLE = (
     ),
     Stage(
         "reference", makes="reference", reads=("checkpoint",), beside=("logits",), code="verify.golden.reference",
-        job=f"{_JOBS}:reference", options=_reference, pinned=f"{_LOCK}:pin_reference", is_check=True, is_cached=True,
+        job=f"{_JOBS}:reference", options=_reference, pinned=pinned.pin_reference, is_check=True, is_cached=True,
         help="checkpoint.json -> tokens and logits of transformers.",
     ),
     Stage(
         "golden", makes="golden", reads=("assembly", "weights", "engines", "reference"), beside=("speed",),
-        code="verify.golden.check", job=f"{_JOBS}:golden", options=_golden, pinned=f"{_LOCK}:pin_golden", is_check=True,
+        code="verify.golden.check", job=f"{_JOBS}:golden", options=_golden, pinned=pinned.pin_golden, is_check=True,
         is_judged=True, is_reproduced=True, is_named=True, help="Engine set against the reference, and its speed.",
     ),
 )  # fmt: skip

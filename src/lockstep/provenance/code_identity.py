@@ -171,6 +171,11 @@ class _Source:
 _read = functools.cache(_Source)
 
 
+def digest_of(path: Path) -> str:
+    """Hex sha256 of the code in the file `path` as it is now."""
+    return _Source(path).digest
+
+
 def _code(text: str, tree: ast.AST) -> str:
     """A module without what changes nothing: comments, docstrings, blank lines, spaces at the ends of lines. Not
     `ast.unparse`, which differs between versions of Python."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.artifacts.digest_cache import check_files, digest
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import CheckError, InputError
+from lockstep.pipeline.pinned import device_name
 from lockstep.pipeline.stages import STAGES
 from lockstep.pipeline.step import Step
 from lockstep.provenance.diff import changes, words
@@ -22,7 +23,6 @@ from lockstep.provenance.lockfile import (
     MADE,
     TERMS,
     Section,
-    device_name,
     lock_path,
     made_with,
     maker,

@@ -7,7 +7,6 @@ what made them (code, packages, library): it decides nothing, and names the caus
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
-from lockstep.artifacts.manifest_files import manifest_entries, named_files
+from lockstep.artifacts.manifest_files import manifest_entries
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.provenance.shapes import LOCK, misfit
 
 MADE, TERMS = "made with", "checks"
-# What a lock pins of an artefact: where it stands in the lock, and what it must be, by name.
-Pinned = tuple[tuple[str, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,6 @@ def _keep_devices(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
         if old.get("graphs") == parts.get("graphs"):
             for backend, devices in parts.get("engines", {}).items():
                 parts["engines"][backend] = {**old.get("engines", {}).get(backend, {}), **devices}
-
-
-def device_name(backend: Mapping[str, Any]) -> str:
-    """A device as a lock names it, from a backend's identity: its architecture or name, and the first digits of the
-    sha256 of all that must be equal."""
-    device = backend["device"]
-    return f"{device.get('architecture') or device.get('name') or backend['name']} {sha256_json(device)[:12]}"
 
 
 def collect(results: Path, model: str) -> dict[str, Any]:
@@ -170,9 +159,8 @@ def sections_of(path: Path) -> list[Section]:
         )
     found = []
     if entry.pinned:
-        module, _, function = entry.pinned.partition(":")
         with manifest_entries(manifest):
-            where, items = getattr(importlib.import_module(module), function)(manifest, record)
+            where, items = entry.pinned(manifest, record)
         found.append(Section(where, manifest, record, items))
     if entry.is_check:
         found.append(Section(terms_place(stage, names), manifest, record, terms(record["options"])))
@@ -182,48 +170,3 @@ def sections_of(path: Path) -> list[Section]:
 def sections_at(output: Path) -> list[Section]:
     """The sections of the artefact whose manifest is `output`."""
     return sections_of(record_path(output))
-
-
-def pin_checkpoint(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    value = read_json(manifest)
-    about = {"source": value["source"], **({"commit": value["commit"]} if value.get("commit") else {})}
-    return ("checkpoint",), {**about, **{file["path"]: file["sha256"] for file in value["files"]}}
-
-
-def pin_weights(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    return ("precisions", record["names"]["precision"], "weights"), _named(manifest)
-
-
-def pin_graphs(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    items = {**_named(manifest), manifest.name: digest(manifest)}
-    return ("precisions", record["names"]["precision"], "graphs"), items
-
-
-def pin_engines(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    names, device = record["names"], device_name(record["backend"])
-    items = {entry["file"]: entry["sha256"] for entry in read_json(manifest)["engines"].values()}
-    return ("precisions", names["precision"], "engines", names["backend"], device), items
-
-
-def pin_reference(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    return ("reference", record["names"]["layers"]), _tokens(manifest)
-
-
-def pin_golden(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    names = record["names"]
-    return ("precisions", names["precision"], "golden", names["backend"], names["layers"]), _tokens(manifest)
-
-
-def pin_files(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    """Of a stage without a place of its own: the manifest and the files that it names."""
-    where = "/".join(value for name, value in record["names"].items() if name != "model")
-    return ("results", record["stage"], where or "all"), {**_named(manifest), manifest.name: digest(manifest)}
-
-
-def _named(manifest: Path) -> dict[str, str]:
-    return {file.path.name: file.sha256 for file in named_files(manifest)}
-
-
-def _tokens(manifest: Path) -> dict[str, str]:
-    """Token ids on one line by prompt: a difference is then one line too."""
-    return {prompt["text"]: " ".join(map(str, prompt["tokens"])) for prompt in read_json(manifest)["prompts"]}

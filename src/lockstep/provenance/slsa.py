@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import __version__
 from lockstep.artifacts import formats
 from lockstep.artifacts.digest_cache import digest
-from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
+from lockstep.artifacts.files import dump_json, read_json, sha256_file, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.config.sources import HubSource, parse_source
 from lockstep.errors import InputError
@@ -89,7 +89,7 @@ def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dic
         "id": BUILDER,
         "version": {"lockstep": __version__},
         "builderDependencies": [
-            {"name": f"lockstep/{name}", "digest": {"sha256": sha256}} for name, sha256 in sorted(key["code"].items())
+            {"name": f"lockstep/{name}", "digest": {"sha256": sha256_file(SOURCES / name)}} for name in sorted(key["code"])
         ],
     }
     return {

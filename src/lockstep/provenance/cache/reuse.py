@@ -123,7 +123,9 @@ def _check_unchanged(step: Step, record: Mapping[str, Any]) -> None:
     artefact was made."""
     package = code_identity.SOURCES
     found = {path: (content(path), record["inputs"][name]) for name, path in step.inputs.items()}
-    found |= {package / name: (sha256_file(package / name), digest) for name, digest in record["code"].items()}
+    found |= {
+        package / name: (code_identity.digest_of(package / name), digest) for name, digest in record["code"].items()
+    }
     for path, (now, before) in found.items():
         if now != before:
             raise InputError(f"{path} changed while it was made")

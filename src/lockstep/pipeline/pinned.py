@@ -1,0 +1,68 @@
+"""What a lock pins of each artefact.
+
+In: a manifest, and the record of how it was made. Out: where it stands in the lock, and what it must be, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.files import read_json, sha256_json
+from lockstep.artifacts.manifest_files import named_files
+
+Pinned = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def pin_checkpoint(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    value = read_json(manifest)
+    about = {"source": value["source"], **({"commit": value["commit"]} if value.get("commit") else {})}
+    return ("checkpoint",), {**about, **{file["path"]: file["sha256"] for file in value["files"]}}
+
+
+def pin_weights(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    return ("precisions", record["names"]["precision"], "weights"), _named(manifest)
+
+
+def pin_graphs(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    items = {**_named(manifest), manifest.name: digest(manifest)}
+    return ("precisions", record["names"]["precision"], "graphs"), items
+
+
+def pin_engines(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    names, device = record["names"], device_name(record["backend"])
+    items = {entry["file"]: entry["sha256"] for entry in read_json(manifest)["engines"].values()}
+    return ("precisions", names["precision"], "engines", names["backend"], device), items
+
+
+def pin_reference(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    return ("reference", record["names"]["layers"]), _tokens(manifest)
+
+
+def pin_golden(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    names = record["names"]
+    return ("precisions", names["precision"], "golden", names["backend"], names["layers"]), _tokens(manifest)
+
+
+def pin_files(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    """Of a stage without a place of its own: the manifest and the files that it names."""
+    where = "/".join(value for name, value in record["names"].items() if name != "model")
+    return ("results", record["stage"], where or "all"), {**_named(manifest), manifest.name: digest(manifest)}
+
+
+def _named(manifest: Path) -> dict[str, str]:
+    return {file.path.name: file.sha256 for file in named_files(manifest)}
+
+
+def _tokens(manifest: Path) -> dict[str, str]:
+    """Token ids on one line by prompt: a difference is then one line too."""
+    return {prompt["text"]: " ".join(map(str, prompt["tokens"])) for prompt in read_json(manifest)["prompts"]}
+
+
+def device_name(backend: Mapping[str, Any]) -> str:
+    """A device as a lock names it, from a backend's identity: its architecture or name, and the first digits of the
+    sha256 of all that must be equal."""
+    device = backend["device"]
+    return f"{device.get('architecture') or device.get('name') or backend['name']} {sha256_json(device)[:12]}"
