@@ -4,10 +4,14 @@
 #   make test                     runs the tests, one process a core; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
 #   make test-unit                runs the unit tests that need no exported model: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage
+#   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
 #                                 both records go to docs/gpu; TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
 #                                 GPU_JOBS how many builds and checks share the GPU: above 1 sooner done, but speeds and tactics are timed under load
 #   make demo PYTHON=python3.12   with another Python (3.11 or newer)
+#   make demo TORCH=torch==2.13.0+cpu
+#                                 with another build of PyTorch than the one that pip takes by itself, which on Linux brings CUDA's libraries along, some
+#                                 gigabytes. pip reads PIP_INDEX_URL and PIP_EXTRA_INDEX_URL from the environment: docs/install.md
 
 PYTHON ?= python3
 CORES ?= all
@@ -19,6 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINS := envs/requirements.txt
+TORCH ?= $(shell sed -n '/^torch==/p' $(PINS))
 # tests/conftest.py says how many processes `auto` are. Each starts with a part of the files of its own, and takes from others when it is done.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -27,7 +32,7 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-unit test-all gpu setup clean
+.PHONY: demo test test-unit test-all lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -44,6 +49,12 @@ test-unit: setup
 test-all: setup
 	$(PYTEST) $(ARGS)
 
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy src
+	$(BIN)/snakefmt --check Snakefile workflow/rules
+
 gpu: setup
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
 	$(BIN)/lockstep summary && cp results/summary.json docs/gpu/config-gpu.json
@@ -56,7 +67,7 @@ $(VENV)/.pinned: $(PINS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: expected Python 3.11 or newer, found $$($(PYTHON) --version 2>&1 | head -n 1) as '$(PYTHON)'; run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install torch==$$(sed -n 's/^torch==//p' $(PINS)) -r $(PINS)
+	$(PIP) install $(TORCH) -r $(PINS)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.pinned pyproject.toml

@@ -14,13 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 FOLDER = Path(__file__).resolve().parent
-FILES = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "expected.json",
-)
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "expected.json")
 
 CUT_LAYERS = 2
 PROMPTS = (
@@ -76,11 +70,7 @@ def run(model: LlamaForCausalLM, tokenizer, text: str, new_tokens: int) -> Run:
     prompt = tokenizer(text, return_tensors="pt")
     count = prompt.input_ids.shape[1]
     out = model.generate(
-        **prompt,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
+        **prompt, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
     ids = out.sequences[0].tolist()
     logits = torch.stack(out.logits)[:, 0]
@@ -183,5 +173,7 @@ def show(whole: list[Run], cut: list[Run]) -> None:
     for title, group in (("all layers", whole), (f"{CUT_LAYERS} layers", cut)):
         print(f"\n{title}")
         for r in group:
-            print(f"  {r.prompt_tokens:3d} tokens  gap {min(r.gaps):6.3f}  |logit| <= {r.max_logit:5.1f}"
-                  f"  std {r.std_logit:.2f}  {r.text[-24:]!r} -> {r.new_text!r}")
+            print(
+                f"  {r.prompt_tokens:3d} tokens  gap {min(r.gaps):6.3f}  |logit| <= {r.max_logit:5.1f}"
+                f"  std {r.std_logit:.2f}  {r.text[-24:]!r} -> {r.new_text!r}"
+            )

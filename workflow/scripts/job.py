@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from lockstep.errors import PREFIX, guard  # noqa: E402
 from lockstep.provenance import run as stage  # noqa: E402
+from lockstep.pipeline.stages import REPORTS, STAGES  # noqa: E402
 from lockstep.provenance.locked import find_lock, is_locked  # noqa: E402
 from lockstep.report import renew  # noqa: E402
 from lockstep.targets import Results  # noqa: E402
@@ -66,10 +67,17 @@ def lock_file(snakemake):
     return find_lock(snakemake.wildcards.model, [Path(), Path(__file__).resolve().parents[2]])
 
 
+def stage_of(rule):
+    """The stage that a rule is of, also where a module has renamed it (`use rule * from lockstep as lockstep_*`)."""
+    return max(
+        (name for name in (*STAGES, *REPORTS, "config") if f"_{rule}".endswith(f"_{name}")), key=len, default=rule
+    )
+
+
 def step_of(snakemake):
     inputs = {name: value if isinstance(value, str) else list(value) for name, value in snakemake.input.items()}
     return stage.from_rule(
-        snakemake.rule,
+        stage_of(snakemake.rule),
         dict(snakemake.wildcards.items()),
         inputs,
         dict(snakemake.params.items()),

@@ -29,5 +29,5 @@ def stage():
     sides = snakemake.input.get("sides")
     folder = Path(sides[0]).parent if sides and not snakemake.input.fetched else None
     given = {"fetch": fetch_terms, "random_weights": lambda: {"config": snakemake.input.config[0]}}
-    terms = given.get(snakemake.rule, dict)()
-    jobs.run(jobs.Job(step_of(snakemake), RESULTS, folder, snakemake.threads, terms))
+    step = step_of(snakemake)
+    jobs.run(jobs.Job(step, RESULTS, folder, snakemake.threads, given.get(step.stage, dict)()))

@@ -24,6 +24,7 @@ from lockstep.artifacts.files import dump_json, read_json, sha256_file, sha256_j
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.config.sources import HubSource, parse_source
 from lockstep.errors import InputError
+from lockstep.provenance.code_identity import SOURCES
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dic
         "id": BUILDER,
         "version": {"lockstep": __version__},
         "builderDependencies": [
-            {"name": f"lockstep/{name}", "digest": {"sha256": sha256_file(SOURCES / name)}} for name in sorted(key["code"])
+            {"name": f"lockstep/{name}", "digest": {"sha256": sha256_file(SOURCES / name)}}
+            for name in sorted(key["code"])
         ],
     }
     return {

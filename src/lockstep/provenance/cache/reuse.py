@@ -123,9 +123,8 @@ def _check_unchanged(step: Step, record: Mapping[str, Any]) -> None:
     artefact was made."""
     package = code_identity.SOURCES
     found = {path: (content(path), record["inputs"][name]) for name, path in step.inputs.items()}
-    found |= {
-        package / name: (code_identity.digest_of(package / name), digest) for name, digest in record["code"].items()
-    }
+    code = {package / name: digest for name, digest in record["code"].items()}
+    found |= {path: (code_identity.digest_of(path), digest) for path, digest in code.items()}
     for path, (now, before) in found.items():
         if now != before:
             raise InputError(f"{path} changed while it was made")

@@ -1,0 +1,113 @@
+"""Draw the packages of src/lockstep and what they import, as the Mermaid graph of docs/design.md.
+
+In: the modules of src/lockstep, read as text. Out: the lines between two markers in docs/design.md. An arrow that
+follows from others (a imports b, b imports c: a to c) is left out. `python docs/draw_packages.py` writes; with
+`--check` a drawing that is not current is exit code 1.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "src" / "lockstep"
+PAGE = REPOSITORY / "docs" / "design.md"
+BEGIN = "<!-- packages: written by `python docs/draw_packages.py` -->"
+END = "<!-- /packages -->"
+ENTRY_POINTS = {"__init__", "__main__"}  # they belong to no package
+
+Graph = Mapping[str, set[str]]
+
+
+def packages(root: Path = PACKAGE) -> dict[str, set[str]]:
+    """Return what each package of `root` imports of the others, wherever in its modules."""
+    names = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    graph: dict[str, set[str]] = {name: set() for name in sorted(names - ENTRY_POINTS)}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] in graph:
+            imported = {module.split(".")[1] for module in _imports(path, (root.name, *parts)) if "." in module}
+            graph[parts[0]] |= (imported & set(graph)) - {parts[0]}
+    return graph
+
+
+def _imports(path: Path, module: tuple[str, ...]) -> Iterator[str]:
+    """Yield the dotted names that a module imports from its own package."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # Without the last name for one dot: of a package's __init__.py that is `__init__`.
+            base = [*module[: len(module) - node.level], *(node.module or "").split(".")] if node.level else []
+            origin = ".".join(filter(None, base)) or node.module or ""
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == module[0])
+
+
+def circle(graph: Graph) -> list[str]:
+    """Return packages that import each other in a circle, the first one again at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for imported in sorted(graph[name]):
+            if found := walk(imported, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in graph if (found := walk(name, []))), [])
+
+
+def reduced(graph: Graph) -> dict[str, set[str]]:
+    """Return the transitive reduction: arrows that no path over other packages stands for.
+
+    Raises ValueError for a graph with a circle, which has none.
+    """
+    if found := circle(graph):
+        raise ValueError(f"expected packages that import one way, found {' -> '.join(found)}")
+
+    def reach(name: str) -> set[str]:
+        return set(graph[name]).union(*(reach(imported) for imported in graph[name]))
+
+    return {name: imported - set().union(*map(reach, imported)) for name, imported in graph.items()}
+
+
+def drawing(graph: Graph) -> str:
+    """Return the reduced graph as a Mermaid flowchart in a fenced block: from whoever imports to what is imported."""
+    arrows = [f"    {name} --> {imported}" for name, found in reduced(graph).items() for imported in sorted(found)]
+    alone = [f"    {name}" for name in graph if not any(name in arrow.split() for arrow in arrows)]
+    return "\n".join(["```mermaid", "flowchart TD", *arrows, *alone, "```"])
+
+
+def page(text: str, graph: Graph) -> str:
+    """Return the page with the drawing between its markers. Raises ValueError for a page that has not one of each."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE.name}: expected the lines {BEGIN!r} and {END!r}; put them where the graph goes")
+    return f"{before}{BEGIN}\n{drawing(graph)}\n{END}{after}"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the drawing, or with `--check` compare it; return the exit code."""
+    found = PAGE.read_text(encoding="utf-8")
+    expected = page(found, packages())
+    if arguments == ["--check"]:
+        if found != expected:
+            print(f"{PAGE}: not current; run: python docs/draw_packages.py", file=sys.stderr)
+        return int(found != expected)
+    PAGE.write_text(expected, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

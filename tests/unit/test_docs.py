@@ -1,0 +1,67 @@
+"""The pages that are written by hand: links lead somewhere, lines are short, and the glossary stays small."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GENERATED = {"models.md", "faults.md"}  # by `python -m benchmarks models`, `faults`
+PAGES = [
+    *sorted(REPOSITORY.glob("*.md")),
+    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name not in GENERATED),
+]
+GENERATED_PART = re.compile(r"<!-- (\w+): written by .*?<!-- /\1 -->", re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def prose(text: str) -> str:
+    """Return the page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in LINK.findall(prose(page.read_text(encoding="utf-8"))):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_lines_have_at_most_120_characters(page: Path) -> None:
+    written = GENERATED_PART.sub("", page.read_text(encoding="utf-8"))
+    assert not [line for line in written.splitlines() if len(line) > 120]
+
+
+def test_every_page_stands_in_the_index() -> None:
+    index = REPOSITORY / "docs" / "README.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
+    assert set((REPOSITORY / "docs").glob("*.md")) - {index} <= linked
+
+
+def test_the_glossary_has_at_most_forty_terms_in_order() -> None:
+    text = (REPOSITORY / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(terms) <= 40 and terms == sorted(terms, key=str.casefold)
+
+
+def test_the_example_of_another_torch_is_of_the_pinned_version() -> None:
+    (pin,) = re.findall(r"^(torch==.+)$", (REPOSITORY / "envs" / "requirements.txt").read_text(), re.MULTILINE)
+    for path in ("README.md", "CHANGELOG.md", "Makefile", "docs/install.md"):
+        assert set(re.findall(r"torch==[\d.]+", (REPOSITORY / path).read_text(encoding="utf-8"))) == {pin}, path

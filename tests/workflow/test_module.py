@@ -1,0 +1,55 @@
+"""The workflow as a Snakemake module of another one, which renames its rules and may give its results a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from checkout import REPOSITORY, Checkout
+
+SNAKEFILE = """
+configfile: "my.yaml"
+
+
+module lockstep:
+    snakefile:
+        "{repository}/workflow/Snakefile"
+    config:
+        config
+{prefix}
+
+use rule * from lockstep as lockstep_*
+
+
+rule mine:
+    default_target: True
+    input:
+        rules.lockstep_all.input,
+"""
+
+
+def outer(folder: Path, prefix: str = "") -> Checkout:
+    """A workflow of somebody else that takes this one in. It brings a config: the demo's is for no model named."""
+    (folder / "Snakefile").write_text(
+        SNAKEFILE.format(repository=REPOSITORY, prefix=f'    prefix:\n        "{prefix}"\n' if prefix else "")
+    )
+    config = yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text())
+    (folder / "my.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
+    return Checkout(folder, {"PYTHONPATH": str(REPOSITORY / "src")})
+
+
+@pytest.mark.parametrize("prefix", ["", "sub/"])
+def test_a_module_plans_all_stages_under_its_names(tmp_path: Path, prefix: str) -> None:
+    jobs = outer(tmp_path, prefix).would_run()
+    assert jobs["lockstep_golden"] == 4 and jobs["lockstep_export"] == 2 and jobs["lockstep_summary"] == 1
+    assert {name for name in jobs if not name.startswith("lockstep_")} == {"mine"}
+
+
+@pytest.mark.parametrize("prefix", ["", "sub/"])
+def test_a_record_names_the_stage_not_the_renamed_rule(tmp_path: Path, prefix: str) -> None:
+    made = f"{prefix}results/demo-llama/checkpoint.json"
+    outer(tmp_path, prefix).snakemake("--cores", "1", made)
+    record = json.loads((tmp_path / made).with_suffix(".build.json").read_text())
+    assert record["stage"] == "resolve" and "checkpoint/resolve.py" in record["code"]
