@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lockstep.errors import InputError
@@ -56,7 +56,7 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
     return made
 
 
-def keep_constants(model: torch.nn.Module) -> None:
+def keep_constants(model: PreTrainedModel) -> None:
     """Give a cut model the constants of the whole one, in place: its first layers are then those that the whole model
     has.
 
@@ -85,7 +85,7 @@ def keep_constants(model: torch.nn.Module) -> None:
                 )
 
 
-def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> torch.nn.Module:
+def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrainedModel:
     """The causal LM of a checkpoint folder, its weights cast to float32; of a cut config only the tensors of its layers
     are read.
 
@@ -107,7 +107,7 @@ def load_tensors(
     attention: str,
     where: str,
     dtype: torch.dtype = torch.float32,
-) -> torch.nn.Module:
+) -> PreTrainedModel:
     """The causal LM of `config` with the given tensors (names as in the checkpoint), in `dtype`, with the attention
     function registered as `attention`. `where` says whose tensors they are, for the message of the InputError when some
     are missing."""

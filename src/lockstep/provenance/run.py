@@ -75,10 +75,10 @@ def _reported(step: Step) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        ended = isinstance(error, SystemExit)
-        if step.stage in _JUDGING and _state(report) == before and not (ended and error.code in _INTERRUPTED):
+        ended = error if isinstance(error, SystemExit) else None
+        if step.stage in _JUDGING and _state(report) == before and not (ended and ended.code in _INTERRUPTED):
             line = (
-                (f"{step.stage} ended with exit code {error.code}; its log says why")
+                (f"{step.stage} ended with exit code {ended.code}; its log says why")
                 if ended
                 else " ".join(f"{_kind(error)}{error}".split())
             )
@@ -100,7 +100,7 @@ _JUDGING = ("validate", "compare", "golden")
 _INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
 
 
-def _kind(error: Exception) -> str:
+def _kind(error: BaseException) -> str:
     return "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
 
 
@@ -168,7 +168,7 @@ def from_rule(
     stand in the manifest that the job makes, or results that a report shows. options: the rule's params."""
     manifests = {name: Path(path) for name, path in inputs.items() if isinstance(path, str) and name not in _NOT_READ}
     given = {name: value for name, value in options.items() if name not in ("key", "python")}
-    beside = ()
+    beside: tuple[Path, ...] = ()
     if stage in _REPORTS:
         manifests |= {path: Path(path) for paths in inputs.values() if isinstance(paths, list) for path in paths}
         beside = tuple(map(Path, outputs[1:]))

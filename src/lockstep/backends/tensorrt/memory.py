@@ -32,7 +32,7 @@ class PeakMemory:
     def _watch(self) -> None:
         try:
             while True:
-                self.nbytes = max(self.nbytes, self._used() - self._before)
+                self.nbytes = max(self.nbytes or 0, self._used() - self._before)
                 if self._stop.wait(_SECONDS):
                     return
         except CheckError:  # whoever builds meets the same error, and says it
