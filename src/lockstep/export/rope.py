@@ -10,19 +10,19 @@ them are its limit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import transformers
 
 from lockstep.errors import InputError
 
 
-def freeze_ropes(model: torch.nn.Module) -> None:
+def freeze_ropes(model: transformers.PreTrainedModel) -> None:
     """Let every rotary module of `model` keep the frequencies that it has up to the limit that `position_limit`
     gives."""
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()  # those with a rope_type are of any class
+    for module in modules:
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _changes(kinds):
             module.rope_type = "default"
@@ -50,7 +50,7 @@ def position_limit(config: transformers.PreTrainedConfig) -> tuple[int | None, s
     beyond changing."""
     text = config.get_text_config()
     known = getattr(text, "max_position_embeddings", None)
-    limits = [(known, None)] if isinstance(known, int) else []
+    limits: list[tuple[int, str | None]] = [(known, None)] if isinstance(known, int) else []
     for parameters in rope_settings(text):
         kind = parameters.get("rope_type", "default")
         if kind == "longrope":

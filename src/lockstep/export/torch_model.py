@@ -92,10 +92,11 @@ def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrain
     Raises InputError when the folder lacks tensors of the model.
     """
     with quiet(), _one_line(f"{folder}: expected a checkpoint that transformers can load"):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
             local_files_only=True, trust_remote_code=False, use_safetensors=True,
         )  # fmt: skip
+    model, info = loaded  # a pair, with output_loading_info
     _check_loaded(str(folder), info)
     keep_constants(model)
     return model.eval()
@@ -115,7 +116,7 @@ def load_tensors(
         raise InputError(
             f"config.json: model_type: expected a causal LM, found {config.model_type!r}; use a decoder-only model"
         )
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with quiet(), _one_line(f"{where}: expected tensors that transformers can load"):
         model, info = architecture.from_pretrained(
             None,
