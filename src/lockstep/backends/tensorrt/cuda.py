@@ -49,7 +49,7 @@ def multiprocessors() -> int:
 class Array:
     """Contiguous device memory: an address with shape and NumPy dtype. Views keep the memory alive."""
 
-    def __init__(self, address: int, shape: Sequence[int], dtype: DTypeLike, owner: Any):
+    def __init__(self, address: int, shape: Sequence[int], dtype: DTypeLike, owner: object):
         self.address, self.shape, self.dtype, self._owner = address, tuple(shape), np.dtype(dtype), owner
 
     @property
