@@ -91,7 +91,9 @@ _register_schema()
 _MARKER = onnxscript.values.Opset(DOMAIN, 1)
 
 
-def _to_marker(query, key, value, layer, scale, softcap, window):  # type: ignore[no-untyped-def]  # onnxscript reads annotations
+def _to_marker(  # type: ignore[no-untyped-def]  # onnxscript reads annotations as types of ONNX
+    query, key, value, layer, scale, softcap, window
+):
     return _MARKER.Attention(query, key, value, layer=layer, scale=scale, softcap=softcap, window=window)
 
 
@@ -100,7 +102,7 @@ def _ints(*values: int) -> Any:
     return opset20.Constant(value_ints=list(values))
 
 
-def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # onnxscript reads annotations
+def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # as above
     """aten.linear as Gemm(transB=1): the weight stays in its checkpoint layout [out_features, in_features]."""
     out_features, in_features = weight.shape
     if len(x.shape) == 2:
@@ -112,7 +114,7 @@ def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # onnxscrip
 
 
 @torch_op("aten::unsqueeze", complex=True, trace_only=True)
-def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # onnxscript reads annotations
+def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # as above
     """A complex tensor travels as pairs of real numbers in one more dimension, the last; onnxscript has this rule for
     other operators."""
     return opset20.Unsqueeze(x, _ints(dim if dim >= 0 else dim - 1))
