@@ -27,7 +27,8 @@ def run(command: Sequence[str], input: str | None = None, **options: Any) -> sub
     except BaseException as error:
         _end(process, error)
         # 128 and a signal: the child was a `guard` too, and has said on our stderr what ended it.
-        error.said_by_child = options.get("stderr") is None and process.returncode > 128
+        said = options.get("stderr") is None and process.returncode > 128
+        error.said_by_child = said  # type: ignore[attr-defined]  # any exception takes attributes; `guard` reads this
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 

@@ -10,6 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def describe(path: str | os.PathLike) -> str:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
+        assert error.errno is not None  # the operating system raised it
         return {errno.ENOENT: "nothing", errno.ENOTDIR: "nothing", errno.ELOOP: "links in a circle"}.get(
             error.errno, os.strerror(error.errno).lower()
         )
@@ -170,7 +172,7 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(dump_json(value).encode()).hexdigest()
 
 
-def _file_digest(file) -> Any:
+def _file_digest(file: BufferedReader) -> Any:
     if hasattr(hashlib, "file_digest"):  # Python 3.11; the runtime supports 3.10 too
         return hashlib.file_digest(file, "sha256")
     digest = hashlib.sha256()

@@ -22,7 +22,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from lockstep.errors import InputError
+from lockstep.step.advance import Executor
 from lockstep.step.executable import Executable
+from lockstep.step.network import Network
 from lockstep.weights import Weights
 
 Array = TypeVar("Array")
@@ -153,9 +155,8 @@ class Backend(Protocol):
         """A contiguous buffer, not initialised."""
         ...
 
-    def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Any | None:
-        """What runs steps of a network (runtime.network.Network) of this backend's engines (runtime.step.Executor);
-        None: the runtime's own, on host arrays."""
+    def executor(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Executor | None:
+        """What runs steps of a network of this backend's engines; None: the runtime's own, on host arrays."""
         ...
 
 

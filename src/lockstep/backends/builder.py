@@ -118,14 +118,15 @@ def _build_one(
     _check_io(canonical, graph, graph_path)
     cut = rotary(canonical, graph["rotary_of"]) if "rotary_of" in graph else None
     prepared = None if cut else prepare(canonical, graph.get("slots", ()), options)
-    if cut is None and prepared is None:
+    rewritten = cut or (prepared.model if prepared else None)
+    if rewritten is None:
         built = library.build(graph_path, file, options)
         return {**built.about, "file": file.name, "sha256": sha256_file(file)}, built
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp") as folder:
-        rewritten = Path(folder) / "prepared.onnx"
-        rewritten.write_bytes((cut or prepared.model).SerializeToString(deterministic=True))
-        built = library.build(rewritten, file, options)
+        rewritten_path = Path(folder) / "prepared.onnx"
+        rewritten_path.write_bytes(rewritten.SerializeToString(deterministic=True))
+        built = library.build(rewritten_path, file, options)
     slots = {"slots": prepared.slots, "parts": prepared.parts} if prepared else {}
     return {**built.about, "file": file.name, "sha256": sha256_file(file), **slots}, built
 

@@ -91,12 +91,12 @@ class EngineSet:
         return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in parts.items()}
 
 
-def _same(where: Path, what: str, recorded: Any, found: Any, advice: str) -> None:
+def _same(where: Path, what: str, recorded: object, found: object, advice: str) -> None:
     if recorded != found:
         raise CheckError(f"{where}: {what}: made for {_text(recorded)}, found {_text(found)}; {advice}")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -147,9 +147,9 @@ def read_archive(path: str | os.PathLike) -> Archive:
         file.seek(min(offset, size))
         end = file.read(len(_END))
         if size != offset + len(_END) or any(end):
-            found = _words(end[:_BLOCK]) if any(end) else f"{size} bytes"
+            behind = _words(end[:_BLOCK]) if any(end) else f"{size} bytes"
             raise InputError(
-                f"{path}: expected the end at byte {offset + len(_END)}, found {found}: cut "
+                f"{path}: expected the end at byte {offset + len(_END)}, found {behind}: cut "
                 f"short, or more than the manifest lists; copy it again"
             )
     return Archive(path, size, manifest, members)

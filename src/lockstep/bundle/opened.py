@@ -84,6 +84,7 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
         if about["weights"] == "inside":
             _point_into(archive, manifest, digest)
         else:
+            assert weights is not None  # said above
             manifest = _bind(manifest, Path(weights))
         yield Opened(
             target, about["limits"], folder / "engines" / "engines.json", folder / "graphs" / "assembly.json", manifest

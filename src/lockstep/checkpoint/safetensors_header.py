@@ -101,8 +101,8 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         text = data.decode()
         header = json.loads(text, object_pairs_hook=unique)
         json.dumps(header, ensure_ascii=False).encode()  # a lone surrogate in a name could not be written to a manifest
-    except UnicodeError as error:
-        _refuse(path, "a header in UTF-8", str(error.reason))
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        _refuse(path, "a header in UTF-8", error.reason)
     except (ValueError, RecursionError) as error:
         _refuse(path, "a JSON header", cut(str(error)))
     metadata = header.get("__metadata__", {})

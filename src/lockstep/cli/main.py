@@ -175,6 +175,7 @@ def generate(
     def of_target() -> Opened:
         tree = Results(results)
         config = _used_config(tree)
+        assert target is not None  # there is no bundle: see above
         chosen = config.parse_target(target)
         engines, assembly = (
             tree.engines(chosen.model, chosen.precision, chosen.backend),

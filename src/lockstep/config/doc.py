@@ -184,7 +184,7 @@ def _kind(whole: Schema, node: Schema) -> str:
     bounds = [f"≥ {node['minimum']}"] if "minimum" in node else []
     bounds += [f"> {node['exclusiveMinimum']:g}"] if "exclusiveMinimum" in node else []
     bounds += [f"≤ {node['maximum']}"] if node.get("maximum", INT32_MAX) != INT32_MAX else []
-    return " ".join([{"string": "text"}.get(node["type"], node["type"]), *bounds])
+    return " ".join(["text" if node["type"] == "string" else node["type"], *bounds])
 
 
 def _several(kind: str) -> str:

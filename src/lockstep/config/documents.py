@@ -143,5 +143,5 @@ def _read_json(path: Path, text: str) -> Any:
 
 
 def _line(text: str | bytes, position: int) -> int:
-    newline = b"\n" if isinstance(text, bytes) else "\n"
-    return text.count(newline, 0, position) + 1
+    newlines = text.count(b"\n", 0, position) if isinstance(text, bytes) else text.count("\n", 0, position)
+    return newlines + 1

@@ -298,13 +298,13 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
         )
         yield Problem((*here, "golden", "long_prompt"), text)
     for index, prompt in enumerate(model.golden.prompts):
-        for key in prompt.expected:
-            if key not in model.layers:
+        for count in prompt.expected:
+            if count not in model.layers:
                 text = (
                     f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the "
-                    f"key; found {key!r}"
+                    f"key; found {count!r}"
                 )
-                yield Problem((*here, "golden", "prompts", index, "expected", key), text)
+                yield Problem((*here, "golden", "prompts", index, "expected", count), text)
 
 
 def _tensorrt_problems(settings: TensorRTConfig) -> Iterator[Problem]:
@@ -336,7 +336,7 @@ def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) 
     depth, positions = shape.num_hidden_layers, shape.max_position_embeddings
     for index, layers in enumerate(model.layers):
         where = ("models", name, "layers", index)
-        if layers != "all" and layers > depth:
+        if isinstance(layers, int) and layers > depth:
             yield Problem(where, f"expected at most {depth} (num_hidden_layers in {path}) or all; found {layers}")
         if layers == depth and "all" in model.layers:
             yield Problem(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 Location = tuple[Any, ...]
 
@@ -107,23 +108,22 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
-def _follows(detail: dict) -> bool:
+def _follows(detail: ErrorDetails) -> bool:
     """A list that has items, all of them wrong, is also reported as too short."""
     return detail["type"] == "too_short" and len(detail["input"]) > 0
 
 
-def _problems(root: type[BaseModel], detail: dict) -> Iterator[Problem]:
+def _problems(root: type[BaseModel], detail: ErrorDetails) -> Iterator[Problem]:
     """One pydantic error as problems; ours, raised in a validator, bring their own places."""
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, Problems):
         yield from cause.problems
         return
     location = _without_key_mark(root, detail)
-    detail = {**detail, "loc": location}
-    yield Problem(location, _text(root, detail))
+    yield Problem(location, _text(root, {**detail, "loc": location}))
 
 
-def _without_key_mark(root: type[BaseModel], detail: dict) -> Location:
+def _without_key_mark(root: type[BaseModel], detail: ErrorDetails) -> Location:
     """Pydantic puts "[key]" after the key of a `dict[...]` when the key itself is wrong."""
     location = detail["loc"]
     containers = list(_containers(root, location))
@@ -131,7 +131,7 @@ def _without_key_mark(root: type[BaseModel], detail: dict) -> Location:
     return location[:-1] if marked and detail["type"] not in ("extra_forbidden", "missing") else location
 
 
-def _text(root: type[BaseModel], detail: dict) -> str:
+def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
     kind, location, found = detail["type"], detail["loc"], detail["input"]
     *_, container = (root, *_containers(root, location))
     if kind == "extra_forbidden":

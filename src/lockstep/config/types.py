@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from lockstep.config.sources import SourceError, parse_source
@@ -17,7 +18,10 @@ Precision = Literal["fp32", "fp16", "bf16"]
 # What each backend computes in, and why it lacks the others. A new backend is a new line here.
 BACKEND_PRECISIONS: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32", "fp16"), "tensorrt": ("fp32", "fp16", "bf16")}
 BACKEND_LACKS = {"onnxruntime": "ONNX Runtime on CPU has no bf16 kernels"}
-Backend = Literal[tuple(BACKEND_PRECISIONS)]  # type: ignore[valid-type]
+if TYPE_CHECKING:
+    Backend: TypeAlias = str
+else:  # a literal of names that stand in a table is one at run time only
+    Backend = Literal[tuple(BACKEND_PRECISIONS)]
 
 # TensorRT's names, in lower case
 TacticSource = Literal["cublas", "cublas_lt", "cudnn", "edge_mask_convolutions", "jit_convolutions"]
@@ -75,13 +79,17 @@ def _source(value: Any) -> Any:
 
 _LAYER_KEY_SCHEMA = {"type": "string", "pattern": "^([1-9][0-9]*|all)$"}
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
-LayerCount = Annotated[Count | Literal["all"], BeforeValidator(_layer_count)]
-LayerKey = Annotated[int | Literal["all"], BeforeValidator(_layer_key), WithJsonSchema(_LAYER_KEY_SCHEMA)]
+if TYPE_CHECKING:
+    LayerCount: TypeAlias = int | str
+    LayerKey: TypeAlias = int | str
+else:  # `int | str` everywhere else in the package
+    LayerCount = Annotated[Count | Literal["all"], BeforeValidator(_layer_count)]
+    LayerKey = Annotated[int | Literal["all"], BeforeValidator(_layer_key), WithJsonSchema(_LAYER_KEY_SCHEMA)]
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Error = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 PathText = Annotated[str, BeforeValidator(_path)]
 AsTuple = BeforeValidator(_as_tuple)
-UNIQUE = {"uniqueItems": True}
+UNIQUE: JsonDict = {"uniqueItems": True}
 
 
 class Section(BaseModel):

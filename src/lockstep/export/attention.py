@@ -8,11 +8,14 @@ grouped heads, Ainslie et al. 2023.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import Region
+from lockstep.export.known import dtype_of, shape_of
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
 # the position of a cache row that holds nothing yet; fits int32 too, which some backends use
@@ -85,13 +88,13 @@ class _Builder:
         self.region, self.graph, self.tokens = region, region.graph.clone(), tokens
         self.group = region.num_heads // region.num_kv_heads
         for value in self.graph.inputs:
-            value.shape = ir.Shape([tokens, *value.shape[1:]])
+            value.shape = ir.Shape([tokens, *shape_of(value)[1:]])
         self.position_ids = next(value for value in self.graph.inputs if value.name == "position_ids")
         self.query, self.key, self.value = self.graph.outputs
-        self.dtype = self.key.dtype
+        self.dtype = dtype_of(self.key)
         self.count = 0
 
-    def op(self, op_type: str, *inputs: ir.Value, **attributes) -> ir.Value:
+    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
         node = ir.node(op_type, list(inputs), attributes, num_outputs=1)
         self.graph.append(node)
         return node.outputs[0]

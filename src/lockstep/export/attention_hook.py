@@ -35,7 +35,9 @@ def attention_marker(
 
 
 @attention_marker.register_fake
-def _(query, key, value, layer, scale, softcap, window):
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, softcap: float, window: int
+) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -90,7 +92,16 @@ def refused_arguments(given: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def _attention_hook(module, query, key, value, attention_mask, scaling=None, softcap=None, **rest):
+def _attention_hook(
+    module: Any,  # with a layer_idx, which torch.nn.Module does not declare
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
     """The function that transformers calls instead of its own attention; shapes [1, heads, num_tokens, head_dim]."""
     if reasons := refused_arguments(rest):
         raise InputError(f"its attention uses {'; '.join(reasons)}: parameter-free causal attention cannot carry that")
@@ -134,7 +145,7 @@ class Mask:
     ) = __iter__ = _used
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise InputError(_CHANGED)
 
 

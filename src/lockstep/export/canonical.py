@@ -16,7 +16,7 @@ from onnx import numpy_helper
 
 OPSET = 20
 IR_VERSION = 10
-_DTYPES = {
+_DTYPES: dict[int, str] = {
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.FLOAT16: "float16",
     onnx.TensorProto.BFLOAT16: "bfloat16",

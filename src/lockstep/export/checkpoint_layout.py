@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
@@ -23,7 +24,7 @@ from lockstep.export.quiet import quiet
 _SMALL = 4  # size of a shrunk dimension: even, so that a tensor of two halves can be cut
 
 
-def checkpoint_layout(meta: torch.nn.Module) -> dict[str, list[str]]:
+def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
     """{parameter: names of the checkpoint tensors that it is made of, in order}, tied parameters left out.
 
     Raises InputError for a model whose checkpoint tensors would have to be transposed or mixed, not only placed side by
@@ -64,13 +65,13 @@ def checkpoint_layout(meta: torch.nn.Module) -> dict[str, list[str]]:
     return layout
 
 
-def checkpoint_shapes(meta: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(meta: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that a checkpoint of the model holds, sorted, tied ones once."""
     saved = _saved(meta, {name: tensor.to("meta") for name, tensor in _parameters(meta).items()})
     return {name: tuple(tensor.shape) for name, tensor in sorted(saved.items())}
 
 
-def check_tensors(meta: torch.nn.Module, tensors: Mapping[str, tuple[str, TensorRecord]], folder: Path) -> None:
+def check_tensors(meta: PreTrainedModel, tensors: Mapping[str, tuple[str, TensorRecord]], folder: Path) -> None:
     """Hold a checkpoint's tensors to what a checkpoint of the model holds.
 
     tensors: file and record by name, of the checkpoint in `folder`. Raises InputError for a tensor that is absent, of
@@ -78,12 +79,13 @@ def check_tensors(meta: torch.nn.Module, tensors: Mapping[str, tuple[str, Tensor
     """
     for name, shape in checkpoint_shapes(meta).items():
         # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-        file, record = tensors.get(name) or tensors.get(name.partition(".")[2]) or (None, None)
-        if record is None:
+        found = tensors.get(name) or tensors.get(name.partition(".")[2])
+        if found is None:
             raise InputError(
                 f"{folder}: expected tensor {name!r} {list(shape)}, found none of this name; does config.json belong to"
                 " these weights?"
             )
+        file, record = found
         if record.shape != shape:
             raise InputError(
                 f"{folder / file}: tensor {name!r}: expected shape {list(shape)}, found {list(record.shape)}; does"
@@ -96,11 +98,11 @@ def check_tensors(meta: torch.nn.Module, tensors: Mapping[str, tuple[str, Tensor
             )
 
 
-def _parameters(meta: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _parameters(meta: PreTrainedModel) -> dict[str, torch.Tensor]:
     tied = set(getattr(meta, "all_tied_weights_keys", None) or {})
     return {name: tensor for name, tensor in meta.state_dict().items() if name not in tied}
 
 
-def _saved(meta: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _saved(meta: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     with quiet():
         return revert_weight_conversion(meta, dict(tensors))

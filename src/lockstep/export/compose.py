@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
 
@@ -106,7 +107,7 @@ def _value_info(value: dict, name: str) -> onnx.ValueInfoProto:
     )
 
 
-def _numpy_dtype(name: str):
+def _numpy_dtype(name: str) -> Any:
     import ml_dtypes
     import numpy as np
 

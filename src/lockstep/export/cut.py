@@ -8,7 +8,7 @@ layer its batchless region: the nodes between the block's flat query, key, value
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -16,6 +16,7 @@ from onnx_ir import convenience
 
 from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
+from lockstep.export.known import dtype_of, number, required, shape_of
 from lockstep.export.simplify import merge_movement
 from lockstep.export.tracer import DOMAIN
 
@@ -76,10 +77,10 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
         part = convenience.extract(graph, list(inputs), list(outputs.values()))
         for value, name in zip(part.inputs, inputs.values(), strict=True):
             value.name = name
-            value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
+            value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
         for value, name in zip(part.outputs, outputs, strict=True):
             value.name = name
-            value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
+            value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
         last = layer == len(markers)
         if last:
             _pick_rows(part)
@@ -96,10 +97,10 @@ def _flatten_attention(graph: ir.Graph) -> None:
     """Let each attention give `[num_tokens, num_heads*head_dim]`; the reshapes behind it then mostly vanish."""
     for marker in [node for node in graph if node.domain == DOMAIN]:
         out = marker.outputs[0]
-        _, heads, width = out.shape
+        tokens, heads, width = shape_of(out)[0], number(shape_of(out)[1]), number(shape_of(out)[2])
         split = ir.Node("", "Reshape", [out, _shape(graph, f"{out.name}/heads", -1, heads, width)], num_outputs=1)
         split.outputs[0].shape, split.outputs[0].type = out.shape, out.type
-        out.shape = ir.Shape([out.shape[0], heads * width])
+        out.shape = ir.Shape([tokens, heads * width])
         out.replace_all_uses_with(split.outputs[0])
         split.replace_input_with(0, out)
         graph.insert_after(marker, split)
@@ -110,6 +111,7 @@ class _Flow:
     """Which values depend on tokens, and which of those see positions without a weight in between."""
 
     def __init__(self, graph: ir.Graph, weights: frozenset[str]):
+        self.graph = graph
         self.weights = {value for value in graph.initializers.values() if value.name in weights}
         self.positions = next((value for value in graph.inputs if value.name == "position_ids"), None)
         self.tokens = {value for value in graph.inputs if value is not self.positions}
@@ -133,19 +135,25 @@ class _Flow:
 
     def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
         """The token values that `value` is made of by positions and movement alone, and the nodes in between."""
-        found, region, seen, stack = [], set(), set(), [value]
+        found: list[ir.Value] = []
+        region: set[ir.Node] = set()
+        seen: set[ir.Value] = set()
+        stack: list[ir.Value | None] = [value]
         while stack:
-            value = stack.pop()
-            if value in seen or value is None or value is self.positions:
+            reached = stack.pop()
+            if reached in seen or reached is None or reached is self.positions:
                 continue
-            seen.add(value)
-            node = value.producer()
-            moved = value in self.tokens and node is not None and node.op_type in _MOVEMENT and not self.weighted(node)
-            if value not in stops and (value in self.positional or moved):
+            seen.add(reached)
+            node = reached.producer()
+            moved = (
+                reached in self.tokens and node is not None and node.op_type in _MOVEMENT and not self.weighted(node)
+            )
+            if reached not in stops and (reached in self.positional or moved):
+                assert node is not None  # what positions are in was computed
                 region.add(node)
                 stack.extend(node.inputs)
-            elif value in self.tokens:
-                found.append(value)
+            elif reached in self.tokens:
+                found.append(reached)
         return found, region
 
     def cut_value(self, value: ir.Value) -> ir.Value:
@@ -155,7 +163,7 @@ class _Flow:
         Rotary encoding then falls into the batchless part. Where no such value exists before positions come in (a key
         that is put together from two tensors), the cut is at the attention and the rotary encoding stays batchful.
         """
-        width = value.shape[1] * value.shape[2]
+        width = number(shape_of(value)[1]) * number(shape_of(value)[2])
         _, region = self.walk(value)
         made = {output for node in region for output in node.outputs} | {
             v for node in region for v in node.inputs if v is not None
@@ -163,8 +171,8 @@ class _Flow:
         candidates = [
             v for v in made if v in self.tokens and v not in self.positional and _layout(v, width) is not None
         ]
-        order = {output: index for index, node in enumerate(value.producer().graph) for output in node.outputs}
-        for candidate in sorted(candidates, key=lambda v: (v.dtype.itemsize, order.get(v, -1))):
+        order = {output: index for index, node in enumerate(self.graph) for output in node.outputs}
+        for candidate in sorted(candidates, key=lambda v: (dtype_of(v).itemsize, order.get(v, -1))):
             found, _ = self.walk(value, stops={candidate})
             if found == [candidate]:
                 return candidate
@@ -190,9 +198,9 @@ def _plan(graph: ir.Graph, flow: _Flow, marker: ir.Node, flat: set[ir.Value]) ->
     """Make query, key and value flat where they are cut; give the three flat values (added to `flat`) and the batchless
     nodes behind."""
     cuts = []
-    for role, value in zip(("query", "key", "value"), list(marker.inputs), strict=True):
+    for role, value in zip(("query", "key", "value"), map(required, marker.inputs), strict=True):
         at = flow.cut_value(value)
-        width = value.shape[1] * value.shape[2]
+        width = number(shape_of(value)[1]) * number(shape_of(value)[2])
         layout = _layout(at, width)
         if layout is None:
             raise InputError(
@@ -208,19 +216,26 @@ def _plan(graph: ir.Graph, flow: _Flow, marker: ir.Node, flat: set[ir.Value]) ->
             "cannot be split: expected query, key and value of a layer as three tensors, found "
             "one shared by two of them"
         )
-    region = set()
-    for value in marker.inputs:
-        region |= flow.walk(value, stops=set(cuts))[1]
-    return cuts, region
+    behind: set[ir.Node] = set()
+    for given in marker.inputs:
+        behind |= flow.walk(required(given), stops=set(cuts))[1]
+    return cuts, behind
 
 
 def _flatten(graph: ir.Graph, flow: _Flow, value: ir.Value, layout: str, readers: Collection[ir.Node]) -> ir.Value:
     """Put `value` through [num_tokens, width] for `readers`; give the flat value. Others go on reading `value`."""
-    heads, dim = (value.shape[0] if layout == "heads" else value.shape[1]), value.shape[2]
-    tokens = value.shape[1] if layout == "heads" else value.shape[0]
-    last = value.producer()
+    shape = shape_of(value)
+    tokens, heads = (shape[1], number(shape[0])) if layout == "heads" else (shape[0], number(shape[1]))
+    dim, producer = number(shape[2]), value.producer()
+    assert producer is not None  # a value of this shape was computed
+    last: ir.Node = producer
 
-    def emit(op_type: str, inputs, shape, attributes=()) -> ir.Value:
+    def emit(
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        shape: Sequence[int | ir.SymbolicDim],
+        attributes: Sequence[ir.Attr] = (),
+    ) -> ir.Value:
         nonlocal last
         node = ir.Node("", op_type, inputs, list(attributes), num_outputs=1)
         node.outputs[0].shape, node.outputs[0].type = ir.Shape(shape), value.type
@@ -251,7 +266,9 @@ def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
     return value
 
 
-def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
+def _spans(
+    graph: ir.Graph, flow: _Flow, markers: Sequence[ir.Node], plans: Sequence[tuple[list[ir.Value], set[ir.Node]]]
+) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
     """For each block its inputs {value: name} and outputs {name: value}.
 
     A value belongs to the stage after the last attention it depends on; what a later stage reads crosses the cut
@@ -288,8 +305,10 @@ def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.V
     spans = []
     names: dict[ir.Value, str] = {hidden: "hidden"}
     for index in range(len(markers) + 1):
-        inputs = {v: "attention" if v.producer() in level else names.get(v) for v in reads[index]}
-        if any(v.producer() in level and level[v.producer()] != index - 1 for v in inputs) or None in inputs.values():
+        named = {v: "attention" if v.producer() in level else names.get(v) for v in reads[index]}
+        inputs = {v: name for v, name in named.items() if name is not None}
+        attentions = [maker for v in named if (maker := v.producer()) is not None and maker in level]
+        if any(level[node] != index - 1 for node in attentions) or len(inputs) < len(named):
             raise InputError(
                 f"cannot be split: the block before layer {index} reads what an earlier block "
                 f"than the one before it made"
@@ -321,8 +340,9 @@ def _spans(graph: ir.Graph, flow: _Flow, markers, plans) -> list[tuple[dict[ir.V
     return spans
 
 
-def _needs_positions(outputs, stops: set[ir.Value], positions: ir.Value) -> bool:
-    stack, seen = list(outputs), set()
+def _needs_positions(outputs: Iterable[ir.Value], stops: set[ir.Value], positions: ir.Value) -> bool:
+    stack: list[ir.Value | None] = list(outputs)
+    seen: set[ir.Value] = set()
     while stack:
         value = stack.pop()
         if value is positions:
@@ -341,21 +361,21 @@ def _carried(inputs: dict[ir.Value, str]) -> list[str]:
 
 def _region(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Region:
     positions = next(value for value in graph.inputs if value.name == "position_ids")
-    part = convenience.extract(graph, [*cuts, positions], list(marker.inputs))
+    part = convenience.extract(graph, [*cuts, positions], [required(value) for value in marker.inputs])
     for value, name in zip(part.inputs, ("query", "key", "value", "position_ids"), strict=True):
         value.name = name
-        value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
-    query, key, value = (v.shape for v in marker.inputs)
+        value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
+    query, key, values = (shape_of(given) for given in marker.inputs)
     attributes = marker.attributes
     return Region(
         part,
         attributes["scale"].as_float(),
         attributes["softcap"].as_float(),
         attributes["window"].as_int(),
-        query[1],
-        key[1],
-        query[2],
-        value[2],
+        number(query[1]),
+        number(key[1]),
+        number(query[2]),
+        number(values[2]),
     )
 
 
@@ -366,12 +386,12 @@ def _pick_rows(part: ir.Graph) -> None:
     first = next(iter(part))
     for value in list(part.inputs):
         pick = ir.Node("", "Gather", [value, rows], [ir.AttrInt64("axis", 0)], num_outputs=1)
-        pick.outputs[0].shape, pick.outputs[0].type = ir.Shape(["num_requests", *value.shape[1:]]), value.type
+        pick.outputs[0].shape, pick.outputs[0].type = ir.Shape(["num_requests", *shape_of(value)[1:]]), value.type
         value.replace_all_uses_with(pick.outputs[0])
         pick.replace_input_with(0, value)
         part.insert_before(first, pick)
     part.inputs.append(rows)
-    part.outputs[0].shape = ir.Shape(["num_requests", *part.outputs[0].shape[1:]])
+    part.outputs[0].shape = ir.Shape(["num_requests", *shape_of(part.outputs[0])[1:]])
 
 
 def _slot(name: str, layer: int, prefix: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.errors import InputError
@@ -109,22 +109,31 @@ class _Elsewhere(DynamicCache):
         super().__init__()
         self.length = length
 
-    def update(self, key_states, value_states, *_, **__):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return key_states, value_states
 
-    def get_seq_length(self, *_, **__) -> int:
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
         return self.length
 
     get_query_offset = get_seq_length
 
-    def get_mask_sizes(self, query_length: int, *_) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
         return self.length + query_length, 0
 
 
 _past: contextvars.ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor]]] = contextvars.ContextVar("past")
 
 
-def _attend_behind(module, query, key, value, attention_mask, **options):
+def _attend_behind(
+    module: Any,  # with a layer_idx, which torch.nn.Module does not declare
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers calls this for attention: the layer's past rows come before the new ones, which join them; the rest
     is the model's own."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -145,7 +154,7 @@ AttentionInterface.register(_BEHIND, _attend_behind)
 AttentionMaskInterface.register(_BEHIND, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-def expected(model: torch.nn.Module, filled: Filled) -> list[np.ndarray]:
+def expected(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
     """transformers' logits of all new tokens of each request, [NEW + 1, vocab_size], each request alone."""
     results, own = [], model.config._attn_implementation
     model.config._attn_implementation = _BEHIND

@@ -13,7 +13,7 @@ and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
@@ -72,14 +72,16 @@ class _Sizes:
         self.others: set[ir.Value] = set()
 
     def __contains__(self, value: ir.Value | None) -> bool:
+        if value is None:
+            return False
         return value in self.others or any(not isinstance(dim, int) for dim in self.dims.get(value, ()))
 
     def add_shape(self, node: ir.Node) -> None:
-        shape = node.inputs[0].shape
-        if shape is None:
+        source = node.inputs[0]
+        if source is None or source.shape is None:
             raise _Mixes("takes the size of a value of unknown shape")
         start, end = (node.attributes[name].as_int() if name in node.attributes else None for name in ("start", "end"))
-        self.dims[node.outputs[0]] = list(shape)[start:end]
+        self.dims[node.outputs[0]] = list(source.shape)[start:end]
 
     def follow(self, node: ir.Node) -> list[ir.Value]:
         """Note what a node that reads sizes gives; constants that are as long as the tokens are returned, to be
@@ -102,11 +104,15 @@ class _Sizes:
         return []
 
 
+def _known(value: ir.Value | None) -> ir.Shape:
+    if value is None or value.shape is None:
+        raise _Mixes("gives a value of unknown shape")
+    return value.shape
+
+
 def _axis(value: ir.Value) -> int:
     """Where the tokens of a value that depends on them lie."""
-    if value.shape is None:
-        raise _Mixes("gives a value of unknown shape")
-    found = [axis for axis, dim in enumerate(value.shape) if not isinstance(dim, int)]
+    found = [axis for axis, dim in enumerate(_known(value)) if not isinstance(dim, int)]
     if len(found) != 1:
         raise _Mixes("combines all tokens into one value" if not found else "combines each token with each other")
     return found[0]
@@ -131,7 +137,7 @@ def _rule(node: ir.Node, tokens: set[ir.Value]) -> None:
 
 def _elementwise(node: ir.Node, moving: list) -> None:
     """Trailing dimensions are aligned: all tokens must lie at the same place from the end."""
-    if len({len(value.shape) - axis for _, value, axis in moving}) != 1:
+    if len({len(_known(value)) - axis for _, value, axis in moving}) != 1:
         raise _Mixes("combines each token with each other")
 
 
@@ -140,7 +146,7 @@ def _along(node: ir.Node, moving: list, axes: list[int]) -> None:
     (position, value, axis), *more = moving
     if position or more:
         raise _Mixes("chooses by the values of tokens")
-    if axis in [a % len(value.shape) for a in axes]:
+    if axis in [a % len(_known(value)) for a in axes]:
         raise _Mixes("mixes along the tokens")
 
 
@@ -148,7 +154,7 @@ def _reduction(node: ir.Node, moving: list) -> None:
     axes = _ints(node, 1)
     if axes is None and "axes" in node.attributes:
         axes = list(node.attributes["axes"].as_ints())
-    _along(node, moving, list(range(len(node.inputs[0].shape))) if not axes else axes)
+    _along(node, moving, list(range(len(_known(node.inputs[0])))) if not axes else axes)
 
 
 def _attribute_axis(default: int) -> Callable[[ir.Node, list], None]:
@@ -160,7 +166,7 @@ def _attribute_axis(default: int) -> Callable[[ir.Node, list], None]:
 
 def _from_axis_on(node: ir.Node, moving: list) -> None:
     """Normalisation over an axis and all that follow."""
-    rank = len(node.inputs[0].shape)
+    rank = len(_known(node.inputs[0]))
     _along(node, moving, list(range(_axis_attribute(node, -1) % rank, rank)))
 
 
@@ -169,12 +175,12 @@ def _slice(node: ir.Node, moving: list) -> None:
     _along(
         node,
         moving,
-        (_ints(node, 3) if len(node.inputs) > 3 else None) or list(range(len(starts) or len(node.inputs[0].shape))),
+        (_ints(node, 3) if len(node.inputs) > 3 else None) or list(range(len(starts) or len(_known(node.inputs[0])))),
     )
 
 
 def _concat(node: ir.Node, moving: list) -> None:
-    rank = len(node.outputs[0].shape)
+    rank = len(_known(node.outputs[0]))
     if len({axis for _, _, axis in moving}) != 1 or moving[0][2] == _axis_attribute(node, 0) % rank:
         raise _Mixes("puts tokens beside others")
 
@@ -189,22 +195,22 @@ def _reshape(node: ir.Node, moving: list) -> None:
     out = node.outputs[0]
     if position or more:
         raise _Mixes("shapes values by the values of tokens")
-    if _product(value.shape[:axis]) != _product(out.shape[: _axis(out)]):
+    if _product(_known(value)[:axis]) != _product(_known(out)[: _axis(out)]):
         raise _Mixes("moves values from token to token")
 
 
 def _expand(node: ir.Node, moving: list) -> None:
     (position, value, axis), *more = moving
-    if position or more or len(value.shape) - axis != len(node.outputs[0].shape) - _axis(node.outputs[0]):
+    if position or more or len(_known(value)) - axis != len(_known(node.outputs[0])) - _axis(node.outputs[0]):
         raise _Mixes("repeats tokens")
 
 
 def _matmul(node: ir.Node, moving: list) -> None:
     for position, value, axis in moving:
-        rank = len(value.shape)
+        rank = len(_known(value))
         if axis == (rank - 1 if position == 0 or rank == 1 else rank - 2):
             raise _Mixes("sums over the tokens")
-    if len(moving) == 2 and len({len(value.shape) - axis for _, value, axis in moving}) != 1:
+    if len(moving) == 2 and len({len(_known(value)) - axis for _, value, axis in moving}) != 1:
         raise _Mixes("combines each token with each other")
 
 
@@ -218,7 +224,9 @@ def _gemm(node: ir.Node, moving: list) -> None:
 
 def _gather(node: ir.Node, moving: list) -> None:
     """Tokens may choose rows of a table, or fixed columns be taken of each token; not rows of tokens."""
-    if len(moving) != 1 or (moving[0][0] == 0 and moving[0][2] == _axis_attribute(node, 0) % len(node.inputs[0].shape)):
+    if len(moving) != 1 or (
+        moving[0][0] == 0 and moving[0][2] == _axis_attribute(node, 0) % len(_known(node.inputs[0]))
+    ):
         raise _Mixes("takes tokens by their number")
 
 
@@ -226,14 +234,14 @@ def _gather_nd(node: ir.Node, moving: list) -> None:
     """Each token's indices into a table; with batch dimensions, into its own values."""
     batch = node.attributes["batch_dims"].as_int() if "batch_dims" in node.attributes else 0
     for position, value, axis in moving:
-        if (position == 0 and axis >= batch) or (position == 1 and axis == len(value.shape) - 1):
+        if (position == 0 and axis >= batch) or (position == 1 and axis == len(_known(value)) - 1):
             raise _Mixes("takes tokens by their number")
 
 
 def _by_element(node: ir.Node, moving: list) -> None:
     """Takes or puts elements along one axis; in all others indices and values lie at the same place. Tokens may choose
     from a table."""
-    axis = _axis_attribute(node, 0) % len(node.inputs[0].shape)
+    axis = _axis_attribute(node, 0) % len(_known(node.inputs[0]))
     if node.op_type == "GatherElements" and [(position, found) for position, _, found in moving] == [(1, axis)]:
         return
     if len({found for _, _, found in moving}) != 1 or moving[0][2] == axis:
@@ -243,11 +251,11 @@ def _by_element(node: ir.Node, moving: list) -> None:
 def _scatter_nd(node: ir.Node, moving: list) -> None:
     """Puts slices in places that fixed indices name: the tokens must lie in the slices, at the same place in values and
     updates."""
-    rank, indices = len(node.inputs[0].shape), node.inputs[1].shape
+    rank, indices = len(_known(node.inputs[0])), _known(node.inputs[1])
     for position, _value, axis in moving:
         if position == 1 or axis < (indices[-1] if position == 0 else len(indices) - 1):
             raise _Mixes("takes tokens by their number")
-    if len({len(value.shape) - axis for _, value, axis in moving}) != 1 or len(node.outputs[0].shape) != rank:
+    if len({len(_known(value)) - axis for _, value, axis in moving}) != 1 or len(_known(node.outputs[0])) != rank:
         raise _Mixes("takes tokens by their number")
 
 
@@ -293,14 +301,13 @@ def _axis_attribute(node: ir.Node, default: int) -> int:
 
 def _ints(node: ir.Node, position: int) -> list[int] | None:
     """A constant input as numbers; None when it is absent or no constant."""
-    if len(node.inputs) <= position or node.inputs[position] is None:
-        return None
-    tensor = ir.convenience.get_const_tensor(node.inputs[position])
+    value = node.inputs[position] if len(node.inputs) > position else None
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else np.atleast_1d(tensor.numpy()).tolist()
 
 
-def _product(dims) -> int:
-    result = 1
+def _product(dims: Iterable[int | ir.SymbolicDim]) -> int | ir.SymbolicDim:
+    result: int | ir.SymbolicDim = 1
     for dim in dims:
         result *= dim
     return result

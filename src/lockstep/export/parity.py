@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.errors import InputError
@@ -49,7 +49,7 @@ _OWN_TOLERANCE = TOLERANCE / 4
 _DRAWS_THAT_COUNT = 2
 
 Files = Mapping[str, bytes]
-Assemble = Callable[[torch.nn.Module, dict[str, Any], str], tuple[Files, dict[str, Any]]]
+Assemble = Callable[[PreTrainedModel, dict[str, Any], str], tuple[Files, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Small:
 
 
 def prove(
-    config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assembly: Mapping[str, Any], assemble: Assemble
+    config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Mapping[str, Any], assemble: Assemble
 ) -> float:
     """Largest error of the logits of the small model's split form, relative to their standard deviation.
 
@@ -95,7 +95,7 @@ def prove(
 
 
 def make_small(
-    config: Mapping[str, Any], meta: torch.nn.Module, files: Files, assembly: Mapping[str, Any], assemble: Assemble
+    config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Mapping[str, Any], assemble: Assemble
 ) -> Small:
     """The smallest model of the class that has the same layers and kinds, in split form: the model itself, when it is
     that small.
@@ -147,7 +147,7 @@ def depths_to_try(looks: Sequence[str]) -> list[int]:
     return sorted({depth, next(n for n in range(depth, len(looks) + 1) if looks[n - 1] == looks[-1])})
 
 
-def _parameters(meta: torch.nn.Module) -> int:
+def _parameters(meta: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in meta.parameters())
 
 
@@ -241,7 +241,7 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
         found, found_far = walk(run, sequences), [far_positions.found(run, each) for each in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
-    error, far_error = (
+    near_error, far_error = (
         _difference(found, expected),
         max((_difference(*pair) for pair in zip(found_far, expected_far)), default=0.0),
     )
@@ -250,7 +250,7 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
         own = max(
             own, *(_difference(far_positions.expected(model, each), rows) for each, rows in zip(filled, expected_far))
         )
-    return Measured(max(error, far_error), own)
+    return Measured(max(near_error, far_error), own)
 
 
 def _difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
@@ -268,7 +268,7 @@ def _original_lengths(config: Any) -> list[int]:
     return [int(length) for length in found if length]
 
 
-def _forward(model: torch.nn.Module, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _forward(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     with torch.no_grad():
         return [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in sequences]
 
@@ -287,7 +287,7 @@ def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.concatenate(rows) for rows in logits]
 
 
-def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> torch.nn.Module:
+def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> PreTrainedModel:
     """transformers' own model with random weights in fp32, eager: gains and biases vary too, so that none can stand for
     another."""
     made = build_config(config)
@@ -306,7 +306,7 @@ def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> torch.
     return model
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
     """The model's tensors under the names, and in the form, of a checkpoint."""
     with quiet():
         saved = revert_weight_conversion(model, dict(model.state_dict()))

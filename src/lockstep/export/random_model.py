@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from lockstep.artifacts.fetched import clear, folder_of, write_fetched
 from lockstep.artifacts.files import atomic_path, sha256_file, write_json
 from lockstep.checkpoint.tensors import INDEX, SINGLE
-from lockstep.config.sources import parse_source
+from lockstep.config.sources import RandomSource, parse_source
 from lockstep.errors import InputError
 
 _DTYPES = {
@@ -40,7 +40,9 @@ _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
 def fetch(source: str, config_json: str | os.PathLike, out: str | os.PathLike) -> Path:
     """Make the checkpoint of a `random:` source, whose config is `config_json`, in `checkpoint/` beside the manifest
     `out`."""
-    out, seed = Path(out), parse_source(source).seed
+    out, parsed = Path(out), parse_source(source)
+    assert isinstance(parsed, RandomSource)  # the hub's are fetched by `hub.fetch`
+    seed = parsed.seed
     out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
     clear(folder_of(out))
     make(config_json, seed, folder_of(out))
@@ -167,7 +169,7 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, l
         file.write(struct.pack("<Q", len(text)) + text)
         for name, shape in shapes.items():
             for piece in _draw(name, shape, seed):
-                file.write(piece.astype(dtype, copy=False).view(np.uint8))
+                file.write(piece.astype(dtype, copy=False).view(np.uint8).data)
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:

@@ -130,4 +130,5 @@ class Walk:
             for store, new in zip(cache, (found["key_out"], found["value_out"]), strict=True):
                 owners = requests * len(rows) if several else requests
                 store[owners, :, env["cache_rows"][rows]] = new
+        assert result is not None  # a step has parts
         return result

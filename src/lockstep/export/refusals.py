@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 
-import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 _RECURRENT = re.compile(
     r"mamba|rwkv|recurrentblock|rglru|deltanet|deltaattention|linearattention|lightningattention|shortconv|[ms]lstm|retention|conv1d_state",
@@ -19,7 +19,7 @@ _RECURRENT = re.compile(
 _OWN_SCHEMES = {"bloom"}  # ALiBi without a setting that says so
 
 
-def known_reason(model: torch.nn.Module) -> str | None:
+def known_reason(model: PreTrainedModel) -> str | None:
     """What the model is known to do that cannot be split, None when nothing is known."""
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
@@ -47,6 +47,6 @@ def known_reason(model: torch.nn.Module) -> str | None:
     return None
 
 
-def _alibi(config) -> bool:
+def _alibi(config: PreTrainedConfig) -> bool:
     inner = getattr(config, "attn_config", None)
     return config.model_type in _OWN_SCHEMES or bool(getattr(config, "alibi", False) or getattr(inner, "alibi", False))

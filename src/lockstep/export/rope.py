@@ -10,7 +10,7 @@ them are its limit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ import transformers
 from lockstep.errors import InputError
 
 
-def freeze_ropes(model: torch.nn.Module) -> None:
+def freeze_ropes(model: transformers.PreTrainedModel) -> None:
     """Let every rotary module of `model` keep the frequencies that it has up to the limit that `position_limit`
     gives."""
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()  # those with a rope_type are of any class
+    for module in modules:
         if isinstance(getattr(module, "inv_freq", None), torch.Tensor) and hasattr(module, "rope_init_fn"):
             # phimoe computes its frequencies in each call. Folded by another library than torch, a power may differ in
             # its last bit, which far positions make visible: the buffer has torch's.
@@ -54,7 +55,7 @@ def position_limit(config: transformers.PreTrainedConfig) -> tuple[int | None, s
     beyond changing."""
     text = config.get_text_config()
     known = getattr(text, "max_position_embeddings", None)
-    limits = [(known, None)] if isinstance(known, int) else []
+    limits: list[tuple[int, str | None]] = [(known, None)] if isinstance(known, int) else []
     for parameters in rope_settings(text):
         kind = parameters.get("rope_type", "default")
         if kind == "longrope":

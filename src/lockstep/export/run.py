@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import torch
+from transformers import PreTrainedModel
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes, write_json
@@ -105,13 +105,13 @@ def _proven(
 
 
 def assemble(
-    meta: torch.nn.Module, config: dict[str, Any], precision: str, stamp: bool = True
+    meta: PreTrainedModel, config: dict[str, Any], precision: str, stamp: bool = True
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
     parts = parts_of(meta, stamp)
     layers = parts.layers
     classes, kinds = _Registry(), _Kinds()
-    entries = []
+    entries: list[dict[str, Any]] = []
     for index, layer in enumerate(layers):
         entries.append(
             {

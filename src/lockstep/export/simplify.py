@@ -8,11 +8,13 @@ operators cost a node, never correctness.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
+
+from lockstep.export.known import required, shape_of
 
 ELEMENTWISE = frozenset(
     "Abs Add And Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
@@ -46,6 +48,7 @@ class _Packer:
     def run(self) -> ir.Graph:
         inputs = [self._copy(value) for value in self.old.inputs]
         for value in self.old.initializers.values():
+            assert value.name is not None  # what it is registered by
             self.initializers[value.name] = self._copy(value)
         for node in self.old:
             if not self._rewrite(node):
@@ -83,7 +86,7 @@ class _Packer:
                 self.short[value] = self._const(array[0])
             else:
                 self.short[value] = self._emit(
-                    "Squeeze", [self.full[value], self._const([0])], value.shape[1:], value.dtype
+                    "Squeeze", [self.full[value], self._const([0])], shape_of(value)[1:], value.dtype
                 )
         return self.short[value]
 
@@ -101,8 +104,14 @@ class _Packer:
             self.constants[key] = self.initializers[name] = value
         return self.constants[key]
 
-    def _emit(self, op_type: str, inputs, shape, dtype, attributes=(), like: ir.Node | None = None) -> ir.Value:
-        node = ir.Node(like.domain if like else "", op_type, inputs, list(attributes), num_outputs=1)
+    def _emit(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        shape: Iterable[int | ir.SymbolicDim] | None,
+        dtype: ir.DataType | None,
+    ) -> ir.Value:
+        node = ir.Node("", op_type, inputs, num_outputs=1)
         self.nodes.append(node)
         node.outputs[0].shape = ir.Shape(shape) if shape is not None else None
         node.outputs[0].type = ir.TensorType(dtype) if dtype is not None else None
@@ -163,29 +172,33 @@ class _Packer:
             perm = node.attributes["perm"].as_ints()
             if perm[0] != 0:
                 return False
-            return self._serve(node, [self._short(node.inputs[0])], [ir.AttrInt64s("perm", [p - 1 for p in perm[1:]])])
+            return self._serve(
+                node, [self._short(required(node.inputs[0]))], [ir.AttrInt64s("perm", [p - 1 for p in perm[1:]])]
+            )
         if op == "MatMul":
             return (
-                self._elementwise(node) if len(out.shape) > 2 and min(len(v.shape) for v in node.inputs) >= 2 else False
+                self._elementwise(node)
+                if len(shape_of(out)) > 2 and min(len(shape_of(v)) for v in node.inputs) >= 2
+                else False
             )
         return False
 
-    def _serve(self, node: ir.Node, inputs, attributes) -> bool:
+    def _serve(self, node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr]) -> bool:
         new = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs))
         self.nodes.append(new)
         for old, value in zip(node.outputs, new.outputs, strict=True):
-            value.shape, value.type, value.name = ir.Shape(old.shape[1:]), old.type, f"{old.name}/packed"
+            value.shape, value.type, value.name = ir.Shape(shape_of(old)[1:]), old.type, f"{old.name}/packed"
             self.short[old] = value
         return True
 
     def _elementwise(self, node: ir.Node) -> bool:
         """Broadcasting aligns trailing dimensions: an input of full rank loses its 1, one of lower rank stays."""
-        rank = len(node.outputs[0].shape)
-        inputs = []
+        rank = len(shape_of(node.outputs[0]))
+        inputs: list[ir.Value | None] = []
         for value in node.inputs:
-            if value is None or len(value.shape) < rank:
+            if value is None or len(shape_of(value)) < rank:
                 inputs.append(None if value is None else self._full(value))
-            elif self._leads(value) or (_constant(value) is not None and value.shape[0] == 1):
+            elif self._leads(value) or (_constant(value) is not None and shape_of(value)[0] == 1):
                 inputs.append(self._short(value))
             else:
                 return False
@@ -194,63 +207,67 @@ class _Packer:
     def _by_axes_input(self, node: ir.Node) -> bool:
         """Axes come as an input (second of a reduction, fourth of Slice); counted from the end they survive the
         drop."""
-        position, rank = (3, len(node.inputs[0].shape)) if node.op_type == "Slice" else (1, len(node.inputs[0].shape))
+        position, rank = 3 if node.op_type == "Slice" else 1, len(shape_of(node.inputs[0]))
         axes = _constant(node.inputs[position]) if len(node.inputs) > position else None
         keepdims = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
         if axes is None or not axes.size or any(axis % rank == 0 for axis in axes) or not keepdims:
             return False
         rest = [None if value is None else self._full(value) for value in node.inputs[1:]]
         rest[position - 1] = self._const([int(axis % rank) - rank for axis in axes])
-        return self._serve(node, [self._short(node.inputs[0]), *rest], list(node.attributes.values()))
+        return self._serve(node, [self._short(required(node.inputs[0])), *rest], list(node.attributes.values()))
 
-    def _by_axis_attribute(self, node: ir.Node, default: int, rest=(), short_all: bool = False) -> bool:
-        rank = len(node.inputs[0].shape)
+    def _by_axis_attribute(
+        self, node: ir.Node, default: int, rest: Sequence[ir.Value | None] = (), short_all: bool = False
+    ) -> bool:
+        rank = len(shape_of(node.inputs[0]))
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else default
         if axis % rank == 0:
             return False
         inputs = (
-            [self._short(v) for v in node.inputs]
+            [self._short(required(v)) for v in node.inputs]
             if short_all
-            else [self._short(node.inputs[0]), *(None if v is None else self._full(v) for v in rest)]
+            else [self._short(required(node.inputs[0])), *(None if v is None else self._full(v) for v in rest)]
         )
         attributes = [a for a in node.attributes.values() if a.name != "axis"]
         return self._serve(node, inputs, [*attributes, ir.AttrInt64("axis", axis % rank - rank)])
 
     def _gather(self, node: ir.Node) -> bool:
-        data, out = node.inputs[0], node.outputs[0]
+        data, out = required(node.inputs[0]), node.outputs[0]
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
-        axis %= len(data.shape)
+        axis %= len(shape_of(data))
         index = _constant(node.inputs[1])
         if axis == 0 and index is not None and index.ndim == 0 and index == 0:  # x[0]
             self.full[out] = self._short(data)
             return True
         if axis == 0 or not self._leads(out):
             return False
-        return self._serve(node, [self._short(data), self._full(node.inputs[1])], [ir.AttrInt64("axis", axis - 1)])
+        return self._serve(
+            node, [self._short(data), self._full(required(node.inputs[1]))], [ir.AttrInt64("axis", axis - 1)]
+        )
 
     def _unsqueeze(self, node: ir.Node) -> bool:
-        axes = _constant(node.inputs[1])
-        if axes is None:
+        found = _constant(node.inputs[1])
+        if found is None:
             return False
-        data, out = node.inputs[0], node.outputs[0]
-        axes = sorted(int(axis) % len(out.shape) for axis in axes)
+        data, out = required(node.inputs[0]), node.outputs[0]
+        axes = sorted(int(axis) % len(shape_of(out)) for axis in found)
         source = self._full(data) if 0 in axes else self._short(data)
         rest = [axis - 1 for axis in axes if axis != 0]
         self.short[out] = (
-            self._emit("Unsqueeze", [source, self._const(rest)], out.shape[1:], out.dtype) if rest else source
+            self._emit("Unsqueeze", [source, self._const(rest)], shape_of(out)[1:], out.dtype) if rest else source
         )
         return True
 
     def _reshape(self, node: ir.Node) -> bool:
         """A reshape keeps the element order, so it may read the short form and write the short form."""
-        data, out = node.inputs[0], node.outputs[0]
+        data, out = required(node.inputs[0]), node.outputs[0]
         target = _constant(node.inputs[1])
         if target is None or not (self._leads(data) or self._leads(out)):
             return False
         source = self._short(data) if self._leads(data) else self._full(data)
-        shape = list(out.shape[1:]) if self._leads(out) else list(out.shape)
+        shape = list(shape_of(out)[1:] if self._leads(out) else shape_of(out))
         store = self.short if self._leads(out) else self.full
-        if _same(source.shape, shape):
+        if _same(shape_of(source), shape):
             store[out] = source
             return True
         static = [dim if isinstance(dim, int) else -1 for dim in shape]
@@ -267,7 +284,7 @@ def _constant(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
-def _same(one: Sequence, other: Sequence) -> bool:
+def _same(one: Iterable[object], other: Iterable[object]) -> bool:
     """Equal static dimensions and at most one dynamic one, in the same place: then the dynamic ones are equal too."""
     one, other = list(one), list(other)
     if len(one) != len(other):
@@ -283,13 +300,15 @@ def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
     """
     for node in list(graph):
         out, source = node.outputs[0], node.inputs[0] if node.inputs else None
+        if source is None:
+            continue
         if node.op_type == "Reshape":
             target = _constant(node.inputs[1])
             if target is not None and 0 not in target:
                 while (
                     source not in keep and (producer := source.producer()) is not None and producer.op_type == "Reshape"
                 ):
-                    source = producer.inputs[0]
+                    source = required(producer.inputs[0])
                 node.replace_input_with(0, source)
             if source.shape is not None and out.shape is not None and _same(source.shape, out.shape):
                 _replace(graph, node, source, keep)
@@ -298,7 +317,7 @@ def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
             producer = source.producer()
             if source not in keep and producer is not None and producer.op_type == "Transpose":
                 perm = [producer.attributes["perm"].as_ints()[p] for p in perm]
-                source = producer.inputs[0]
+                source = required(producer.inputs[0])
                 node.replace_input_with(0, source)
                 node.attributes["perm"] = ir.AttrInt64s("perm", perm)
             if perm == sorted(perm):

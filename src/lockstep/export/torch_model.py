@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lockstep.errors import InputError
@@ -56,7 +56,7 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
     return made
 
 
-def keep_constants(model: torch.nn.Module) -> None:
+def keep_constants(model: PreTrainedModel) -> None:
     """Give a cut model the constants of the whole one, in place: its first layers are then those that the whole model
     has.
 
@@ -85,17 +85,18 @@ def keep_constants(model: torch.nn.Module) -> None:
                 )
 
 
-def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> torch.nn.Module:
+def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrainedModel:
     """The causal LM of a checkpoint folder, its weights cast to float32; of a cut config only the tensors of its layers
     are read.
 
     Raises InputError when the folder lacks tensors of the model.
     """
     with quiet(), _one_line(f"{folder}: expected a checkpoint that transformers can load"):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
             local_files_only=True, trust_remote_code=False, use_safetensors=True,
         )  # fmt: skip
+    model, info = loaded  # a pair, with output_loading_info
     _check_loaded(str(folder), info)
     keep_constants(model)
     return model.eval()
@@ -107,7 +108,7 @@ def load_tensors(
     attention: str,
     where: str,
     dtype: torch.dtype = torch.float32,
-) -> torch.nn.Module:
+) -> PreTrainedModel:
     """The causal LM of `config` with the given tensors (names as in the checkpoint), in `dtype`, with the attention
     function registered as `attention`. `where` says whose tensors they are, for the message of the InputError when some
     are missing."""
@@ -115,7 +116,7 @@ def load_tensors(
         raise InputError(
             f"config.json: model_type: expected a causal LM, found {config.model_type!r}; use a decoder-only model"
         )
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with quiet(), _one_line(f"{where}: expected tensors that transformers can load"):
         model, info = architecture.from_pretrained(
             None,

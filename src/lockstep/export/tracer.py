@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import onnx
 import onnx_ir as ir
@@ -30,11 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.onnx._internal.exporter import _core as onnx_exporter
 from torch.onnx._internal.exporter._capture_strategies import TorchExportNonStrictStrategy
 from torch.onnx._internal.exporter._registration import ONNXRegistry
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
+from lockstep.export.known import shape_of
 from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import freeze_ropes
@@ -90,26 +91,33 @@ _register_schema()
 _MARKER = onnxscript.values.Opset(DOMAIN, 1)
 
 
-def _to_marker(query, key, value, layer, scale, softcap, window):
+def _to_marker(  # type: ignore[no-untyped-def]  # onnxscript reads annotations as types of ONNX
+    query, key, value, layer, scale, softcap, window
+):
     return _MARKER.Attention(query, key, value, layer=layer, scale=scale, softcap=softcap, window=window)
 
 
-def _to_gemm(x, weight, bias=None):
+def _ints(*values: int) -> Any:
+    """A constant, of any type to mypy: onnxscript declares all types that a Constant can have."""
+    return opset20.Constant(value_ints=list(values))
+
+
+def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # as above
     """aten.linear as Gemm(transB=1): the weight stays in its checkpoint layout [out_features, in_features]."""
     out_features, in_features = weight.shape
     if len(x.shape) == 2:
         return opset20.Gemm(x, weight, bias, transB=1) if bias is not None else opset20.Gemm(x, weight, transB=1)
     lead = [1, -1] if len(x.shape) == 3 else [0] * (len(x.shape) - 1)
-    rows = opset20.Reshape(x, opset20.Constant(value_ints=[-1, int(in_features)]))
+    rows = opset20.Reshape(x, _ints(-1, int(in_features)))
     rows = opset20.Gemm(rows, weight, bias, transB=1) if bias is not None else opset20.Gemm(rows, weight, transB=1)
-    return opset20.Reshape(rows, opset20.Constant(value_ints=[*lead, int(out_features)]))
+    return opset20.Reshape(rows, _ints(*lead, int(out_features)))
 
 
 @torch_op("aten::unsqueeze", complex=True, trace_only=True)
-def _complex_unsqueeze(x, dim: int):
+def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # as above
     """A complex tensor travels as pairs of real numbers in one more dimension, the last; onnxscript has this rule for
     other operators."""
-    return opset20.Unsqueeze(x, opset20.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
+    return opset20.Unsqueeze(x, _ints(dim if dim >= 0 else dim - 1))
 
 
 @functools.cache
@@ -141,7 +149,7 @@ def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     values["_experts_implementation"] = "batched_mm"
     with quiet():
         try:
-            return transformers.CONFIG_MAPPING[model_type].from_dict(values)
+            return transformers.CONFIG_MAPPING[config["model_type"]].from_dict(values)
         except Exception as error:  # each class checks its settings in its own way
             raise InputError(
                 f"config.json: expected the config of a {model_type!r} model, found one that it refuses:"
@@ -149,20 +157,20 @@ def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
             ) from error
 
 
-def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
+def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
     """The model of a config.json mapping: parameters on the meta device, real values in computed buffers (rotary
     frequencies ...).
 
     precision: "fp32", "fp16" or "bf16". Raises InputError for a model that is no causal LM of transformers.
     """
-    config, dtype = build_config(config), DTYPES[precision]
+    settings, dtype = build_config(config), DTYPES[precision]
     with quiet():
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+                model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
         except Exception as error:  # a config that contradicts itself fails anywhere in the model's code
             raise InputError(
-                f"config.json: expected the config of a {config.model_type!r} model, found one "
+                f"config.json: expected the config of a {settings.model_type!r} model, found one "
                 f"that it refuses: {_root_cause(error)}"
             ) from error
         for module in model.modules():
@@ -185,7 +193,7 @@ def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
                     model._init_weights(module)
                 except AttributeError as error:  # a composite class looks for its language model's settings in itself
                     raise InputError(
-                        f"model type {config.model_type!r} cannot be split: transformers gives "
+                        f"model type {settings.model_type!r} cannot be split: transformers gives "
                         f"no value for its buffers: {error}"
                     ) from error
                 unset = [
@@ -193,7 +201,7 @@ def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
                 ]
                 if unset:
                     raise InputError(
-                        f"model type {config.model_type!r} cannot be split: transformers gives "
+                        f"model type {settings.model_type!r} cannot be split: transformers gives "
                         f"no value for its buffers {unset}"
                     )
     freeze_ropes(model)
@@ -201,7 +209,7 @@ def meta_model(config: Mapping[str, Any], precision: str) -> torch.nn.Module:
     return model.eval()
 
 
-def layer_list(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
+def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
     """Name and module of the list of decoder layers. Raises InputError where there is none of the config's length."""
     depth = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
@@ -212,7 +220,7 @@ def layer_list(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
     )
 
 
-def select_layers(model: torch.nn.Module, indices: Sequence[int]) -> torch.nn.Module:
+def select_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedModel:
     """A copy of a meta model that runs only the layers `indices`, in that order; the config's per-layer lists
     follow."""
     name, layers = layer_list(model)
@@ -244,11 +252,12 @@ def per_layer_settings(config: transformers.PreTrainedConfig, depth: int) -> dic
 NOT_PER_LAYER = frozenset({"architectures", "bos_token_id", "eos_token_id", "pad_token_id"})
 
 
-def _to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+def _to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
     """Replace meta parameters and buffers by fake CPU ones; tied ones stay one object."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for store in (module._parameters, module._buffers):
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for store in stores:
             for name, tensor in store.items():
                 if tensor is None or not tensor.is_meta:
                     continue
@@ -266,18 +275,20 @@ class _Packed(torch.nn.Module):
     whole causal LM; beside it token_ids [num_tokens] -> embedded [num_tokens, hidden_size], through the model's own
     embedding module (which may scale)."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model_under_trace = model
 
-    def forward(self, hidden, position_ids, token_ids):
+    def forward(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.model_under_trace(
             inputs_embeds=hidden[None], position_ids=position_ids[None], use_cache=False
         ).logits[0]
         return logits, self.model_under_trace.get_input_embeddings()(token_ids)
 
 
-def trace(meta: torch.nn.Module, indices: Sequence[int]) -> Trace:
+def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
     """Trace the batchful part of the layers `indices` of a model that `meta_model` made.
 
     Raises InputError with the reason when the model cannot be traced or does not use transformers' attention interface.
@@ -287,7 +298,8 @@ def trace(meta: torch.nn.Module, indices: Sequence[int]) -> Trace:
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     _to_fake(model, mode)
     with mode:
-        hidden = torch.zeros(_TRACE_TOKENS, model.get_input_embeddings().weight.shape[1], dtype=model.dtype)
+        table = cast(torch.Tensor, model.get_input_embeddings().weight)
+        hidden = torch.zeros(_TRACE_TOKENS, table.shape[1], dtype=model.dtype)
         inputs = {
             "hidden": hidden,
             "position_ids": torch.arange(_TRACE_TOKENS),
@@ -328,7 +340,7 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
                 module.eval(), tuple(inputs.values()), {}, {name: {0: dim} for name in inputs}
             )
             if captured.exported_program is None:
-                raise captured.exception
+                raise captured.exception or RuntimeError("torch.export gave no program")
             # What torch.onnx.export calls, which makes a registry of all operators anew each time: 0.4 s.
             program = onnx_exporter.export(
                 captured.exported_program,
@@ -343,7 +355,7 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
             )
             model = program.model
             for value in (*model.graph.inputs, *model.graph.outputs):
-                value.shape = ir.Shape(["num_tokens", *value.shape[1:]])
+                value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
             for value in model.graph.initializers.values():
                 if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
                     value.const_value = None  # a fake weight has no value; folding must not read it
@@ -369,6 +381,7 @@ def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> 
     weight."""
     weights = set()
     for value in list(model.graph.initializers.values()):
+        assert value.name is not None  # what it is registered by
         name = value.name.removeprefix(_WEIGHT_PREFIX)
         if value.name.startswith(_WEIGHT_PREFIX) and name in state:
             value.name = name

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
@@ -46,7 +47,7 @@ class Parts:
     embedding_slots: dict[str, list[str]]
 
 
-def parts_of(meta: torch.nn.Module, stamp: bool = True) -> Parts:
+def parts_of(meta: PreTrainedModel, stamp: bool = True) -> Parts:
     """All parts of the model. With `stamp=False` every depth is traced whole (slow; the result is the same, a test
     holds it)."""
     looks, prefix = signatures(meta), layer_list(meta)[0]
@@ -65,7 +66,7 @@ def parts_of(meta: torch.nn.Module, stamp: bool = True) -> Parts:
 class _Cuts:
     """Cuts of two neighbours at a time, one for each pair of looks."""
 
-    def __init__(self, meta: torch.nn.Module, looks: Sequence[str]):
+    def __init__(self, meta: PreTrainedModel, looks: Sequence[str]):
         self.meta, self.looks = meta, looks
         self.pairs: dict[tuple[str, str], _Traced] = {}
         self.single: _Traced | None = None
@@ -104,7 +105,7 @@ class _Cuts:
 class _FullCuts:
     """Cuts of the whole model, and for the exits of the model at each depth."""
 
-    def __init__(self, meta: torch.nn.Module, depth: int):
+    def __init__(self, meta: PreTrainedModel, depth: int):
         self.cuts = [_cut(meta, range(number)) for number in range(1, depth + 1)]
 
     def embedding(self) -> Graph:
@@ -128,7 +129,7 @@ class _Traced:
     embedding: Graph
 
 
-def _cut(meta: torch.nn.Module, indices: Sequence[int]) -> _Traced:
+def _cut(meta: PreTrainedModel, indices: Sequence[int]) -> _Traced:
     traced = trace(meta, indices)
     body, embedding = pack(traced.graph), pack(traced.embedding)
     for part in (body, embedding):
@@ -143,7 +144,7 @@ def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]
     return {slot["name"]: layout[bind_slot(slot["name"], layer, prefix)] for slot in graph.slots}
 
 
-def signatures(meta: torch.nn.Module) -> list[str]:
+def signatures(meta: PreTrainedModel) -> list[str]:
     """One text for each layer, equal for layers that trace alike: module tree, tensor shapes, plain settings, per-layer
     config lists."""
     _, layers = layer_list(meta)

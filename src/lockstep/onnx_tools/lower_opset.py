@@ -126,7 +126,9 @@ def _gelu(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence
     def scalar(value: float) -> str:
         name = f"{base}/{len(made)}"
         made.append(
-            helper.make_node("Constant", [], [f"{name}/float"], value=numpy_helper.from_array(np.float32(value)))
+            helper.make_node(
+                "Constant", [], [f"{name}/float"], value=numpy_helper.from_array(np.array(value, np.float32))
+            )
         )
         made.append(helper.make_node("CastLike", [f"{name}/float", x], [name]))
         return name

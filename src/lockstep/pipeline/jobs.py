@@ -97,7 +97,9 @@ def validate(job: Job) -> None:
     from lockstep.verify import validate
 
     validate.run(
-        *(job.path(artefact) for artefact in ("assembly", "weights", "checkpoint")),
+        job.path("assembly"),
+        job.path("weights"),
+        job.path("checkpoint"),
         layer_count(job.names["layers"]),
         job.options["tolerance"],
         job.options["max_seq_len"],
@@ -130,10 +132,11 @@ def reference(job: Job) -> None:
 def golden(job: Job) -> None:
     from lockstep.pipeline import worker
 
-    names = {**job.names, "layers": layer_count(job.names["layers"])}
+    names = job.names
+    target = Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
     speed = path_of("speed", job.results, names)
     arguments = {"out": str(job.output), "speed": str(speed), "threads": job.threads, **job.options}
-    worker.call(job.step.python, "golden", **_inputs(job), target=asdict(Target(**names)), **arguments)
+    worker.call(job.step.python, "golden", **_inputs(job), target=asdict(target), **arguments)
 
 
 def _inputs(job: Job) -> dict[str, str]:

@@ -85,7 +85,8 @@ def _function(stage: str) -> Callable[..., Any]:
 def _folders(stage: str) -> list[str]:
     """Where another interpreter finds this package, and the one that `stage` is of."""
     package = stage.partition(":")[0].partition(".")[0] if ":" in stage else "lockstep"
-    outside = importlib.util.find_spec(package).submodule_search_locations if package != "lockstep" else None
+    spec = importlib.util.find_spec(package) if package != "lockstep" else None
+    outside = spec.submodule_search_locations if spec else None
     return [str(_SOURCES), *(str(Path(folder).parent) for folder in outside or ())]
 
 
@@ -159,7 +160,7 @@ def golden(
     from lockstep.verify.golden.check import check
     from lockstep.verify.metrics import failed_path
 
-    paths = [Path(path) for path in (assembly, weights, engines, reference)]
+    paths = (Path(assembly), Path(weights), Path(engines), Path(reference))
     try:
         check(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
     except CheckError as error:
@@ -209,7 +210,7 @@ def generate(
     from lockstep.runtime import Model, Sampling, Tokenizer
     from lockstep.runtime import generate as start
 
-    sizes = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
+    sizes: dict[str, Any] = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
     model = Model.open(Path(engines), Path(assembly), Path(weights), layers, max_batch_size=1, threads=threads, **sizes)
     generation = start(
         model,

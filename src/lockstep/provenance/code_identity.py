@@ -182,12 +182,13 @@ def _code(text: str, tree: ast.AST) -> str:
     lines = text.splitlines()
     spans = [token.start + token.end for token in _tokens(text) if token.type == tokenize.COMMENT]
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(node, _WITH_DOCSTRING) and isinstance(body[0] if body else None, ast.Expr):
-            value = body[0].value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                # In bytes of a line, which is ASCII before a docstring: it begins its line.
-                spans.append((value.lineno, value.col_offset, value.end_lineno, len(lines[value.end_lineno - 1])))
+        if not isinstance(node, _WITH_DOCSTRING) or not node.body or not isinstance(node.body[0], ast.Expr):
+            continue
+        value = node.body[0].value
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            last = value.end_lineno or value.lineno
+            # Columns are in bytes; what stands before a docstring in its line is ASCII.
+            spans.append((value.lineno, value.col_offset, last, len(lines[last - 1])))
     for first, start, last, end in sorted(spans, reverse=True):
         lines[first - 1 : last] = [lines[first - 1][:start] + lines[last - 1][end:]] + [""] * (last - first)
     return "\n".join(line.rstrip() for line in lines if line.strip())

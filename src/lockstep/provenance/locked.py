@@ -82,8 +82,8 @@ def check_project(
     for line in _before(lock, targets, prompts, checkpoint):
         _refuse(line, lock_file)
     for step in steps:
-        if line := _other_terms(lock, step):
-            _refuse(line, lock_file)
+        if other := _other_terms(lock, step):
+            _refuse(other, lock_file)
 
 
 def _before(

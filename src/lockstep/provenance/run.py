@@ -73,10 +73,10 @@ def _reported(step: Step) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        ended = isinstance(error, SystemExit)
-        if _is_judged(step) and _state(report) == before and not (ended and error.code in _INTERRUPTED):
+        ended = error if isinstance(error, SystemExit) else None
+        if _is_judged(step) and _state(report) == before and not (ended and ended.code in _INTERRUPTED):
             line = (
-                (f"{step.stage} ended with exit code {error.code}; its log says why")
+                (f"{step.stage} ended with exit code {ended.code}; its log says why")
                 if ended
                 else " ".join(f"{_kind(error)}{error}".split())
             )
@@ -101,7 +101,7 @@ def _is_judged(step: Step) -> bool:
     return step.stage in STAGES and STAGES[step.stage].is_judged
 
 
-def _kind(error: Exception) -> str:
+def _kind(error: BaseException) -> str:
     return "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
 
 

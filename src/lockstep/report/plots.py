@@ -15,7 +15,7 @@ from lockstep.targets import Target
 
 # Without a window system; text stays text; ids from a fixed salt, where matplotlib would draw random ones.
 matplotlib.use("Agg")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "lockstep",
     "svg.fonttype": "none",
     "font.size": 9,

@@ -187,7 +187,7 @@ class Decoding:
         """`row`: the request's logits, or the token that the model chose."""
         request = running.request
         logits = row if isinstance(row, np.ndarray) else None
-        token = (request.choose or greedy)(logits) if logits is not None else row
+        token = (request.choose or greedy)(row) if isinstance(row, np.ndarray) else row
         if token < 0:
             raise CheckError(
                 f"prompt {running.index + 1}: logits: expected finite numbers, found NaN or "

@@ -108,11 +108,15 @@ class Model:
         self._executor.reset(slot)
 
 
-def _limits(engines: EngineSet, assembly_json: str | os.PathLike, given: Mapping[str, int | None]) -> list[Any]:
-    """The limits to open engines with, in the order of `given`. Raises InputError for those that engines or model do
-    not allow."""
+def _limits(
+    engines: EngineSet, assembly_json: str | os.PathLike, given: Mapping[str, int | None]
+) -> tuple[int, int, int | None]:
+    """Return max_batch_size, max_seq_len and max_num_tokens to open engines with.
+
+    Raises InputError for those that engines or model do not allow.
+    """
     built = {name: engines.manifest["options"].get(name) for name in given}
-    limits = {
+    limits: dict[str, Any] = {  # only max_num_tokens may be None: see _DEFAULTS
         name: next((limit for limit in (value, built[name], _DEFAULTS[name]) if limit is not None), None)
         for name, value in given.items()
     }
@@ -130,4 +134,4 @@ def _limits(engines: EngineSet, assembly_json: str | os.PathLike, given: Mapping
                 f"{name}: expected at most {built[name]}, which {engines.path} was built for, "
                 f"found {value}; raise limits.{name} and build again"
             )
-    return list(limits.values())
+    return limits["max_batch_size"], limits["max_seq_len"], limits["max_num_tokens"]

@@ -43,8 +43,14 @@ class Executor(Protocol):
 
     rows: int
     max_seq_len: int
-    lengths: np.ndarray
-    ahead: bool  # a step was begun that nobody has asked for yet
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    @property
+    def ahead(self) -> bool:
+        """A step was begun that nobody has asked for yet."""
+        ...
 
     def reset(self, slot: int) -> None: ...
 

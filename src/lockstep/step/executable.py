@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 Run = Callable[[], None]
 
@@ -18,3 +20,26 @@ class Executable(Protocol):
         otherwise.
         """
         ...
+
+
+class Declared(Protocol):
+    """The type of an engine's input or output; dimensions are numbers or names."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def shape(self) -> Sequence[int | str]: ...
+
+
+class HostExecutable(Executable, Protocol):
+    """An engine on NumPy arrays, which declares what it takes and gives. `where`: its file, for errors."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def inputs(self) -> Mapping[str, Declared]: ...
+
+    @property
+    def outputs(self) -> Mapping[str, Declared]: ...

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
 from lockstep.errors import CheckError
 from lockstep.step.advance import Advance, lay_out
+from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
 from lockstep.step.kv_cache import KVCache
-from lockstep.step.network import Network, ios_of
+from lockstep.step.network import IO, Network, ios_of
 from lockstep.step.plan import Layout, Plan
 
 _KEPT_PLANS = 8
@@ -66,17 +68,18 @@ class HostExecutor:
 def _check_declared(network: Network) -> None:
     """Raises CheckError where an engine reads or makes something else than the assembly says: buffers are of the
     assembly's sizes."""
-    parts = {
+    parts: dict[Executable, tuple[tuple[IO, ...], tuple[IO, ...]]] = {
         network.embedding.run: (network.embedding.inputs, network.embedding.outputs),
         network.exit.run: (network.exit.inputs, network.exit.outputs),
     }
     parts |= {block.run: (block.inputs, block.outputs) for block, _ in network.layers}
     for kind in {id(kind): kind for _, kind in network.layers}.values():
         parts |= {
-            kind.engines[phase]: tuple(ios_of(kind.spec[phase][what]) for what in ("inputs", "outputs"))
+            kind.engines[phase]: (ios_of(kind.spec[phase]["inputs"]), ios_of(kind.spec[phase]["outputs"]))
             for phase in ("prefill", "decode")
         }
-    for engine, (inputs, outputs) in parts.items():
+    for executable, (inputs, outputs) in parts.items():
+        engine = cast(HostExecutable, executable)  # what this executor runs is on host arrays
         for ios, declared in ((inputs, engine.inputs), (outputs, engine.outputs)):
             said, found = (
                 {name: _known(dtype, shape) for name, dtype, shape in values}

@@ -7,6 +7,7 @@ length 0, which costs less than gathering. Behind them come the prompts (or chun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -125,11 +126,7 @@ class Plan:
             self._add_call(
                 kind, "prefill", slice(offset, offset + chunk.count), values, past, lengths, attention, key, value
             )
-            self._calls.append(
-                lambda row=chunk.row, start=chunk.start, key=key, value=value: cache.write(
-                    index, row, start, key, value
-                )
-            )
+            self._calls.append(functools.partial(cache.write, index, chunk.row, chunk.start, key, value))
         values["attention"] = attention
 
     def _add_call(

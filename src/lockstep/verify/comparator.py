@@ -26,7 +26,7 @@ class BoundRunner(OnnxrtRunner):
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._declared)
 
-    def infer_impl(self, feed_dict):
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         return super().infer_impl({**feed_dict, **self._weights})
 
 

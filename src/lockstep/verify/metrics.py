@@ -60,7 +60,8 @@ def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
 
 def largest(errors: list[float | None]) -> float | None:
     """The largest of some errors; None (not a finite number) beats all. 0 of an empty list."""
-    return None if None in errors else max(errors, default=0.0)
+    finite = [error for error in errors if error is not None]
+    return max(finite, default=0.0) if len(finite) == len(errors) else None
 
 
 def finish(out: str | os.PathLike, report: Mapping[str, Any], failure: str | None) -> Path:

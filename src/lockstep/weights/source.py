@@ -90,7 +90,7 @@ def pieces(tensor: SourceTensor, buffer: np.ndarray) -> Iterator[np.ndarray]:
             piece = buffer[: min(PIECE_BYTES, tensor.length - start)]
             filled = 0
             while filled < piece.size:
-                count = file.readinto(memoryview(piece)[filled:])
+                count = file.readinto(piece.data[filled:])
                 if not count:
                     expected = f"{tensor.length} bytes at byte {tensor.offset}"
                     raise InputError(

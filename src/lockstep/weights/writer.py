@@ -10,6 +10,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def _contents(opening: bytes, tensors: list[SourceTensor], dtype: str) -> Iterat
                 if tensor.dtype == dtype
                 else pieces(tensor, buffer)
             )
-            yield from map(memoryview, plain)
+            yield from (piece.data for piece in plain)
 
 
 def _cast(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> Iterator[memoryview]:
@@ -119,7 +120,7 @@ def _cast(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> Iterator[memo
             if np.isinf(from_bits(tensor.dtype, bits, found).astype(wanted))[0]:
                 _refuse_overflow(tensor, dtype, buffer)
             np.copyto(cast, numbers, casting="unsafe")
-        yield memoryview(cast.view(np.uint8))
+        yield cast.view(np.uint8).data
 
 
 def _refuse_overflow(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> None:
@@ -133,7 +134,7 @@ def _refuse_overflow(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> No
     )
 
 
-def _write_all(file, data: memoryview) -> None:
+def _write_all(file: RawIOBase, data: memoryview) -> None:
     """A raw file may take less than all: the rest is written, or fails with the reason."""
     while data:
         data = data[file.write(data) :]

@@ -7,7 +7,6 @@ inputs 1.8 times slower; sessions with thread pools of their own 8 times slower,
 from __future__ import annotations
 
 import errno
-import functools
 import math
 import os
 import shutil
@@ -27,6 +26,7 @@ from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_coun
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools import saved_graph
 from lockstep.step.executable import Run
+from lockstep.step.network import Network
 from lockstep.weights import Weights, slot_array
 
 _LEVELS = {
@@ -123,7 +123,7 @@ class OnnxRuntimeBackend:
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         return np.empty(shape, dtype)
 
-    def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> None:
+    def executor(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None) -> None:
         return None
 
 
@@ -149,7 +149,10 @@ class OnnxRuntimeProgram:
         settings = _settings(_LEVELS[level], self._low_memory)
         model = onnx.ModelProto()
         model.CopyFrom(self._model)
-        values = _place_weights(model.graph, settings, weights, slots, self._check) if slots else {}
+        values = {}
+        if slots:
+            assert weights is not None  # the caller's part: see Program.bind
+            values = _place_weights(model.graph, settings, weights, slots, self._check)
         failure = f"{self._path}: ONNX Runtime {ort.__version__} cannot load this engine"
         return OnnxRuntimeExecutable(_session(model.SerializeToString(), settings, failure), values, str(self._path))
 
@@ -200,8 +203,12 @@ class OnnxRuntimeExecutable:
                         f"{self.where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}"
                     )
                 bind(name, ort.OrtValue.ortvalue_from_numpy(array))
-        call = functools.partial(self._session.run_with_iobinding, binding)
-        call.arrays = (*inputs.values(), *outputs.values())  # keeps the memory alive: a binding holds addresses
+        run = self._session.run_with_iobinding
+
+        def call(held: object = (*inputs.values(), *outputs.values())) -> None:
+            """`held` keeps the memory alive: a binding holds addresses."""
+            run(binding)
+
         return call
 
 

@@ -9,12 +9,14 @@ kernel of our own a layer; a prompt's tokens are turned by a kernel, and then cu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.kernels import Kernels
+from lockstep.backends.tensorrt.program import TensorRTExecutable
+from lockstep.step.network import Kind, Network
 
 FIRST_CAPACITY = 64
 SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
@@ -43,7 +45,7 @@ class Attention(Protocol):
     def calls(
         self,
         index: int,
-        kind: Any,
+        kind: Kind,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
         num_decode: int,
@@ -57,7 +59,7 @@ class Attention(Protocol):
         ...
 
 
-def make_attention(network: Any, rows: int, max_seq_len: int, kernels: Kernels) -> list[Attention]:
+def make_attention(network: Network, rows: int, max_seq_len: int, kernels: Kernels) -> list[Attention]:
     """For each layer the attention that its kind was built for; layers of one form share it."""
     fused = {index for index, (_, kind) in enumerate(network.layers) if "rotary" in kind.engines}
     made: dict[bool, Attention] = {}
@@ -76,7 +78,7 @@ def make_attention(network: Any, rows: int, max_seq_len: int, kernels: Kernels) 
 class TracedAttention:
     """The exported graphs as engines, over a contiguous cache."""
 
-    def __init__(self, layers: Mapping[int, Any], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
+    def __init__(self, layers: Mapping[int, Kind], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
         self._layers = layers
         self._dtype, self._rows, self._max, self._kernels = dtype, rows, max_seq_len, kernels
         self.capacity = 0
@@ -120,7 +122,7 @@ class TracedAttention:
     def calls(
         self,
         index: int,
-        kind: Any,
+        kind: Kind,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
         num_decode: int,
@@ -144,7 +146,8 @@ class TracedAttention:
                 "key_out": new_key[tokens],
                 "value_out": new_value[tokens],
             }
-            calls.append(("attention", kind.engines[phase].prepare(inputs, outputs, own)))
+            engine = cast(TensorRTExecutable, kind.engines[phase])  # this backend made the network's engines
+            calls.append(("attention", engine.prepare(inputs, outputs, own)))
 
         if num_decode:
             decoding = slice(0, num_decode)

@@ -40,6 +40,8 @@ from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cu
 from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
 from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.errors import CheckError, InputError
+from lockstep.step.advance import Executor
+from lockstep.step.network import Network
 
 # Optimization levels by the name of the graph. Attention takes 50 s at level 3 for the smallest model, and had not
 # ended after two minutes at level 5.
@@ -137,12 +139,16 @@ class TensorRTBackend:
         self._tactics = Tactics(manifest["options"]["tactics"], folder, made_by)
 
     def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
-        return self.file(name).endswith(_GRAPH) or self._tactics.keeps(name, entry["tactics_sha256"])
+        return self.file(name).endswith(_GRAPH) or self._started().keeps(name, entry["tactics_sha256"])
+
+    def _started(self) -> Tactics:
+        assert self._tactics is not None, "expected `start` before `keeps` and `finish`"
+        return self._tactics
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         return {
             "typing": "strong" if compat.has("strong_types") else "weak",
-            "tactics": self._tactics.finish([name for name in names if self.file(name).endswith(_PLAN)]),
+            "tactics": self._started().finish([name for name in names if self.file(name).endswith(_PLAN)]),
         }
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
@@ -253,7 +259,8 @@ class TensorRTBackend:
 
         return cuda.empty(shape, dtype)
 
-    def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Any:
+    def executor(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Executor:
+        assert max_num_tokens is not None  # engines of this backend are built for one: see default_options
         require_nvrtc()
         from lockstep.backends.tensorrt.executor import GpuExecutor
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver, nvrtc, runtime
+from numpy.typing import DTypeLike
 
 from lockstep.errors import CheckError
 
@@ -48,7 +49,7 @@ def multiprocessors() -> int:
 class Array:
     """Contiguous device memory: an address with shape and NumPy dtype. Views keep the memory alive."""
 
-    def __init__(self, address: int, shape: Sequence[int], dtype: np.dtype, owner: Any):
+    def __init__(self, address: int, shape: Sequence[int], dtype: DTypeLike, owner: object):
         self.address, self.shape, self.dtype, self._owner = address, tuple(shape), np.dtype(dtype), owner
 
     @property
@@ -99,14 +100,14 @@ def _out_of_memory(nbytes: int, what: str, kind: str) -> str:
     )
 
 
-def empty(shape: Sequence[int], dtype: np.dtype, what: str = "an array") -> Array:
+def empty(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
     """Device memory, not initialised. Raises CheckError, saying `what` it is for, where there is not enough."""
     dtype = np.dtype(dtype)
     memory = _Memory(math.prod(shape) * dtype.itemsize, what)
     return Array(memory.address, shape, dtype, memory)
 
 
-def zeros(shape: Sequence[int], dtype: np.dtype, what: str = "an array") -> Array:
+def zeros(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
     """As `empty`, of zeros, for any stream: the default stream, which clears it, is waited for, because nothing orders
     it with a `Stream`."""
     array = empty(shape, dtype, what)
@@ -115,12 +116,12 @@ def zeros(shape: Sequence[int], dtype: np.dtype, what: str = "an array") -> Arra
     return array
 
 
-def pinned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def pinned(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
     """A host array that the device copies from and to without waiting."""
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     memory = _Memory(nbytes, "copies to and from the GPU", runtime.cudaMallocHost, runtime.cudaFreeHost)
-    buffer = (ctypes.c_char * max(1, nbytes)).from_address(memory.address)
+    buffer: Any = (ctypes.c_char * max(1, nbytes)).from_address(memory.address)
     buffer._memory = memory  # NumPy keeps the buffer, and this keeps the memory
     return np.frombuffer(buffer, np.uint8, nbytes).view(dtype).reshape(shape)
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.attention import SMALLEST_CHUNK, make_attention
 from lockstep.backends.tensorrt.kernels import Kernels
-from lockstep.backends.tensorrt.program import Device
+from lockstep.backends.tensorrt.program import Device, TensorRTExecutable
 from lockstep.errors import CheckError, InputError
+from lockstep.step.advance import Advance
+from lockstep.step.network import Block, Network
 
 Call = Callable[[], None]
 _ROUNDS = 20  # of what is timed
@@ -57,21 +59,21 @@ class _Flight:
 
 
 class GpuExecutor:
-    """Runs steps of a Network (runtime.network) whose engines are TensorRT's. `lengths[slot]`: tokens that a slot
+    """Runs steps of a Network whose engines are TensorRT's. `lengths[slot]`: tokens that a slot
     holds."""
 
-    def __init__(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int):
+    def __init__(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int):
         self.rows, self.max_seq_len = rows, max_seq_len
         self.lengths = np.zeros(rows, np.int64)
         # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
         self._written: set[int] = set()
         self._network = network
         blocks = (network.embedding, *(block for block, _ in network.layers), network.exit)
-        self._uploads = list({id(block.run.uploads): block.run.uploads for block in blocks}.values())
+        self._uploads = list({id(run.uploads): run.uploads for run in map(_engine, blocks)}.values())
         self._device = Device.get()
         self._stream = self._device.stream
         self._tokens = rows + max_num_tokens  # the most that one step brings
-        self._integer = network.embedding.run.program.tensors["token_ids"].dtype
+        self._integer = _engine(network.embedding).program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=self._integer.itemsize == 8)
         self._buffers: dict[tuple, cuda.Array] = {}
         self._token_ids, self._positions = (cuda.zeros((self._tokens,), self._integer) for _ in range(2))
@@ -112,7 +114,7 @@ class GpuExecutor:
         self._written.discard(slot)
         self.lengths[slot] = 0
 
-    def logits(self, advances: Sequence[Any]) -> np.ndarray:
+    def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         """Take a step that is checked already; [len(advances), vocab_size] float32, in the order of the list."""
         plan, order = self._run(advances)
         count = plan.logits.shape[0]
@@ -123,7 +125,7 @@ class GpuExecutor:
         self._stream.synchronize()
         return host[order].astype(np.float32)
 
-    def tokens(self, advances: Sequence[Any], more: bool) -> np.ndarray:
+    def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
         """As `logits`, for a step that only decodes: just the most likely tokens come back, [len(advances)] int64; -1
         where its logit is NaN or infinite.
 
@@ -143,7 +145,7 @@ class GpuExecutor:
         self._ahead = ahead
         return found
 
-    def _asked_for(self, advances: Sequence[Any]) -> _Flight | None:
+    def _asked_for(self, advances: Sequence[Advance]) -> _Flight | None:
         """The step ahead, if these are rows of it."""
         flight, old = self._ahead, self._expected
         if flight is None or any(
@@ -184,7 +186,7 @@ class GpuExecutor:
         for uploads in self._uploads:
             uploads.wait()
 
-    def _run(self, advances: Sequence[Any]) -> tuple[_Plan, list[int]]:
+    def _run(self, advances: Sequence[Advance]) -> tuple[_Plan, list[int]]:
         """Put a step on the stream; gives its plan and, for each advance, its row of the logits."""
         self.wait()
         if self._ahead is not None:  # nobody asked for it: tokens and positions on the device are those behind it
@@ -224,7 +226,7 @@ class GpuExecutor:
             plan.graph = graph
             graph.launch(self._stream)
 
-    def _decode(self, decoding: Sequence[Any], count: int) -> _Plan:
+    def _decode(self, decoding: Sequence[Advance], count: int) -> _Plan:
         rows, tokens, positions = np.full(count, -1, np.int32), np.zeros(count, np.int64), np.zeros(count, np.int64)
         for advance in decoding:
             rows[advance.slot], tokens[advance.slot], positions[advance.slot] = (
@@ -250,7 +252,7 @@ class GpuExecutor:
         return plan
 
     def _mixed(
-        self, advances: Sequence[Any], decoding: Sequence[Any], chunks: Sequence[Any], num_decode: int
+        self, advances: Sequence[Advance], decoding: Sequence[Advance], chunks: Sequence[Advance], num_decode: int
     ) -> tuple[_Plan, list[int]]:
         """A step with prompts, put on the stream."""
         total = num_decode + sum(len(advance.tokens) for advance in chunks)
@@ -383,7 +385,8 @@ class GpuExecutor:
         add("embedding", self._block(network.embedding, values, dims, own))
         for index, (block, kind) in enumerate(network.layers):
             add("block", self._block(block, values, dims, own))
-            values["attention"] = self._buffer("attention", (total, *kind.attention.shape[1:]), kind.attention.dtype)
+            width = tuple(int(size) for size in kind.attention.shape[1:])  # all but the first are numbers
+            values["attention"] = self._buffer("attention", (total, *width), kind.attention.dtype)
             for name, call in self._attention[index].calls(
                 index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own
             ):
@@ -396,7 +399,7 @@ class GpuExecutor:
             add("next token", lambda: kernels.advance(stream, logits, rows, found, token_ids, positions))
         return _Plan(calls, names, logits)
 
-    def _block(self, block: Any, values: dict[str, cuda.Array], dims: Mapping[str, int], own: bool) -> Call:
+    def _block(self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], own: bool) -> Call:
         inputs = {io.name: values[io.key] for io in block.inputs}
         outputs = {}
         for io in block.outputs:
@@ -408,7 +411,7 @@ class GpuExecutor:
             if io.key in values and values[io.key].address == outputs[io.name].address:
                 # a block reads the value that it replaces
                 outputs[io.name] = self._buffer(f"{io.key}/other", shape, io.dtype)
-        call = block.run.prepare(inputs, outputs, own)
+        call = _engine(block).prepare(inputs, outputs, own)
         values.update({io.key: outputs[io.name] for io in block.outputs})
         return call
 
@@ -429,6 +432,11 @@ class GpuExecutor:
             count = self._tokens + max(self._tokens, SMALLEST_CHUNK)
             array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype, "the values of a step")
         return array[: shape[0]]
+
+
+def _engine(block: Block) -> TensorRTExecutable:
+    """A network that this executor is given has engines of this backend."""
+    return cast(TensorRTExecutable, block.run)
 
 
 def _bucket(count: int, rows: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from lockstep.backends.tensorrt.rope_kernel import Rotate
 from lockstep.backends.tensorrt.rotation import read_rotation
 from lockstep.backends.tensorrt.v8_6.needs import require_cudnn
 from lockstep.errors import CheckError
+from lockstep.step.executable import HostExecutable
+from lockstep.step.network import Kind
 
 cudnn = require_cudnn()
 
@@ -31,7 +33,7 @@ cudnn = require_cudnn()
 class FusedAttention:
     """For the layers of `layers` (number: kind). Same signature as attention.Attention."""
 
-    def __init__(self, layers: Mapping[int, Any], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
+    def __init__(self, layers: Mapping[int, Kind], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
         self._dtype = np.dtype(dtype)
         self._pages_per_row = -(-max_seq_len // PAGE)
         self.capacity = self._pages_per_row * PAGE
@@ -89,7 +91,7 @@ class FusedAttention:
     def calls(
         self,
         index: int,
-        kind: Any,
+        kind: Kind,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
         num_decode: int,
@@ -106,28 +108,43 @@ class FusedAttention:
         positions, rotation, attention = values["position_ids"], self._rotations[id(kind)], values["attention"]
         calls: list[tuple[str, Call]] = []
         if num_decode:
-            decode, scratch = self._decode[id(kind)], self._scratch
-            arrays = [
-                array[:num_decode]
-                for array in (query, key, value, attention.reshape(total, spec["num_heads"], shape.value_head_dim))
-            ]
-            places = rows[:num_decode], positions[:num_decode], self._table
+            out = attention.reshape(total, spec["num_heads"], shape.value_head_dim)
             # The executor puts row i into request i, or nothing.
-            calls.append(
-                (
-                    "attention",
-                    lambda: decode.launch(stream, *arrays, keys, cached, rotation, *places, spec["scale"], scratch),
-                )
+            launch = functools.partial(
+                self._decode[id(kind)].launch,
+                stream,
+                query[:num_decode],
+                key[:num_decode],
+                value[:num_decode],
+                out[:num_decode],
+                keys,
+                cached,
+                rotation,
+                rows[:num_decode],
+                positions[:num_decode],
+                self._table,
+                spec["scale"],
+                self._scratch,
             )
+            calls.append(("attention", launch))
         if chunks:
             new = slice(num_decode, total)
             turned = buffer("query_out", query.shape, self._dtype)
-            new_arrays = [array[new] for array in (query, key, value, turned)]
-            new_places = rows[new], positions[new], self._table
-            rotate = self._rotate[id(kind)]
-            calls.append(
-                ("rotary and cache", lambda: rotate.launch(stream, *new_arrays, keys, cached, rotation, *new_places))
+            rotate = functools.partial(
+                self._rotate[id(kind)].launch,
+                stream,
+                query[new],
+                key[new],
+                value[new],
+                turned[new],
+                keys,
+                cached,
+                rotation,
+                rows[new],
+                positions[new],
+                self._table,
             )
+            calls.append(("rotary and cache", rotate))
         for number, (row, _, low, high) in enumerate(chunks):
             tokens = max(SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
             form = _Chunk(
@@ -156,13 +173,14 @@ class FusedAttention:
         return calls
 
 
-def _rotation(kind: Any, positions: int) -> Rotation:
-    """The rotary encoding of a kind (runtime.network.Kind), on the device."""
-    tables = read_rotation(kind.engines["rotary"], positions, "attention: fused")
+def _rotation(kind: Kind, positions: int) -> Rotation:
+    """The rotary encoding of a kind, on the device."""
+    rotary = cast(HostExecutable, kind.engines["rotary"])  # the backend loads it with ONNX Runtime
+    tables = read_rotation(rotary, positions, "attention: fused")
     return Rotation(_up(tables.own), _up(tables.other), _up(tables.partner))
 
 
-def _form(kind: Any, dtype: np.dtype, wide: bool) -> Form:
+def _form(kind: Kind, dtype: np.dtype, wide: bool) -> Form:
     """What the kernels of a kind are compiled for."""
     spec, shape = kind.spec, kind.cache
     (given,) = (io["dtype"] for io in spec["decode"]["inputs"] if io["name"] == "query")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from lockstep.errors import CheckError
 
@@ -25,14 +24,14 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
 
     def _watch(self) -> None:
         try:
             while True:
-                self.nbytes = max(self.nbytes, self._used() - self._before)
+                self.nbytes = max(self.nbytes or 0, self._used() - self._before)
                 if self._stop.wait(_SECONDS):
                     return
         except CheckError:  # whoever builds meets the same error, and says it

@@ -34,7 +34,7 @@ def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
         for value in model.graph.input
     }
-    return [_profile(shapes, *sizes) for sizes in _sizes(shapes, limits)]
+    return [_profile(shapes, sizes) for sizes in _sizes(shapes, limits)]
 
 
 def _sizes(
@@ -65,10 +65,15 @@ def _sizes(
     return [one, ({**least, "num_tokens": 2}, several, several), many]
 
 
-def _profile(shapes: Mapping[str, Sequence[int | str]], *sizes: Mapping[str, int]) -> Profile:
-    fill = lambda shape, values: tuple(values[dim] if isinstance(dim, str) else dim for dim in shape)
+def _profile(
+    shapes: Mapping[str, Sequence[int | str]], sizes: tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]
+) -> Profile:
+    def fill(shape: Sequence[int | str], values: Mapping[str, int]) -> Shape:
+        return tuple(values[dim] if isinstance(dim, str) else dim for dim in shape)
+
+    least, best, largest = sizes
     return {
-        name: tuple(fill(shape, values) for values in sizes)
+        name: (fill(shape, least), fill(shape, best), fill(shape, largest))
         for name, shape in shapes.items()
         if any(isinstance(dim, str) for dim in shape)
     }

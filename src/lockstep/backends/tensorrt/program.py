@@ -85,6 +85,7 @@ class TensorRTProgram:
             )
         if not slots:
             return TensorRTExecutable(self, {}, Uploads())
+        assert weights is not None  # the caller's part: see Program.bind
         store = DeviceWeights.of(weights)
         arrays = {
             slot: store.put(names, *self.slots[slot], f"{self.path}: slot {slot}") for slot, names in slots.items()
@@ -141,15 +142,14 @@ class TensorRTExecutable:
         addresses = {name: array.address for name, array in {**self._weights, **inputs, **outputs}.items()}
         stream = program.device.stream.handle
 
-        def run() -> None:
+        def run(held: object = (*inputs.values(), *outputs.values(), *self._weights.values(), scratch)) -> None:
+            """`held` keeps the memory alive: a context holds addresses."""
             for name, shape in shapes.items():
                 compat.set_input_shape(context, name, shape)
             for name, address in addresses.items():
                 compat.set_tensor_address(context, name, address)
             compat.enqueue(context, stream)
 
-        # keeps the memory alive: a context holds addresses
-        run.arrays = (*inputs.values(), *outputs.values(), *self._weights.values(), scratch)
         return run
 
 
@@ -195,6 +195,7 @@ class DeviceWeights:
         if array is not None:
             return array.reshape(*shape)
         weights = self._weights()
+        assert weights is not None  # whoever calls `of` holds them
         parts = [weights[name] for name in names]
         if sum(part.size for part in parts) != math.prod(shape) or any(part.dtype != dtype for part in parts):
             found = ", ".join(f"{part.dtype.name} {list(part.shape)}" for part in parts)

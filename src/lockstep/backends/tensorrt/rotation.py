@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from lockstep.errors import CheckError
+from lockstep.step.executable import HostExecutable
 
 _PROBES = 12  # positions at which all elements are looked at
 _NUMBERS = 1 << 17  # of queries and keys that are turned at a time: few enough to stay in the processor's cache
@@ -33,7 +33,7 @@ class Tables:
     partner: np.ndarray
 
 
-def read_rotation(executable: Any, positions: int, where: str) -> Tables:
+def read_rotation(executable: HostExecutable, positions: int, where: str) -> Tables:
     """The encoding of a rotary graph (an executable of ONNX Runtime) at positions 0 to positions-1, if it is one: see
     `check_rotation`.
 
@@ -51,7 +51,7 @@ def read_rotation(executable: Any, positions: int, where: str) -> Tables:
     return Tables(own, other, partner.astype(np.int32))
 
 
-def check_rotation(executable: Any, positions: int, where: str) -> None:
+def check_rotation(executable: HostExecutable, positions: int, where: str) -> None:
     """Turn random numbers at positions 0 to positions-1 by the graph and by what is read out of it. Raises CheckError
     where they differ.
 
@@ -69,10 +69,9 @@ def check_rotation(executable: Any, positions: int, where: str) -> None:
     ]
     for piece in _pieces(positions, graph.most):
         at = np.append(piece, positions - 1)  # beside the last one, which must not matter
-        for x, found in zip(
-            (numbers[: len(at)].astype(np.float32) for numbers in given),
-            graph.rotate(*(numbers[: len(at)] for numbers in given), at),
-        ):
+        query, key = (numbers[: len(at)] for numbers in given)
+        for turned, found in zip((query, key), graph.rotate(query, key, at)):
+            x = turned.astype(np.float32)
             y = x[:, :, tables.partner]
             one, two = x * tables.own[at, None], y * tables.other[at, None]
             allowed = last * (np.abs(one) + np.abs(two)) + tiny * (np.abs(x) + np.abs(y) + 3)
@@ -111,11 +110,15 @@ class _Graph:
     """A rotary graph on host arrays: query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim], position_ids
     [n]."""
 
-    def __init__(self, executable: Any, where: str):
+    def __init__(self, executable: HostExecutable, where: str):
         self._executable, self._where = executable, where
         self._types = {name: value.dtype for name, value in executable.inputs.items()}
         out = [executable.outputs[name] for name in ("query_out", "key_out")]
-        self.heads, self.dim, self.dtype = tuple(value.shape[1] for value in out), out[0].shape[2], out[0].dtype
+        self.heads, self.dim, self.dtype = (
+            tuple(int(value.shape[1]) for value in out),
+            int(out[0].shape[2]),
+            out[0].dtype,
+        )
         self.most = max(1, _NUMBERS // (sum(self.heads) * self.dim))
         unknown = sorted(set(self._types) - {"query", "key", "position_ids"})
         if unknown:

@@ -113,7 +113,7 @@ class Tactics:
         write_json(self.folder / RECORD, record)
 
 
-def _text(value: Any, other: Any) -> str:
+def _text(value: object, other: object) -> str:
     """A mapping by those of its values that differ from the other's, and those that it lacks."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         differing = [f"{key} {item}" for key, item in value.items() if key not in other or other[key] != item]

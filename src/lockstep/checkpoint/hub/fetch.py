@@ -61,8 +61,9 @@ def fetch(
     cannot be reached and the cache lacks a file.
     """
     hub, out = parse_source(source), Path(out)
+    assert isinstance(hub, HubSource)  # resolve fetches no other
     earlier = None if newest else known(out, source)
-    if earlier and earlier.commit == (commit or earlier.commit) and not lost_files(out):
+    if earlier and earlier.commit and earlier.commit == (commit or earlier.commit) and not lost_files(out):
         check(earlier.folder, earlier.commit)
         os.utime(out)
         return out

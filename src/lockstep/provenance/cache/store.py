@@ -151,7 +151,7 @@ class Cache:
 
     def write(self, made_of: Mapping[str, Any], manifest: str, files: Mapping[str, Blob]) -> Entry:
         """Write the entry of an artefact whose files are in."""
-        value = {
+        value: dict[str, Any] = {
             "format": formats.CACHE,
             "key": sha256_json(made_of),
             "made_of": dict(made_of),

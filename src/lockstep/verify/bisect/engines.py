@@ -58,9 +58,10 @@ class Engines:
 
 
 def _on_gpu(
-    executable: Executable, backend: Any, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]
+    engine: Executable, backend: Any, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]
 ) -> Arrays:
     """Copy the inputs to the device in the engine's dtypes, run, and copy the outputs back."""
+    executable: Any = engine  # a TensorRTExecutable, whose module only loads where CUDA is
     executable.uploads.wait()
     stream, tensors = executable.program.device.stream, executable.program.tensors
     host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}

@@ -91,8 +91,16 @@ def engine_report(
     walked = walk_stages(graphs, engines, followed, tolerance, deadline=deadline)
     fault, served = engine_fault(walked, graphs, engines, Path(assembly_json)), None
     if fault is None and walked.logits is not None:
-        paths = (Path(path) for path in (engines_json, assembly_json, weights_json))
-        served = served_error(*paths, layers, followed, walked.logits, tolerance["logits"], threads)
+        served = served_error(
+            Path(engines_json),
+            Path(assembly_json),
+            Path(weights_json),
+            layers,
+            followed,
+            walked.logits,
+            tolerance["logits"],
+            threads,
+        )
     return {
         "rows": rows_of(walked),
         "fault": fault_of(fault) if fault else None,

@@ -19,7 +19,10 @@ from lockstep.backends import build
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.nodes import NodeFault, first_fault
 from lockstep.verify.bisect.stages import Graphs, Measured, Stage, Step, Tokens, measure, walk
+from lockstep.verify.metrics import largest
 from lockstep.weights import slot_array
+
+_NOWHERE = np.empty(0, np.int64)  # positions of a stage that nobody runs
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Walked:
             for other in earlier
             if (other.stage.part, other.stage.layer) == (last.part, last.layer)
         ]
-        return None if None in errors else max(errors)
+        return largest(errors)
 
 
 def walk_stages(
@@ -90,7 +93,8 @@ def walk_stages(
 
     deadline: of time.monotonic(), looked at between stages.
     """
-    walked, recent = Walked(), []
+    walked = Walked()
+    recent: list[Stage] = []
     rows = (engines.max_rows if engines else None) or 16
     for step in walk(graphs, tokens, record, rows):
         recent = [stage for stage in recent if stage.layer == step.stage.layer and step.stage.part == "attention"] + [
@@ -232,17 +236,17 @@ def differing(graphs: Graphs, clean: Graphs) -> list[str]:
             "",
             graphs.assembly["embedding"]["slots"],
             {},
-            None,
+            _NOWHERE,
         )
     ]
     for index, layer in enumerate(graphs.layers):
-        places.append(Stage("block", layer["block"]["class"], index, "", layer["block"]["slots"], {}, None))
+        places.append(Stage("block", layer["block"]["class"], index, "", layer["block"]["slots"], {}, _NOWHERE))
         places += [
-            Stage("attention", f"{layer['kind']}.{phase}", index, phase, {}, {}, None)
+            Stage("attention", f"{layer['kind']}.{phase}", index, phase, {}, {}, _NOWHERE)
             for phase in ("prefill", "decode")
         ]
     exit = graphs.layers[-1]["exit"]
-    places.append(Stage("exit", exit["class"], len(graphs.layers) - 1, "", exit["slots"], {}, None))
+    places.append(Stage("exit", exit["class"], len(graphs.layers) - 1, "", exit["slots"], {}, _NOWHERE))
     for place in places:
         name, slots = clean.part(place)
         if graphs.entries[place.graph]["sha256"] != clean.entries[name]["sha256"]:

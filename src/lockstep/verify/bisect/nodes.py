@@ -132,9 +132,9 @@ def _pairs(suspect: onnx.GraphProto, right: onnx.GraphProto, same_nodes: bool) -
         not same_nodes or other <= one
     ):  # an optimiser keeps the names of what it keeps; a suspect that has all names has named nothing anew
         return {name: name for name in one & other}
-    operators = [[node.op_type for node in graph.node] for graph in (suspect, right)]
+    here, there = ([node.op_type for node in graph.node] for graph in (suspect, right))
     pairs: dict[str, str] = {}
-    for tag, low, high, first, last in difflib.SequenceMatcher(None, *operators, autojunk=False).get_opcodes():
+    for tag, low, high, first, last in difflib.SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
         if tag == "equal" or (tag == "replace" and high - low == last - first):
             for node, partner in zip(suspect.node[low:high], right.node[first:last]):
                 pairs |= {

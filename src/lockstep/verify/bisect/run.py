@@ -116,7 +116,7 @@ def bisect(
             tolerance["logits"],
             threads,
         )
-    elif engines_json.is_file():
+    elif ask is not None and engines_json.is_file():
         tokens = [request.tokens.ids.tolist(), request.tokens.num_prompt]
         paths = {"assembly": str(assembly_json), "weights": str(weights_json), "engines": str(engines_json)}
         found = ask(**paths, layers=target.layers, tolerance=dict(tolerance), tokens=tokens)

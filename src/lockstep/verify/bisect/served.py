@@ -47,7 +47,7 @@ def compare_steps(found: np.ndarray, expected: np.ndarray, tokens: Tokens, toler
     """Compare the logits [steps, vocab_size] behind the prompt and each later token."""
     errors = [difference(wanted, row).max_abs_error for wanted, row in zip(expected[tokens.num_prompt - 1 :], found)]
     over = [step for step, error in enumerate(errors) if error is None or error > tolerance]
-    step = over[0] if over else int(np.argmax(errors))
+    step = over[0] if over else int(np.argmax(np.array(errors, np.float64)))  # none is None where none is over
     return {
         "max_abs_error": largest(errors),
         "tolerance": tolerance,

@@ -9,7 +9,7 @@ it and in no later one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,7 @@ class Graphs:
         """Return the (graph, slots) that this assembly has in the place of `stage`."""
         if stage.part == "embedding":
             return self.assembly["embedding"]["class"], self.assembly["embedding"]["slots"]
+        assert stage.layer is not None  # of the embedding only
         layer = self.layers[stage.layer]
         if stage.part == "attention":
             return f"{layer['kind']}.{stage.graph.rpartition('.')[2]}", {}
@@ -207,7 +208,7 @@ def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 
 
 def _attention(
     graphs: Graphs, kind: str, index: int, env: Arrays, tokens: Tokens, layer: Any, decode_rows: int
-) -> Iterator[Step]:
+) -> Generator[Step, None, np.ndarray]:
     """Run the three phases of a layer's attention.
 
     Returns the attention [num_tokens, num_heads*head_dim] that the next block reads.
@@ -225,8 +226,8 @@ def _attention(
     spec = graphs.assembly["kinds"][kind]
     shapes = [(spec["num_kv_heads"], spec[dim]) for dim in ("head_dim", "value_head_dim")]
     cached = lambda keys, values, lengths: _past([keys, values], shapes, lengths, graphs.dtype)
-    nothing = [np.empty((0, *shape), graphs.dtype) for shape in shapes]
-    whole = run("prefill", "prefill", np.arange(count), cached(*nothing, [0]))
+    no_keys, no_values = (np.empty((0, *shape), graphs.dtype) for shape in shapes)
+    whole = run("prefill", "prefill", np.arange(count), cached(no_keys, no_values, [0]))
     yield whole
     keys, values = (known.get(name, whole.outputs[name]) for name in ("key_out", "value_out"))
     attention = whole.outputs["attention"].copy()

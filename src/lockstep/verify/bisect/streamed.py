@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, load_tensors
@@ -31,7 +31,9 @@ class StreamedModel(TorchModel):
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         tensors = {
-            name: _mapped(weights[name]) for name in weights.names() if layers == "all" or layer_of(name) < layers
+            name: _mapped(weights[name])
+            for name in weights.names()
+            if not isinstance(layers, int) or layer_of(name) < layers
         }
         stored = load_tensors(
             tensors, cut_config(config, layers), HOOK, str(weights.manifest_path), DTYPES[weights.precision]
@@ -64,7 +66,7 @@ def _mapped(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def _skeleton(config: Any, stored: torch.nn.Module) -> torch.nn.Module:
+def _skeleton(config: Any, stored: PreTrainedModel) -> PreTrainedModel:
     """Make the model in float32 with parameters that have no memory.
 
     Its buffers are those of `stored`, computed again where those are not in float32.
@@ -78,6 +80,7 @@ def _skeleton(config: Any, stored: torch.nn.Module) -> torch.nn.Module:
             if buffer is None:
                 continue
             value = there._buffers[key]
+            assert value is not None  # the same class has the same buffers
             if buffer.is_floating_point() and value.dtype != buffer.dtype and key in module._non_persistent_buffers_set:
                 module._buffers[key] = torch.full(buffer.shape, math.nan, dtype=buffer.dtype)
                 again.append(key)

@@ -111,7 +111,8 @@ def arrays(
     Of a long case queries are scaled down, so that each row of the cache takes part. Raises CheckError for an integer
     input of unknown meaning.
     """
-    random, found, chosen = np.random.default_rng(SEED), {}, case.sizes
+    random, chosen = np.random.default_rng(SEED), case.sizes
+    found: dict[str, np.ndarray] = {}
     lengths = np.array(case.past_lengths, np.int64) if case.past_lengths else None
     for value in model.graph.input:
         if value.name in slots:
@@ -125,6 +126,7 @@ def arrays(
         elif value.name == "logit_rows":
             found[value.name] = np.linspace(0, chosen["num_tokens"] - 1, shape[0]).astype(np.int64)
         elif value.name == "past_lengths":
+            assert lengths is not None  # a graph with a cache has cases with its lengths
             found[value.name] = lengths
         elif value.name == "position_ids":
             found[value.name] = _position_ids(shape[0], lengths, _positions(assembly, limits))
@@ -134,6 +136,7 @@ def arrays(
                 f"the input {value.name}; export again"
             )
     if case.long:
+        assert kind is not None  # `cases` makes long ones of a kind only
         found["query"] = (found["query"] * (_SCORES / (abs(kind["scale"]) * kind["head_dim"] ** 0.5))).astype(
             found["query"].dtype
         )

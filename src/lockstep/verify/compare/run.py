@@ -136,7 +136,8 @@ class _Pair:
         self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest["options"], limits)
         self._kind = engines.assembly["kinds"].get(name.rpartition(".")[0])
         self._model = onnx.load(graph_file(folder, graph))
-        slots, layer, tensors = graph.get("slots", ()), None, {}
+        slots, layer = graph.get("slots", ()), None
+        tensors: Mapping[str, Sequence[str]] = {}
         if slots:
             layer, tensors = _place(engines.assembly, name)
             check_slots(weights, tensors, slots, name)
@@ -153,7 +154,7 @@ class _Pair:
 
     def compare(self, tolerance: float) -> dict[str, Any]:
         """The engine's entry in the report."""
-        runs = []
+        runs: list[dict[str, Any]] = []
         for case in inputs.cases(self._model, self._assembly, self._limits, self._kind):
             feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._kind)
             errors = self._run(case.profile, feed, tolerance)

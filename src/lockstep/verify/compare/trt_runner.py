@@ -69,7 +69,7 @@ class EngineRunner(TrtRunner):
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._declared)
 
-    def infer_impl(self, feed_dict):
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         feeds = cast({**feed_dict, **self._weights}, self._types)
         compat.LOG.clear()
         try:
@@ -80,7 +80,7 @@ class EngineRunner(TrtRunner):
                 f"says: {compat.LOG.first_error()}"
             ) from error
 
-    def deactivate_impl(self):
+    def deactivate_impl(self) -> None:
         for array in self.output_allocator.buffers.values():  # Polygraphy leaves them on the device
             array.free()
         super().deactivate_impl()

@@ -5,12 +5,13 @@ not load it, and a stage is rerun for a change of its own code only.
 """
 
 import importlib
+from typing import Any
 
 _MODULES = {"make_reference": "reference", "check": "check"}
 __all__ = sorted(_MODULES)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     function = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

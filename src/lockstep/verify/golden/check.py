@@ -149,7 +149,7 @@ class _Check:
             alone.append(decode(self.model, [prompt.prompt_ids], self._greedily, self.max_num_tokens))
             entries.append(self._judge(i, free, forced, alone[-1]))
         self._generate(self.prompts, entries, frozenset(self.eos_token_ids))
-        long = self._long() if self.long else None
+        long = self._long(self.long) if self.long else None
         self._mixed(entries, long)
         errors = [entry[key] for entry in entries for key in ("max_logit_error", "mixed_max_logit_error")]
         errors += [error for key, error in (long or {}).items() if key.endswith("max_logit_error")]
@@ -176,17 +176,17 @@ class _Check:
             )
             entry["generate_equal"] = not entry["generate_differences"]
 
-    def _long(self) -> dict[str, Any]:
+    def _long(self, long: Long) -> dict[str, Any]:
         """The long prompt's entry: its logits when it comes whole, as often as fills a step; cut at the edges; and
         token by token; and what it generates."""
-        prompt, logits = self.long.prompt, self.long.logits
-        count, answer = len(prompt.prompt_ids), tuple(range(len(self.long.prompt.prompt_ids) + 1, prompt.total + 1))
+        prompt, logits = long.prompt, long.logits
+        count, answer = len(prompt.prompt_ids), tuple(range(len(prompt.prompt_ids) + 1, prompt.total + 1))
         entry: dict[str, Any] = {"num_tokens": count, "tokens": prompt.tokens}
         full = min(self.model.max_batch_size, self.max_num_tokens // count + 2)
         for key, how, ends in (
             ("max_logit_error", "in one piece", [(count, *answer)] * full),
-            ("cut_max_logit_error", "in pieces", [(*self.long.edges, *answer)]),
-            ("single_max_logit_error", "token by token", list(stretches(self.long.edges))),
+            ("cut_max_logit_error", "in pieces", [(*long.edges, *answer)]),
+            ("single_max_logit_error", "token by token", list(stretches(long.edges))),
         ):
             errors = force(
                 self.model, [prompt.forced(each, logits) for each in ends], self.tolerance, self.max_num_tokens

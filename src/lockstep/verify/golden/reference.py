@@ -15,12 +15,12 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from safetensors.numpy import save
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
@@ -126,12 +126,17 @@ def compute(
     """The reference without files: a checkpoint folder and its config.json's content in."""
     cut = cut_config(config, layers)
     tokenizer, model = _load_tokenizer(folder), load_folder(folder, cut)
-    decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def decode(ids: list[int]) -> str:
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return cast(str, text)  # of one sequence; of several it is a list
+
+    rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
     ends = _eos_token_ids(model)
     limit = getattr(cut.get_text_config(), "max_position_embeddings", None)
     answers = []
     for text in prompts:
-        prompt_ids = _prompt_ids(tokenizer, text, model.get_input_embeddings().weight.shape[0])
+        prompt_ids = _prompt_ids(tokenizer, text, rows)
         if limit is not None and len(prompt_ids) + max_new_tokens > limit:
             raise InputError(
                 f"golden prompt {text[:40]!r}: expected prompt and answer within {limit} tokens "
@@ -264,7 +269,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) 
     return ids
 
 
-def _eos_token_ids(model: torch.nn.Module) -> tuple[int, ...]:
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Where `generate` would stop: the generation config's ids, which transformers takes from config.json when it has
     no file of its own."""
     found = model.generation_config.eos_token_id

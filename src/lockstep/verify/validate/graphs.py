@@ -89,7 +89,7 @@ class Assembly:
         depth = manifest["num_layers"]
         if layers != "all" and (not isinstance(layers, int) or not 1 <= layers <= depth):
             raise InputError(f"layers: expected 1 to {depth} or 'all', found {layers!r}")
-        self.num_layers = depth if layers == "all" else layers
+        self.num_layers: int = layers if isinstance(layers, int) else depth
         self.dtype = np.dtype(_computed(manifest)["dtype"])
         self.layers = manifest["layers"][: self.num_layers]
         self.exit = self.layers[-1]["exit"]

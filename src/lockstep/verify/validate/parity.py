@@ -63,7 +63,7 @@ def _layers_alone(
         "hidden": packed([record.embedded for record in records]),
         "position_ids": np.concatenate([record.position_ids for record in records]),
     }
-    errors = []
+    errors: list[LayerErrors] = []
     for index in range(len(records[0].layers)):
         layer = assembly.layers[index]
         part = layer["block"]

@@ -104,10 +104,10 @@ class _Sessions(OnnxrtSessionArgs):
     def add_parser_args_impl(self) -> None:
         pass
 
-    def parse_impl(self, args) -> None:
+    def parse_impl(self, args: Any) -> None:
         pass
 
-    def load_onnxrt_session(self, model=None):
+    def load_onnxrt_session(self, model: Any = None) -> Any:
         return open_session(model() if callable(model) else model or self._path, threads=1)
 
 
@@ -122,7 +122,7 @@ class GraphRunner(BaseRunner):
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._inputs)
 
-    def infer_impl(self, feed_dict):
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
         start = time.perf_counter()
         outputs = OrderedDict(logits=self._function(feed_dict))
         self.inference_time = time.perf_counter() - start

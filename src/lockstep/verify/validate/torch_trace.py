@@ -87,7 +87,9 @@ class TorchModel:
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         tensors = {
-            name: _float32(weights[name]) for name in weights.names() if layers == "all" or layer_of(name) < layers
+            name: _float32(weights[name])
+            for name in weights.names()
+            if not isinstance(layers, int) or layer_of(name) < layers
         }
         self.model = load_tensors(tensors, cut_config(config, layers), HOOK, str(weights.manifest_path))
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
@@ -152,7 +154,14 @@ class TorchModel:
         return output.logits[0].numpy()
 
 
-def _record_attention(module, query, key, value, attention_mask, **options):
+def _record_attention(
+    module: Any,  # with a layer_idx, which torch.nn.Module does not declare
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers calls this for attention: query [1, num_heads, num_tokens, head_dim], key, value [1, num_kv_heads,
     ...]."""
     recording = _recording.get()
@@ -167,7 +176,7 @@ def _record_attention(module, query, key, value, attention_mask, **options):
             f"{type(module).__name__}: expected one attention in layer {module.layer_idx}, "
             f"found two; this model cannot be validated"
         )
-    scales = {}
+    scales: dict[str, float] = {}
     if recording.num_past:
         query, key, scales = _scaled(query, key, recording.num_past, options.get("scaling"))
     attention, weights = eager(module, query, key, value, attention_mask, **options)
