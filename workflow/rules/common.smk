@@ -3,6 +3,8 @@
 # needs: config (Snakemake's merged mapping), REPOSITORY
 # makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, RESULTS, MANIFESTS, REPORTS, KEYS, and the functions below
 
+from dataclasses import asdict
+
 from lockstep.config import load as lockstep_config
 from lockstep.provenance.code_identity import STAGES, stage_key
 from lockstep.provenance.cache.store import cache_folder
@@ -11,6 +13,7 @@ from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
 from lockstep.provenance.locked import is_locked
 from lockstep.report.renew import summarise
+from lockstep.report.summary import outputs as summary_outputs
 from lockstep.targets import Results, layer_count
 from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
 
@@ -118,12 +121,7 @@ MANIFESTS = [
     *SPEEDS,
 ]
 PLOTS = [str(RESULTS.report(f"{name}.svg")) for name in ("error_by_layer", "speed")]
-REPORTS = [
-    str(RESULTS.summary()),
-    str(RESULTS.summary().with_suffix(".csv")),
-    str(RESULTS.report("targets.html")),
-    *PLOTS,
-]
+REPORTS = [*map(str, summary_outputs(RESULTS, TARGETS)), *PLOTS]
 
 
 # Where jobs that fail leave their exit codes. A job may be another process of Snakemake, which reads this file too.

@@ -28,12 +28,7 @@ rule validate:
         weights=RESULTS.weights(MODEL, PRECISION),
         assembly=RESULTS.assembly(MODEL, PRECISION),
     output:
-        report(
-            RESULTS.validation(MODEL, PRECISION, LAYERS),
-            caption="../report/validation.rst",
-            category="Validation of graphs",
-            labels={"model": MODEL, "precision": PRECISION, "layers": LAYERS},
-        ),
+        RESULTS.validation(MODEL, PRECISION, LAYERS),
     log:
         log_of("validate", MODEL, PRECISION, LAYERS),
     conda:

@@ -32,17 +32,7 @@ rule golden:
         reference=RESULTS.reference(MODEL, LAYERS),
         logits=RESULTS.reference(MODEL, LAYERS).with_suffix(".safetensors"),
     output:
-        check=report(
-            RESULTS.golden(MODEL, PRECISION, LAYERS, BACKEND),
-            caption="../report/golden.rst",
-            category="Golden checks",
-            labels={
-                "model": MODEL,
-                "precision": PRECISION,
-                "layers": LAYERS,
-                "backend": BACKEND,
-            },
-        ),
+        check=RESULTS.golden(MODEL, PRECISION, LAYERS, BACKEND),
         speed=RESULTS.speed(MODEL, PRECISION, LAYERS, BACKEND),
     log:
         log_of("golden", MODEL, PRECISION, BACKEND, LAYERS),
