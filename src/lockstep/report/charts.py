@@ -9,6 +9,7 @@ import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 COLORS = ("#2a7fb8", "#d9730d", "#8a63d2", "#2a9d72", "#c44569", "#8a7a3a")
 _HEAD = (
@@ -82,7 +83,7 @@ def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
     room, bar = (_WIDTH - names) / 2, 14
     parts = []
     for column, (kind, color) in enumerate((("prefill", COLORS[0]), ("decode", COLORS[1]))):
-        values = [row[column + 1] for row in rows]
+        values = [(prefill, decode)[column] for _, prefill, decode in rows]
         largest = max((value for value in values if value), default=1.0)
         left = names + column * room
         parts.append(_text(left, 12, f"{kind}, tokens/s", "start"))
@@ -95,7 +96,7 @@ def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
     return _svg("Tokens per second", 28 + 22 * len(rows), parts)
 
 
-def worst_by_layer(validation: Mapping[str, object]) -> Iterator[tuple[int, float | None, float]]:
+def worst_by_layer(validation: Mapping[str, Any]) -> Iterator[tuple[int, float | None, float]]:
     """(layer, largest error of its tensors, largest tolerance) of a validation; None where an error is not finite."""
     found: dict[int, tuple[float | None, float]] = {}
     for block in validation["blocks"]:
@@ -107,7 +108,7 @@ def worst_by_layer(validation: Mapping[str, object]) -> Iterator[tuple[int, floa
     return ((layer, error, tolerance) for layer, (error, tolerance) in sorted(found.items()))
 
 
-def error_line(name: str, validation: Mapping[str, object]) -> Line:
+def error_line(name: str, validation: Mapping[str, Any]) -> Line:
     """The line of one validation."""
     rows = list(worst_by_layer(validation))
     return Line(name, {layer: error for layer, error, _ in rows}, max(tolerance for _, _, tolerance in rows))

@@ -22,6 +22,7 @@ th, td { padding: 6px 12px 6px 0; text-align: left; vertical-align: top; border-
 th { font-weight: 600; } .number { text-align: right; font-variant-numeric: tabular-nums; }
 .pass { color: var(--pass); } .fail { color: var(--fail); } .wait { color: var(--wait); }
 .result { font-weight: 600; }
+td > a, td > .result { white-space: nowrap; }
 code, .text { font-family: ui-monospace, monospace; font-size: 13px; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: plaintext; }
 .prompt { border: 1px solid var(--line); border-radius: 6px; padding: 10px 14px; margin: 12px 0; }

@@ -5,6 +5,7 @@ The index opens with the verdict on all targets. JSON is linked, not shown.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,7 @@ def _engines(results: Results, name: Target, row: Row, known: Details) -> str:
         ("reproduced", text(_reproduced(known))),
         ("built by", text(f"{known.engines['backend']} {known.engines['backend_version']}")),
         ("for", text(" ".join(_words(device)))),
-        ("options", text(", ".join(f"{key}: {value}" for key, value in sorted(known.engines["options"].items())))),
+        ("options", text(json.dumps(known.engines["options"], sort_keys=True, ensure_ascii=False))),
     )
     return f"{pairs(facts)}\n{table(('engine', 'size', 'sha256'), cells, numbers=(1,))}"
 

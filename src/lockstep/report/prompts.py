@@ -9,9 +9,9 @@ from lockstep.report.markup import pairs, tag, text
 
 # Where a first differing token may stand, and what was compared there.
 _COMPARED = {
-    "differences": ("the reference", "the engines, decoding freely"),
-    "alone_differences": ("the engines in the batch", "the engines with this prompt alone"),
-    "generate_differences": ("the engines", "the engines as lockstep generate decodes"),
+    "differences": ("in the reference", "decoding freely"),
+    "alone_differences": ("in the batch", "with this prompt alone"),
+    "generate_differences": ("in the batch", "as lockstep generate decodes"),
 }
 
 
@@ -25,7 +25,9 @@ def prompt(entry: Mapping[str, Any], tolerance: float) -> str:
         ("decoded", _decoded(decoded, difference, "found_text", reference if expected is None else expected)),
         ("reference", _decoded(reference, difference, "reference_text", decoded)),
     ]
-    if expected is not None:
+    if expected == reference:
+        rows.append(("expected", rows[-1][1]))
+    elif expected is not None:
         rows.append(("expected", _marked(expected, _first_difference(expected, decoded))))
     rows.append(("logit error", text(_error(entry["max_logit_error"], tolerance))))
     rows += [
@@ -65,17 +67,14 @@ def _error(error: float | None, tolerance: float) -> str:
     return f"{'not finite' if error is None else f'{error:.2e}'} (tolerance {tolerance:g})"
 
 
-def _words(found: Mapping[str, Any], expected_by: str, found_by: str, tolerance: float) -> str:
+def _words(found: Mapping[str, Any], expected: str, how: str, tolerance: float) -> str:
     step, gap = found["step"], found["gap"]
     if found["found"] is None or found["reference"] is None:
-        return f"step {step}: {expected_by} and {found_by} end at different lengths"
-    tokens = [
-        f"{who} {'says' if who == 'the reference' else 'say'} token {found[token]}{_quoted(found.get(key))}"
-        for who, token, key in ((expected_by, "reference", "reference_text"), (found_by, "found", "found_text"))
-    ]
+        return f"step {step}: another number of tokens {expected} than {how}"
+    one, other = (f"{found[token]}{_quoted(found.get(f'{token}_text'))}" for token in ("reference", "found"))
     margin = "the reference has no margin there" if gap is None else f"the reference's margin is {gap:.3g}"
-    why = "accepted as equally likely" if found["accepted"] else "a failure"
-    return f"step {step}: {', '.join(tokens)}; {margin} (tolerance {tolerance:g}): {why}"
+    why = "accepted, both tokens are equally likely" if found["accepted"] else "a failure"
+    return f"step {step}: token {one} {expected}, {other} {how}; {margin}, tolerance {tolerance:g}: {why}"
 
 
 def _quoted(token_text: str | None) -> str:
