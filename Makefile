@@ -37,7 +37,6 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 demo: setup
 	$(BIN)/snakemake --cores $(CORES)
-	@test results/report.html -nt results/summary.json || $(BIN)/snakemake --report results/report.html --quiet all
 	@$(BIN)/lockstep summary
 
 test: setup

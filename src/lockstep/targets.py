@@ -82,11 +82,14 @@ class Results:
     def summary(self) -> Path:
         return self.root / "summary.json"
 
-    def report_page(self) -> Path:
-        return self.root / "report.html"
-
     def report(self, name: str) -> Path:
         return self.root / "report" / name
+
+    def report_page(self) -> Path:
+        return self.report("index.html")
+
+    def target_page(self, target: Target) -> Path:
+        return self.report(f"{target}".replace("/", "-") + ".html")
 
     def log(self, rule: str, *names: str) -> Path:
         return (

@@ -3,6 +3,8 @@
 # needs: config (Snakemake's merged mapping), REPOSITORY
 # makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, MANIFESTS, REPORTS, and the functions below
 
+from dataclasses import asdict
+
 from lockstep.config import load as lockstep_config
 from lockstep.pipeline.stages import REPORTS as REPORT_STAGES
 from lockstep.pipeline.stages import STAGES, all_steps, path_of, step
@@ -13,6 +15,7 @@ from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
 from lockstep.provenance.locked import is_locked
 from lockstep.report.renew import summarise
+from lockstep.report.summary import outputs as summary_outputs
 from lockstep.targets import Results, layer_count
 from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
 
@@ -132,12 +135,7 @@ MANIFESTS = [
     *(path for stage in STAGES for path in (*made_by(stage), *beside(stage))),
 ]
 PLOTS = [str(RESULTS.report(f"{name}.svg")) for name in ("error_by_layer", "speed")]
-REPORTS = [
-    str(RESULTS.summary()),
-    str(RESULTS.summary().with_suffix(".csv")),
-    str(RESULTS.report("targets.html")),
-    *PLOTS,
-]
+REPORTS = [*map(str, summary_outputs(RESULTS, TARGETS)), *PLOTS]
 
 
 # Where jobs that fail leave their exit codes. A job may be another process of Snakemake, which reads this file too.

@@ -27,12 +27,7 @@ rule validate:
     input:
         **inputs_of("validate"),
     output:
-        report(
-            RESULTS.validation(MODEL, PRECISION, LAYERS),
-            caption="../report/validation.rst",
-            category="Validation of graphs",
-            labels={"model": MODEL, "precision": PRECISION, "layers": LAYERS},
-        ),
+        RESULTS.validation(MODEL, PRECISION, LAYERS),
     log:
         log_of("validate", MODEL, PRECISION, LAYERS),
     conda:

@@ -29,17 +29,7 @@ rule golden:
         **inputs_of("golden"),
         logits=RESULTS.logits(MODEL, LAYERS),
     output:
-        check=report(
-            RESULTS.golden(MODEL, PRECISION, LAYERS, BACKEND),
-            caption="../report/golden.rst",
-            category="Golden checks",
-            labels={
-                "model": MODEL,
-                "precision": PRECISION,
-                "layers": LAYERS,
-                "backend": BACKEND,
-            },
-        ),
+        check=RESULTS.golden(MODEL, PRECISION, LAYERS, BACKEND),
         speed=RESULTS.speed(MODEL, PRECISION, LAYERS, BACKEND),
     log:
         log_of("golden", MODEL, PRECISION, BACKEND, LAYERS),

@@ -1,7 +1,7 @@
 # All checks of all targets in one place.
 #
 # needs: engines.json, validations, comparisons, golden checks and speeds of all targets
-# makes: results/summary.json and .csv, results/report/targets.html and the plots
+# makes: results/summary.json and .csv, results/report/index.html with a page of each target, and the plots
 
 
 rule summary:
@@ -12,13 +12,22 @@ rule summary:
         goldens=GOLDENS,
         speeds=SPEEDS,
     output:
-        json=RESULTS.summary(),
-        csv=RESULTS.summary().with_suffix(".csv"),
-        html=report(
-            RESULTS.report("targets.html"),
+        RESULTS.summary(),
+        RESULTS.summary().with_suffix(".csv"),
+        report(
+            RESULTS.report_page(),
             caption="../report/targets.rst",
             category="Summary",
-            labels={"figure": "Table of targets"},
+            labels={"figure": "Verdict and targets"},
+        ),
+        *(
+            report(
+                RESULTS.target_page(target),
+                caption="../report/target.rst",
+                category="Targets",
+                labels=asdict(target) | {"layers": str(target.layers)},
+            )
+            for target in TARGETS
         ),
     log:
         log_of("summary"),

@@ -10,8 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from lockstep.errors import PREFIX, guard  # noqa: E402
-from lockstep.provenance import run as stage  # noqa: E402
 from lockstep.pipeline.stages import REPORTS, STAGES  # noqa: E402
+from lockstep.provenance import run as stage  # noqa: E402
 from lockstep.provenance.locked import find_lock, is_locked  # noqa: E402
 from lockstep.report import renew  # noqa: E402
 from lockstep.targets import Results  # noqa: E402

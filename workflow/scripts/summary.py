@@ -1,4 +1,4 @@
-"""Engines, validations, golden checks and speeds of all targets -> summary.json, summary.csv and the report's table."""
+"""Engines, validations, golden checks and speeds of all targets -> summary.json, summary.csv and the report's pages."""
 
 from job import job
 
@@ -7,9 +7,7 @@ from job import job
 def summary():
     from pathlib import Path
 
-    from lockstep.report import summary
+    from lockstep.report import renew
     from lockstep.targets import Results, Target
 
-    summary.write(
-        Results(Path(snakemake.output.json).parent), [Target.parse(name) for name in snakemake.params.targets]
-    )
+    renew.write(Results(Path(snakemake.output[0]).parent), [Target.parse(name) for name in snakemake.params.targets])

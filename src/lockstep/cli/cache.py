@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli.terminal import JSON, echo_json, working
 from lockstep.errors import CheckError, InputError
 
 if TYPE_CHECKING:
     from lockstep.provenance.cache.store import Cache
+    from lockstep.provenance.cache.upkeep import Contents, Used
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -44,13 +47,19 @@ def cache() -> None:
 
 
 @cache.command()
+@JSON
 @_CACHE
 @_CONFIG
-def ls(folder: str | None, config_file: Path | None) -> None:
+def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
     """What is in it: stage, build key, size, last use."""
     from lockstep.provenance.cache.upkeep import bytes_text, look, summary
 
-    contents = look(_opened(folder, config_file))
+    opened = _opened(folder, config_file)
+    contents = look(opened)
+    if as_json:
+        return echo_json(
+            {"folder": str(opened.folder), "entries": [_entry(used) for used in contents.entries]} | _contents(contents)
+        )
     rows = [("stage", "of", "build key", "files", "size", "last use (UTC)")]
     for used in contents.entries:
         entry, when = used.entry, time.strftime("%Y-%m-%d %H:%M", time.gmtime(used.last_use))
@@ -75,37 +84,61 @@ def ls(folder: str | None, config_file: Path | None) -> None:
     type=_Amount("time", _TIMES, "", "30d"),
     help="Drop what was not used for so long, such as 30d or 12h.",
 )
+@JSON
 @_CACHE
 @_CONFIG
-def prune(max_size: float | None, older_than: float | None, folder: str | None, config_file: Path | None) -> None:
+def prune(
+    max_size: float | None, older_than: float | None, folder: str | None, config_file: Path | None, as_json: bool
+) -> None:
     """Drop what is not used, what is damaged, what nothing names."""
     from lockstep.provenance.cache.upkeep import bytes_text, look, summary
     from lockstep.provenance.cache.upkeep import prune as drop
 
     opened = _opened(folder, config_file)
     dropped = drop(opened, max_size, older_than)
+    if as_json:
+        return echo_json({"dropped": asdict(dropped), "left": _contents(look(opened))})
     click.echo(f"dropped: {dropped.entries} entries, {dropped.files} files of {bytes_text(dropped.size)}")
     click.echo(f"left: {summary(look(opened))}")
 
 
 @cache.command()
+@JSON
 @_CACHE
 @_CONFIG
-def verify(folder: str | None, config_file: Path | None) -> None:
+def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
     """Hash all of it. Exit code 0 if it is whole, else 1."""
     from lockstep.provenance.cache.upkeep import look, summary
     from lockstep.provenance.cache.upkeep import verify as check
 
     opened = _opened(folder, config_file)
-    lines = check(opened)
-    for line in lines:
-        click.echo(line)
-    click.echo(summary(look(opened)))
+    with working(f"verify {opened.folder}"):
+        lines = check(opened)
+    if as_json:
+        echo_json({"folder": str(opened.folder), "wrong": lines} | _contents(look(opened)))
+    else:
+        for line in lines:
+            click.echo(line)
+        click.echo(summary(look(opened)))
     if lines:
         raise CheckError(
             f"{opened.folder}: expected a whole cache, found {len(lines)} files that are not as "
             f"they should be: delete them, or let prune do it"
         )
+
+
+def _entry(used: Used) -> dict[str, Any]:
+    """An entry as JSON. size: bytes; last_use: UTC."""
+    entry = used.entry
+    stage, _, of = str(entry).partition(" ")
+    about = {"stage": stage, "of": of, "key": entry.key, "files": len(entry.files), "size": entry.size}
+    return {**about, "last_use": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(used.last_use))}
+
+
+def _contents(contents: Contents) -> dict[str, Any]:
+    """How much there is, as JSON. size: bytes of all files."""
+    rest = {name: sorted(map(str, getattr(contents, name))) for name in ("damaged", "temporary", "foreign")}
+    return {"num_entries": len(contents.entries), "num_files": len(contents.blobs), "size": contents.size, **rest}
 
 
 def _opened(folder: str | None, config_file: Path | None) -> Cache:

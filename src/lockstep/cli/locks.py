@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from lockstep.cli.terminal import JSON, echo_json, working
 from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
 
@@ -44,9 +46,10 @@ def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
     "--deep", is_flag=True, help="Hash large files too that have the size and times of when they were hashed last."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also what is the same.")
+@JSON
 @_LOCKS
 @_RESULTS
-def verify(models: tuple[str, ...], deep: bool, verbose: bool, locks: Path, results: Path) -> None:
+def verify(models: tuple[str, ...], deep: bool, verbose: bool, as_json: bool, locks: Path, results: Path) -> None:
     """Is every artefact what was recorded and locked? Exit code 0 if all are, else 1."""
     from lockstep.provenance.verify import SAME
     from lockstep.provenance.verify import verify as check
@@ -58,16 +61,21 @@ def verify(models: tuple[str, ...], deep: bool, verbose: bool, locks: Path, resu
                 f"{results / model}: expected results of a model, or a lock in {locks}, found "
                 f"neither; run snakemake first, or correct the name"
             )
-    findings = check(
-        results, {model: path for model, path in known.items() if not models or model in models}, models, deep
-    )
+    with working(f"verify {results}"):
+        findings = check(
+            results, {model: path for model, path in known.items() if not models or model in models}, models, deep
+        )
     if not findings:
         raise InputError(f"{results}: expected results to verify, found none; run snakemake first")
     wrong = [finding for finding in findings if finding.status != SAME]
-    for finding in findings if verbose else wrong:
-        click.echo(finding)
-    held = f", with {len(known)} lock{'s' * (len(known) != 1)}" if known else ", without a lock"
-    click.echo(f"{len(findings) - len(wrong)} of {len(findings)} the same{held}")
+    if as_json:
+        entries = [asdict(finding) for finding in findings]
+        echo_json({"locks": sorted(known), "same": len(findings) - len(wrong), "findings": entries})
+    else:
+        for finding in findings if verbose else wrong:
+            click.echo(finding)
+        held = f", with {len(known)} lock{'s' * (len(known) != 1)}" if known else ", without a lock"
+        click.echo(f"{len(findings) - len(wrong)} of {len(findings)} the same{held}")
     if wrong:
         raise CheckError(
             f"{len(wrong)} of {len(findings)} artefacts are not what was recorded: "
@@ -78,13 +86,20 @@ def verify(models: tuple[str, ...], deep: bool, verbose: bool, locks: Path, resu
 @click.command()
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path))
-def diff(first: Path, second: Path) -> None:
+@JSON
+def diff(first: Path, second: Path, as_json: bool) -> None:
     """What differs between two lock files. Exit code 1 if anything does."""
+    from lockstep.provenance.diff import changes
     from lockstep.provenance.diff import diff as compare
+    from lockstep.provenance.lockfile import read_lock
 
     lines = compare(first, second)
-    for line in lines:
-        click.echo(line)
+    if as_json:
+        found = changes(read_lock(first), read_lock(second))
+        echo_json({"differences": [{"where": where, "change": change} for where, change in found]})
+    else:
+        for line in lines:
+            click.echo(line)
     if lines:
         raise SystemExit(1)
 

@@ -7,6 +7,7 @@ program explains itself without loading what only one of them needs.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from lockstep.cli.cache import cache
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.cli.locks import COMMANDS
 from lockstep.cli.stages import CONFIG, RESULTS, Project, load_config, stage_commands
+from lockstep.cli.terminal import JSON, echo_json
 from lockstep.errors import InputError
 from lockstep.targets import Results
 
@@ -49,13 +51,18 @@ def _used_config(results: Results) -> Config:
 
 
 @main.command()
+@JSON
 @RESULTS
-def summary(results: Path) -> None:
+def summary(as_json: bool, results: Path) -> None:
     """Print all checks as they stand now; changes nothing."""
     from lockstep.report import summary as stage
 
     tree = Results(results)
-    stage.print_table(stage.collect(tree, _used_config(tree).targets()))
+    found = stage.collect(tree, _used_config(tree).targets())
+    if as_json:
+        return echo_json(found)
+    stage.print_table(found)
+    stage.print_verdict(found)
     for path, what in ((tree.summary(), "Summary"), (tree.report_page(), "Report")):
         if path.is_file():
             click.echo(f"{what}: {path}")
@@ -68,11 +75,16 @@ def summary(results: Path) -> None:
     is_flag=True,
     help="Also which block class, kind and exit each layer uses, of the models that are exported.",
 )
+@JSON
 @CONFIG
 @RESULTS
-def targets(config_file: Path | None, results: Path, verbose: bool) -> None:
+def targets(config_file: Path | None, results: Path, verbose: bool, as_json: bool) -> None:
     """List the targets of a config."""
     chosen = load_config(config_file).targets()
+    if as_json:
+        if verbose:
+            raise InputError("targets: expected --json or --verbose, found both; --verbose is text for a person")
+        return echo_json({"targets": [{"name": str(target), **asdict(target)} for target in chosen]})
     exported = {
         (target.model, target.precision): Results(results).assembly(target.model, target.precision) for target in chosen
     }
@@ -208,9 +220,10 @@ def generate(
 
 @main.command()
 @click.argument("target")
+@JSON
 @CONFIG
 @RESULTS
-def explain(target: str, config_file: Path | None, results: Path) -> None:
+def explain(target: str, as_json: bool, config_file: Path | None, results: Path) -> None:
     """What a run would make again for a target, and why."""
     from lockstep.provenance.explain import explain as reasons
 
@@ -220,11 +233,15 @@ def explain(target: str, config_file: Path | None, results: Path) -> None:
         )
     project = Project.open(config_file, results)
     chosen = project.config.parse_target(target)
-    found = [
-        step
-        for step in reasons(project.config, project.results, chosen, _checkpoint_folder(project, chosen.model))
-        if step.rebuilt
-    ]
+    steps = reasons(project.config, project.results, chosen, _checkpoint_folder(project, chosen.model))
+    found = [step for step in steps if step.rebuilt]
+    if as_json:
+        entries = [
+            {"stage": each.step.stage, "names": each.step.names, "output": str(each.step.output)}
+            | {"unknown": each.unknown, "reasons": each.reasons}
+            for each in found
+        ]
+        return echo_json({"target": str(chosen), "steps": entries})
     for step in found:
         click.echo(step)
     if not found:
@@ -257,8 +274,9 @@ def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
 @click.option(
     "--at-least", type=click.Choice(["R0", "R1", "R2", "R3", "R4"]), help="Exit code 1 if a lower level is reached."
 )
+@JSON
 @RESULTS
-def reproduce(target: str, rounds: int, at_least: str | None, results: Path) -> None:
+def reproduce(target: str, rounds: int, at_least: str | None, as_json: bool, results: Path) -> None:
     """Build a target again in clean folders: what is the same?"""
     from lockstep.errors import CheckError
     from lockstep.provenance.reproduce import print_table
@@ -268,9 +286,12 @@ def reproduce(target: str, rounds: int, at_least: str | None, results: Path) -> 
     config = _used_config(tree)
     chosen = config.parse_target(target)
     record = again(config.dump(), tree, chosen, rounds, lambda line: click.echo(line, err=True))
-    print_table(record)
     path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
-    click.echo(f"Level reached: {record['level']}, in {path}")
+    if as_json:
+        echo_json(record)
+    else:
+        print_table(record)
+        click.echo(f"Level reached: {record['level']}, in {path}")
     if at_least and (record["level"] == "none" or record["level"] < at_least):
         raise CheckError(f"{chosen}: expected {at_least} or higher, found {record['level']}; {path} says what differs")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli.terminal import working
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
@@ -68,9 +69,12 @@ def _command(name: str) -> click.Command:
     @click.option("--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says.")
     def command(targets: tuple[str, ...], config_file: Path | None, results: Path, **options: bool) -> None:
         project = Project.open(config_file, results, **options)
-        for values in _chosen(project.config, targets, entry.wildcards):
+        chosen = _chosen(project.config, targets, entry.wildcards)
+        for number, values in enumerate(chosen, start=1):
             names = dict(zip(entry.wildcards, values, strict=True))
-            click.echo(_BY_HAND.get(name, _run)(project, name, names))
+            with working(f"{number} of {len(chosen)}: {name} {'/'.join(map(str, values))}"):
+                made = _BY_HAND.get(name, _run)(project, name, names)
+            click.echo(made)
 
     if name == "fetch":
         newest = "Take the commit that a branch is at now, not the one it was found at."

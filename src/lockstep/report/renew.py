@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep.errors import LockstepError
 from lockstep.provenance.run import from_rule, run
 from lockstep.report import summary
+from lockstep.report.since_lock import since_lock
 from lockstep.targets import Results, Target
 
 
@@ -16,10 +17,15 @@ def summarise(results: Results, targets: Sequence[Target]) -> Path:
     """Write the summary of what is there, as the rule does; gives its path."""
     made = results.summary()
     shown = [str(path) for target in targets for path in summary.sources(results, target) if path.is_file()]
-    outputs = [str(path) for path in (made, made.with_suffix(".csv"), results.report("targets.html"))]
+    outputs = [str(path) for path in summary.outputs(results, targets)]
     step = from_rule("summary", {}, {"shown": shown}, {"targets": list(map(str, targets))}, outputs)
-    run(step, lambda: summary.write(results, targets))
+    run(step, lambda: write(results, targets))
     return made
+
+
+def write(results: Results, targets: Sequence[Target], locks: Path = Path("locks")) -> None:
+    """Write the summary and its pages, with what differs from the locks in `locks`."""
+    summary.write(results, targets, since_lock(results, [target.model for target in targets], locks))
 
 
 def refresh(results: Results) -> None:

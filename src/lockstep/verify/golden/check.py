@@ -294,7 +294,17 @@ class _Check:
                 else "there is no gap"
             )
             self._fail(prompt, f"step {step}, {how}: expected token {expected[step]}, found {found[step]}; {why}")
-        return [{"step": step, "reference": expected[step], "found": found[step], "gap": gap, "accepted": accepted}]
+        texts = self._token_texts(prompt, expected, found, step)
+        return [
+            {"step": step, "reference": expected[step], "found": found[step], "gap": gap, "accepted": accepted, **texts}
+        ]
+
+    def _token_texts(self, prompt: Prompt, expected: Sequence[int], found: Sequence[int], step: int) -> dict[str, str]:
+        """The text before the first differing token, and what either token adds to it."""
+        text = lambda tokens: new_text(self.tokenizer.decode, prompt.prompt_ids, tokens)
+        before = text(expected[:step])
+        of = lambda tokens: text(tokens[: step + 1])[len(before) :]
+        return {"text_before": before, "reference_text": of(expected), "found_text": of(found)}
 
     def _fail(self, prompt: Prompt, what: str) -> None:
         self.failures.append(f"prompt {_short(prompt.text)!r}, {what}")

@@ -1,0 +1,245 @@
+"""The report's pages: the summary's rows and what is known of each target in; index.html and a page of each target out.
+
+The index opens with the verdict on all targets. JSON is linked, not shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.manifest_files import failed_path
+from lockstep.report import charts
+from lockstep.report.details import Details
+from lockstep.report.markup import items, link, page, pairs, result, table, tag, text
+from lockstep.report.prompts import prompt
+from lockstep.report.verdict import sentence, target_of, verdict
+from lockstep.targets import Results, Target
+
+Row = Mapping[str, Any]
+_CHECKS = {
+    "validate": "graphs against PyTorch",
+    "compare": "engines against ONNX Runtime",
+    "golden": "tokens and logits against transformers",
+}
+_SHORT = "All golden prompts in one batch; they are short: for comparing targets, not machines."
+
+
+def index(results: Results, rows: Sequence[Row], since_lock: Mapping[str, Sequence[str]]) -> bytes:
+    """The first page: the verdict, all targets, their speeds, and what changed since the locks."""
+    here, said = results.report_page(), result(verdict(row["verdict"] for row in rows), sentence(rows))
+    parts = [tag("h1", said), _targets(results, rows)]
+    whole, cut = [row for row in rows if row["layers"] == "all"], [row for row in rows if row["layers"] != "all"]
+    parts += _speeds("Speed of the whole model", whole, _SHORT)
+    parts += _speeds(
+        "Speed by depth",
+        sorted(cut, key=lambda row: (row["model"], row["precision"], row["backend"], row["layers"])),
+        f"Of the model cut after its first layers, as some targets are checked. {_SHORT}",
+    )
+    for model in dict.fromkeys(row["model"] for row in rows):
+        parts += _since_lock(model, since_lock.get(model))
+    files = (results.summary(), results.summary().with_suffix(".csv"), results.config())
+    parts += ["<h2>Files</h2>", items([link(path, here, path.name) for path in files])]
+    return page(f"Lockstep: {sentence(rows)}", parts)
+
+
+def target(
+    results: Results, name: Target, rows: Sequence[Row], row: Row, known: Details, since_lock: Sequence[str] | None
+) -> bytes:
+    """The page of one target. rows: those of all targets; row: its own."""
+    here = results.target_page(name)
+    parts = [
+        tag("p", link(results.report_page(), here, "All targets")),
+        f"<h1>{text(name)}: {result(row['verdict'])}</h1>",
+        _shown(lambda: _checks(known)),
+        "<h2>Prompts</h2>",
+        _shown(lambda: _prompts(known)),
+        "<h2>Error by layer</h2>",
+        _shown(lambda: _errors(name, known)),
+        "<h2>Speed</h2>",
+        _shown(lambda: _speed(rows, row, known)),
+        "<h2>Engines</h2>",
+        _shown(lambda: _engines(results, name, row, known)),
+        *_since_lock(name.model, since_lock),
+        "<h2>Files</h2>",
+        items([link(path, here, title) for title, path in _files(results, name) if path.is_file()]),
+    ]
+    return page(f"{name}: {row['verdict']}", parts)
+
+
+def _shown(make: Callable[[], str]) -> str:
+    """A part of a page, whatever stands in the reports that it is made of."""
+    try:
+        return make()
+    except (LookupError, TypeError, AttributeError, ValueError):
+        return tag("p", "Its report has other entries than this version writes; the files are linked below.", "wait")
+
+
+def _targets(results: Results, rows: Sequence[Row]) -> str:
+    here = results.report_page()
+    headings = ["target", "result", "engines", "reproduced", "largest logit error", "tolerance", "why"]
+    cells = [
+        [
+            link(results.target_page(target_of(row)), here, str(target_of(row))),
+            result(row["verdict"]),
+            tag("code", text((row["engine_digest"] or "-")[:12])),
+            text(row["reproduced"]),
+            _number(row["max_logit_error"], ".1e"),
+            _number(row["logit_tolerance"], "g"),
+            text(row["reason"] or ""),
+        ]
+        for row in rows
+    ]
+    if not any(row["reason"] for row in rows):
+        headings, cells = headings[:-1], [cell[:-1] for cell in cells]
+    return table(headings, cells, numbers=(4, 5))
+
+
+def _speeds(title: str, rows: Sequence[Row], caption: str) -> list[str]:
+    """A chart of the targets whose speed is known; nothing where there is none."""
+    shown = [
+        (str(target_of(row)), row["prefill_tokens_per_s"], row["decode_tokens_per_s"])
+        for row in rows
+        if row["prefill_tokens_per_s"] is not None
+    ]
+    return [tag("h2", text(title)), tag("p", text(caption), "quiet"), charts.speeds(shown)] if shown else []
+
+
+def _since_lock(model: str, lines: Sequence[str] | None) -> list[str]:
+    if lines is None:
+        return []
+    title = tag("h2", f"What changed since the lock of {text(model)}")
+    return [title, items([tag("code", text(line)) for line in lines]) if lines else "<p>Nothing.</p>"]
+
+
+def _checks(known: Details) -> str:
+    cells = [
+        [text(name), text(what), result(known.checks[name].result), text(known.checks[name].reason or "")]
+        for name, what in _CHECKS.items()
+        if name in known.checks
+    ]
+    return table(("check", "what is compared", "result", "why"), cells)
+
+
+def _prompts(known: Details) -> str:
+    golden = known.checks["golden"]
+    entries = golden.report.get("prompts", ())
+    if not entries:
+        return tag("p", text(f"Nothing to show. {golden.reason or ''}"))
+    equal, long = sum(entry["tokens_equal"] for entry in entries), golden.report.get("long_prompt")
+    lines = [f"{equal} of {len(entries)} prompts give the reference's tokens."]
+    if long:
+        lines.append(
+            f"The long prompt, of {long['num_tokens']} tokens: largest logit error "
+            f"{_number(long['max_logit_error'], '.1e')} in one piece, {_number(long['cut_max_logit_error'], '.1e')} "
+            f"in pieces, {_number(long['single_max_logit_error'], '.1e')} token by token."
+        )
+    head = [tag("p", text(line), "quiet") for line in lines]
+    return "\n".join([*head, *(prompt(entry, golden.report["tolerance"]) for entry in entries)])
+
+
+def _errors(name: Target, known: Details) -> str:
+    validation = known.checks["validate"]
+    if not validation.report.get("blocks"):
+        return tag("p", text(f"Nothing to show. {validation.reason or ''}"))
+    line = charts.error_line(f"{name.precision}, {name.layers} layers", validation.report)
+    caption = "Of what each layer of the graphs computes, against PyTorch: absolute up to one, relative above."
+    return f"{tag('p', text(caption), 'quiet')}\n{charts.error_by_layer([line])}"
+
+
+def _speed(rows: Sequence[Row], row: Row, known: Details) -> str:
+    if not known.speed:
+        return "<p>Not measured: it is measured by a golden check that passes.</p>"
+    what = "whole model" if row["layers"] == "all" else f"first {row['layers']} layers only"
+    cells = [
+        [text(how), _number(known.speed.get(f"{key}prefill_tokens_per_s"), ".0f"),
+         _number(known.speed.get(f"{key}decode_tokens_per_s"), ".0f")]
+        for how, key in ((f"{known.speed['batch_size']} prompts in a batch", ""), ("one prompt alone", "alone_"))
+    ]  # fmt: skip
+    parts = [tag("p", text(f"Of the {what}."), "quiet"), _tokens_per_s(what, cells)]
+    same = ("model", "precision", "backend")
+    depths = [other for other in rows if other["layers"] != "all" and all(other[key] == row[key] for key in same)]
+    if row["layers"] == "all" and depths:
+        cells = [
+            [text(f"first {other['layers']}"), _number(other["prefill_tokens_per_s"], ".0f"),
+             _number(other["decode_tokens_per_s"], ".0f")]
+            for other in sorted(depths, key=lambda other: other["layers"])
+        ]  # fmt: skip
+        parts += ["<h3>By depth: cut models, in a batch</h3>", _tokens_per_s("layers", cells)]
+    return "\n".join(parts)
+
+
+def _tokens_per_s(first: str, cells: Sequence[Sequence[str]]) -> str:
+    return table((first, "prefill, tokens/s", "decode, tokens/s"), cells, numbers=(1, 2))
+
+
+def _engines(results: Results, name: Target, row: Row, known: Details) -> str:
+    if not known.engines:
+        return "<p>Not built.</p>"
+    folder = results.engines(name.model, name.precision, name.backend).parent
+    entries = sorted(known.engines["engines"].items())
+    cells = [
+        [text(engine), _size(folder / entry["file"]), tag("code", text(entry["sha256"][:12]))]
+        for engine, entry in entries
+    ]
+    device = known.engines["device"]
+    facts = (
+        ("engine set", tag("code", text(row["engine_digest"] or "-"))),
+        ("reproduced", text(_reproduced(known))),
+        ("built by", text(f"{known.engines['backend']} {known.engines['backend_version']}")),
+        ("for", text(" ".join(_words(device)))),
+        ("options", text(json.dumps(known.engines["options"], sort_keys=True, ensure_ascii=False))),
+    )
+    return f"{pairs(facts)}\n{table(('engine', 'size', 'sha256'), cells, numbers=(1,))}"
+
+
+def _words(device: Mapping[str, Any]) -> Iterable[str]:
+    """What names a device: the texts and numbers of its entry, not its instruction sets."""
+    keys = ("name", "type", "vendor", "architecture", "compute_capability")
+    return (str(device[key]) for key in keys if isinstance(device.get(key), (str, int, float)))
+
+
+def _reproduced(known: Details) -> str:
+    if not known.reproduction:
+        return "not tried: lockstep reproduce builds it again"
+    level, rounds = known.reproduction["level"], known.reproduction["rounds"]
+    what = known.reproduction["levels"].get(level, {}).get("what", "")
+    return f"{level}{': ' * bool(what)}{what} (built {rounds} more time{'s' * (rounds != 1)})"
+
+
+def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
+    """The documents behind a page, by title; those of failures too."""
+    model, precision, layers, backend = name.model, name.precision, name.layers, name.backend
+    validation, golden = results.validation(model, precision, layers), results.golden(model, precision, layers, backend)
+    comparison, engines = (each(model, precision, backend) for each in (results.comparison, results.engines))
+    return [
+        ("golden check", golden),
+        ("golden check, failed", failed_path(golden)),
+        ("validation of the graphs", validation),
+        ("validation of the graphs, failed", failed_path(validation)),
+        ("comparison of the engines", comparison),
+        ("comparison of the engines, failed", failed_path(comparison)),
+        ("speed", results.speed(model, precision, layers, backend)),
+        ("engines", engines),
+        ("provenance of the engines", engines.with_name("provenance.json")),
+        ("reproduction", results.reproduction(model, precision, layers, backend)),
+        ("reference", results.reference(model, layers)),
+    ]
+
+
+def _size(path: Path) -> str:
+    """`8.2 MB`, in powers of 1000; "-" for a file that is gone."""
+    if not path.is_file():
+        return "-"
+    size = float(path.stat().st_size)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"

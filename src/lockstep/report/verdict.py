@@ -1,0 +1,40 @@
+"""The verdict: results of checks in, one word for a target and one sentence for all targets out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lockstep.targets import Target
+
+PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
+
+
+def verdict(results: Iterable[str]) -> str:
+    """FAIL where one has failed, else NOT_RUN where one has not run, else PASS."""
+    found = set(results)
+    return FAIL if FAIL in found else NOT_RUN if NOT_RUN in found else PASS
+
+
+def sentence(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many targets pass, fail and have not run. rows: those of the summary."""
+    count, total = Counter(row["verdict"] for row in rows), len(rows)
+    if count[PASS] == total:
+        return "The only target passes." if total == 1 else f"All {total} targets pass."
+    if count[NOT_RUN] == total:
+        return "No target has been checked yet."
+    one = lambda number, single, several: f"{number} {single if number == 1 else several}"
+    parts = [
+        one(count[FAIL], "fails", "fail") if count[FAIL] else "",
+        one(count[NOT_RUN], "has not run", "have not run") if count[NOT_RUN] else "",
+        one(count[PASS], "passes", "pass") if count[PASS] else "",
+    ]
+    parts = [part for part in parts if part]
+    listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return f"Of {total} target{'s' * (total != 1)}, {listed}."
+
+
+def target_of(row: Mapping[str, Any]) -> Target:
+    """The target of a row of the summary."""
+    return Target(row["model"], row["precision"], row["layers"], row["backend"])
