@@ -320,7 +320,7 @@ def test_a_difference_is_in_words_with_both_values() -> None:
 
 def test_what_is_no_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.lock.json").write_text("{}")
-    with pytest.raises(InputError, match="expected format 'lockstep.lock/2'"):
+    with pytest.raises(InputError, match="expected format 'lockstep.lock/3'"):
         diff.diff(tmp_path / "a.lock.json", tmp_path / "a.lock.json")
     with pytest.raises(InputError, match="expected a file, found none"):
         diff.diff(tmp_path / "b", tmp_path / "b")

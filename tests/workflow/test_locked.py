@@ -59,16 +59,6 @@ def edit_prompt(checkout: Checkout) -> None:
 
 
 BEFORE = {
-    "a pin": (
-        edit_pin,
-        r"export: transformers \S+ -> 9\.9\.9; locked by locks/demo-llama\.lock\.json: undo "
-        r"the change, or run without locked",
-    ),
-    "a module": (
-        lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "# edited\n"),
-        r"build: code of the stage "
-        r"\w{12} -> \w{12}",
-    ),
     "a weight": (
         lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100),
         r"resolve: model\.safetensors "
@@ -103,11 +93,6 @@ BEFORE = {
         r"\w+ \S+: limits\.max_batch_size "
         r"differs: 4 -> 1; locked by",
     ),
-    "a check's code": (
-        lambda demo: demo.append("src/lockstep/verify/validate/__init__.py", "# edited\n"),
-        r"validate: code of the stage "
-        r"\w{12} -> \w{12}",
-    ),
     "no lock": (
         lambda demo: (demo.folder / "locks" / f"{MODEL}.lock.json").unlink(),
         r"locked: expected demo-llama\.lock\.json in locks or \S+/locks, found "
@@ -124,8 +109,40 @@ def test_a_change_is_refused_before_any_job(locked: Checkout, edit: Callable[[Ch
     assert locked.digests() == before
 
 
+def test_code_and_packages_that_make_the_same_bytes_pass(locked: Checkout) -> None:
+    """They make it again, which the lock allows, and `explain` tells them."""
+    before = locked.digests()
+    locked.append("src/lockstep/onnx_tools/fuse_projections.py", "EDITED = 1\n")
+    edit_pin(locked)
+    explained = locked.run("lockstep", "explain", f"{MODEL}/fp16/2").stdout
+    assert "code onnx_tools/fuse_projections.py " in explained and "-> 9.9.9" in explained
+    jobs = locked.would_run(*LOCKED)
+    assert jobs["build"] == 2 and jobs["export"] == 2 and not jobs["convert"]
+    locked.finish(*LOCKED)
+    after = locked.digests()
+    records = re.compile(r"\.build\.json$|summary|report")
+    assert {name: digest for name, digest in after.items() if not records.search(name)} == {
+        name: digest for name, digest in before.items() if not records.search(name)
+    }
+    locked.run("lockstep", "verify")
+
+
+def test_code_that_makes_other_bytes_is_refused_with_its_makers(locked: Checkout) -> None:
+    module = locked.folder / "src/lockstep/backends/onnxruntime/backend.py"
+    text = module.read_text()
+    assert text.count("ORT_ENABLE_ALL") == 1
+    module.write_text(text.replace("ORT_ENABLE_ALL", "ORT_ENABLE_BASIC"))
+    line = refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16")
+    assert re.match(
+        r"build: \S+\.onnx differs: \w{12} -> \w{12}, made with .*code \w{12} -> \w{12}; locked "
+        r"by locks/",
+        line,
+    )
+    assert not (locked.results / MODEL / "fp16/engines/onnxruntime/engines.json").exists()
+
+
 @pytest.mark.parametrize(
-    "edit, message", [BEFORE[name] for name in ("a module", "no lock")], ids=["a module", "no lock"]
+    "edit, message", [BEFORE[name] for name in ("a tolerance", "no lock")], ids=["a tolerance", "no lock"]
 )
 def test_a_stage_by_hand_is_refused_before_it_works(
     locked: Checkout, edit: Callable[[Checkout], None], message: str
@@ -133,7 +150,7 @@ def test_a_stage_by_hand_is_refused_before_it_works(
     before = locked.digests()
     edit(locked)
     assert re.match(
-        message.replace(r" or \S+/locks", ""), refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16")
+        message.replace(r" or \S+/locks", ""), refused(locked, "lockstep", "validate", "--locked", f"{MODEL}/fp16")
     )
     assert locked.digests() == before
 

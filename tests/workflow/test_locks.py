@@ -127,7 +127,7 @@ def edit_pin(checkout: Checkout) -> None:
 EDITS = {
     "a pin": (edit_pin, "export", r"transformers \S+ -> 9\.9\.9"),
     "a module": (
-        lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "# edited\n"),
+        lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "EDITED = 1\n"),
         "build",
         r"code onnx_tools/fuse_projections\.py "
         r"\w{12} -> \w{12}",

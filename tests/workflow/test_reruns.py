@@ -109,8 +109,19 @@ def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
     ],
 )
 def test_an_edited_module_reruns_the_stages_that_use_it(demo: Checkout, module: str, rules: set[str]) -> None:
-    demo.append(f"src/lockstep/{module}", "# edited\n")
+    demo.append(f"src/lockstep/{module}", "EDITED = 1\n")
     assert set(demo.would_run()) == rules
+
+
+def test_a_comment_and_a_docstring_rerun_nothing(demo: Checkout) -> None:
+    module = demo.folder / "src/lockstep/verify/metrics.py"
+    module.write_text(module.read_text().replace('"""', '"""Edited. ', 1) + "# edited\n")
+    assert not demo.would_run()
+
+
+def test_a_module_of_another_backend_reruns_nothing(demo: Checkout) -> None:
+    demo.append("src/lockstep/backends/tensorrt/executor.py", "EDITED = 1\n")
+    assert not demo.would_run()
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def one_of(models):
 
 STEPS = all_steps(CONFIG, RESULTS, TARGETS)
 # Names in paths stay wildcards.
-WILDCARDS = {name: f"{{{name}}}" for name in ("model", "precision", "layers", "backend")}
+WILDCARDS = {
+    name: f"{{{name}}}" for name in ("model", "precision", "layers", "backend")
+}
 
 
 def made_by(stage):

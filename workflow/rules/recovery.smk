@@ -37,11 +37,14 @@ RECORDED = [
 AGAIN = {}
 if workflow.is_main_process:
     with guard():
-        AGAIN |= untrusted(RECORDED, [
+        AGAIN |= untrusted(
+            RECORDED,
+            [
                 path
                 for stage in ("fetch", "random_weights", "convert", "export", "build")
                 for path in made_by(stage)
-            ])
+            ],
+        )
         if LOCKED:
             AGAIN |= check_locks()
         if is_stale(RESULTS):

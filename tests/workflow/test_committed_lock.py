@@ -1,0 +1,46 @@
+"""The demo's lock in this repository: what the demo makes now is what is locked. A change that moves a graph, a golden
+token or a tolerance renews the lock in the same commit: `make demo && .venv/bin/lockstep lock`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+from checkout import REPOSITORY, Checkout
+
+LOCK = "locks/demo-llama.lock.json"
+
+
+def results_of(lock: dict[str, Any], devices: set[str]) -> dict[str, Any]:
+    """A lock without what made it, and with the engines of `devices` only."""
+    kept = json.loads(json.dumps({name: value for name, value in lock.items() if name != "made with"}))
+    for parts in kept["precisions"].values():
+        for engines in parts["engines"].values():
+            for device in engines.keys() - devices:
+                del engines[device]
+    return kept
+
+
+def devices_of(lock: dict[str, Any]) -> set[str]:
+    return {
+        device for parts in lock["precisions"].values() for engines in parts["engines"].values() for device in engines
+    }
+
+
+def test_the_demo_makes_what_is_locked(demo: Checkout) -> None:
+    """Engines only where this CPU is in the lock, for their bytes depend on its instruction sets."""
+    demo.run("lockstep", "lock")
+    made, committed = (json.loads((folder / LOCK).read_text()) for folder in (demo.folder, REPOSITORY))
+    devices = devices_of(made) & devices_of(committed)
+    assert results_of(made, devices) == results_of(committed, devices), "see this file's first lines"
+
+
+def test_a_locked_run_holds_with_this_device_added(demo: Checkout) -> None:
+    (demo.folder / "locks").mkdir()
+    shutil.copy(REPOSITORY / LOCK, demo.folder / LOCK)
+    demo.run("lockstep", "lock")  # adds the engines of this CPU, and keeps those of others
+    kept = devices_of(json.loads((REPOSITORY / LOCK).read_text()))
+    assert kept <= devices_of(json.loads((demo.folder / LOCK).read_text()))
+    assert not demo.would_run("--config", "locked=true")
+    demo.run("lockstep", "verify")
