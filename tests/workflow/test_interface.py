@@ -28,10 +28,18 @@ def test_both_snakefiles_make_the_same(finished: Checkout) -> None:
     assert not finished.would_run("--snakefile", "workflow/Snakefile")
 
 
-def test_the_report_holds_table_plots_and_checks(demo: Checkout) -> None:
+def test_the_report_has_a_page_of_each_target_that_the_first_page_links(finished: Checkout) -> None:
+    pages = {path.name: path.read_text() for path in (finished.results / "report").glob("*.html")}
+    assert len(pages) == 5 and "All 4 targets pass." in pages["index.html"]
+    for name in pages.keys() - {"index.html"}:
+        assert f'href="{name}"' in pages["index.html"]
+        assert "San Francisco is a" in pages[name]
+
+
+def test_snakemakes_report_holds_pages_and_plots(demo: Checkout) -> None:
     demo.snakemake("--report", "results/report.html")
     page = (demo.results / "report.html").read_text()
-    for name in ("targets.html", "error_by_layer.svg", "speed.svg", "Golden checks", "Validation of graphs"):
+    for name in ("index.html", "demo-llama-fp16-all-onnxruntime.html", "error_by_layer.svg", "speed.svg"):
         assert name in page
 
 

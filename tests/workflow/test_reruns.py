@@ -118,8 +118,8 @@ def test_an_edited_module_reruns_the_stages_that_use_it(demo: Checkout, module: 
     [
         ("transformers", {"config", "resolve", "convert", "build", "golden"}),
         (
-            "matplotlib",
-            {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "summary"},
+            "rich",
+            {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "plots"},
         ),
         (
             "snakemake",
@@ -158,7 +158,8 @@ RESULTS = {
     f"{MODEL}/fp32/golden/onnxruntime/2.speed.json": "golden",
     "summary.json": "summary",
     "summary.csv": "summary",
-    "report/targets.html": "summary",
+    "report/index.html": "summary",
+    f"report/{MODEL}-fp16-all-onnxruntime.html": "summary",
     "report/speed.svg": "plots",
     # Files that Snakemake does not know, for they lie beside a manifest.
     f"{MODEL}/fp16/engines/onnxruntime/middle.onnx": "build",

@@ -84,7 +84,7 @@ def _targets(results: Results, rows: Sequence[Row]) -> str:
         [
             link(results.target_page(target_of(row)), here, str(target_of(row))),
             result(row["verdict"]),
-            tag("code", text((row["engine_digest"] or "-")[:12])),
+            tag("code", text(str(row["engine_digest"] or "-")[:12])),
             text(row["reproduced"]),
             _number(row["max_logit_error"], ".1e"),
             _number(row["logit_tolerance"], "g"),
@@ -104,7 +104,11 @@ def _speeds(title: str, rows: Sequence[Row], caption: str) -> list[str]:
         for row in rows
         if row["prefill_tokens_per_s"] is not None
     ]
-    return [tag("h2", text(title)), tag("p", text(caption), "quiet"), charts.speeds(shown)] if shown else []
+    return (
+        [tag("h2", text(title)), tag("p", text(caption), "quiet"), _shown(lambda: charts.speeds(shown))]
+        if shown
+        else []
+    )
 
 
 def _since_lock(model: str, lines: Sequence[str] | None) -> list[str]:
@@ -241,5 +245,5 @@ def _size(path: Path) -> str:
     return f"{size:.1f} GB"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
+def _number(value: Any, form: str) -> str:
+    return f"{value:{form}}" if isinstance(value, (int, float)) else "-" if value is None else text(value)
