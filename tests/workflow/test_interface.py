@@ -167,12 +167,12 @@ def nonsense(config: dict) -> None:
 
 def rows(checkout: Checkout) -> dict[tuple[str, str], str]:
     """The verdicts that `lockstep summary` prints, by precision and layer count, which summary.json and the report's
-    table must say too."""
+    first page must say too."""
     lines = checkout.run("lockstep", "summary").stdout.splitlines()
     found = {(line.split()[2], line.split()[1]): line[line.index("onnxruntime") :].split()[2] for line in lines[1:5]}
     written = json.loads((checkout.results / "summary.json").read_text())["targets"]
     assert {(row["precision"], str(row["layers"])): row["golden"].split()[0] for row in written} == found
-    page = (checkout.results / "report" / "targets.html").read_text()
+    page = (checkout.results / "report" / "index.html").read_text()
     assert all(row["reason"] is None or html.escape(row["reason"]) in page for row in written)
     return found
 

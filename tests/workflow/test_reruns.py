@@ -117,10 +117,7 @@ def test_an_edited_module_reruns_the_stages_that_use_it(demo: Checkout, module: 
     ("package", "untouched"),
     [
         ("transformers", {"config", "resolve", "convert", "build", "golden"}),
-        (
-            "rich",
-            {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "plots"},
-        ),
+        ("rich", {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "plots"}),
         (
             "snakemake",
             {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "summary", "plots"},

@@ -162,7 +162,7 @@ def _speed(rows: Sequence[Row], row: Row, known: Details) -> str:
          _number(known.speed.get(f"{key}decode_tokens_per_s"), ".0f")]
         for how, key in ((f"{known.speed['batch_size']} prompts in a batch", ""), ("one prompt alone", "alone_"))
     ]  # fmt: skip
-    parts = [tag("p", text(f"Of the {what}."), "quiet"), _tokens_per_s(what, cells)]
+    parts = [_tokens_per_s(what, cells)]
     same = ("model", "precision", "backend")
     depths = [other for other in rows if other["layers"] != "all" and all(other[key] == row[key] for key in same)]
     if row["layers"] == "all" and depths:
@@ -210,7 +210,7 @@ def _reproduced(known: Details) -> str:
         return "not tried: lockstep reproduce builds it again"
     level, rounds = known.reproduction["level"], known.reproduction["rounds"]
     what = known.reproduction["levels"].get(level, {}).get("what", "")
-    return f"{level}{': ' * bool(what)}{what} (built {rounds} more time{'s' * (rounds != 1)})"
+    return f"{level}{': ' * bool(what)}{what} (built again {'once' if rounds == 1 else f'{rounds} times'})"
 
 
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
