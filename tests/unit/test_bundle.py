@@ -358,7 +358,7 @@ import importlib.abc, sys
 
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"pydantic", "torch", "transformers", "snakemake", "yaml", "rich", "matplotlib", "huggingface_hub", "safetensors", "polygraphy"}:
+        if name.partition(".")[0] in {"pydantic", "torch", "transformers", "snakemake", "yaml", "rich", "huggingface_hub", "safetensors", "polygraphy"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())

@@ -13,6 +13,7 @@ from lockstep.cli.main import main
 TARGET = "demo-llama/fp16/all"
 NEEDS_RESULTS = {
     "summary": ("summary",),
+    "report": ("report",),
     "targets -v": ("targets", "-v"),
     "show": ("show", "results/demo-llama/fp16/graphs/middle.onnx"),
     "generate": ("generate", "--target", TARGET, "--prompt", "A"),

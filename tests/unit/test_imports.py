@@ -101,7 +101,7 @@ def test_what_runs_engines_loads_no_torch() -> None:
         "import "
         + ", ".join(f"lockstep.{module}" for module in (*RUNS_ALONE, "verify.golden.check", "pipeline.worker"))
     )
-    assert not loaded & {"torch", "transformers", "pydantic", "yaml", "snakemake", "matplotlib"}
+    assert not loaded & {"torch", "transformers", "pydantic", "yaml", "snakemake"}
 
 
 def test_the_program_explains_itself_without_loading_what_it_runs() -> None:
@@ -114,4 +114,4 @@ def test_what_a_workflow_loads_when_it_starts_is_light() -> None:
         "import lockstep.config.load, lockstep.provenance.code_identity, "
         "lockstep.artifacts.manifest_files, lockstep.checkpoint.resolve"
     )
-    assert not loaded & {"torch", "transformers", "onnx", "onnxruntime", "matplotlib", "scipy"}
+    assert not loaded & {"torch", "transformers", "onnx", "onnxruntime", "scipy"}

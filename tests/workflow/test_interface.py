@@ -28,10 +28,18 @@ def test_both_snakefiles_make_the_same(finished: Checkout) -> None:
     assert not finished.would_run("--snakefile", "workflow/Snakefile")
 
 
-def test_the_report_holds_table_plots_and_checks(demo: Checkout) -> None:
+def test_the_report_has_a_page_of_each_target_that_the_first_page_links(finished: Checkout) -> None:
+    pages = {path.name: path.read_text() for path in (finished.results / "report").glob("*.html")}
+    assert len(pages) == 5 and "All 4 targets pass." in pages["index.html"]
+    for name in pages.keys() - {"index.html"}:
+        assert f'href="{name}"' in pages["index.html"]
+        assert "San Francisco is a" in pages[name]
+
+
+def test_snakemakes_report_holds_pages_and_plots(demo: Checkout) -> None:
     demo.snakemake("--report", "results/report.html")
     page = (demo.results / "report.html").read_text()
-    for name in ("targets.html", "error_by_layer.svg", "speed.svg", "Golden checks", "Validation of graphs"):
+    for name in ("index.html", "demo-llama-fp16-all-onnxruntime.html", "error_by_layer.svg", "speed.svg"):
         assert name in page
 
 
@@ -159,12 +167,12 @@ def nonsense(config: dict) -> None:
 
 def rows(checkout: Checkout) -> dict[tuple[str, str], str]:
     """The verdicts that `lockstep summary` prints, by precision and layer count, which summary.json and the report's
-    table must say too."""
+    first page must say too."""
     lines = checkout.run("lockstep", "summary").stdout.splitlines()
     found = {(line.split()[2], line.split()[1]): line[line.index("onnxruntime") :].split()[2] for line in lines[1:5]}
     written = json.loads((checkout.results / "summary.json").read_text())["targets"]
     assert {(row["precision"], str(row["layers"])): row["golden"].split()[0] for row in written} == found
-    page = (checkout.results / "report" / "targets.html").read_text()
+    page = (checkout.results / "report" / "index.html").read_text()
     assert all(row["reason"] is None or html.escape(row["reason"]) in page for row in written)
     return found
 

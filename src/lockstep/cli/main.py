@@ -69,6 +69,17 @@ def summary(as_json: bool, results: Path) -> None:
 
 
 @main.command()
+@_RESULTS
+def report(results: Path) -> None:
+    """Write the summary and the report's pages anew, of what is there now."""
+    from lockstep.report.renew import summarise
+
+    tree = Results(results)
+    summarise(tree, _used_config(tree).targets())
+    click.echo(tree.report_page())
+
+
+@main.command()
 @click.option(
     "-v",
     "--verbose",

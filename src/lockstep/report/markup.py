@@ -17,7 +17,7 @@ body { margin: 0 auto; max-width: 1080px; padding: 24px 20px 64px; background: v
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 24px; margin: 8px 0 4px; } h2 { font-size: 18px; margin: 36px 0 8px; } h3 { font-size: 15px; }
 a { color: var(--link); } p { margin: 6px 0; } .quiet { color: var(--quiet); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+.scroll { overflow-x: auto; } table + .scroll { margin-top: 18px; } table { border-collapse: collapse; width: 100%; }
 th, td { padding: 6px 12px 6px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; } .number { text-align: right; font-variant-numeric: tabular-nums; }
 .pass { color: var(--pass); } .fail { color: var(--fail); } .wait { color: var(--wait); }

@@ -84,7 +84,7 @@ def _targets(results: Results, rows: Sequence[Row]) -> str:
         [
             link(results.target_page(target_of(row)), here, str(target_of(row))),
             result(row["verdict"]),
-            tag("code", text((row["engine_digest"] or "-")[:12])),
+            tag("code", text(str(row["engine_digest"] or "-")[:12])),
             text(row["reproduced"]),
             _number(row["max_logit_error"], ".1e"),
             _number(row["logit_tolerance"], "g"),
@@ -104,7 +104,11 @@ def _speeds(title: str, rows: Sequence[Row], caption: str) -> list[str]:
         for row in rows
         if row["prefill_tokens_per_s"] is not None
     ]
-    return [tag("h2", text(title)), tag("p", text(caption), "quiet"), charts.speeds(shown)] if shown else []
+    return (
+        [tag("h2", text(title)), tag("p", text(caption), "quiet"), _shown(lambda: charts.speeds(shown))]
+        if shown
+        else []
+    )
 
 
 def _since_lock(model: str, lines: Sequence[str] | None) -> list[str]:
@@ -158,7 +162,7 @@ def _speed(rows: Sequence[Row], row: Row, known: Details) -> str:
          _number(known.speed.get(f"{key}decode_tokens_per_s"), ".0f")]
         for how, key in ((f"{known.speed['batch_size']} prompts in a batch", ""), ("one prompt alone", "alone_"))
     ]  # fmt: skip
-    parts = [tag("p", text(f"Of the {what}."), "quiet"), _tokens_per_s(what, cells)]
+    parts = [_tokens_per_s(what, cells)]
     same = ("model", "precision", "backend")
     depths = [other for other in rows if other["layers"] != "all" and all(other[key] == row[key] for key in same)]
     if row["layers"] == "all" and depths:
@@ -206,7 +210,7 @@ def _reproduced(known: Details) -> str:
         return "not tried: lockstep reproduce builds it again"
     level, rounds = known.reproduction["level"], known.reproduction["rounds"]
     what = known.reproduction["levels"].get(level, {}).get("what", "")
-    return f"{level}{': ' * bool(what)}{what} (built {rounds} more time{'s' * (rounds != 1)})"
+    return f"{level}{': ' * bool(what)}{what} (built again {'once' if rounds == 1 else f'{rounds} times'})"
 
 
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
@@ -241,5 +245,5 @@ def _size(path: Path) -> str:
     return f"{size:.1f} GB"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
+def _number(value: Any, form: str) -> str:
+    return f"{value:{form}}" if isinstance(value, (int, float)) else "-" if value is None else text(value)
