@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx
 import pytest
 from checkout import Checkout
-from test_locks import edit_pin, flip
+from test_locks import flip
 
 from lockstep.artifacts.files import read_json, write_json
 
@@ -109,15 +109,14 @@ def test_a_change_is_refused_before_any_job(locked: Checkout, edit: Callable[[Ch
     assert locked.digests() == before
 
 
-def test_code_and_packages_that_make_the_same_bytes_pass(locked: Checkout) -> None:
-    """They make it again, which the lock allows, and `explain` tells them."""
+def test_code_that_makes_the_same_bytes_passes(locked: Checkout) -> None:
+    """It makes them again, which the lock allows, and `explain` tells it."""
     before = locked.digests()
     locked.append("src/lockstep/onnx_tools/fuse_projections.py", "EDITED = 1\n")
-    edit_pin(locked)
     explained = locked.run("lockstep", "explain", f"{MODEL}/fp16/2").stdout
-    assert "code onnx_tools/fuse_projections.py " in explained and "-> 9.9.9" in explained
+    assert "code onnx_tools/fuse_projections.py " in explained
     jobs = locked.would_run(*LOCKED)
-    assert jobs["build"] == 2 and jobs["export"] == 2 and not jobs["convert"]
+    assert jobs["build"] == 2 and not jobs["export"]
     locked.finish(*LOCKED)
     after = locked.digests()
     records = re.compile(r"\.build\.json$|summary|report")
@@ -132,6 +131,7 @@ def test_code_that_makes_other_bytes_is_refused_with_its_makers(locked: Checkout
     text = module.read_text()
     assert text.count("ORT_ENABLE_ALL") == 1
     module.write_text(text.replace("ORT_ENABLE_ALL", "ORT_ENABLE_BASIC"))
+    shutil.rmtree(locked.results / MODEL / "fp16/engines/onnxruntime")  # engines that still fit would be kept
     line = refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16")
     assert re.match(
         r"build: \S+\.onnx differs: \w{12} -> \w{12}, made with .*code \w{12} -> \w{12}; locked "

@@ -69,7 +69,7 @@ def summary(as_json: bool, results: Path) -> None:
 
 
 @main.command()
-@_RESULTS
+@RESULTS
 def report(results: Path) -> None:
     """Write the summary and the report's pages anew, of what is there now."""
     from lockstep.report.renew import summarise

@@ -223,7 +223,8 @@ def _other_makers(lock: Mapping[str, Any], section: Section) -> str:
     libraries = changes(locked.get("backend", {}), now.get("backend", {}))
     backend = [f"{section.record['names']['backend']} {'.'.join(where)} {change}" for where, change in libraries]
     code = [f"code {words(locked['code'])} -> {words(now['code'])}"] if locked["code"] != now["code"] else []
-    return ", ".join([*packages, *backend, *code])
+    options = changes(locked.get("options", {}), now.get("options", {}))
+    return ", ".join([*packages, *backend, *(f"option {'.'.join(where)} {change}" for where, change in options), *code])
 
 
 def _refuse(line: str, lock_file: Path) -> None:

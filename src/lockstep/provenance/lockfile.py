@@ -111,6 +111,7 @@ def made_with(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "code": sha256_json(record["code"]),
         "packages": record["environment"],
+        **({} if STAGES[record["stage"]].is_check else {"options": json.loads(dump_json(record["options"]))}),
         **({"backend": json.loads(dump_json(backend))} if backend else {}),
     }
 

@@ -34,7 +34,7 @@ RECORD = {
 }
 LOCK = {
     "model": str,
-    "made with": {ANY: {"code": str, "packages": _TEXTS, "backend?": dict}},
+    "made with": {ANY: {"code": str, "packages": _TEXTS, "options?": dict, "backend?": dict}},
     "checkpoint": {"source": str, ANY: str},
     "reference": {ANY: _TEXTS},
     "precisions": {
