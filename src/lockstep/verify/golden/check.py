@@ -11,7 +11,7 @@ edge of cache, window and RoPE, and beside the others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from lockstep.artifacts.dtypes import numpy_dtype
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Decoding, Model, Request
+from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
-from lockstep.verify.golden.decode import Decoded, decode
 from lockstep.verify.golden.forced import Errors, Forced, force, pieces, stretches
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import Difference, difference, finish, largest
@@ -118,6 +117,14 @@ def check(
     return Path(out)
 
 
+@dataclass
+class Decoded:
+    """Of one request: the logits [vocab_size] of every step and the token chosen from them."""
+
+    logits: list[np.ndarray] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
 class _Check:
     """One run of the check; `failures` are lines, in the order in which they were found."""
 
@@ -141,13 +148,13 @@ class _Check:
         if tuple(sorted(self.model.eos_token_ids)) != self.eos_token_ids:
             expected, found = list(self.eos_token_ids), list(self.model.eos_token_ids)
             self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
-        ids = [prompt.prompt_ids for prompt in self.prompts]
-        free = decode(self.model, ids, self._greedily, self.max_num_tokens)
-        forced = decode(self.model, ids, self._along_reference, self.max_num_tokens)
+        free, _ = self._decode([self._freely(prompt) for prompt in self.prompts])
+        forced, batch = self._decode([_along_reference(prompt) for prompt in self.prompts])
         entries, alone = [], []
         for i, prompt in enumerate(self.prompts):
-            alone.append(decode(self.model, [prompt.prompt_ids], self._greedily, self.max_num_tokens))
-            entries.append(self._judge(i, free, forced, alone[-1]))
+            (found,), speed = self._decode([self._freely(prompt)])
+            alone.append(speed)
+            entries.append(self._judge(prompt, free[i], forced[i], found))
         self._generate(self.prompts, entries, frozenset(self.eos_token_ids))
         long = self._long(self.long) if self.long else None
         self._mixed(entries, long)
@@ -159,7 +166,7 @@ class _Check:
             "prompts": entries,
             "long_prompt": long,
         }
-        return report, _speed(forced, alone, min(len(ids), self.model.max_batch_size))
+        return report, _speed(batch, alone, min(len(self.prompts), self.model.max_batch_size))
 
     def _generate(self, prompts: Sequence[Prompt], entries: Sequence[dict[str, Any]], stop_ids: frozenset[int]) -> None:
         """Decode as `lockstep generate` does; adds to the entries whether it came to the same tokens."""
@@ -223,29 +230,36 @@ class _Check:
             self._fail(prompt, f"behind {first[0]} tokens, {how}: {_off(first[1], self.tolerance)}")
         return largest([found.worst for found in errors])
 
-    def _greedily(self, number: int, step: int, logits: np.ndarray) -> tuple[int, bool]:
-        token = int(logits.argmax())
-        return token, token not in self.eos_token_ids and step + 1 < self.max_new_tokens
+    def _freely(self, prompt: Prompt) -> Request:
+        """By the logits of each step, whatever they are: NaN is for the judge."""
+        choose = lambda logits: int(logits.argmax())
+        return Request(prompt.prompt_ids, self.max_new_tokens, choose, frozenset(self.eos_token_ids))
 
-    def _along_reference(self, number: int, step: int, logits: np.ndarray) -> tuple[int, bool]:
-        tokens = self.prompts[number].tokens
-        return tokens[step], step + 1 < len(tokens)
+    def _decode(self, requests: Sequence[Request]) -> tuple[list[Decoded], Speed]:
+        """What the loop that `lockstep generate` runs makes of the requests, with the logits that they choose from."""
+        decoding = Decoding(self.model, requests, max_num_tokens=self.max_num_tokens)
+        found = [Decoded() for _ in requests]
+        for made in decoding:
+            assert made.logits is not None  # each request chooses by itself
+            found[made.request].tokens.append(made.token)
+            found[made.request].logits.append(made.logits)
+        return found, decoding.speed
 
-    def _judge(self, number: int, free: Decoded, forced: Decoded, alone: Decoded) -> dict[str, Any]:
+    def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone: Decoded) -> dict[str, Any]:
         """A prompt's entry in the report; what is wrong with it goes to `failures`."""
-        prompt, tokens = self.prompts[number], free.tokens[number]
+        tokens = free.tokens
         found_ids = self.tokenizer.encode(prompt.text).tolist()
         if found_ids != prompt.prompt_ids:
             self._fail(prompt, f"prompt ids: expected {prompt.prompt_ids} as in transformers, found {found_ids}")
         differences = self._first_difference(prompt, "decoding freely", prompt.tokens, tokens)
-        errors = [difference(row, found) for row, found in zip(prompt.logits, forced.logits[number])]
+        errors = [difference(row, found) for row, found in zip(prompt.logits, forced.logits)]
         worst = largest([error.max_abs_error for error in errors])
         if worst is None or worst > self.tolerance:
             step = next(i for i, error in enumerate(errors) if not error.within(self.tolerance))
             self._fail(prompt, f"step {step}, along the reference's tokens: {_off(errors[step], self.tolerance)}")
-        lone = self._first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens[0])
+        lone = self._first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens)
         same = lone[0]["step"] + 1 if lone else len(tokens)  # logits of equal histories
-        drift = [difference(row, found) for row, found in zip(free.logits[number][:same], alone.logits[0])]
+        drift = [difference(row, found) for row, found in zip(free.logits[:same], alone.logits)]
         drifted = next((i for i, error in enumerate(drift) if not error.within(self.tolerance)), None)
         if drifted is not None:
             self._fail(prompt, f"step {drifted}, alone instead of in the batch: {_off(drift[drifted], self.tolerance)}")
@@ -385,20 +399,21 @@ def _off(error: Difference, tolerance: float) -> str:
     return f"expected a logit error of at most {tolerance:g}, found {error.max_abs_error:.3g}"
 
 
-def _speed(batch: Decoded, alone: Sequence[Decoded], batch_size: int) -> dict[str, Any]:
+def _along_reference(prompt: Prompt) -> Request:
+    tokens = iter(prompt.tokens)
+    return Request(prompt.prompt_ids, len(prompt.tokens), lambda logits: next(tokens))
+
+
+def _speed(batch: Speed, alone: Sequence[Speed], batch_size: int) -> dict[str, Any]:
     """Tokens per second in the batch, and alone. Of the pass along the reference's tokens: as long as others', and
     behind a warm-up."""
-    rate = lambda tokens, seconds: tokens / seconds if seconds else 0.0  # one new token takes no decode step
+    each = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
     return {
         "batch_size": batch_size,
-        "prefill_tokens_per_s": rate(batch.prefill_tokens, batch.prefill_seconds),
-        "decode_tokens_per_s": rate(batch.decode_tokens, batch.decode_seconds),
-        "alone_prefill_tokens_per_s": rate(
-            sum(run.prefill_tokens for run in alone), sum(run.prefill_seconds for run in alone)
-        ),
-        "alone_decode_tokens_per_s": rate(
-            sum(run.decode_tokens for run in alone), sum(run.decode_seconds for run in alone)
-        ),
+        "prefill_tokens_per_s": batch.prefill_tokens_per_second,
+        "decode_tokens_per_s": batch.decode_tokens_per_second,
+        "alone_prefill_tokens_per_s": each.prefill_tokens_per_second,
+        "alone_decode_tokens_per_s": each.decode_tokens_per_second,
     }
 
 
