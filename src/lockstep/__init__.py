@@ -1,6 +1,11 @@
-"""Lockstep: from a Hugging Face checkpoint to inference engines that are checked and can be built again."""
+"""Lockstep: from a Hugging Face checkpoint to inference engines that are checked and can be built again.
 
+What stands in `__all__` is the public API, and is imported when it is asked for. docs/python.md shows it.
+"""
+
+import importlib
 import os
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -10,3 +15,41 @@ NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 for _name, _value in NO_TELEMETRY.items():
     if not os.environ.get(_name):
         os.environ[_name] = _value
+
+# Name: the module below this package that has it, and under which name.
+_API = {
+    "Advance": ("runtime", "Advance"),
+    "CheckError": ("errors", "CheckError"),
+    "EngineSet": ("backends", "EngineSet"),
+    "InputError": ("errors", "InputError"),
+    "Model": ("runtime", "Model"),
+    "Results": ("targets", "Results"),
+    "Sampling": ("runtime", "Sampling"),
+    "Target": ("targets", "Target"),
+    "Tokenizer": ("runtime", "Tokenizer"),
+    "Weights": ("weights", "Weights"),
+    "build_engines": ("backends", "build"),
+    "compare_engines": ("verify.compare", "run"),
+    "convert_weights": ("weights", "convert"),
+    "export_graphs": ("export", "export"),
+    "generate": ("runtime", "generate"),
+    "load_config": ("config.load", "load_given"),
+    "open_model": ("runtime.target", "open_model"),
+    "open_tokenizer": ("runtime.target", "open_tokenizer"),
+    "resolve_architecture": ("checkpoint", "resolve_architecture"),
+    "resolve_checkpoint": ("checkpoint", "resolve"),
+    "validate_graphs": ("verify.validate", "run"),
+    "verify_results": ("provenance.verify", "verify"),
+}
+__all__ = sorted(_API)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _API:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    module, attribute = _API[name]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

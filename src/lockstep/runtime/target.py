@@ -1,0 +1,39 @@
+"""A target of a finished run, opened by its name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError
+from lockstep.runtime.model import Model
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.targets import Results, Target
+
+
+def open_model(target: str, results: str | os.PathLike = "results", **limits: Any) -> Model:
+    """Open the model of a target, such as `demo-llama/fp16/all/onnxruntime`, of a finished run.
+
+    results: the results tree. limits: of `Model.open` (`max_batch_size`, `max_seq_len`, `max_num_tokens`, `threads`,
+    `low_memory`). Raises InputError for a name that is no target's, and what `Model.open` raises.
+    """
+    tree, names = Results(Path(results)), _parse(target)
+    model, precision = names.model, names.precision
+    engines = tree.engines(model, precision, names.backend)
+    return Model.open(engines, tree.assembly(model, precision), tree.weights(model, precision), names.layers, **limits)
+
+
+def open_tokenizer(target: str, results: str | os.PathLike = "results") -> Tokenizer:
+    """Open the tokenizer of a target's model."""
+    names = _parse(target)
+    return Tokenizer.open(Results(Path(results)).assembly(names.model, names.precision))
+
+
+def _parse(text: str) -> Target:
+    try:
+        return Target.parse(text)
+    except ValueError:
+        raise InputError(
+            f"target: expected model/precision/layers/backend, such as demo-llama/fp16/all/onnxruntime, found {text!r}"
+        ) from None

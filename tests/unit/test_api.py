@@ -1,0 +1,47 @@
+"""The public API: what `import lockstep` offers, and that the documents use nothing else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.targets import Results
+
+ROOT = Path(__file__).parents[2]
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def test_each_name_is_there_and_says_what_it_is() -> None:
+    for name in lockstep.__all__:
+        assert getattr(lockstep, name).__doc__, name
+    assert set(lockstep.__all__) <= set(dir(lockstep))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lockstep.nothing  # noqa: B018
+
+
+def test_importing_it_loads_no_other_package() -> None:
+    code = "import lockstep, sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"numpy", "onnx", "onnxruntime", "torch", "pydantic", "click"} & set(loaded)
+
+
+def test_documents_import_nothing_below_it() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for code in PYTHON.findall(page.read_text()):
+            assert not re.search(r"lockstep\.\w+ import|import lockstep\.", code), page.name
+
+
+def test_the_examples_of_the_docs_run(demo: Results, tmp_path: Path) -> None:
+    (tmp_path / "results").symlink_to(demo.root, target_is_directory=True)
+    for code in PYTHON.findall((ROOT / "docs" / "python.md").read_text()):
+        subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")}, cwd=tmp_path)
+
+
+def test_a_name_that_is_no_target_is_one_line() -> None:
+    with pytest.raises(lockstep.InputError, match="expected model/precision/layers/backend"):
+        lockstep.open_model("demo-llama")
