@@ -1,4 +1,4 @@
-"""Where every result lies: the tree under `results/`, and the names of targets."""
+"""Where every result lies: the tree under `results/`; the names of targets; and the limits of what runs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,21 @@ class Target:
 def layer_count(text: str) -> int | str:
     """A layer count as it stands in names: "2" is 2, "all" stays."""
     return text if text == "all" else int(text)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that engines and caches are made for, with their only defaults.
+
+    max_batch_size: requests in flight together. max_input_len: tokens of one prompt. max_seq_len: tokens of one
+    request, prompt and answer: the length of its KV cache. max_num_tokens: tokens of all requests that one step takes,
+    packed.
+    """
+
+    max_batch_size: int = 4
+    max_input_len: int = 128
+    max_seq_len: int = 256
+    max_num_tokens: int = 512
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from lockstep import targets
 from lockstep.config.sources import SourceError, parse_source
+
+_LIMITS = targets.Limits()
 
 Precision = Literal["fp32", "fp16", "bf16"]
 # What each backend computes in, and why it lacks the others. A new backend is a new line here.
@@ -174,12 +177,14 @@ class ModelConfig(Section):
 class Limits(Section):
     """Sizes that engines and caches are made for."""
 
-    max_batch_size: Count = Field(default=4, description="Requests that are in flight together.")
-    max_input_len: Count = Field(default=128, description="Tokens of one prompt.")
+    max_batch_size: Count = Field(default=_LIMITS.max_batch_size, description="Requests that are in flight together.")
+    max_input_len: Count = Field(default=_LIMITS.max_input_len, description="Tokens of one prompt.")
     max_seq_len: Count = Field(
-        default=256, description="Tokens of one request, prompt and answer: the length of its KV cache."
+        default=_LIMITS.max_seq_len, description="Tokens of one request, prompt and answer: the length of its KV cache."
     )
-    max_num_tokens: Count = Field(default=512, description="Tokens of all requests that one step takes, packed.")
+    max_num_tokens: Count = Field(
+        default=_LIMITS.max_num_tokens, description="Tokens of all requests that one step takes, packed."
+    )
 
 
 class Tolerance(Section):

@@ -14,8 +14,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.runtime.model import Model
 from lockstep.runtime.sampling import greedy
 from lockstep.step.advance import Advance
-
-DEFAULT_NUM_TOKENS = 512
+from lockstep.targets import Limits
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Decoding:
     ):
         self.speed = Speed()
         self._model = model
-        self._budget = max_num_tokens or model.max_num_tokens or DEFAULT_NUM_TOKENS
+        self._budget = max_num_tokens or model.max_num_tokens or Limits().max_num_tokens
         if self._budget < model.max_batch_size:
             raise InputError(
                 f"max_num_tokens: expected at least max_batch_size ({model.max_batch_size}), found {self._budget}"

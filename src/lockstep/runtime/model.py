@@ -14,8 +14,13 @@ from lockstep.runtime.binding import open_network
 from lockstep.step.advance import Advance, Executor, check
 from lockstep.step.greedy import most_likely
 from lockstep.step.host import HostExecutor
+from lockstep.targets import Limits
 
-_DEFAULTS = {"max_batch_size": 4, "max_seq_len": 256, "max_num_tokens": None}
+_DEFAULTS = {
+    "max_batch_size": Limits().max_batch_size,
+    "max_seq_len": Limits().max_seq_len,
+    "max_num_tokens": None,  # any number
+}
 
 
 class Model:

@@ -42,6 +42,7 @@ from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import Executor
 from lockstep.step.network import Network
+from lockstep.targets import Limits
 
 # Optimization levels by the name of the graph. Attention takes 50 s at level 3 for the smallest model, and had not
 # ended after two minutes at level 5.
@@ -92,9 +93,9 @@ class TensorRTBackend:
             "tactic_sources": None,
             "tactics": "free",
             "attention": "fused",
-            "max_batch_size": 4,
-            "max_num_tokens": 512,
-            "max_seq_len": 256,
+            "max_batch_size": Limits().max_batch_size,
+            "max_num_tokens": Limits().max_num_tokens,
+            "max_seq_len": Limits().max_seq_len,
             **({"compiler_flags": flags} if flags is not None else {}),
         }
 
