@@ -152,9 +152,9 @@ class _Check:
         forced, batch = self._decode([_along_reference(prompt) for prompt in self.prompts])
         entries, alone = [], []
         for i, prompt in enumerate(self.prompts):
-            (found,), speed = self._decode([self._freely(prompt)])
+            lone, speed = self._decode([self._freely(prompt)])
             alone.append(speed)
-            entries.append(self._judge(prompt, free[i], forced[i], found))
+            entries.append(self._judge(prompt, free[i], forced[i], lone[0]))
         self._generate(self.prompts, entries, frozenset(self.eos_token_ids))
         long = self._long(self.long) if self.long else None
         self._mixed(entries, long)
