@@ -15,10 +15,11 @@ if WORKER in os.environ:
     # start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("LOCKSTEP_THREADS", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As in a shell's background job: the processes that tests start would inherit it, and those that they interrupt
-    # would go on.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        # As in a shell's background job, and behind nohup: the processes that tests start would inherit it, and those
+        # that they interrupt would go on.
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -69,7 +69,7 @@ def test_verify_fails_with_its_document(project: Path, capsys: pytest.CaptureFix
 
 
 def test_diff(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = {"format": "lockstep.lock/2", "model": "m", "made with": {}, "checks": {}, "precisions": {}}
+    lock = {"format": "lockstep.lock/3", "model": "m", "made with": {}, "checks": {}, "precisions": {}}
     for name, token in (("one", "5"), ("two", "6")):
         write_json(f"{name}.json", {**lock, "checkpoint": {"source": "x"}, "reference": {"all": {"Light": token}}})
     found, code = told(capsys, "diff", "one.json", "two.json")

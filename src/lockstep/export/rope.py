@@ -10,10 +10,10 @@ them are its limit.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import transformers
 
 from lockstep.errors import InputError
@@ -24,26 +24,39 @@ def freeze_ropes(model: transformers.PreTrainedModel) -> None:
     gives."""
     modules: Iterator[Any] = model.modules()  # those with a rope_type are of any class
     for module in modules:
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor) and hasattr(module, "rope_init_fn"):
-            # phimoe computes its frequencies in each call. Folded by another library than torch, a power may differ in
-            # its last bit, which far positions make visible: the buffer has torch's.
-            module.rope_init_fn = lambda *_, module=module, **__: (module.inv_freq, module.attention_scaling)
-        kinds = getattr(module, "rope_type", None)
-        if isinstance(kinds, str) and _changes(kinds):
-            module.rope_type = "default"
-        elif isinstance(kinds, Mapping):
-            module.rope_type = {layer: "default" if _changes(kind) else kind for layer, kind in kinds.items()}
-        else:
-            continue
-        parameters = module.config.rope_parameters
-        # phimoe: a factor of cos and sin for each of the two sets, chosen in its own code
-        if "short_mscale" in parameters:
-            module.config = copy.copy(module.config)
-            module.config.rope_parameters = {
-                **parameters,
-                "rope_type": "default",
-                "attention_factor": parameters["short_mscale"],
-            }
+        _freeze_kind(module)
+        _keep_frequencies(module)
+
+
+def _freeze_kind(module: Any) -> None:
+    kinds = getattr(module, "rope_type", None)
+    if isinstance(kinds, str) and _changes(kinds):
+        module.rope_type = "default"
+    elif isinstance(kinds, Mapping):
+        module.rope_type = {layer: "default" if _changes(kind) else kind for layer, kind in kinds.items()}
+    else:
+        return
+    parameters = module.config.rope_parameters
+    # phimoe: a factor of cos and sin for each of the two sets, chosen in its own code
+    if "short_mscale" in parameters:
+        module.config = copy.copy(module.config)
+        module.config.rope_parameters = {
+            **parameters,
+            "rope_type": "default",
+            "attention_factor": parameters["short_mscale"],
+        }
+
+
+def _keep_frequencies(module: Any) -> None:
+    """Where a rotary module computes its frequencies in each call (phimoe), let it have them once, by torch: folded by
+    another library a power may differ in its last bit, which positions beyond 100,000 make visible."""
+    if "rope_init_fn" not in getattr(inspect.unwrap(type(module).forward), "__code__", _NO_CODE).co_names:
+        return
+    module.inv_freq, module.attention_scaling = module.rope_init_fn(module.config)
+    module.rope_init_fn = lambda *_, **__: (module.inv_freq, module.attention_scaling)
+
+
+_NO_CODE = (lambda: None).__code__
 
 
 def _changes(kind: str) -> bool:

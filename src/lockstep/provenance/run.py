@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -126,13 +128,20 @@ def _all_or_nothing(step: Step) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if output.is_file() and digest(output) != before:
-            for path in (output, *about):
+        if not output.is_file() or digest(output) != before or not _is_whole(step, earlier.get(record_path(output))):
+            for path in (output, *about, *step.beside):
                 path.unlink(missing_ok=True)
-        elif output.is_file():
+        else:
             for path, data in earlier.items():
                 write_bytes(path, data)
         raise
+
+
+def _is_whole(step: Step, record: bytes | None) -> bool:
+    """Whether what lies beside the manifest is what its record says."""
+    outputs = json.loads(record)["outputs"] if record and step.beside else {}
+    names = {path: Path(os.path.relpath(path, step.output.parent)).as_posix() for path in step.beside}
+    return all(not outputs or (path.is_file() and digest(path) == outputs.get(name)) for path, name in names.items())
 
 
 def _is_recorded(output: Path) -> bool:
