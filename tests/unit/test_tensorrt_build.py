@@ -24,6 +24,7 @@ import pytest
 
 import lockstep.backends.tensorrt
 from lockstep.artifacts.files import read_json, sha256_file, sha256_json
+from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt import backend as tensorrt_backend
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.backend import TensorRTBackend
@@ -40,7 +41,6 @@ from lockstep.backends.tensorrt.layers import (
     read_layers,
 )
 from lockstep.backends.tensorrt.memory import PeakMemory
-from lockstep.backends.tensorrt.profiles import profiles
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD, Tactics
 from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn
 from lockstep.backends.tensorrt.v8_6.regions import region_layers
