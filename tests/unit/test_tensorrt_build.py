@@ -936,7 +936,7 @@ def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatc
 
 
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
-    modules = "backend", "compat", "contract", "device", "layers", "memory", "v8_6.needs", "profiles", "tactics"
+    modules = "backend", "compat", "contract", "device", "layers", "memory", "v8_6.needs", "settings", "tactics"
     code = ("import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n") + "".join(
         f"import lockstep.backends.tensorrt.{name}\n" for name in modules
     )
