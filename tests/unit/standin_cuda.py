@@ -508,7 +508,7 @@ class Engine:
     """ICudaEngine of a graph whose profiles are made for the limits that it carries."""
 
     def __init__(self, gpu: Gpu, wide: bool, data: bytes):
-        from lockstep.backends.tensorrt.profiles import profiles
+        from lockstep.backends.profiles import profiles
         from lockstep.onnx_tools.sessions import open_session
 
         self.gpu, self.wide, self.model = gpu, wide, onnx.ModelProto.FromString(data)
@@ -776,7 +776,7 @@ def installed(version: str = "8.6.0") -> Iterator[Gpu]:
 def _build(self, real: Callable, graph: Path, out: Path, options: dict):
     from lockstep.artifacts.files import sha256_file
     from lockstep.backends.base import Built
-    from lockstep.backends.tensorrt.profiles import LIMITS
+    from lockstep.backends.profiles import LIMITS
 
     if out.suffix != ".engine":
         return real(self, graph, out, options)

@@ -171,8 +171,8 @@ def main() -> None:
     from lockstep.artifacts.files import sha256_file
     from lockstep.backends import EngineSet
     from lockstep.backends.base import Built
+    from lockstep.backends.profiles import profiles
     from lockstep.backends.tensorrt import backend, compat
-    from lockstep.backends.tensorrt.profiles import profiles
     from lockstep.backends.tensorrt.rotation import read_rotation
     from lockstep.errors import guard
     from lockstep.verify.compare import run

@@ -98,6 +98,16 @@ def test_an_import_in_any_form_is_followed(package: Path, line: str, where: str)
     assert code_identity.code_digest("start") != before
 
 
+def test_a_name_with_a_star_is_the_module_of_each_folder_but_of_the_job_s_backend_only(package: Path) -> None:
+    write(package, "start.py", "MODULE = 'lockstep.backends.*.backend'")
+    for name in ("first", "second"):
+        write(package, f"backends/{name}/backend.py", "")
+        write(package, f"backends/{name}/settings.py", "")
+    found = lambda backend: {name for name in code_identity.code_files("start", backend) if name.count("/") == 2}
+    assert found(None) == {"backends/first/backend.py", "backends/second/backend.py"}
+    assert found("second") == {"backends/second/backend.py"}
+
+
 def test_what_is_not_imported_does_not_count(package: Path) -> None:
     write(package, "start.py", "import json, numpy")
     before = code_identity.code_digest("start")

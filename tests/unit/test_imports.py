@@ -62,7 +62,9 @@ def name(path: Path) -> str:
 
 
 def layer(path: Path) -> int:
-    return LAYERS.index(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
+    first, *rest = path.relative_to(PACKAGE).parts
+    is_settings = first == "backends" and rest[1:] == ["settings.py"]  # what a backend brings to the config
+    return LAYERS.index("config" if is_settings else first.removesuffix(".py"))
 
 
 def outside(path: Path) -> set[str]:

@@ -13,8 +13,9 @@ from demo_model import LIMITS, TOLERANCES
 from recorded import recorded
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.backends import CanonicalBytes, EngineSet, base
+from lockstep.backends import CanonicalBytes, EngineSet
 from lockstep.backends.inspected import inspected
+from lockstep.backends.onnxruntime import backend
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.errors import InputError
 from lockstep.provenance.record import record_path
@@ -66,7 +67,7 @@ def same(first: Results, second: Results) -> tuple[dict[str, bool], dict[str, li
 
 
 def use(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    monkeypatch.setitem(base._BACKENDS, "onnxruntime", (__name__, kind.__name__))
+    monkeypatch.setattr(backend, "BACKEND", kind)
 
 
 def test_two_builds_on_the_cpu_are_the_same_at_every_level(references: Results, first: Results, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import pytest
 
 import lockstep.backends.tensorrt
 from lockstep.artifacts.files import read_json, sha256_file, sha256_json
+from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt import backend as tensorrt_backend
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.backend import TensorRTBackend
@@ -40,7 +41,6 @@ from lockstep.backends.tensorrt.layers import (
     read_layers,
 )
 from lockstep.backends.tensorrt.memory import PeakMemory
-from lockstep.backends.tensorrt.profiles import profiles
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD, Tactics
 from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn
 from lockstep.backends.tensorrt.v8_6.regions import region_layers
@@ -936,7 +936,7 @@ def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatc
 
 
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
-    modules = "backend", "compat", "contract", "device", "layers", "memory", "v8_6.needs", "profiles", "tactics"
+    modules = "backend", "compat", "contract", "device", "layers", "memory", "v8_6.needs", "settings", "tactics"
     code = ("import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n") + "".join(
         f"import lockstep.backends.tensorrt.{name}\n" for name in modules
     )

@@ -6,6 +6,8 @@
 from dataclasses import asdict
 
 from lockstep.config import load as lockstep_config
+from lockstep.config.backends import backends
+from lockstep.config.types import PRECISIONS
 from lockstep.pipeline.stages import REPORTS as REPORT_STAGES
 from lockstep.pipeline.stages import STAGES, all_steps, path_of, step
 from lockstep.provenance.code_identity import stage_key
@@ -73,9 +75,9 @@ SMALL = 100_000_000
 
 wildcard_constraints:
     model="|".join(map(re.escape, sorted(CONFIG.models))),
-    precision="fp32|fp16|bf16",
+    precision="|".join(PRECISIONS),
     layers="all|[1-9][0-9]*",
-    backend="[a-z]+",
+    backend="|".join(backends()),
 
 
 def one_of(models):
@@ -182,7 +184,7 @@ def interpreter(wildcards):
 
 def gpus(wildcards):
     """Whether a job uses the GPU; `--resources gpu=N` says how many such jobs may share it, one unless it is given."""
-    return 1 if wildcards.backend == "tensorrt" else 0
+    return CONFIG.gpus(wildcards.backend)
 
 
 def compute_threads(wildcards):

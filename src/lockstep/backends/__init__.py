@@ -1,9 +1,34 @@
 """Engines: a backend's built graphs, without weights. `build` makes an engine set from an assembly, `EngineSet` opens
-and checks it."""
+and checks it.
 
-from lockstep.backends.base import Array, Backend, CanonicalBytes, Program, get_backend
-from lockstep.backends.builder import build
-from lockstep.backends.engine_set import EngineSet
-from lockstep.step.executable import Executable
+They are loaded when they are asked for: the config reads the settings of backends, which are in here too, and needs no
+more of them.
+"""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.backends.base import Array, Backend, CanonicalBytes, Program, get_backend
+    from lockstep.backends.builder import build
+    from lockstep.backends.engine_set import EngineSet
+    from lockstep.step.executable import Executable
+
+_MODULES = {
+    "Array": "lockstep.backends.base",
+    "Backend": "lockstep.backends.base",
+    "CanonicalBytes": "lockstep.backends.base",
+    "EngineSet": "lockstep.backends.engine_set",
+    "Executable": "lockstep.step.executable",
+    "Program": "lockstep.backends.base",
+    "build": "lockstep.backends.builder",
+    "get_backend": "lockstep.backends.base",
+}
 __all__ = ["Array", "Backend", "CanonicalBytes", "EngineSet", "Executable", "Program", "build", "get_backend"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(_MODULES[name]), name)
+    return found

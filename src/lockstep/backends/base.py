@@ -1,5 +1,5 @@
-"""What a backend is: describe the device, build a graph to an engine file, load it, bind weights, run. Nothing else
-knows a library's name.
+"""What a backend is: describe the device, build a graph to an engine file, load it, bind weights, run. Nothing outside
+its folder knows a library's name; which modules the folder has, `lockstep.config.backends` says.
 
 A call of an engine goes through four steps, so that each costs what it must and no more:
 
@@ -29,12 +29,8 @@ from lockstep.weights import Weights
 
 Array = TypeVar("Array")
 
-# Backend name -> (module, class). A module is imported when its backend is asked for, so that none needs another's
-# library.
-_BACKENDS = {
-    "onnxruntime": ("lockstep.backends.onnxruntime.backend", "OnnxRuntimeBackend"),
-    "tensorrt": ("lockstep.backends.tensorrt.backend", "TensorRTBackend"),
-}
+# Its BACKEND is the class. A module is imported when its backend is asked for, so that none needs another's library.
+_MODULE = "lockstep.backends.*.backend"
 
 
 @dataclass(frozen=True)
@@ -162,11 +158,11 @@ class Backend(Protocol):
 
 def get_backend(name: str) -> Backend:
     """The backend of this name. Raises InputError for an unknown name or a library that is not installed."""
-    if name not in _BACKENDS:
-        raise InputError(f"backend: expected one of {', '.join(sorted(_BACKENDS))}, found {name!r}")
-    module, attribute = _BACKENDS[name]
+    known = sorted(path.parent.name for path in Path(__file__).parent.glob("*/backend.py"))
+    if name not in known:
+        raise InputError(f"backend: expected one of {', '.join(known)}, found {name!r}")
     try:
-        return getattr(importlib.import_module(module), attribute)()
+        return importlib.import_module(_MODULE.replace("*", name)).BACKEND()
     except ModuleNotFoundError as error:
         raise InputError(
             f"backend {name}: needs the Python package {error.name!r}, which is not installed here; install it"

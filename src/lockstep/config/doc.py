@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.files import dump_json, write_bytes
+from lockstep.config.backends import backends
 from lockstep.config.load import Config
-from lockstep.config.types import BACKEND_PRECISIONS, INT32_MAX
+from lockstep.config.section import INT32_MAX
 from lockstep.errors import CheckError, guard
 
 Schema = dict[str, Any]
@@ -95,8 +96,8 @@ def readme() -> str:
     whole = schema()
     rows = [f"| `{key}` | {kind} | {default} | {meaning} |" for key, kind, default, meaning in _rows(whole, whole, "")]
     keys = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
-    backends = "\n".join(f"| `{name}` | {', '.join(precisions)} |" for name, precisions in BACKEND_PRECISIONS.items())
-    return README.format(example=EXAMPLE, keys=keys, backends=backends)
+    rows_of_backends = (f"| `{name}` | {', '.join(settings.precisions)} |" for name, settings in backends().items())
+    return README.format(example=EXAMPLE, keys=keys, backends="\n".join(rows_of_backends))
 
 
 def generated() -> dict[str, str]:

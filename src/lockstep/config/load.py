@@ -12,8 +12,10 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.artifacts.fetched import known
+from lockstep.config.backends import backends
 from lockstep.config.documents import read_document
 from lockstep.config.messages import Problem, Problems, describe, join, nearest, one_line
+from lockstep.config.section import PathText, Section
 from lockstep.config.sources import (
     FolderSource,
     RandomSource,
@@ -24,17 +26,13 @@ from lockstep.config.sources import (
     source_folders,
 )
 from lockstep.config.types import (
-    BACKEND_LACKS,
-    BACKEND_PRECISIONS,
+    COMPARED_PRECISIONS,
     Backends,
     Golden,
     Limits,
     ModelConfig,
     ModelName,
-    PathText,
     Prompt,
-    Section,
-    TensorRTConfig,
     Tolerance,
     Tolerances,
 )
@@ -42,7 +40,6 @@ from lockstep.errors import InputError
 from lockstep.targets import Results, Target
 
 __all__ = [
-    "BACKEND_PRECISIONS",
     "Backends",
     "Config",
     "Golden",
@@ -86,7 +83,6 @@ class Config(Section):
     @model_validator(mode="after")
     def _across_fields(self) -> Config:
         problems = [*_limit_problems(self.limits)]
-        problems += _tensorrt_problems(self.backends.tensorrt)
         problems += _name_problems(self.models)
         for name, model in self.models.items():
             problems += _model_problems(name, model, self.limits)
@@ -107,7 +103,7 @@ class Config(Section):
     def is_compared(self, target: Target) -> bool:
         """Whether its engines are compared with their graphs in ONNX Runtime: where the precision is one that it
         computes in."""
-        return target.precision in BACKEND_PRECISIONS["onnxruntime"]
+        return target.precision in COMPARED_PRECISIONS
 
     def reference_terms(self, model: str) -> dict[str, Any]:
         """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long
@@ -189,9 +185,7 @@ class Config(Section):
     def build_options(self, backend: str) -> dict[str, Any]:
         """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on
         them. Plain JSON."""
-        if backend != "tensorrt":
-            return {}
-        return {**self.backends.tensorrt.model_dump(mode="json", exclude={"python"}), **self.engine_limits()}
+        return backends()[backend].build_options(getattr(self.backends, backend, None), self.engine_limits())
 
     def engine_limits(self) -> dict[str, int]:
         """The limits that sizes of engines' inputs come from."""
@@ -199,7 +193,11 @@ class Config(Section):
 
     def interpreter(self, backend: str) -> str | None:
         """The Python that builds and runs a backend's engines; None: this one."""
-        return self.backends.tensorrt.python if backend == "tensorrt" else None
+        return getattr(self.backends, backend).python if backends()[backend].has_interpreter else None
+
+    def gpus(self, backend: str) -> int:
+        """GPUs that a job takes which builds or runs a backend's engines."""
+        return backends()[backend].gpus
 
     def dump(self) -> dict[str, Any]:
         """Plain JSON types, with all defaults filled in; `load` of it gives the same config. Not the cache: results do
@@ -279,11 +277,10 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
                 yield Problem((*here, key, index), f"expected each item once; found {item!r} again")
     for index, precision in enumerate(model.precisions):
         for backend in model.backends:
-            if precision not in BACKEND_PRECISIONS[backend]:
-                allowed = ", ".join(BACKEND_PRECISIONS[backend])
-                text = (
-                    f"expected one of {allowed} for backend {backend} ({BACKEND_LACKS[backend]}); found {precision!r}"
-                )
+            settings = backends()[backend]
+            if precision not in settings.precisions:
+                allowed, why = ", ".join(settings.precisions), f" ({settings.lacks})" if settings.lacks else ""
+                text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
                 yield Problem((*here, "precisions", index), text)
     if model.golden.max_new_tokens >= limits.max_seq_len:
         text = (
@@ -305,18 +302,6 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
                     f"key; found {count!r}"
                 )
                 yield Problem((*here, "golden", "prompts", index, "expected", count), text)
-
-
-def _tensorrt_problems(settings: TensorRTConfig) -> Iterator[Problem]:
-    here, sources = ("backends", "tensorrt"), settings.tactic_sources or ()
-    for index, source in enumerate(sources):
-        if source in sources[:index]:
-            yield Problem((*here, "tactic_sources", index), f"expected each item once; found {source!r} again")
-    if settings.tactics != "free" and settings.optimization_level == 0:
-        yield Problem(
-            (*here, "optimization_level"),
-            f"expected at least 1 with tactics: {settings.tactics}, since level 0 ignores the timing cache; found 0",
-        )
 
 
 def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:

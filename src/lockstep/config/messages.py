@@ -46,7 +46,8 @@ class Problem:
 
 
 class Problems(ValueError):
-    """Mistakes across fields, raised inside a validator, where pydantic can give only the place of the whole model."""
+    """Mistakes across fields, raised inside a validator, where pydantic can give only the place of the whole model:
+    their locations go on from there."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -117,7 +118,7 @@ def _problems(root: type[BaseModel], detail: ErrorDetails) -> Iterator[Problem]:
     """One pydantic error as problems; ours, raised in a validator, bring their own places."""
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, Problems):
-        yield from cause.problems
+        yield from (Problem((*detail["loc"], *problem.location), problem.text) for problem in cause.problems)
         return
     location = _without_key_mark(root, detail)
     yield Problem(location, _text(root, {**detail, "loc": location}))

@@ -8,32 +8,24 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
-from pydantic.config import JsonDict
+from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError
 
 from lockstep import targets
+from lockstep.config.backends import backends
+from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, Section, path_text
 from lockstep.config.sources import SourceError, parse_source
 
 _LIMITS = targets.Limits()
 
 Precision = Literal["fp32", "fp16", "bf16"]
-# What each backend computes in, and why it lacks the others. A new backend is a new line here.
-BACKEND_PRECISIONS: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32", "fp16"), "tensorrt": ("fp32", "fp16", "bf16")}
-BACKEND_LACKS = {"onnxruntime": "ONNX Runtime on CPU has no bf16 kernels"}
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+# Whose engines are compared with their graphs: ONNX Runtime, which computes these, has no others on a CPU.
+COMPARED_PRECISIONS = ("fp32", "fp16")
 if TYPE_CHECKING:
     Backend: TypeAlias = str
 else:  # a literal of names that stand in a table is one at run time only
-    Backend = Literal[tuple(BACKEND_PRECISIONS)]
-
-# TensorRT's names, in lower case
-TacticSource = Literal["cublas", "cublas_lt", "cudnn", "edge_mask_convolutions", "jit_convolutions"]
-
-INT32_MAX = 2**31 - 1  # dimensions and lengths are int32 in engines
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    Backend = Literal[tuple(backends())]
 
 
 def _layer_count(value: Any) -> Any:
@@ -65,14 +57,8 @@ def _number(value: Any) -> Any:
     return float(value) if is_number else value
 
 
-def _path(value: Any) -> Any:
-    if isinstance(value, str) and "\0" in value:
-        raise PydanticCustomError("path", "a path without the character U+0000")
-    return value
-
-
 def _source(value: Any) -> Any:
-    if isinstance(_path(value), str):
+    if isinstance(path_text(value), str):
         try:
             parse_source(value)
         except SourceError as error:
@@ -81,7 +67,6 @@ def _source(value: Any) -> Any:
 
 
 _LAYER_KEY_SCHEMA = {"type": "string", "pattern": "^([1-9][0-9]*|all)$"}
-Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 if TYPE_CHECKING:
     LayerCount: TypeAlias = int | str
     LayerKey: TypeAlias = int | str
@@ -90,15 +75,6 @@ else:  # `int | str` everywhere else in the package
     LayerKey = Annotated[int | Literal["all"], BeforeValidator(_layer_key), WithJsonSchema(_LAYER_KEY_SCHEMA)]
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Error = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
-PathText = Annotated[str, BeforeValidator(_path)]
-AsTuple = BeforeValidator(_as_tuple)
-UNIQUE: JsonDict = {"uniqueItems": True}
-
-
-class Section(BaseModel):
-    """A mapping of the config: no unknown keys, no conversion of types, nothing changes afterwards."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
 class Prompt(Section):
@@ -224,62 +200,21 @@ class Tolerances(Section):
     bf16: Bf16Tolerance = Field(default=Bf16Tolerance(), description="For targets in bf16.")
 
     def __getitem__(self, precision: str) -> Tolerance:
-        if precision not in get_args(Precision):
+        if precision not in PRECISIONS:
             raise KeyError(precision)
         return getattr(self, precision)
 
 
-class TensorRTConfig(Section):
-    """How engines are built with TensorRT. Sizes come from `limits`."""
-
-    python: Annotated[PathText, StringConstraints(min_length=1)] | None = Field(
-        default=None,
-        description="The Python interpreter that builds and runs the engines, where it is not this one: a "
-        "path, or a command. TensorRT 8.6.0 needs "
-        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime, polygraphy "
-        "and tokenizers, and the "
-        "library NVRTC; with `attention: fused` also nvidia-cudnn-frontend and the library cuDNN 9.",
-    )
-    workspace_mb: Count = Field(default=4096, description="Device memory that a tactic may use while it runs, in MiB.")
-    optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
-        default=4,
-        description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing "
-        "cache. TensorRT 8.6 adds up fp16 products in fp16 "
-        "where it does not fuse them, which at levels 4 and 5 is seldom; the build says so. What is built as "
-        "one region (`one_region`) is at level 3 at most.",
-    )
-    one_region: bool = Field(
-        default=True,
-        description="With TensorRT 8.6, have the fp16 graphs of blocks compiled as one fused region each, "
-        "which builds them sooner than the search at levels 4 and 5, and fuses all products, "
-        "which are then added up in fp32 but for a few that the build names. A graph that TensorRT cannot "
-        "build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
-    )
-    tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
-        default=None,
-        json_schema_extra=UNIQUE,
-        description="Which libraries tactics may come from; none: TensorRT's own choice. Without cuBLAS and cuDNN: "
-        "`[edge_mask_convolutions, jit_convolutions]`. TensorRT 11 knows these two only.",
-    )
-    tactics: Literal["free", "record", "verified"] = Field(
-        default="free",
-        description="`record` keeps the timing cache and what was chosen for each layer beside the engines, "
-        "and goes on from them; `verified` builds from "
-        "such a record and fails where anything else is chosen; with TensorRT 8.6, which chooses the kernels "
-        "of fused regions anew in each build, that is often.",
-    )
-    attention: Literal["fused", "traced"] = Field(
-        default="fused",
-        description="`fused`: on a paged KV cache, cuDNN's attention for prompts and a kernel of our own for "
-        "rows that decode, for the kinds that these can run (needs "
-        "nvidia-cudnn-frontend and cuDNN 9); "
-        "`traced`: the model's own graph, in TensorRT.",
-    )
-
-
-class Backends(Section):
-    """Settings of each backend."""
-
-    tensorrt: TensorRTConfig = Field(
-        default=TensorRTConfig(), description="How engines are built with TensorRT. Sizes come from `limits`."
+if TYPE_CHECKING:
+    Backends: TypeAlias = Section
+else:  # of the sections that the backends bring
+    Backends = create_model(
+        "Backends",
+        __base__=Section,
+        __doc__="Settings of each backend.",
+        **{
+            name: (settings.section, Field(default=settings.section(), description=settings.section.__doc__))
+            for name, settings in backends().items()
+            if settings.section is not None
+        },
     )

@@ -26,8 +26,6 @@ SOURCES = Path(__file__).resolve().parents[1]  # of the package
 _PINS = SOURCES.parents[1] / "envs" / "requirements.txt"
 # Packages whose import name is not their own name.
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
-# Packages that come with a GPU machine: no pin, since engines.json records the version that built and refuses another.
-_ELSEWHERE = {"tensorrt", "cuda", "cudnn"}
 # What these load when used, without an import that could be read in our code.
 _BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors")}
 
@@ -117,8 +115,16 @@ def module_files(entry: str, backend: str | None = None) -> list[Path]:
 def third_party(entry: str, backend: str | None = None) -> set[str]:
     """Canonical names of the packages outside this one and the standard library that the code of `entry` imports."""
     roots = {name.partition(".")[0] for path in _reach(f"{PACKAGE}.{entry}", backend) for name in _read(path).imports}
-    outside = roots - {PACKAGE} - set(sys.stdlib_module_names) - _ELSEWHERE
+    outside = roots - {PACKAGE} - set(sys.stdlib_module_names) - _unpinned()
     return {_canonical(_DISTRIBUTIONS.get(root, root)) for root in outside}
+
+
+def _unpinned() -> set[str]:
+    """Modules of packages that come with the machine that a backend is for: no pin, since engines.json records the
+    version that built and refuses another."""
+    from lockstep.config.backends import backends  # loads pydantic
+
+    return {name for settings in backends().values() for name in settings.unpinned}
 
 
 @functools.cache
@@ -215,7 +221,15 @@ def _imports(tree: ast.AST, package: list[str]) -> Iterator[str]:
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
-            yield node.value  # a module that is imported by its name, as backends are
+            yield from _named(node.value)  # modules that are imported by name, as backends are
+
+
+def _named(text: str) -> list[str]:
+    """The modules that a text names: `a.*.c` is the module c of each package in a."""
+    if "*" not in text:
+        return [text]
+    found = sorted(SOURCES.glob(text.removeprefix(f"{PACKAGE}.").replace(".", "/") + ".py"))
+    return [".".join((PACKAGE, *path.relative_to(SOURCES).with_suffix("").parts)) for path in found]
 
 
 def _canonical(name: str) -> str:

@@ -127,6 +127,9 @@ class OnnxRuntimeBackend:
         return None
 
 
+BACKEND = OnnxRuntimeBackend
+
+
 class OnnxRuntimeProgram:
     """An engine file in memory; `bind` makes a session from it."""
 

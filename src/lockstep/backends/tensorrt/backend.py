@@ -19,6 +19,7 @@ from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.backends.base import Built, CanonicalBytes, Program
 from lockstep.backends.graphs import graphs_of
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
@@ -33,7 +34,6 @@ from lockstep.backends.tensorrt.layers import (
     unlisted,
 )
 from lockstep.backends.tensorrt.memory import PeakMemory
-from lockstep.backends.tensorrt.profiles import profiles
 from lockstep.backends.tensorrt.rotation import check_rotation
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
 from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn, require_nvrtc
@@ -266,6 +266,9 @@ class TensorRTBackend:
         from lockstep.backends.tensorrt.executor import GpuExecutor
 
         return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
+
+
+BACKEND = TensorRTBackend
 
 
 def _layers(engine: Any, plan: bytes, where: str) -> list[Layer]:

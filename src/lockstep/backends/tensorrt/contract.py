@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import onnx
 
+from lockstep.backends.profiles import Profile
 from lockstep.backends.tensorrt.compat import Tensor
-from lockstep.backends.tensorrt.profiles import Profile
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_types import typed_values
 from lockstep.onnx_tools.prepare import dtype_name

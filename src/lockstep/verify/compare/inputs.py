@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lockstep.backends.tensorrt.profiles import LIMITS, profiles
+from lockstep.backends.profiles import LIMITS, profiles
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.prepare import dtype_name
 from lockstep.verify.boundaries import both_sides, edges, synthetic_past

@@ -8,6 +8,8 @@ the longest, with the weights of one layer. A `<kind>.rotary` engine is a graph 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +28,16 @@ from lockstep.artifacts import formats
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import graph_file
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.comparator import IO, BoundRunner, one_line, quiet
 from lockstep.onnx_tools.prepare import dtype_name
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.verify.comparator import IO, BoundRunner, one_line, quiet
 from lockstep.verify.compare import inputs
+from lockstep.verify.compare.host_runner import HostRunner
 from lockstep.verify.metrics import difference, finish, largest
 from lockstep.weights import Weights, check_slots, slot_array
 
 PRECISIONS = ("fp32", "fp16")  # what ONNX Runtime computes in on a CPU; nor has NumPy, and so Polygraphy, bfloat16
+_COMPARISON = "lockstep.backends.*.comparison"
 
 
 @dataclass(frozen=True)
@@ -143,13 +147,19 @@ class _Pair:
             check_slots(weights, tensors, slots, name)
         self._layer, self._slots = layer, tensors
         self._inputs = [_io(value) for value in self._model.graph.input if value.name not in tensors]
+        self._outputs = [_io(value) for value in self._model.graph.output]
         place = lambda slots, tensors: {
             slot["name"]: slot_array(weights, tensors[slot["name"]], slot["shape"]) for slot in slots
         }
         session = open_session(self._model.SerializeToString(), threads)
         self._graph = BoundRunner("graph", self._inputs, session, place(slots, tensors))
-        built = place(engines.manifest["engines"][name].get("slots", slots), engines.tensors(name, tensors))
-        self._engine = _opened(engines.backend.name, self.file, self._inputs, built, threads)
+        built = engines.tensors(name, tensors)
+        if own := _own_runner(engines.backend.name):
+            placed = place(engines.manifest["engines"][name].get("slots", slots), built)
+            self._engine = own(self.file, self._inputs, placed, threads)
+        else:
+            bound: Any = engines.load(name, threads).bind(weights if built else None, built)
+            self._engine = lambda profile: HostRunner("engine", self._inputs, self._outputs, bound)
         self.failures: list[str] = []
 
     def compare(self, tolerance: float) -> dict[str, Any]:
@@ -226,18 +236,12 @@ def _place(assembly: Mapping[str, Any], name: str) -> tuple[int | None, Mapping[
     return next((layer, part["slots"]) for layer, part in parts if part["class"] == name)
 
 
-def _opened(
-    backend: str, file: Path, declared: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
-) -> Callable[[int], BaseRunner]:
-    """What makes the engine's runner for an optimization profile."""
-    if backend == "onnxruntime":  # an engine file is a graph, for any size
-        session = open_session(file, threads)
-        return lambda profile: BoundRunner("engine", declared, session, weights)
-    from lockstep.backends.tensorrt import compat
-    from lockstep.verify.compare.trt_runner import EngineRunner  # loads CUDA
-
-    engine = compat.deserialize(file.read_bytes(), str(file))
-    return lambda profile: EngineRunner("engine", str(file), declared, engine, weights, profile)
+def _own_runner(backend: str) -> Callable[..., Callable[[int], BaseRunner]] | None:
+    """`open_engine` of the backend's module `comparison`, which is given the engine's file, the graph's inputs but the
+    weights, the weights by input, and how many threads, and gives what makes a runner for an optimization profile; None
+    for a backend whose engines run on NumPy arrays and at any size."""
+    module = _COMPARISON.replace("*", backend)
+    return importlib.import_module(module).open_engine if importlib.util.find_spec(module) else None
 
 
 def _io(value: onnx.ValueInfoProto) -> IO:

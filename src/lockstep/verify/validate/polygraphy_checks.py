@@ -26,7 +26,7 @@ from polygraphy.tools.check.subtool.lint import Lint
 from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
 
 from lockstep.errors import CheckError
-from lockstep.verify.comparator import metadata, one_line, quiet
+from lockstep.onnx_tools.comparator import metadata, one_line, quiet
 from lockstep.verify.metrics import largest
 from lockstep.verify.validate.gate import IO, check_arrays, check_signature
 from lockstep.verify.validate.graphs import open_session

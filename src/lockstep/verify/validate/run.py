@@ -19,8 +19,8 @@ from polygraphy.backend.base import BaseRunner
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.comparator import BoundRunner
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
-from lockstep.verify.comparator import BoundRunner
 from lockstep.verify.metrics import Difference, finish, largest
 from lockstep.verify.validate.graphs import Assembly, Graph
 from lockstep.verify.validate.parity import LayerErrors, embedding_error, errors_behind, forward, layer_errors

@@ -7,7 +7,8 @@ that one: Polygraphy is given it too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,15 @@ from polygraphy.exception import PolygraphyException
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.cuda import check
 from lockstep.errors import CheckError
-from lockstep.verify.comparator import IO, metadata, one_line
+from lockstep.onnx_tools.comparator import IO, metadata, one_line
+
+
+def open_engine(
+    file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
+) -> Callable[[int], EngineRunner]:
+    """What makes the engine's runner for an optimization profile: see `lockstep.verify.compare.run`."""
+    engine = compat.deserialize(file.read_bytes(), str(file))
+    return lambda profile: EngineRunner("engine", str(file), inputs, engine, weights, profile)
 
 
 class CudaPython:

@@ -1,0 +1,7 @@
+"""What ONNX Runtime brings to the config: no section."""
+
+from __future__ import annotations
+
+from lockstep.config.backends import BackendSettings
+
+SETTINGS = BackendSettings(precisions=("fp32", "fp16"), lacks="ONNX Runtime on CPU has no bf16 kernels")

@@ -1,0 +1,64 @@
+"""What each backend brings to the config and to the rules: its precisions, its section, the GPUs that its jobs take.
+
+A backend is a folder of `lockstep.backends` with the modules
+
+    settings.py     SETTINGS, a `BackendSettings`. Imports this module, `lockstep.config.section`, `.messages` and
+                    pydantic, nothing heavier: it is read whenever a config is.
+    backend.py      BACKEND, a class that is a `lockstep.backends.base.Backend`
+    comparison.py   optional: `open_engine`, for engines that `lockstep.verify.compare` cannot run through the backend
+
+and whatever these import. The folder's name is the backend's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.section import Section
+
+_FOLDER = Path(__file__).resolve().parents[1] / "backends"
+_MODULE = "lockstep.backends.*.settings"
+
+
+@dataclass(frozen=True)
+class BackendSettings:
+    """What is known of a backend before its library is loaded.
+
+    precisions: what it computes in, at most; a version of its library may lack one. lacks: why it has no others.
+    section: its part of the config, `backends.<name>`; None: it has no settings. Its key `python`, if it has one, is
+    the interpreter that the backend runs in; all others are options of its builds. takes_limits: engines are built for
+    the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. unpinned: top
+    level modules of packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records
+    their version.
+    """
+
+    precisions: tuple[str, ...]
+    lacks: str = ""
+    section: type[Section] | None = None
+    takes_limits: bool = False
+    gpus: int = 0
+    unpinned: tuple[str, ...] = ()
+
+    @property
+    def has_interpreter(self) -> bool:
+        return self.section is not None and "python" in self.section.model_fields
+
+    def build_options(self, section: Section | None, limits: Mapping[str, int]) -> dict[str, Any]:
+        """What a build is given of the config, as plain JSON."""
+        own = section.model_dump(mode="json", exclude={"python"}) if section is not None else {}
+        return {**own, **(limits if self.takes_limits else {})}
+
+
+@functools.cache
+def backends() -> Mapping[str, BackendSettings]:
+    """The settings of all backends by name, sorted."""
+    names = sorted(path.parent.name for path in _FOLDER.glob("*/settings.py"))
+    wrong = [name for name in names if not re.fullmatch("[a-z][a-z0-9_]*", name)]
+    assert not wrong, f"{_FOLDER}: expected folders named by small letters, digits and _, found {', '.join(wrong)}"
+    return {name: importlib.import_module(_MODULE.replace("*", name)).SETTINGS for name in names}

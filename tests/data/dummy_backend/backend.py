@@ -1,0 +1,118 @@
+"""A backend in the least code: its engines are the graphs, and ONNX's reference implementation runs them in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx.reference import ReferenceEvaluator
+
+from lockstep.artifacts.files import write_bytes
+from lockstep.backends.base import Built, CanonicalBytes
+from lockstep.backends.graphs import graphs_of
+from lockstep.onnx_tools import saved_graph
+from lockstep.onnx_tools.prepare import dtype_name
+from lockstep.weights import Weights, slot_array
+
+
+class DummyBackend:
+    name = "dummy"
+    suffixes = (".dummy",)
+    revision = 1
+    precisions = ("fp32",)
+    takes_long = False
+
+    def version(self) -> str:
+        return onnx.__version__
+
+    def describe_device(self) -> dict[str, Any]:
+        return {"type": "numpy"}
+
+    def device_key(self, device: Mapping[str, Any]) -> Any:
+        return dict(device)
+
+    def default_options(self) -> dict[str, Any]:
+        return {"checked": True, "opset": None, "fuse_projections": False}
+
+    def options_key(self, options: Mapping[str, Any]) -> Any:
+        return dict(options)
+
+    def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        return graphs_of(assembly)
+
+    def file(self, name: str) -> str:
+        return f"{name}.dummy"
+
+    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+        pass
+
+    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
+        return True
+
+    def finish(self, names: Sequence[str]) -> dict[str, Any]:
+        return {}
+
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
+        if options["checked"]:
+            onnx.checker.check_model(graph_path)
+        write_bytes(out_path, graph_path.read_bytes())
+        return Built()
+
+    def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Any:
+        return DummyProgram(engine_path, {slot["name"]: slot["shape"] for slot in slots})
+
+    def choices(self, engine_path: Path) -> Any:
+        return saved_graph.operators(_opened(engine_path))
+
+    def layer_information(self, engine_path: Path) -> Any:
+        return saved_graph.layers(_opened(engine_path))
+
+    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
+        return CanonicalBytes(engine_path.read_bytes())
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> None:
+        return None  # the runtime's own, on NumPy arrays
+
+
+BACKEND = DummyBackend
+
+
+class DummyProgram:
+    def __init__(self, path: Path, slots: Mapping[str, Sequence[int]]) -> None:
+        self._path, self._slots, self._model = path, slots, _opened(path)
+        self._evaluator = ReferenceEvaluator(self._model)
+
+    def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> DummyExecutable:
+        values = {slot: slot_array(weights, tensors, self._slots[slot]) for slot, tensors in slots.items() if weights}
+        return DummyExecutable(self._evaluator, self._model.graph, values, str(self._path))
+
+
+class DummyExecutable:
+    def __init__(self, evaluator: ReferenceEvaluator, graph: Any, values: Mapping[str, np.ndarray], where: str) -> None:
+        self._evaluator, self._values, self.where = evaluator, values, where
+        self.inputs = {value.name: _declared(value) for value in graph.input if value.name not in values}
+        self.outputs = {value.name: _declared(value) for value in graph.output}
+
+    def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Any:
+        def run() -> None:
+            for array, found in zip(outputs.values(), self._evaluator.run(list(outputs), {**inputs, **self._values})):
+                array[...] = found
+
+        return run
+
+
+def _declared(value: onnx.ValueInfoProto) -> SimpleNamespace:
+    kind = value.type.tensor_type
+    shape = [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
+    return SimpleNamespace(dtype=np.dtype(dtype_name(kind.elem_type)), shape=shape)
+
+
+def _opened(path: Path) -> onnx.ModelProto:
+    return onnx.ModelProto.FromString(path.read_bytes())

@@ -1,0 +1,65 @@
+"""A new backend is one folder: config, rules, compare, golden, records, locks and the command line know it then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from checkout import Checkout
+
+BACKEND = Path(__file__).resolve().parents[1] / "data" / "dummy_backend"
+
+
+def with_dummy(config: dict[str, Any]) -> None:
+    config["models"]["demo-llama"] |= {"backends": ["dummy"], "precisions": ["fp32"], "layers": [2]}
+    for prompt in config["models"]["demo-llama"]["golden"]["prompts"]:
+        prompt["expected"].pop("all")
+    config["backends"] = {"dummy": {"checked": False}}
+
+
+def test_a_dummy_backend_is_one_folder(demo: Checkout) -> None:
+    package = demo.folder / "src/lockstep"
+    shutil.copytree(BACKEND, package / "backends/dummy")
+    assert not {*demo.would_run()} - {"config"}  # its section, with all defaults; no job of another backend
+    demo.edit_config(with_dummy)
+    jobs = demo.would_run()
+    assert (jobs["build"], jobs["compare"], jobs["golden"]) == (1, 1, 1)
+    assert not {"convert", "export", "validate", "reference"} & set(jobs)
+
+    demo.finish()
+    folder = demo.results / "demo-llama/fp32"
+    engines = json.loads((folder / "engines/dummy/engines.json").read_text())
+    assert engines["options"]["checked"] is False
+    assert {Path(entry["file"]).suffix for entry in engines["engines"].values()} == {".dummy"}
+    comparison = json.loads((folder / "compare/dummy.json").read_text())
+    assert set(comparison["engines"]) == set(engines["engines"]) and 0 < comparison["relative_error"] < 1e-5
+    code = json.loads((folder / "engines/dummy/engines.build.json").read_text())["code"]
+    assert {path.split("/")[1] for path in code if path.count("/") == 2 and path.startswith("backends/")} == {"dummy"}
+
+    demo.run("lockstep", "lock")
+    demo.run("lockstep", "verify")
+    assert not demo.would_run("--config", "locked=true")
+    asked = ("--target", "demo-llama/fp32/2", "--prompt", "San Francisco is a", "--max-new-tokens", "4")
+    said = demo.run("lockstep", "generate", *asked).stdout
+    assert said.startswith(" cars on")
+
+    demo.append("src/lockstep/backends/dummy/backend.py", "EDITED = 1\n")
+    assert {"build", "compare", "golden"} <= set(demo.would_run())
+
+
+def test_a_mistake_in_its_section_is_one_line(fresh: Checkout) -> None:
+    shutil.copytree(BACKEND, fresh.folder / "src/lockstep/backends/dummy")
+    fresh.edit_config(lambda config: config.update(backends={"dummy": {"cheked": True}}))
+    process = fresh.snakemake("--dry-run", check=False)
+    lines = [line for line in (process.stdout + process.stderr).splitlines() if "dummy" in line]
+    assert process.returncode == 2 and len(lines) == 1, lines
+    expected = "backends.dummy.cheked: unknown key, did you mean checked? allowed: checked"
+    assert lines[0].endswith(expected), lines
+
+    fresh.edit_config(lambda config: config.update(backends={}))
+    fresh.edit_config(lambda config: config["models"]["demo-llama"].update(backends=["dummy"]))
+    process = fresh.snakemake("--dry-run", check=False)
+    text = "precisions[1]: expected one of fp32 for backend dummy (it is here to be small); found 'fp16'"
+    assert process.returncode == 2 and text in process.stdout + process.stderr
