@@ -33,9 +33,9 @@ class BackendSettings:
     precisions: what it computes in, at most; a version of its library may lack one. lacks: why it has no others.
     section: its part of the config, `backends.<name>`; None: it has no settings. Its key `python`, if it has one, is
     the interpreter that the backend runs in; all others are options of its builds. takes_limits: engines are built for
-    the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. unpinned: top
-    level modules of packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records
-    their version.
+    the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. fp32_part: the
+    part of a block's tolerance that its fp32 engines must keep beside their own graphs. unpinned: top level modules of
+    packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
     """
 
     precisions: tuple[str, ...]
@@ -43,6 +43,7 @@ class BackendSettings:
     section: type[Section] | None = None
     takes_limits: bool = False
     gpus: int = 0
+    fp32_part: float = 1.0
     unpinned: tuple[str, ...] = ()
 
     @property

@@ -81,7 +81,7 @@ def _validate(config: Config, model: str, precision: str, layers: int | str) -> 
 
 
 def _compare(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
-    return {"tolerance": config.compare_tolerance(model, precision), "limits": config.engine_limits()}
+    return {"tolerance": config.compare_tolerance(model, precision, backend), "limits": config.engine_limits()}
 
 
 def _reference(config: Config, model: str, layers: int | str) -> dict[str, Any]:
