@@ -59,7 +59,7 @@ rule random_weights:
         ),
         nothing=recovered,
     output:
-        RESULTS.source(MODEL),
+        output_of("random_weights"),
     log:
         log_of("random_weights", MODEL),
     wildcard_constraints:
@@ -82,7 +82,7 @@ rule resolve:
         sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
         weights=lambda wildcards: WEIGHT_FILES.get(wildcards.model, []),
     output:
-        RESULTS.checkpoint(MODEL),
+        output_of("resolve"),
     log:
         log_of("resolve", MODEL),
     conda:
@@ -102,7 +102,7 @@ rule architecture:
         fetched=fetched,
         sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
     output:
-        RESULTS.architecture(MODEL),
+        output_of("architecture"),
     log:
         log_of("architecture", MODEL),
     conda:
@@ -120,7 +120,7 @@ rule convert:
     input:
         **inputs_of("convert"),
     output:
-        RESULTS.weights(MODEL, PRECISION),
+        output_of("convert"),
     log:
         log_of("convert", MODEL, PRECISION),
     conda:

@@ -62,9 +62,12 @@ with guard():
     }
     # A place where no cache can be is said here, and not by each job.
     cache_folder(CONFIG.cache)
-    # What a change of the code or of the pinned packages reruns.
-    for entry in [stage.code for stage in STAGES.values()] + [*REPORT_STAGES.values()]:
-        stage_key(entry)
+    # What a change of the code or of the pinned packages reruns, by rule and backend.
+    KEYS = {
+        (stage.name, backend): stage_key(stage.code, backend)
+        for stage in STAGES.values()
+        for backend in (backends() if "backend" in stage.wildcards else [None])
+    } | {(rule, None): stage_key(code) for rule, code in REPORT_STAGES.items()}
 
 TARGETS = CONFIG.targets()
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
@@ -88,7 +91,10 @@ def one_of(models):
 STEPS = all_steps(CONFIG, RESULTS, TARGETS)
 # Names in paths stay wildcards.
 WILDCARDS = {
-    name: f"{{{name}}}" for name in ("model", "precision", "layers", "backend")
+    "model": MODEL,
+    "precision": PRECISION,
+    "layers": LAYERS,
+    "backend": BACKEND,
 }
 
 
@@ -130,10 +136,10 @@ def options_of(stage):
 
 def key_of(stage):
     """Digests of the code and of the pinned packages that a job uses; a change of them runs it again."""
-    return lambda wildcards: stage_key(STAGES[stage].code, wildcards.get("backend"))
+    return lambda wildcards: KEYS[stage, wildcards.get("backend")]
 
 
-GOLDENS, SPEEDS = made_by("golden"), beside("golden")
+SPEEDS = beside("golden")
 MANIFESTS = [
     str(RESULTS.config()),
     *(path for stage in STAGES for path in (*made_by(stage), *beside(stage))),

@@ -8,7 +8,7 @@ rule compare:
     input:
         **inputs_of("compare"),
     output:
-        RESULTS.comparison(MODEL, PRECISION, BACKEND),
+        output_of("compare"),
     log:
         log_of("compare", MODEL, PRECISION, BACKEND),
     conda:

@@ -9,7 +9,7 @@ rule export:
         # Not checkpoint.json: other weights for the same model need no new graphs, and so no new engines.
         **inputs_of("export"),
     output:
-        RESULTS.assembly(MODEL, PRECISION),
+        output_of("export"),
     log:
         log_of("export", MODEL, PRECISION),
     conda:

@@ -9,7 +9,7 @@ rule summary:
         validations=made_by("validate"),
         engines=made_by("build"),
         comparisons=made_by("compare"),
-        goldens=GOLDENS,
+        goldens=made_by("golden"),
         speeds=SPEEDS,
     output:
         RESULTS.summary(),
@@ -36,7 +36,7 @@ rule summary:
         "../../envs/report.yaml"
     params:
         targets=[str(target) for target in TARGETS],
-        key=stage_key(REPORT_STAGES["summary"]),
+        key=KEYS["summary", None],
     message:
         "Summary of all targets"
     script:
@@ -66,7 +66,7 @@ rule plots:
     conda:
         "../../envs/report.yaml"
     params:
-        key=stage_key(REPORT_STAGES["plots"]),
+        key=KEYS["plots", None],
     message:
         "Plots for the report"
     script:

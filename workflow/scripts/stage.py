@@ -8,16 +8,13 @@ from job import RESULTS, job, lock_file, step_of
 terminal = os.fdopen(os.dup(2), "w")
 
 
-def fetch_terms():
-    """What a download is held to."""
+def of_a_download():
     from lockstep.artifacts.files import read_json
     from lockstep.config import load
-    from lockstep.provenance.locked import before_weights, locked_commit
+    from lockstep.provenance.locked import fetch_terms
 
-    lock = lock_file(snakemake)
-    check = before_weights(load.load(read_json(snakemake.input.config)), snakemake.wildcards.model, lock)
-    commit = locked_commit(lock, snakemake.params.options["source"]) if lock else None
-    return {"check": check, "terminal": terminal, "commit": commit}
+    config = load.load(read_json(snakemake.input.config))
+    return {**fetch_terms(config, snakemake.wildcards.model, lock_file(snakemake)), "terminal": terminal}
 
 
 @job(snakemake)
@@ -28,6 +25,6 @@ def stage():
 
     sides = snakemake.input.get("sides")
     folder = Path(sides[0]).parent if sides and not snakemake.input.fetched else None
-    given = {"fetch": fetch_terms, "random_weights": lambda: {"config": snakemake.input.config[0]}}
+    given = {"fetch": of_a_download, "random_weights": lambda: {"config": snakemake.input.config[0]}}
     step = step_of(snakemake)
     jobs.run(jobs.Job(step, RESULTS, folder, snakemake.threads, given.get(step.stage, dict)()))

@@ -115,18 +115,15 @@ def _fetch(project: Project, stage: str, names: dict[str, Any]) -> Path:
     from lockstep.config.sources import FolderSource, RandomSource, parse_source
 
     model = names["model"]
-    source = project.config.models[model].source
-    kind = parse_source(source)
+    kind = parse_source(project.config.models[model].source)
     if isinstance(kind, FolderSource):
         return project.sources[model]
     if isinstance(kind, RandomSource):
         return _run(project, "random_weights", names, config=project.sources[model])
-    from lockstep.provenance.locked import before_weights, locked_commit
+    from lockstep.provenance.locked import fetch_terms
 
-    lock = project.lock_file(model)
-    check = before_weights(project.config, model, lock)
-    commit = locked_commit(lock, source) if lock and not project.newest else None
-    return _run(project, stage, names, check=check, newest=project.newest, commit=commit)
+    terms = fetch_terms(project.config, model, project.lock_file(model), project.newest)
+    return _run(project, stage, names, newest=project.newest, **terms)
 
 
 def _resolve(project: Project, stage: str, names: dict[str, Any]) -> Path:

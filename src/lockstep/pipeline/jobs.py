@@ -3,13 +3,13 @@ needs."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.pipeline.stages import STAGES, path_of
+from lockstep.pipeline import worker
+from lockstep.pipeline.stages import entry_of, path_of
 from lockstep.pipeline.step import Step
 from lockstep.targets import Results, Target, layer_count
 
@@ -46,8 +46,7 @@ class Job:
 
 def run(job: Job) -> Path:
     """Make the artefact of `job` by the function that the table of stages names; gives its path."""
-    module, _, function = STAGES[job.step.stage].job.partition(":")
-    getattr(importlib.import_module(module), function)(job)
+    worker.function_named(entry_of(job.step).job)(job)
     return job.output
 
 
@@ -110,15 +109,11 @@ def validate(job: Job) -> None:
 
 
 def build(job: Job) -> None:
-    from lockstep.pipeline import worker
-
     arguments = {"backend": job.names["backend"], "out": str(job.output), **job.options}
     worker.call(job.step.python, "build", assembly=str(job.path("assembly")), **arguments)
 
 
 def compare(job: Job) -> None:
-    from lockstep.pipeline import worker
-
     arguments = {"out": str(job.output), "threads": job.threads, **job.options}
     worker.call(job.step.python, "compare", **_inputs(job), **arguments)
 
@@ -130,8 +125,6 @@ def reference(job: Job) -> None:
 
 
 def golden(job: Job) -> None:
-    from lockstep.pipeline import worker
-
     names = job.names
     target = Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
     speed = path_of("speed", job.results, names)

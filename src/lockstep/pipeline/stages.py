@@ -159,6 +159,13 @@ _TABLE = (
 STAGES: dict[str, Stage] = {stage.name: stage for stage in _TABLE}
 # Jobs that are of no one model: they show results. Their code, by rule.
 REPORTS = {"summary": "report.summary", "plots": "report.plots"}
+# What holds of a job that is no stage's.
+_NO_STAGE = Stage("", makes="config", code="", job="")
+
+
+def entry_of(step: Step) -> Stage:
+    """The step's entry in the table; for a report or the config one that is treated in no special way."""
+    return STAGES.get(step.stage, _NO_STAGE)
 
 
 def steps(config: Config, results: Results, target: Target) -> list[Step]:

@@ -44,7 +44,7 @@ def ask(python: str | None, stage: str, /, **arguments: Any) -> Any:
 
 def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int | None) -> Any:
     if python is None:
-        return _function(stage)(**arguments)
+        return function_named(stage)(**arguments)
     request = json.dumps({"stage": stage, "arguments": arguments})
     # Another Python has other packages: of this one's it gets this package alone.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_folders(stage)), "PYTHONUTF8": "1"}
@@ -76,8 +76,8 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
     return json.loads(ended.stdout)
 
 
-def _function(stage: str) -> Callable[..., Any]:
-    """What `stage` names: a function of this module, or `module:function` of another."""
+def function_named(stage: str) -> Callable[..., Any]:
+    """The function that `stage` names: one of this module, or `module:function` of another."""
     module, _, name = stage.partition(":")
     return getattr(importlib.import_module(module), name) if name else _STAGES[stage]
 
@@ -244,7 +244,7 @@ def main() -> None:
             )
         request = json.load(sys.stdin)
         try:
-            answer = _function(request["stage"])(**request["arguments"])
+            answer = function_named(request["stage"])(**request["arguments"])
             if answer is not None:
                 print(json.dumps(answer))
         except BrokenPipeError:

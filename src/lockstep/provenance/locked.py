@@ -16,7 +16,7 @@ from lockstep.artifacts.digest_cache import check_files, digest
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.pinned import device_name
-from lockstep.pipeline.stages import STAGES
+from lockstep.pipeline.stages import entry_of
 from lockstep.pipeline.step import Step
 from lockstep.provenance.diff import changes, words
 from lockstep.provenance.lockfile import (
@@ -127,6 +127,12 @@ def before_weights(config: Config, model: str, lock_file: Path | None) -> Callab
     return check
 
 
+def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:
+    """What `hub.fetch` is held to, by its parameters: the check before the weights, and the locked commit."""
+    commit = locked_commit(lock_file, config.models[model].source) if lock_file and not newest else None
+    return {"check": before_weights(config, model, lock_file), "commit": commit}
+
+
 def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
     """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms or
     for another device; InputError when a file that a manifest names is not the one."""
@@ -172,7 +178,7 @@ def first_difference(output: Path, lock: Mapping[str, Any]) -> str | None:
 
 def _other_terms(lock: Mapping[str, Any], step: Step) -> str | None:
     """What the config says to a check and the lock does not; None where they agree."""
-    if step.stage not in STAGES or not STAGES[step.stage].is_check:
+    if not entry_of(step).is_check:
         return None
     locked = expected_items(lock, terms_place(step.stage, step.names))
     if locked is None:

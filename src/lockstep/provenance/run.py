@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +15,11 @@ from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import check_place, write_bytes, write_json
 from lockstep.artifacts.manifest_files import failed_path
 from lockstep.errors import ENDING, InputError, LockstepError
-from lockstep.pipeline.stages import REPORTS, STAGES
+from lockstep.pipeline.stages import REPORTS, STAGES, entry_of
 from lockstep.pipeline.step import Step
 from lockstep.provenance import locked
 from lockstep.provenance.cache.reuse import cache_for, put, take
-from lockstep.provenance.record import build_key, checked_record, read_record, record_path, write_record
+from lockstep.provenance.record import build_key, checked_record, outputs_of, read_record, record_path, write_record
 from lockstep.provenance.slsa import now, provenance_path, write_provenance
 
 
@@ -76,7 +75,7 @@ def _reported(step: Step) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         ended = error if isinstance(error, SystemExit) else None
-        if _is_judged(step) and _state(report) == before and not (ended and ended.code in _INTERRUPTED):
+        if entry_of(step).is_judged and _state(report) == before and not (ended and ended.code in _INTERRUPTED):
             line = (
                 (f"{step.stage} ended with exit code {ended.code}; its log says why")
                 if ended
@@ -99,10 +98,6 @@ def _reported(step: Step) -> Iterator[None]:
 _INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
 
 
-def _is_judged(step: Step) -> bool:
-    return step.stage in STAGES and STAGES[step.stage].is_judged
-
-
 def _kind(error: BaseException) -> str:
     return "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
 
@@ -118,7 +113,7 @@ def _all_or_nothing(step: Step) -> Iterator[None]:
     wrong. Where the work fails, an artefact that it did not touch gets them back, and a new one without a record goes.
     What has no record is not gone on with."""
     output = step.output
-    if step.stage in STAGES and STAGES[step.stage].continues and not _is_recorded(output):
+    if entry_of(step).continues and not _is_recorded(output):
         output.unlink(missing_ok=True)
     about = [record_path(output), *([provenance_path(output)] if step.stage == "build" else [])]
     before = digest(output) if output.is_file() else None
@@ -138,10 +133,11 @@ def _all_or_nothing(step: Step) -> Iterator[None]:
 
 
 def _is_whole(step: Step, record: bytes | None) -> bool:
-    """Whether what lies beside the manifest is what its record says."""
-    outputs = json.loads(record)["outputs"] if record and step.beside else {}
-    names = {path: Path(os.path.relpath(path, step.output.parent)).as_posix() for path in step.beside}
-    return all(not outputs or (path.is_file() and digest(path) == outputs.get(name)) for path, name in names.items())
+    """Whether the manifest and what lies beside it are what its record, if it has one, says."""
+    try:
+        return record is None or outputs_of(step.output, step.beside) == json.loads(record)["outputs"]
+    except (FileNotFoundError, LockstepError):
+        return False
 
 
 def _is_recorded(output: Path) -> bool:

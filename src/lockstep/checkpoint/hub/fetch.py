@@ -37,7 +37,6 @@ from lockstep.checkpoint.tensors import INDEX, SINGLE, indexed_shards
 from lockstep.config.sources import HubSource, parse_source
 from lockstep.errors import InputError
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt)")
 _AGAIN = "run the same command again, it goes on where it stopped"

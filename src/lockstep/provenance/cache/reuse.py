@@ -17,7 +17,7 @@ from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file, sha256_json
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import InputError
-from lockstep.pipeline.stages import STAGES
+from lockstep.pipeline.stages import entry_of
 from lockstep.pipeline.step import Step
 from lockstep.provenance import code_identity
 from lockstep.provenance.cache.store import Cache, Entry, cache_folder, delete, touch
@@ -30,7 +30,7 @@ _SUFFIXES = (".onnx", ".engine")
 def _is_cached(step: Step) -> bool:
     """Checks are not: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made
     sooner than it is copied."""
-    return step.stage in STAGES and STAGES[step.stage].is_cached
+    return entry_of(step).is_cached
 
 
 def cache_for(step: Step, configured: str) -> Cache | None:
@@ -102,7 +102,7 @@ def _restore(cache: Cache, step: Step, entry: Entry) -> None:
             with atomic_path(folder / name) as temporary:
                 cache.take(entry.files[name], temporary)
             remember(folder / name, entry.files[name].sha256)
-        if STAGES[step.stage].owns_folder:
+        if entry_of(step).owns_folder:
             _clear(folder, set(entry.files))
 
 
