@@ -7,17 +7,18 @@ impossible date, a number of thousands of digits, a foreign tag).
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, guard
 
 
 def read_document(path: str | os.PathLike) -> Any:
@@ -53,6 +54,15 @@ def check_config(path: str | os.PathLike) -> None:
     if not isinstance(value, dict):
         found = "an empty file" if value is None else f"a {type(value).__name__}"
         raise InputError(f"{path}: expected a mapping with keys such as models; found {found}")
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Check the config files of a Snakemake command line; a mistake ends the process with one line and exit code 2."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
+    with guard():
+        for path in parser.parse_known_args(arguments)[0].configfile:
+            check_config(path)
 
 
 def _read_yaml(path: Path, text: str) -> Any:
