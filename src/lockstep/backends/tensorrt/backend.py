@@ -20,8 +20,8 @@ from lockstep.backends.base import Built, CanonicalBytes, Program
 from lockstep.backends.graphs import graphs_of
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import profiles
-from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.attention_kinds import ATTENTIONS, can_fuse
+from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
 from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
 from lockstep.backends.tensorrt.layers import (
@@ -59,7 +59,7 @@ class TensorRTBackend:
     takes_long = True
 
     def __init__(self) -> None:
-        compat.require()
+        TENSORRT.require()
         self._builder: Any = None
         self._timing: Any = None
         self._whole = True
@@ -68,10 +68,10 @@ class TensorRTBackend:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        return ("fp32", "fp16", "bf16") if compat.has("bf16") else ("fp32", "fp16")
+        return ("fp32", "fp16", "bf16") if TENSORRT.has("bf16") else ("fp32", "fp16")
 
     def version(self) -> str:
-        return compat.version_text()
+        return TENSORRT.version_text()
 
     def describe_device(self) -> dict[str, Any]:
         return describe_gpu()
@@ -80,12 +80,12 @@ class TensorRTBackend:
         return gpu_key(device)
 
     def default_options(self) -> dict[str, Any]:
-        """opset: None takes the graph as it is. one_region: where compat has it. tactic_sources: None takes the
+        """opset: None takes the graph as it is. one_region: where `TENSORRT` has it. tactic_sources: None takes the
         library's. Limits: what the profiles are made for. compiler_flags: there only where the user has set some
-        (compat.compiler_flags)."""
-        flags = compat.users_flags()
+        (Library.compiler_flags)."""
+        flags = TENSORRT.users_flags()
         return {
-            "opset": None if compat.has("opset_18") else 17,
+            "opset": None if TENSORRT.has("opset_18") else 17,
             "fuse_projections": True,
             "workspace_mb": 4096,
             "optimization_level": 4,
@@ -148,7 +148,7 @@ class TensorRTBackend:
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         return {
-            "typing": "strong" if compat.has("strong_types") else "weak",
+            "typing": "strong" if TENSORRT.has("strong_types") else "weak",
             "tactics": self._started().finish([name for name in names if self.file(name).endswith(_PLAN)]),
         }
 
@@ -164,7 +164,7 @@ class TensorRTBackend:
         level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
         region = (
             as_one_region(model)
-            if options["one_region"] and compat.has("one_region") and model.graph.name not in _HIGHEST_LEVEL
+            if options["one_region"] and TENSORRT.has("one_region") and model.graph.name not in _HIGHEST_LEVEL
             else None
         )
         made, refused = None, ""
@@ -172,11 +172,11 @@ class TensorRTBackend:
             if region is not None:
                 try:
                     made = self._engine(region, min(level, LEVEL), options, tactics, where)
-                except compat.GraphRefusedError as error:
+                except GraphRefusedError as error:
                     refused = str(error).removeprefix(f"{where}: ")
             config, plan, layers = made or self._engine(model, level, options, tactics, where)
         digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
-        tactics.take_cache(compat.serialize_timing_cache(config), compat.cached_tactics(config), where)
+        tactics.take_cache(TENSORRT.serialize_timing_cache(config), TENSORRT.cached_tactics(config), where)
         write_bytes(out_path, plan)
         sums = fp16_sums(layers)
         notes = [f"not built as one region, but as it is at level {level}: {refused}"] if refused else []
@@ -187,7 +187,7 @@ class TensorRTBackend:
                 f"TensorRT {self.version()} does not read what the timing cache says of fused "
                 f"regions: their kernels were chosen anew"
             )
-        if compat.has("hidden_regions") and unlisted(layers):
+        if TENSORRT.has("hidden_regions") and unlisted(layers):
             notes.append("fused regions whose kernels cannot be read: they are not held to the graph")
         about = {"fp16_sums": sums, "not_one_region": refused}
         return Built(
@@ -202,25 +202,25 @@ class TensorRTBackend:
         """The configuration that was built with, which has the timing cache; the plan, held to the graph; its layers.
         Raises CheckError."""
         if self._builder is None:
-            self._builder = compat.create_builder()
+            self._builder = TENSORRT.create_builder()
         types, bounds = tensor_types(model), profiles(model, options)
-        network = compat.create_network(self._builder)
-        parser = compat.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
-        config = compat.create_config(self._builder, options["workspace_mb"] << 20, level, options["tactic_sources"])
-        compat.constrain_precision(config, network, types)
+        network = TENSORRT.create_network(self._builder)
+        parser = TENSORRT.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
+        config = TENSORRT.create_config(self._builder, options["workspace_mb"] << 20, level, options["tactic_sources"])
+        TENSORRT.constrain_precision(config, network, types)
         for profile in bounds:
-            compat.add_profile(self._builder, config, profile)
+            TENSORRT.add_profile(self._builder, config, profile)
         if self._timing is None:
-            self._timing, self._whole = compat.create_timing_cache(config, tactics.cache)
-        if self._timing is None or not compat.use_timing_cache(config, self._timing, tactics.mode == "verified"):
+            self._timing, self._whole = TENSORRT.create_timing_cache(config, tactics.cache)
+        if self._timing is None or not TENSORRT.use_timing_cache(config, self._timing, tactics.mode == "verified"):
             raise CheckError(
                 f"{where}: TensorRT {self.version()} refuses the timing cache: "
-                f"{compat.LOG.first_error()}; delete {CACHE} and build again"
+                f"{TENSORRT.log.first_error()}; delete {CACHE} and build again"
             )
-        plan = compat.build_plan(self._builder, network, config, where)
-        engine = compat.deserialize(plan, where)
+        plan = TENSORRT.build_plan(self._builder, network, config, where)
+        engine = TENSORRT.deserialize(plan, where)
         layers = _layers(engine, plan, where)
-        check_contract(compat.tensors(engine), model, bounds, compat.has("int64"), where)
+        check_contract(TENSORRT.tensors(engine), model, bounds, TENSORRT.has("int64"), where)
         check_precision(layers, model, types, where)
         return config, plan, layers
 
@@ -244,7 +244,7 @@ class TensorRTBackend:
     def _read(self, engine_path: Path) -> list[Layer]:
         where, plan = str(engine_path), engine_path.read_bytes()
         describe_gpu()  # without a GPU, TensorRT 8.6 ends the process
-        return _layers(compat.deserialize(plan, where), plan, where)
+        return _layers(TENSORRT.deserialize(plan, where), plan, where)
 
     def load(
         self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool
@@ -253,7 +253,7 @@ class TensorRTBackend:
             return self._host.load(engine_path, slots, None, low_memory)
         from lockstep.backends.tensorrt.program import TensorRTProgram
 
-        return TensorRTProgram(engine_path, slots)
+        return TensorRTProgram(TENSORRT, engine_path, slots)
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
         from lockstep.backends.tensorrt import cuda
@@ -273,5 +273,5 @@ BACKEND = TensorRTBackend
 
 def _layers(engine: Any, plan: bytes, where: str) -> list[Layer]:
     """What the inspector tells, and the kernels of fused regions, which it does not."""
-    layers = read_layers(compat.layer_information(engine), where)
-    return layers + region_layers(plan) if compat.has("hidden_regions") else layers
+    layers = read_layers(TENSORRT.layer_information(engine), where)
+    return layers + region_layers(plan) if TENSORRT.has("hidden_regions") else layers

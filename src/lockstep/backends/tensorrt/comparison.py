@@ -18,7 +18,7 @@ from polygraphy.common import TensorMetadata
 from polygraphy.cuda import cuda as polygraphy_cuda
 from polygraphy.exception import PolygraphyException
 
-from lockstep.backends.tensorrt import compat
+from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.cuda import check
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import IO, metadata, one_line
@@ -28,7 +28,7 @@ def open_engine(
     file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
 ) -> Callable[[int], EngineRunner]:
     """What makes the engine's runner for an optimization profile: see `lockstep.verify.compare.run`."""
-    engine = compat.deserialize(file.read_bytes(), str(file))
+    engine = TENSORRT.deserialize(file.read_bytes(), str(file))
     return lambda profile: EngineRunner("engine", str(file), inputs, engine, weights, profile)
 
 
@@ -73,20 +73,20 @@ class EngineRunner(TrtRunner):
         polygraphy_cuda.G_CUDA = CudaPython()  # what `polygraphy.cuda.wrapper()` gives to all
         super().__init__(engine, name=name, optimization_profile=profile)
         self._where, self._declared, self._weights = where, inputs, weights
-        self._types = {tensor.name: tensor.dtype for tensor in compat.tensors(engine)}
+        self._types = {tensor.name: tensor.dtype for tensor in TENSORRT.tensors(engine)}
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._declared)
 
     def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         feeds = cast({**feed_dict, **self._weights}, self._types)
-        compat.LOG.clear()
+        TENSORRT.log.clear()
         try:
             return super().infer_impl(feeds)
         except PolygraphyException as error:
             raise CheckError(
                 f"{self._where}: Polygraphy cannot run this engine: {one_line(error)}; TensorRT "
-                f"says: {compat.LOG.first_error()}"
+                f"says: {TENSORRT.log.first_error()}"
             ) from error
 
     def deactivate_impl(self) -> None:

@@ -193,7 +193,7 @@ def fp16_sums(layers: Sequence[Layer]) -> list[str]:
     rounding at 4096 products.
 
     ONNX Runtime and transformers add up in fp32. TensorRT 8.6 has no other kernels for a product that is in no fused
-    region, and is told to take others inside (compat.compiler_flags). Kernels that are made for the graph, as those of
+    region, and is told to take others inside (Library.compiler_flags). Kernels that are made for the graph, as those of
     products of one row, do not tell.
     """
     return [layer.name for layer in layers if _FP16_SUMS.search(layer.tactic)]

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.backends.tensorrt import compat, cuda
+from lockstep.backends.tensorrt import cuda
+from lockstep.backends.tensorrt.compat import Library
 from lockstep.errors import CheckError
 from lockstep.step.executable import Run
 from lockstep.weights import Weights
@@ -49,30 +50,30 @@ class Device:
         if nbytes > self._scratch.nbytes:
             self._scratch = cuda.empty((nbytes,), "u1", "engines to work in")
 
-    def context(self, engine: Any, profile: int, where: str) -> tuple[Any, cuda.Array]:
+    def context(self, library: Library, engine: Any, profile: int, where: str) -> tuple[Any, cuda.Array]:
         """A context, and the memory that must live as long as it runs."""
-        context = compat.create_context(engine, where)
-        compat.set_device_memory(context, self._scratch.address, self._scratch.nbytes)
-        compat.set_profile(context, profile, self.stream.handle)
+        context = library.create_context(engine, where)
+        library.set_device_memory(context, self._scratch.address, self._scratch.nbytes)
+        library.set_profile(context, profile, self.stream.handle)
         return context, self._scratch
 
 
 class TensorRTProgram:
     """An engine file on the device, without weights."""
 
-    def __init__(self, engine_path: Path, slots: Sequence[Mapping[str, Any]]):
-        self.path = engine_path
+    def __init__(self, library: Library, engine_path: Path, slots: Sequence[Mapping[str, Any]]):
+        self.library, self.path = library, engine_path
         self.slots = {slot["name"]: (tuple(slot["shape"]), np.dtype(slot["dtype"])) for slot in slots}
         self.device = Device.get()
-        self.engine = compat.deserialize(engine_path.read_bytes(), str(engine_path))
-        self.tensors = {tensor.name: tensor for tensor in compat.tensors(self.engine)}
+        self.engine = library.deserialize(engine_path.read_bytes(), str(engine_path))
+        self.tensors = {tensor.name: tensor for tensor in library.tensors(self.engine)}
         missing = set(self.slots) - set(self.tensors)
         if missing:
             raise CheckError(
                 f"{engine_path}: expected weight inputs {sorted(self.slots)}, found none for "
                 f"{sorted(missing)}; build the engines again"
             )
-        self.device.reserve(compat.device_memory_size(self.engine))
+        self.device.reserve(library.device_memory_size(self.engine))
         self._contexts: dict[tuple, tuple[Any, cuda.Array]] = {}
 
     def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
@@ -94,7 +95,7 @@ class TensorRTProgram:
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The first profile that takes these input shapes. Raises CheckError where none does."""
-        for profile in range(compat.num_profiles(self.engine)):
+        for profile in range(self.library.num_profiles(self.engine)):
             bounds = {name: self.tensors[name].profiles[profile] for name in shapes}
             if all(
                 low <= size <= high
@@ -112,7 +113,7 @@ class TensorRTProgram:
         profile = self.profile_for(shapes)
         key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
         if key not in self._contexts:
-            self._contexts[key] = self.device.context(self.engine, profile, str(self.path))
+            self._contexts[key] = self.device.context(self.library, self.engine, profile, str(self.path))
         return self._contexts[key]
 
 
@@ -126,7 +127,7 @@ class TensorRTExecutable:
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
         """A call that reads `inputs` and writes `outputs` on the device's stream. `own`: for a captured graph."""
-        program, tensors = self.program, self.program.tensors
+        program, library, tensors = self.program, self.program.library, self.program.tensors
         declared = {name for name in tensors if name not in self._weights}
         if declared != {*inputs, *outputs}:
             raise CheckError(
@@ -145,10 +146,10 @@ class TensorRTExecutable:
         def run(held: object = (*inputs.values(), *outputs.values(), *self._weights.values(), scratch)) -> None:
             """`held` keeps the memory alive: a context holds addresses."""
             for name, shape in shapes.items():
-                compat.set_input_shape(context, name, shape)
+                library.set_input_shape(context, name, shape)
             for name, address in addresses.items():
-                compat.set_tensor_address(context, name, address)
-            compat.enqueue(context, stream)
+                library.set_tensor_address(context, name, address)
+            library.enqueue(context, stream)
 
         return run
 
