@@ -1,11 +1,14 @@
 """The demo checkpoint, taken through the stages that others build on, once a test run."""
 
+import gc
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from demo_model import CONFIG, DEMO
 
+import fake_gpu
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.export import export
@@ -62,3 +65,18 @@ def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def tensorrt_version() -> str:
+    """The version that `gpu` has: a module of tests may have a fixture of this name for another one."""
+    return "8.6.0"
+
+
+@pytest.fixture
+def gpu(tensorrt_version: str) -> Iterator[fake_gpu.Gpu]:
+    """The fake GPU with CUDA, cuDNN and TensorRT of that version. Nothing wrong may have been done to it."""
+    with fake_gpu.installed(tensorrt_version) as gpu:
+        yield gpu
+        gc.collect()
+    assert not gpu.faults
