@@ -28,7 +28,7 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends.builder import COSTS
-from lockstep.backends.tensorrt import compat
+from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.layers import differences
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD
 from lockstep.errors import CheckError, InputError
@@ -96,7 +96,7 @@ def run(
     note(prefill=prefill(model, rounds, assembly))
     note(prefill={**record["prefill"], **prefill_parts(model, record["prefill"], assembly)})
     del model
-    if manifest["options"]["one_region"] and compat.has("one_region"):
+    if manifest["options"]["one_region"] and TENSORRT.has("one_region"):
         note(
             as_they_are=as_they_are(
                 assembly_json, work / "as-they-are" / "engines.json", weights, options, python, assembly

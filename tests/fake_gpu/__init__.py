@@ -52,35 +52,36 @@ BOUND = (
 
 
 @contextlib.contextmanager
-def installed(version: str = "8.6.0", module: str = "tensorrt") -> Iterator[Gpu]:
+def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     """Put the fake GPU in place of what the machine has, or has not, until the end of the `with`.
 
     Args:
-        version: of TensorRT.
-        module: its Python module, which is also the name of the backend: `tensorrt` or `tensorrt_rtx`.
+        version: of the library.
+        name: of the backend: `tensorrt` or `tensorrt_rtx`.
     """
-    compat = importlib.import_module(f"lockstep.backends.{module}.compat")
-    backend = importlib.import_module(f"lockstep.backends.{module}.backend").BACKEND
+    backend = importlib.import_module(f"lockstep.backends.{name}.backend").BACKEND
     gpu, bindings, outer = Gpu(), ModuleType("cuda.bindings"), ModuleType("cuda")
     parts = {"runtime": cuda.runtime(gpu), "nvrtc": cuda.nvrtc(), "driver": cuda.driver(gpu)}
     vars(bindings).update(parts)
     outer.bindings = bindings
+    module = backend.library.module
     trt = tensorrt.tensorrt(gpu, version, module)
     modules = {"cuda": outer, "cuda.bindings": bindings, "cudnn": cudnn.cudnn(gpu), module: trt}
     modules |= {f"cuda.bindings.{name}": part for name, part in parts.items()}
-    bound = [f"lockstep.backends.{package}.{name}" for package in {"tensorrt", module} for name in BOUND]
+    bound = [f"lockstep.backends.{package}.{name}" for package in {"tensorrt", name} for name in BOUND]
     before = {name: _remove(name) for name in (*modules, *bound)}
-    old = {name: getattr(compat, name) for name in ("trt", "_logger", "_runtime")}
-    build = backend.build
+    library, build = backend.library, backend.build
+    old = dict(vars(library))
     sys.modules.update(modules)
-    compat.trt, compat._logger, compat._runtime = trt, None, None
+    vars(library).update(api=trt, _logger=None, _runtime=None)
     backend.build = lambda self, graph, out, options: _build(self, build, graph, out, options)
     _reload_in_polygraphy()
     try:
         yield gpu
     finally:
         backend.build = build
-        vars(compat).update(old)
+        vars(library).clear()
+        vars(library).update(old)
         for name, held in before.items():
             _remove(name)
             if held is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import get_backend
-from lockstep.backends.tensorrt import compat
+from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def graph(tmp_path):
 
 @pytest.fixture
 def hidden_regions():
-    if not compat.has("hidden_regions"):
+    if not TENSORRT.has("hidden_regions"):
         pytest.skip(
             "of versions whose inspector does not list the kernels of fused regions; others list them as layers"
         )

@@ -28,7 +28,7 @@ from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt import backend as tensorrt_backend
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.backend import TensorRTBackend
-from lockstep.backends.tensorrt.compat import Tensor
+from lockstep.backends.tensorrt.compat import TENSORRT, Tensor
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
 from lockstep.backends.tensorrt.device import driver_version, gpu_key
 from lockstep.backends.tensorrt.layers import (
@@ -476,12 +476,11 @@ def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_the
     """TensorRT reads the variable; what the user set there decides numbers, and is an option that engines are made
     with."""
     monkeypatch.setenv("__LUNOWUD", set_by_user)
-    monkeypatch.setattr(
-        compat, "trt", SimpleNamespace(__version__=version, Builder=lambda logger: os.environ["__LUNOWUD"])
-    )
-    monkeypatch.setattr(compat, "logger", lambda: None)
+    api = SimpleNamespace(__version__=version, Builder=lambda logger: os.environ["__LUNOWUD"])
+    monkeypatch.setitem(vars(TENSORRT), "api", api)
+    monkeypatch.setattr(TENSORRT, "logger", lambda: None)
     before = TensorRTBackend().default_options()
-    assert compat.create_builder() == compat.create_builder() == told
+    assert TENSORRT.create_builder() == TENSORRT.create_builder() == told
     assert (
         TensorRTBackend().default_options() == before
         and before.get("compiler_flags") == recorded
@@ -530,15 +529,15 @@ REFUSED = [
 )
 def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, version, said, taken, whole):
     """What 8.6.0 says of each of its own caches, as errors, while it gives a cache all the same: found on a GPU."""
-    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__=version))
+    monkeypatch.setitem(vars(TENSORRT), "api", SimpleNamespace(__version__=version))
     given = object()
-    config = SimpleNamespace(create_timing_cache=lambda data: compat.LOG.errors.extend(said) or given)
-    assert compat.create_timing_cache(config, b"cache") == (given if taken else None, whole)
+    config = SimpleNamespace(create_timing_cache=lambda data: TENSORRT.log.errors.extend(said) or given)
+    assert TENSORRT.create_timing_cache(config, b"cache") == (given if taken else None, whole)
 
 
 def without_tensorrt(monkeypatch, version="8.6.0", **answers):
-    """Building with all but what TensorRT itself does. answers: {function of compat: what it gives}; gives them, with
-    those that each test shares."""
+    """Building with all but what TensorRT itself does. answers: {method of the library: what it gives}; gives them,
+    with those that each test shares."""
     region = listing(layer(name="{ForeignNode[a...b]}", kind="Myelin", tactic="", value="", source=("taken", HALF)))
     answers = {
         "create_timing_cache": (object(), True),
@@ -547,7 +546,7 @@ def without_tensorrt(monkeypatch, version="8.6.0", **answers):
         "serialize_timing_cache": b"",
         "cached_tactics": {},
     } | answers
-    monkeypatch.setattr(compat, "trt", SimpleNamespace(__version__=version))
+    monkeypatch.setitem(vars(TENSORRT), "api", SimpleNamespace(__version__=version))
     for name in (
         "create_builder",
         "create_network",
@@ -561,7 +560,7 @@ def without_tensorrt(monkeypatch, version="8.6.0", **answers):
         *answers,
     ):
         answer = answers.get(name, True)
-        monkeypatch.setattr(compat, name, answer if callable(answer) else lambda *arguments, answer=answer: answer)
+        monkeypatch.setattr(TENSORRT, name, answer if callable(answer) else lambda *arguments, answer=answer: answer)
     monkeypatch.setattr(tensorrt_backend, "check_contract", lambda *arguments: None)
     monkeypatch.setattr(tensorrt_backend, "PeakMemory", lambda: contextlib.nullcontext(SimpleNamespace(nbytes=None)))
     return answers
@@ -936,7 +935,7 @@ def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatc
 
 
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
-    modules = "backend", "compat", "contract", "device", "layers", "memory", "v8_6.needs", "settings", "tactics"
+    modules = "backend compat contract device features layers memory v8_6.needs settings tactics".split()
     code = ("import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n") + "".join(
         f"import lockstep.backends.tensorrt.{name}\n" for name in modules
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.backends.tensorrt import compat
+from lockstep.backends.tensorrt import compat, features
 
 FOLDER = Path(compat.__file__).parent
 LISTING = Path(__file__).parents[1] / "data" / "tensorrt_api.txt"
@@ -28,14 +28,18 @@ MEMBERS = {name.partition(".")[2] for name in IN_VERSIONS if "." in name}
 
 
 def guard_of(test: ast.expr) -> tuple[str, bool] | None:
-    """(feature, True) of `has("feature")`, also as a part of an `and`; (feature, False) of `not has("feature")`."""
+    """(feature, True) of `self.has("feature")`, also as a part of an `and`; (feature, False) of `not` that."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return next((found for value in test.values if (found := guard_of(value)) and found[1]), None)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = guard_of(test.operand)
         return inner and (inner[0], not inner[1])
-    is_has = isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "has"
+    is_has = isinstance(test, ast.Call) and ast.unparse(test.func) == "self.has"
     return (test.args[0].value, True) if is_has else None
+
+
+def versions_with(feature: str) -> frozenset:
+    return frozenset(version for version in VERSIONS if features.available(features.FEATURES[feature], version))
 
 
 class Uses(ast.NodeVisitor):
@@ -51,7 +55,7 @@ class Uses(ast.NodeVisitor):
     def under(self, test: ast.expr, holds: bool, nodes: list) -> None:
         guard, before = guard_of(test), self.versions
         if guard and (holds or not isinstance(test, ast.BoolOp)):
-            inside = frozenset(version for version in VERSIONS if compat.available(compat.FEATURES[guard[0]], version))
+            inside = versions_with(guard[0])
             self.versions = before & (inside if guard[1] == holds else frozenset(VERSIONS) - inside)
         for node in nodes:
             self.visit(node)
@@ -76,9 +80,7 @@ class Uses(ast.NodeVisitor):
             leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], (ast.Return, ast.Raise))
             guard = guard_of(statement.test) if leaves else None
             if guard:  # the rest of the function runs where the test does not hold
-                inside = frozenset(
-                    version for version in VERSIONS if compat.available(compat.FEATURES[guard[0]], version)
-                )
+                inside = versions_with(guard[0])
                 self.versions &= frozenset(VERSIONS) - inside if guard[1] else inside
         self.types, self.versions = kept, versions
 
@@ -95,15 +97,15 @@ class Uses(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         text = ast.unparse(node)
         root = text.partition(".")[0]
-        if root == "trt":
-            name = text.removeprefix("trt.")
+        if text.startswith("self.api.") or root == "trt":
+            name = text.removeprefix("self.api.").removeprefix("trt.")
             if "__" not in name:
                 self.found.append((name, self.versions, node.lineno))
             if "." in name:
                 return
         elif isinstance(node.value, ast.Name) and self.types.get(root, "").startswith("trt."):
             self.found.append((f"{self.types[root].removeprefix('trt.')}.{node.attr}", self.versions, node.lineno))
-        elif node.attr in MEMBERS and not (root in ("self", "LOG", "error", "re", "np") or self.types.get(root)):
+        elif node.attr in MEMBERS and not (root in ("self", "log", "error", "re", "np") or self.types.get(root)):
             self.unknown.append((text, node.lineno))
         self.generic_visit(node)
 
@@ -131,14 +133,17 @@ def test_every_attribute_is_in_every_version_in_which_its_line_runs():
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("config.set_flag(trt.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
-        ("if has('strong_types'):\n    trt.BuilderFlag.FP16", "line 2: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
+        ("config.set_flag(self.api.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
+        (
+            "if self.has('strong_types'):\n    trt.BuilderFlag.FP16",
+            "line 2: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]",
+        ),
         (
             "def f(engine: trt.ICudaEngine):\n    engine.device_memory_size",
             "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 4)]",
         ),
         (
-            "def f(engine: trt.ICudaEngine):\n    return 1 if has('memory_size_v2') else engine.num_bindings",
+            "def f(engine: trt.ICudaEngine):\n    return 1 if self.has('memory_size_v2') else engine.num_bindings",
             "line 2: ICudaEngine.num_bindings is not in [(10, 0)]",
         ),
         ("trt.Builder.biuld", "line 1: Builder.biuld is not in"),
@@ -150,17 +155,17 @@ def test_what_a_version_lacks_is_found(source, problem):
 
 def test_a_use_under_its_feature_is_right_and_an_object_without_a_class_is_found():
     source = (
-        "def f(config: trt.IBuilderConfig):\n    if not has('precision_constraints'):\n        return\n "
+        "def f(config: trt.IBuilderConfig):\n    if not self.has('precision_constraints'):\n        return\n "
         "   config.set_flag(trt.BuilderFlag.FP16)"
     )
     assert not missing(uses_of(source)) and uses_of("thing.num_layers").unknown == [("thing.num_layers", 1)]
 
 
-@pytest.mark.parametrize("name", compat.FEATURES)
+@pytest.mark.parametrize("name", features.FEATURES)
 def test_a_feature_is_in_every_version_that_the_table_says(name):
-    feature = compat.FEATURES[name]
+    feature = features.FEATURES[name]
     for needed in feature.needs:
-        versions = {version for version in VERSIONS if compat.available(feature, version)}
+        versions = {version for version in VERSIONS if features.available(feature, version)}
         assert versions and versions <= IN_VERSIONS[needed]
         if name not in (
             "explicit_batch_flag",
@@ -212,7 +217,8 @@ def test_no_other_module_calls_a_method_of_tensorrt(path):
     assert not [
         ast.unparse(call)
         for call in called
-        if call.attr in methods and ast.unparse(call.value) not in ("compat", "self", "onnx.shape_inference")
+        if call.attr in methods
+        and ast.unparse(call.value) not in ("TENSORRT", "library", "self.library", "self", "onnx.shape_inference")
     ]
 
 

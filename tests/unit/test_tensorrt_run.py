@@ -17,6 +17,7 @@ from demo_model import GOLDEN, LIMITS, TOLERANCES
 import fake_gpu
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
+from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer, generate
 from lockstep.targets import Target
@@ -382,10 +383,8 @@ def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, f
     both.step(prompts=[(0, 8)])
     for _ in range(3):
         both.step(0)
-    from lockstep.backends.tensorrt import compat
-
-    needed = compat.device_memory_size
-    monkeypatch.setattr(compat, "device_memory_size", lambda engine: 2 * needed(engine))
+    needed = TENSORRT.device_memory_size
+    monkeypatch.setattr(TENSORRT, "device_memory_size", lambda engine: 2 * needed(engine))
     other = Both(demo, open_model, form[1])
     for _ in range(3):
         other.step(prompts=[(0, 8)])
@@ -590,15 +589,13 @@ def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
     [("set_profile", (1, 0)), ("set_input_shape", ("x", (1,))), ("set_tensor_address", ("x", 1)), ("enqueue", (0,))],
 )
 def test_what_tensorrt_said_before_is_not_told_as_the_error(gpu, call, arguments):
-    from lockstep.backends.tensorrt import compat
-
     def refuse(*arguments):
-        compat.LOG.errors.append("what is wrong now")
+        TENSORRT.log.errors.append("what is wrong now")
         return False
 
     methods = ("set_optimization_profile_async", "set_input_shape", "set_tensor_address", "execute_async_v3")
     context = SimpleNamespace(active_optimization_profile=0, **dict.fromkeys(methods, refuse))
-    compat.LOG.clear()
-    compat.LOG.errors.append("what was wrong once")
+    TENSORRT.log.clear()
+    TENSORRT.log.errors.append("what was wrong once")
     with pytest.raises(CheckError, match="TensorRT 8.6.0 .*: what is wrong now$"):
-        getattr(compat, call)(context, *arguments)
+        getattr(TENSORRT, call)(context, *arguments)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ class BackendSettings:
     the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. fp32_part: the
     part of a block's tolerance that its fp32 engines must keep beside their own graphs. unpinned: top level modules of
     packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
+    missing: why its engines cannot be built here, None where they can; asked for where the config leaves it out then.
+    cannot_run: given its section, why engines cannot run here, though they can be built; None where they can. Neither
+    loads the library.
     """
 
     precisions: tuple[str, ...]
@@ -45,6 +48,8 @@ class BackendSettings:
     gpus: int = 0
     fp32_part: float = 1.0
     unpinned: tuple[str, ...] = ()
+    missing: Callable[[], str | None] = lambda: None
+    cannot_run: Callable[[Section | None], str | None] = lambda section: None
 
     @property
     def has_interpreter(self) -> bool:

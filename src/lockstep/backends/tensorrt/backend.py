@@ -53,6 +53,7 @@ _PLAN, _GRAPH = ".engine", ".onnx"
 class TensorRTBackend:
     """TensorRT 8.6, 10.x or 11.x. Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays it."""
 
+    library = TENSORRT
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
     revision = 6

@@ -288,14 +288,49 @@ class Library:
         builder: trt.Builder,
         config: trt.IBuilderConfig,
         shapes: Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]],
-    ) -> None:
-        """Add an optimization profile: {input: (min, opt, max)}."""
+    ) -> trt.IOptimizationProfile:
+        """Add an optimization profile: {input: (min, opt, max)}; gives it."""
         self.log.clear()
         profile: trt.IOptimizationProfile = builder.create_optimization_profile()
         for name, (low, best, high) in shapes.items():
             profile.set_shape(name, tuple(low), tuple(best), tuple(high))
         if config.add_optimization_profile(profile) < 0:
             raise CheckError(f"{self.title} refuses the optimization profile {dict(shapes)}: {self.log.first_error()}")
+        return profile
+
+    def network_types(self, network: trt.INetworkDefinition) -> dict[str, str]:
+        """{tensor: dtype} of all that a network reads and computes. A strongly typed one is built just so."""
+        dtypes = self._dtypes()
+        found: dict[str, str] = {}
+        for number in range(network.num_inputs):
+            given: trt.ITensor = network.get_input(number)
+            found[given.name] = dtypes[given.dtype]
+        for number in range(network.num_layers):
+            layer: trt.ILayer = network.get_layer(number)
+            for i in range(layer.num_outputs):
+                made: trt.ITensor = layer.get_output(i)
+                found[made.name] = dtypes[made.dtype]
+        return found
+
+    def network_tensors(
+        self, network: trt.INetworkDefinition, profiles: Sequence[trt.IOptimizationProfile]
+    ) -> list[Tensor]:
+        """As `tensors`, of the engine that will be built of a network."""
+        dtypes = self._dtypes()
+        found: list[Tensor] = []
+        for i in range(network.num_inputs):
+            given: trt.ITensor = network.get_input(i)
+            shape, name = tuple(given.shape), given.name
+            bounds: list[tuple[tuple[int, ...], ...]] = []
+            for number in range(len(profiles)):
+                profile: trt.IOptimizationProfile = profiles[number]
+                sizes = profile.get_shape(name) if -1 in shape else (shape,) * 3
+                bounds += [tuple(map(tuple, sizes))]
+            found.append(Tensor(name, True, _dtype(dtypes[given.dtype]), shape, tuple(bounds)))
+        for number in range(network.num_outputs):
+            made: trt.ITensor = network.get_output(number)
+            found.append(Tensor(made.name, False, _dtype(dtypes[made.dtype]), tuple(made.shape), ()))
+        return found
 
     def create_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> tuple[trt.ITimingCache | None, bool]:
         """An empty cache, or one that was serialized; it may serve several configurations. None where TensorRT refuses
@@ -393,8 +428,11 @@ class Library:
     def num_profiles(self, engine: trt.ICudaEngine) -> int:
         return engine.num_optimization_profiles
 
-    def create_context(self, engine: trt.ICudaEngine, where: str) -> trt.IExecutionContext:
-        """A context without scratch memory of its own: give it some with `set_device_memory` before it runs."""
+    def create_context(self, engine: trt.ICudaEngine, where: str, own: bool) -> trt.IExecutionContext:
+        """A context without scratch memory of its own: give it some with `set_device_memory` before it runs.
+
+        own: its shapes will not change once they are set.
+        """
         self.log.clear()
         if self.has("context_strategy"):
             context = engine.create_execution_context(self.api.ExecutionContextAllocationStrategy.USER_MANAGED)

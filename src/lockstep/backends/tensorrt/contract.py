@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import onnx
 
 from lockstep.backends.profiles import Profile
-from lockstep.backends.tensorrt.compat import Tensor
+from lockstep.backends.tensorrt.compat import GraphRefusedError, Tensor
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_types import typed_values
 from lockstep.onnx_tools.prepare import dtype_name
@@ -71,3 +71,14 @@ def _bounds(shapes: Sequence[Sequence[int]]) -> str:
 def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:
     """{tensor: dtype} of all tensors of a graph that ONNX's shape inference knows, constants too."""
     return {name: dtype_name(element) for name, (element, _) in typed_values(model).items()}
+
+
+def check_types(found: Mapping[str, str], types: Mapping[str, str], where: str) -> None:
+    """Raises GraphRefusedError for a tensor of a strongly typed network, {name: dtype}, that has another type than in
+    the graph. Tensors that the parser adds are not in the graph: what they lead to is."""
+    wrong = [name for name in found if name in types and found[name] != types[name]]
+    if wrong:
+        raise GraphRefusedError(
+            f"{where}: tensor {wrong[0]}: expected {types[wrong[0]]} as in the graph, found {found[wrong[0]]}; the "
+            f"engine would not be of this precision"
+        )

@@ -12,16 +12,16 @@ from lockstep.errors import InputError
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def describe_gpu() -> dict[str, Any]:
+def describe_gpu(backend: str = "tensorrt") -> dict[str, Any]:
     """{"type", "name", "compute_capability", "driver", "memory"} of the first CUDA device (memory in bytes).
 
-    Raises InputError where there is no CUDA driver or no GPU.
+    Raises InputError where there is no CUDA driver or no GPU. backend: that it is asked for, which opens the line.
     """
     try:
         from cuda.bindings import driver
     except ModuleNotFoundError as error:
         raise InputError(
-            f"backend tensorrt: needs the Python package cuda-python (module {error.name}), "
+            f"backend {backend}: needs the Python package cuda-python (module {error.name}), "
             f"which is not installed here; install it"
         ) from None
     try:
@@ -40,7 +40,7 @@ def describe_gpu() -> dict[str, Any]:
         cuda = _call(driver, driver.cuDriverGetVersion())
     except RuntimeError as error:  # cuda-bindings raises it where there is no libcuda
         raise InputError(
-            f"backend tensorrt: expected an NVIDIA GPU with its driver, found none: {' '.join(str(error).split())}"
+            f"backend {backend}: expected an NVIDIA GPU with its driver, found none: {' '.join(str(error).split())}"
         ) from None
     return {
         "type": "gpu",

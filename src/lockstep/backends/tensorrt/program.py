@@ -50,9 +50,9 @@ class Device:
         if nbytes > self._scratch.nbytes:
             self._scratch = cuda.empty((nbytes,), "u1", "engines to work in")
 
-    def context(self, library: Library, engine: Any, profile: int, where: str) -> tuple[Any, cuda.Array]:
-        """A context, and the memory that must live as long as it runs."""
-        context = library.create_context(engine, where)
+    def context(self, library: Library, engine: Any, profile: int, where: str, own: bool) -> tuple[Any, cuda.Array]:
+        """A context, and the memory that must live as long as it runs. own: its shapes will not change."""
+        context = library.create_context(engine, where, own)
         library.set_device_memory(context, self._scratch.address, self._scratch.nbytes)
         library.set_profile(context, profile, self.stream.handle)
         return context, self._scratch
@@ -113,7 +113,7 @@ class TensorRTProgram:
         profile = self.profile_for(shapes)
         key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
         if key not in self._contexts:
-            self._contexts[key] = self.device.context(self.library, self.engine, profile, str(self.path))
+            self._contexts[key] = self.device.context(self.library, self.engine, profile, str(self.path), own)
         return self._contexts[key]
 
 

@@ -1,0 +1,140 @@
+"""The TensorRT-RTX backend. Engine: a plan whose weights are inputs, the same bytes on every machine.
+
+Nothing is timed when an engine is built: kernels are chosen and compiled where it is loaded. So a build needs no GPU,
+and what it says of an engine it says of the network: names, types, sizes and profiles are held to the graph before the
+build, and what an engine has made of them is looked at where a GPU loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from lockstep.artifacts.files import sha256_file, write_bytes
+from lockstep.backends.base import Built, CanonicalBytes, Program
+from lockstep.backends.graphs import graphs_of
+from lockstep.backends.profiles import profiles
+from lockstep.backends.tensorrt.contract import check_contract, check_types, tensor_types
+from lockstep.backends.tensorrt_rtx.gpu import why_not
+from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
+from lockstep.errors import InputError
+from lockstep.step.advance import Executor
+from lockstep.step.network import Network
+from lockstep.targets import Limits
+
+_PLAN = ".engine"
+_WORKSPACE = 4 << 30  # bytes that a kernel may use while it runs
+_LEVEL = 3  # TensorRT's default
+
+
+class TensorRTRTXBackend:
+    """TensorRT-RTX 1.7 and later. Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays it."""
+
+    library = TENSORRT_RTX
+    name = "tensorrt_rtx"
+    suffixes = (_PLAN,)
+    revision = 1
+    precisions = ("fp32", "fp16", "bf16")
+    takes_long = False
+
+    def __init__(self) -> None:
+        self.library.require()
+        self._builder: Any = None
+        self._built_for: tuple[str, ...] | None = None
+
+    def version(self) -> str:
+        return self.library.version_text()
+
+    def describe_device(self) -> dict[str, Any]:
+        """What engines are for, with `compute_capabilities` of the options: no one device."""
+        return {"type": "gpu", "name": "NVIDIA RTX GPUs"}
+
+    def device_key(self, device: Mapping[str, Any]) -> Any:
+        return {"name": device.get("name")}
+
+    def default_options(self) -> dict[str, Any]:
+        """compute_capabilities: None is portable. Limits: what the profiles are made for."""
+        limits = Limits()
+        sizes = {name: getattr(limits, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+        return {"compute_capabilities": None, **sizes}
+
+    def options_key(self, options: Mapping[str, Any]) -> Any:
+        return dict(options)
+
+    def graphs(
+        self, assembly: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """All: attention is the model's own graph."""
+        return graphs_of(assembly)
+
+    def file(self, name: str) -> str:
+        return name + _PLAN
+
+    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+        pass
+
+    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
+        return True
+
+    def finish(self, names: Sequence[str]) -> dict[str, Any]:
+        return {"typing": "strong", "attention": "traced"}
+
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
+        """One builder serves all graphs of an instance."""
+        library, where, model = self.library, str(out_path), onnx.load(graph_path)
+        if self._builder is None:
+            self._builder = library.create_builder()
+        types, bounds = tensor_types(model), profiles(model, options)
+        network = library.create_network(self._builder)
+        parser = library.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
+        config = library.create_config(self._builder, _WORKSPACE, _LEVEL, None)
+        library.set_compute_capabilities(config, options["compute_capabilities"])
+        added = [library.add_profile(self._builder, config, profile) for profile in bounds]
+        check_contract(library.network_tensors(network, added), model, bounds, True, where)
+        check_types(library.network_types(network), types, where)
+        write_bytes(out_path, library.build_plan(self._builder, network, config, where))
+        return Built()
+
+    def load(
+        self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool
+    ) -> Program:
+        """Raises InputError where no GPU here runs the engine."""
+        self.require_gpu()
+        from lockstep.backends.tensorrt.program import TensorRTProgram
+
+        return TensorRTProgram(self.library, engine_path, slots)
+
+    def require_gpu(self) -> None:
+        if reason := why_not(None):
+            raise InputError(f"backend {self.name}: {reason}; its engines can be built here, not run")
+
+    def choices(self, engine_path: Path) -> Any:
+        """Nothing is chosen before an engine is loaded: its serialization is all there is."""
+        return {"serialization": sha256_file(engine_path)}
+
+    def layer_information(self, engine_path: Path) -> Any:
+        """The library tells layers where a GPU loads the engine, and there is not always one."""
+        return {"serialization": sha256_file(engine_path)}
+
+    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
+        return CanonicalBytes(engine_path.read_bytes())
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
+        from lockstep.backends.tensorrt import cuda
+
+        return cuda.empty(shape, dtype)
+
+    def executor(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Executor:
+        assert max_num_tokens is not None  # engines of this backend are built for one: see default_options
+        from lockstep.backends.tensorrt.executor import GpuExecutor
+        from lockstep.backends.tensorrt.v8_6.needs import require_nvrtc
+
+        require_nvrtc()
+        return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
+
+
+BACKEND = TensorRTRTXBackend

@@ -1,0 +1,99 @@
+"""TensorRT-RTX behind the class that TensorRT is behind: what it has of its own. The only module that imports it.
+
+A build needs no GPU: kernels are compiled when an engine is loaded, for the GPU at hand, and kept in a runtime cache.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.artifacts.files import sha256_json, write_bytes
+from lockstep.backends.tensorrt.compat import Library
+from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
+from lockstep.backends.tensorrt.features import Version
+from lockstep.errors import CheckError, InputError
+
+if TYPE_CHECKING:
+    import tensorrt_rtx_bindings as trt
+
+
+class RTXLibrary(Library):
+    """TensorRT-RTX 1.7 and later of 1.x."""
+
+    name = "TensorRT-RTX"
+    backend = "tensorrt_rtx"
+    module = "tensorrt_rtx_bindings"  # tensorrt_rtx, of the same distribution, imports all of it
+    supported = "TensorRT-RTX 1.7 or a later 1.x"
+    remedy = "install it: docs/tensorrt_rtx.md says how"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._caches: dict[Path, Any] = {}
+
+    @property
+    def package(self) -> str:
+        return "tensorrt-rtx"
+
+    def is_supported(self) -> bool:
+        return (1, 7) <= self.version() < (2, 0)
+
+    def api_version(self) -> Version:
+        return (11, 0)
+
+    def set_compute_capabilities(self, config: trt.IBuilderConfig, capabilities: Sequence[str] | None) -> None:
+        """Build for these ("8.9"); None: the library's own choice, a portable engine."""
+        if capabilities is None:
+            return
+        known = self.api.ComputeCapability.__members__
+        config.num_compute_capabilities = len(capabilities)
+        for number, capability in enumerate(capabilities):
+            self.log.clear()
+            which = known.get(f"SM{capability.replace('.', '')}")
+            if which is None or not config.set_compute_capability(which, number):
+                raise CheckError(f"{self.title} does not build for compute capability {capability}")
+
+    def create_context(self, engine: trt.ICudaEngine, where: str, own: bool) -> trt.IExecutionContext:
+        """As of TensorRT, with kernels from the runtime cache, which keeps those that are compiled now.
+
+        A context of its own shapes is captured in a CUDA graph: its kernels are compiled for just them before it runs.
+        For any shape they are compiled in the background, and another kernel runs until then.
+        """
+        self.log.clear()
+        config: trt.IRuntimeConfig = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(self.api.ExecutionContextAllocationStrategy.USER_MANAGED)
+        strategies = self.api.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if own else strategies.LAZY
+        config.set_runtime_cache(self._runtime_cache(config, Path(where).parent))
+        context: trt.IExecutionContext | None = engine.create_execution_context(config)
+        if context is None:
+            raise CheckError(f"{where}: {self.title} cannot make an execution context: {self.log.first_error()}")
+        return context
+
+    def _runtime_cache(self, config: trt.IRuntimeConfig, folder: Path) -> trt.IRuntimeCache:
+        """The kernels that were compiled for the engines of a folder, one cache for each GPU, driver and version. One
+        that the library refuses, for it is damaged or another version's, is begun anew."""
+        path = folder / f"runtime.{sha256_json([self.version_text(), gpu_key(describe_gpu(self.backend))])[:12]}.cache"
+        if path not in self._caches:
+            cache: trt.IRuntimeCache = config.create_runtime_cache()
+            before = path.read_bytes() if path.is_file() else b""
+            if before and not cache.deserialize(before):
+                before = b""
+            self._caches[path] = cache
+            atexit.register(_save, path, cache, before)
+        return self._caches[path]
+
+
+def _save(path: Path, cache: Any, before: bytes) -> None:
+    """At the end of the process. A folder that cannot be written to, or is gone, goes without: next time the kernels
+    are compiled again."""
+    data = bytes(cache.serialize())
+    if data != before and path.parent.is_dir():
+        with contextlib.suppress(OSError, InputError):
+            write_bytes(path, data)
+
+
+TENSORRT_RTX = RTXLibrary()

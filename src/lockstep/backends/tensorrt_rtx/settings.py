@@ -1,0 +1,57 @@
+"""What TensorRT-RTX brings to the config: its section `backends.tensorrt_rtx`, and whether its engines can be built and
+run here."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lockstep.backends.tensorrt_rtx.gpu import PORTABLE, why_not
+from lockstep.config.backends import BackendSettings
+from lockstep.config.messages import Problem, Problems
+from lockstep.config.section import UNIQUE, AsTuple, Section
+
+# What the library has an enumerator for; 7.5 is not among the default.
+ComputeCapability = Literal["7.5", "8.0", "8.6", "8.9", "12.0", "12.1"]
+_MODULE, _PACKAGE = "tensorrt_rtx_bindings", "tensorrt-rtx"
+
+
+class TensorRTRTXConfig(Section):
+    """How engines are built with TensorRT-RTX. Sizes come from `limits`."""
+
+    compute_capabilities: Annotated[tuple[ComputeCapability, ...], AsTuple, Field(min_length=1)] | None = Field(
+        default=None,
+        json_schema_extra=UNIQUE,
+        description="Compute capabilities of the GPUs that engines are built for; none: portable, which is "
+        f"{PORTABLE}. Fewer make smaller engines.",
+    )
+
+    @model_validator(mode="after")
+    def _each_once(self) -> TensorRTRTXConfig:
+        asked = self.compute_capabilities or ()
+        for index, item in enumerate(asked):
+            if item in asked[:index]:
+                text = f"expected each item once; found {item!r} again"
+                raise Problems([Problem(("compute_capabilities", index), text)])
+        return self
+
+
+def _missing() -> str | None:
+    found = importlib.util.find_spec(_MODULE)
+    return None if found else f"the Python package {_PACKAGE} is not installed here"
+
+
+def _cannot_run(section: Section | None) -> str | None:
+    assert isinstance(section, TensorRTRTXConfig)
+    return why_not(section.compute_capabilities)
+
+
+SETTINGS = BackendSettings(
+    precisions=("fp32", "fp16", "bf16"),
+    section=TensorRTRTXConfig,
+    takes_limits=True,
+    missing=_missing,
+    cannot_run=_cannot_run,
+)
