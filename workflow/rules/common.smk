@@ -60,6 +60,7 @@ with guard():
         model: display_paths(weight_files(folder, find_tensors(folder)))
         for model, folder in FOLDERS.items()
     }
+    CONFIG.check_backends()
     # A place where no cache can be is said here, and not by each job.
     cache_folder(CONFIG.cache)
     # What a change of the code or of the pinned packages reruns, by rule and backend.
@@ -70,6 +71,12 @@ with guard():
     } | {(rule, None): stage_key(code) for rule, code in REPORT_STAGES.items()}
 
 TARGETS = CONFIG.targets()
+if workflow.is_main_process:
+    for backend, reason in CONFIG.skipped_backends().items():
+        logger.info(f"Left out: the targets of {backend}, for {reason}")
+    for backend in sorted({target.backend for target in TARGETS}):
+        if reason := CONFIG.cannot_run(backend):
+            logger.info(f"Built, not run: the targets of {backend}, for {reason}")
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
 RANDOM = sorted(model for model, kind in KINDS.items() if kind is RandomSource)
 # Bytes of weights: a smaller model is computed before more threads would pay.

@@ -18,6 +18,7 @@ import onnx
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.base import Backend, Built, get_backend
+from lockstep.backends.engine_set import digest_of
 from lockstep.backends.graphs import graph_file
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.prepare import dtype_name, prepare
@@ -78,6 +79,7 @@ def build(
             costs[name] = cost
         manifest["engines"][name] = entry
     manifest.update(library.finish(list(manifest["engines"])))
+    manifest["digest"] = digest_of(manifest, library)
     write_json(out, manifest)
     if costs and library.takes_long:
         write_json(out.parent / COSTS, {"format": formats.BUILD_COSTS, "engines": costs})

@@ -69,10 +69,7 @@ class EngineSet:
 
     def digest(self) -> str:
         """Hex sha256 of what runs: backend, version, device key, options, and each engine's digest."""
-        keys = ("backend", "backend_version", "options", "engines", "precision")
-        return sha256_json(
-            {**{key: self.manifest[key] for key in keys}, "device": self.backend.device_key(self.manifest["device"])}
-        )
+        return digest_of(self.manifest, self.backend)
 
     def names(self) -> list[str]:
         """The engines: classes, and phases of kinds as `<kind>.<phase>`."""
@@ -89,6 +86,13 @@ class EngineSet:
         after another."""
         parts = self.manifest["engines"][name].get("parts") or {slot: [slot] for slot in slots}
         return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in parts.items()}
+
+
+def digest_of(manifest: Mapping[str, Any], backend: Backend) -> str:
+    """The digest of an engine set by its manifest."""
+    keys = ("backend", "backend_version", "options", "engines", "precision")
+    device = backend.device_key(manifest["device"])
+    return sha256_json({**{key: manifest[key] for key in keys}, "device": device})
 
 
 def _same(where: Path, what: str, recorded: object, found: object, advice: str) -> None:

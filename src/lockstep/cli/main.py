@@ -285,11 +285,29 @@ def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
 @click.option(
     "--at-least", type=click.Choice(["R0", "R1", "R2", "R3", "R4"]), help="Exit code 1 if a lower level is reached."
 )
+@click.option(
+    "--against",
+    metavar="LOCK",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Build it once, and compare with this lock, which may be another machine's. Results need not be there.",
+)
+@CONFIG
 @JSON
 @RESULTS
-def reproduce(target: str, rounds: int, at_least: str | None, as_json: bool, results: Path) -> None:
+def reproduce(
+    target: str,
+    rounds: int,
+    at_least: str | None,
+    against: Path | None,
+    config_file: Path | None,
+    as_json: bool,
+    results: Path,
+) -> None:
     """Build a target again in clean folders: what is the same?"""
     from lockstep.errors import CheckError
+
+    if against is not None:
+        return _hold_against(target, against, config_file, as_json, results)
     from lockstep.provenance.reproduce import print_table
     from lockstep.provenance.reproduce import reproduce as again
 
@@ -305,6 +323,30 @@ def reproduce(target: str, rounds: int, at_least: str | None, as_json: bool, res
         click.echo(f"Level reached: {record['level']}, in {path}")
     if at_least and (record["level"] == "none" or record["level"] < at_least):
         raise CheckError(f"{chosen}: expected {at_least} or higher, found {record['level']}; {path} says what differs")
+
+
+def _hold_against(text: str, lock: Path, config_file: Path | None, as_json: bool, results: Path) -> None:
+    from dataclasses import asdict
+
+    from lockstep.errors import CheckError
+    from lockstep.provenance.against import against
+
+    project = Project.open(config_file, results)
+    target = project.config.parse_target(text)
+    folder = _checkpoint_folder(project, target.model)
+    if folder is None:
+        raise InputError(f"{target.model}: expected its checkpoint to be here, found none; run `lockstep fetch` first")
+    found = against(project.config.dump(), folder, target, lock, lambda line: click.echo(line, err=True))
+    if as_json:
+        echo_json({"target": str(target), "lock": str(lock), "artefacts": [asdict(held) for held in found]})
+    else:
+        for held in found:
+            status = "same" if held.differs is None else "different" if held.is_locked else "not locked"
+            click.echo(f"{status:<11} {held.where}{f': {held.differs}' if held.is_locked and held.differs else ''}")
+    if wrong := [held for held in found if held.differs]:
+        raise CheckError(
+            f"{target}: {len(wrong)} of {len(found)} artefacts are not as in {lock}; the first: {wrong[0].differs}"
+        )
 
 
 def _checkpoint_folder(project: Project, model: str) -> Path | None:

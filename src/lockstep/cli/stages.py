@@ -14,6 +14,7 @@ from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.config.load import Config
+    from lockstep.pipeline.stages import Stage
 
 RESULTS = click.option(
     "--results",
@@ -69,7 +70,7 @@ def _command(name: str) -> click.Command:
     @click.option("--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says.")
     def command(targets: tuple[str, ...], config_file: Path | None, results: Path, **options: bool) -> None:
         project = Project.open(config_file, results, **options)
-        chosen = _chosen(project.config, targets, entry.wildcards)
+        chosen = _chosen(project.config, targets, entry)
         for number, values in enumerate(chosen, start=1):
             names = dict(zip(entry.wildcards, values, strict=True))
             with working(f"{number} of {len(chosen)}: {name} {'/'.join(map(str, values))}"):
@@ -82,12 +83,16 @@ def _command(name: str) -> click.Command:
     return command
 
 
-def _chosen(config: Config, targets: tuple[str, ...], fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
+def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tuple[Any, ...]]:
+    """Values of the stage's wildcards. Without those of engines that cannot run here, unless nothing else is asked
+    for: then the stage says why not."""
     chosen = [target for target in config.targets() if not targets or any(_matches(target, text) for text in targets)]
     for text in targets:
         if not any(_matches(target, text) for target in chosen):
             config.parse_target(text)  # says which there are
-    return list(dict.fromkeys(tuple(getattr(target, field) for field in fields) for target in chosen))
+    if "backend" in entry.wildcards:
+        chosen = [target for target in chosen if entry.needed(config, target)] or chosen
+    return list(dict.fromkeys(tuple(getattr(target, field) for field in entry.wildcards) for target in chosen))
 
 
 def _matches(target: Target, text: str) -> bool:

@@ -36,9 +36,9 @@ class BackendSettings:
     the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. fp32_part: the
     part of a block's tolerance that its fp32 engines must keep beside their own graphs. unpinned: top level modules of
     packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
-    missing: why its engines cannot be built here, None where they can; asked for where the config leaves it out then.
-    cannot_run: given its section, why engines cannot run here, though they can be built; None where they can. Neither
-    loads the library.
+    missing: why its engines cannot be built here, None where they can, or where only its interpreter can tell.
+    cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
+    can. Neither loads the library.
     """
 
     precisions: tuple[str, ...]
@@ -49,7 +49,7 @@ class BackendSettings:
     fp32_part: float = 1.0
     unpinned: tuple[str, ...] = ()
     missing: Callable[[], str | None] = lambda: None
-    cannot_run: Callable[[Section | None], str | None] = lambda section: None
+    cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
 
     @property
     def has_interpreter(self) -> bool:

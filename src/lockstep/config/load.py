@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lockstep.artifacts.fetched import known
 from lockstep.config.backends import backends
 from lockstep.config.documents import read_document
 from lockstep.config.messages import Problem, Problems, describe, join, nearest, one_line
-from lockstep.config.section import PathText, Section
+from lockstep.config.section import Flag, PathText, Section
 from lockstep.config.sources import (
     FolderSource,
     RandomSource,
@@ -75,7 +76,16 @@ class Config(Section):
         "path is looked up from the working "
         "directory. The environment variable `LOCKSTEP_CACHE` goes before it, and turns it off where it is empty.",
     )
-
+    skip_missing_backends: Flag = Field(
+        default=False,
+        description="Leave out the targets of a backend whose package is not installed, and say so; else that is a "
+        "mistake of the config.",
+    )
+    require_run: Flag = Field(
+        default=False,
+        description="Refuse targets whose engines can be built here, but not run, which else are shown as not run: "
+        "`--config require_run=true`.",
+    )
     backends: Backends = Field(
         default=Backends(), description="Settings of each backend; which models use it stands with them."
     )
@@ -91,19 +101,55 @@ class Config(Section):
         return self
 
     def targets(self) -> list[Target]:
-        """All targets: models by name, then precisions, layer counts and backends in the order of the config."""
+        """All targets: models by name, then precisions, layer counts and backends in the order of the config; without
+        those of backends that it skips here."""
+        skipped = self.skipped_backends()
         return [
             Target(name, precision, layers, backend)
             for name, model in sorted(self.models.items())
-            for precision in model.precisions
+            for precision in dict.fromkeys([*model.precisions, *chain(*model.backend_precisions.values())])
             for layers in model.layers
             for backend in model.backends
+            if precision in model.precisions_of(backend) and backend not in skipped
         ]
+
+    def skipped_backends(self) -> dict[str, str]:
+        """Why, by backend, its targets are left out here: `skip_missing_backends`."""
+        return self._missing_backends() if self.skip_missing_backends else {}
+
+    def _missing_backends(self) -> dict[str, str]:
+        used = {backend for model in self.models.values() for backend in model.backends}
+        missing = {backend: backends()[backend].missing() for backend in sorted(used)}
+        return {backend: reason for backend, reason in missing.items() if reason}
+
+    def cannot_run(self, backend: str) -> str | None:
+        """Why engines of a backend cannot run here, though they can be built; None where they can."""
+        return backends()[backend].cannot_run(self.build_options(backend))
+
+    def check_backends(self, where: str = "config") -> None:
+        """Raises InputError where a backend is not installed that the config does not skip then, and where it asks for
+        checks that cannot run here."""
+        problems: list[Problem] = []
+        missing = {} if self.skip_missing_backends else self._missing_backends()
+        for name, model in self.models.items():
+            for index, backend in enumerate(model.backends):
+                here = ("models", name, "backends", index)
+                if reason := missing.get(backend):
+                    text = f"expected backends that are installed, or skip_missing_backends: true; {backend}: {reason}"
+                    problems.append(Problem(here, text))
+                elif self.require_run and backend not in self.skipped_backends() and (why := self.cannot_run(backend)):
+                    problems.append(Problem(here, f"expected to run its engines (require_run: true); {backend}: {why}"))
+        if problems:
+            raise InputError(f"{where}: {join(Config, problems)}")
 
     def is_compared(self, target: Target) -> bool:
         """Whether its engines are compared with their graphs in ONNX Runtime: where the precision is one that it
-        computes in."""
-        return target.precision in COMPARED_PRECISIONS
+        computes in, and they run here."""
+        return target.precision in COMPARED_PRECISIONS and self.is_run(target)
+
+    def is_run(self, target: Target) -> bool:
+        """Whether its engines run here; else they are built, and no more."""
+        return self.cannot_run(target.backend) is None
 
     def reference_terms(self, model: str) -> dict[str, Any]:
         """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long
@@ -273,13 +319,20 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
         for index, item in enumerate(items):
             if item in items[:index]:
                 yield Problem((*here, key, index), f"expected each item once; found {item!r} again")
-    for index, precision in enumerate(model.precisions):
-        for backend in model.backends:
-            settings = backends()[backend]
+    for backend in model.backend_precisions:
+        if backend not in model.backends:
+            text = f"expected one of the model's backends ({', '.join(model.backends)}) as the key; found {backend!r}"
+            yield Problem((*here, "backend_precisions", backend), text)
+    for backend in model.backends:
+        settings, own = backends()[backend], backend in model.backend_precisions
+        place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
+        for index, precision in enumerate(model.precisions_of(backend)):
             if precision not in settings.precisions:
                 allowed, why = ", ".join(settings.precisions), f" ({settings.lacks})" if settings.lacks else ""
                 text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
-                yield Problem((*here, "precisions", index), text)
+                yield Problem((*here, *place, index), text)
+            elif own and precision in model.precisions_of(backend)[:index]:
+                yield Problem((*here, *place, index), f"expected each item once; found {precision!r} again")
     if model.golden.max_new_tokens >= limits.max_seq_len:
         text = (
             f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; "

@@ -25,6 +25,12 @@ def path_text(value: Any) -> Any:
     return value
 
 
+def _flag(value: Any) -> Any:
+    """Snakemake's command line gives a text."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 PathText = Annotated[str, BeforeValidator(path_text)]
 AsTuple = BeforeValidator(_as_tuple)

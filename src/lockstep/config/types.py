@@ -144,10 +144,17 @@ class ModelConfig(Section):
         json_schema_extra=UNIQUE,
         description="What builds and runs the engines. The first is meant where a target names none.",
     )
+    backend_precisions: dict[Backend, Annotated[tuple[Precision, ...], AsTuple, Field(min_length=1)]] = Field(
+        default={}, description="The precisions of one of the backends, where they are others than `precisions`."
+    )
     golden: Golden = Field(description="Prompts, and what is expected of them.")
     tolerances: OwnTolerances = Field(
         default=OwnTolerances(), description="Where this model needs others than `tolerances` of all models."
     )
+
+    def precisions_of(self, backend: str) -> tuple[str, ...]:
+        """The precisions that are built for a backend, in the order of the config."""
+        return self.backend_precisions.get(backend, self.precisions)
 
 
 class Limits(Section):

@@ -152,7 +152,8 @@ _TABLE = (
     Stage(
         "golden", makes="golden", reads=("assembly", "weights", "engines", "reference"), beside=("speed",),
         code="verify.golden.check", job=f"{_JOBS}:golden", options=_golden, pinned=pinned.pin_golden, is_check=True,
-        is_judged=True, is_reproduced=True, is_named=True, help="Engine set against the reference, and its speed.",
+        needed=lambda config, target: config.is_run(target), is_judged=True, is_reproduced=True, is_named=True,
+        help="Engine set against the reference, and its speed.",
     ),
 )  # fmt: skip
 

@@ -96,7 +96,7 @@ def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
             f"{path}: expected the pinned packages, found no file; run in a checkout of the repository"
         ) from None
     for number, line in enumerate(lines, start=1):
-        text = line.partition("#")[0].strip()
+        text = line.partition("#")[0].partition(";")[0].strip()  # without the platforms that it is for
         if text:
             name, exact, version = text.partition("==")
             if not exact or not version.strip():

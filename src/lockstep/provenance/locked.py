@@ -79,7 +79,7 @@ def check_project(
     where a job brings them.
     """
     lock = read_lock(lock_file)
-    for line in _before(lock, targets, prompts, checkpoint):
+    for line in _before(lock, targets, steps, prompts, checkpoint):
         _refuse(line, lock_file)
     for step in steps:
         if other := _other_terms(lock, step):
@@ -87,8 +87,18 @@ def check_project(
 
 
 def _before(
-    lock: Mapping[str, Any], targets: Sequence[Target], prompts: Sequence[str], checkpoint: Sequence[Path] | None
+    lock: Mapping[str, Any],
+    targets: Sequence[Target],
+    steps: Sequence[Step],
+    prompts: Sequence[str],
+    checkpoint: Sequence[Path] | None,
 ) -> Iterator[str]:
+    # Those whose engines run here.
+    judged = {
+        tuple(step.names[name] for name in ("precision", "layers", "backend"))
+        for step in steps
+        if step.stage == "golden"
+    }
     if checkpoint is not None:
         found = {path.name: digest(path) for path in checkpoint}
         expected = {name: value for name, value in without_places(lock["checkpoint"]).items() if name != "commit"}
@@ -99,7 +109,7 @@ def _before(
             ("precisions", names[0]),
             ("reference", names[1]),
             ("precisions", names[0], "engines", names[2]),
-            ("precisions", names[0], "golden", names[2], names[1]),
+            *([("precisions", names[0], "golden", names[2], names[1])] if names in judged else []),
         ):
             if expected_items(lock, where) is None:
                 yield f"{target}: {'/'.join(where)} is not in the lock"

@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import manifest_entries
+from lockstep.config.backends import backends
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
@@ -79,8 +80,9 @@ def _keep_devices(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
 def collect(results: Path, model: str) -> dict[str, Any]:
     """The lock of what is there. Raises InputError for a model that is not finished."""
     found = list(sections(results, model))
-    # Engines of some precisions are not compared.
-    for stage in (name for name, entry in STAGES.items() if (entry.pinned or entry.is_check) and name != "compare"):
+    # Engines of some precisions are not compared; of those that cannot run here nothing is checked.
+    left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden"}
+    for stage in (name for name, entry in STAGES.items() if (entry.pinned or entry.is_check) and name not in left_out):
         if stage not in {section.stage for section in found}:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first"
@@ -89,6 +91,14 @@ def collect(results: Path, model: str) -> dict[str, Any]:
     for section in found:
         put(lock, section)
     return lock
+
+
+def _runs(section: Section) -> bool:
+    """Whether it is of engines that run here."""
+    if section.stage != "build":
+        return False
+    options, backend = section.record["options"]["options"], section.record["names"]["backend"]
+    return backends()[backend].cannot_run(options) is None
 
 
 def put(lock: dict[str, Any], section: Section) -> None:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from lockstep import processes
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
+from lockstep.config.backends import backends
 from lockstep.errors import PREFIX, CheckError
 from lockstep.pipeline import worker
 from lockstep.pipeline.stages import STAGES
@@ -56,7 +57,7 @@ def reproduce(
         return worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly))
 
     present = look(results)
-    before = facts(results, target, present)
+    before = facts(results, target, present, is_run=_is_run(results, target))
     found = []
     for number in range(1, rounds + 1):
         with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
@@ -64,7 +65,7 @@ def reproduce(
                 config, results, target, Path(folder), lambda what: tell(f"round {number} of {rounds}: {what}")
             )
             made = Results(Path(folder) / "results")
-            found.append(compare(before, facts(made, target, look(made), again)))
+            found.append(compare(before, facts(made, target, look(made), again, _is_run(results, target))))
     manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
     record = _record(manifest, present["digest"], target, before, found)
     write_json(results.reproduction(*names), record)
@@ -76,6 +77,8 @@ def _record(
 ) -> dict[str, Any]:
     levels = {}
     for level, what in LEVELS.items():
+        if level not in before.levels:
+            continue  # no golden tokens of engines that cannot run here
         lines = [
             f"round {number}: {line}" for number, differing in enumerate(found, start=1) for line in differing[level]
         ]
@@ -105,11 +108,39 @@ def _round(
     config: Mapping[str, Any], results: Results, target: Target, folder: Path, tell: Callable[[str], None]
 ) -> str | None:
     """Make the target in `folder`/results. Gives the golden check's line where it did not pass, None where it did."""
-    tree, config_file = Results(folder / "results"), folder / "config.json"
-    write_json(config_file, _config(config, results, target))
-    _take_reference(results, tree, target)
+    tree = Results(folder / "results")
+    manifest_path = results.checkpoint(target.model)
+    manifest = read_json(manifest_path, formats.CHECKPOINT)
+    checkpoint = checkpoint_folder(manifest_path, manifest)
+    check_checkpoint(checkpoint, manifest)
+    stages = [name for name, entry in STAGES.items() if entry.is_reproduced]
+    if _is_run(results, target):
+        _take_reference(results, tree, target)
+    else:
+        stages.remove("golden")
     _take_tactics(results, tree, target)
-    for stage in (name for name, entry in STAGES.items() if entry.is_reproduced):
+    return make_again(config, checkpoint, target, folder, stages, tell)
+
+
+def _is_run(results: Results, target: Target) -> bool:
+    """Whether the engines that are there run here."""
+    engines = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
+    return backends()[target.backend].cannot_run(engines["options"]) is None
+
+
+def make_again(
+    config: Mapping[str, Any],
+    checkpoint: Path,
+    target: Target,
+    folder: Path,
+    stages: Sequence[str],
+    tell: Callable[[str], None],
+) -> str | None:
+    """Run `stages` of the target in `folder`/results, each in a process of its own. checkpoint: its files. Gives the
+    golden check's line where it did not pass, None where it did."""
+    tree, config_file = Results(folder / "results"), folder / "config.json"
+    write_json(config_file, _config(config, checkpoint, target))
+    for stage in stages:
         tell(stage)
         command = [
             sys.executable,
@@ -134,12 +165,8 @@ def _round(
     return None
 
 
-def _config(config: Mapping[str, Any], results: Results, target: Target) -> dict[str, Any]:
+def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:
     """The config with this target only, and the checkpoint where it lies."""
-    manifest_path = results.checkpoint(target.model)
-    manifest = read_json(manifest_path, formats.CHECKPOINT)
-    folder = checkpoint_folder(manifest_path, manifest)
-    check_checkpoint(folder, manifest)
     model = config["models"][target.model]
     kept = lambda prompt: {
         **prompt,
@@ -148,8 +175,14 @@ def _config(config: Mapping[str, Any], results: Results, target: Target) -> dict
         },
     }
     golden = {**model["golden"], "prompts": [kept(prompt) for prompt in model["golden"]["prompts"]]}
-    only = {"layers": [target.layers], "precisions": [target.precision], "backends": [target.backend], "golden": golden}
-    model = {**model, **only, "source": os.path.abspath(folder)}
+    only = {
+        "layers": [target.layers],
+        "precisions": [target.precision],
+        "backends": [target.backend],
+        "backend_precisions": {},
+        "golden": golden,
+    }
+    model = {**model, **only, "source": os.path.abspath(checkpoint)}
     return {**{name: value for name, value in config.items() if name != "cache"}, "models": {target.model: model}}
 
 

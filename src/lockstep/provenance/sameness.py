@@ -38,9 +38,12 @@ class Facts:
         return {level: sha256_json(value) for level, value in self.levels.items()}
 
 
-def facts(results: Results, target: Target, found: Mapping[str, Any], failure: str | None = None) -> Facts:
+def facts(
+    results: Results, target: Target, found: Mapping[str, Any], failure: str | None = None, is_run: bool = True
+) -> Facts:
     """Of the engine set of `target` in a results tree, in which `engine.inspected` has `found` what the backend says.
-    `failure`: the line of a golden check that did not pass, which then has no tokens.
+    `failure`: the line of a golden check that did not pass, which then has no tokens. is_run: whether its engines run
+    here; without it there is no R3.
 
     Raises InputError where something was not made, or has no record of how it was made.
     """
@@ -51,7 +54,7 @@ def facts(results: Results, target: Target, found: Mapping[str, Any], failure: s
         "R0": {**_made_by(results, target), "engines": settings},
         "R1": {name: engine["choices"] for name, engine in engines.items()},
         "R2": {name: engine["layers"] for name, engine in engines.items()},
-        "R3": {"golden check": failure} if failure else _tokens(results, target),
+        **({"R3": {"golden check": failure} if failure else _tokens(results, target)} if is_run else {}),
         "R4": {name: engine["sha256"] for name, engine in engines.items()},
     }
     return Facts(levels, {name: tuple(engine["left_out"]) for name, engine in engines.items() if engine["left_out"]})
@@ -64,17 +67,17 @@ def compare(one: Facts, other: Facts) -> dict[str, list[str]]:
             f"{' / '.join(where)}: {change}"
             for where, change in changes(numbered(one.levels[level]), numbered(other.levels[level]))
         ]
-        for level in LEVELS
+        for level in one.levels
     }
 
 
 def reached(same: Mapping[str, bool]) -> str:
-    """The highest level up to which all are the same; "none" where not even the inputs are."""
+    """The highest level up to which all that are there are the same; "none" where not even the inputs are."""
     found = "none"
     for level in LEVELS:
-        if not same[level]:
+        if not same.get(level, True):
             break
-        found = level
+        found = level if level in same else found
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.manifest_files import content, failed_path, record_path
+from lockstep.config.backends import backends
 from lockstep.errors import InputError
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS
 from lockstep.targets import Results, Target
@@ -81,16 +82,26 @@ def details(results: Results, target: Target) -> Details:
         results.golden(*names), formats.GOLDEN, {**graphs, **engines, "reference": results.reference(model, layers)}
     )
     comparison = _checked(results.comparison(model, precision, backend), formats.COMPARISON, {**graphs, **engines})
+    built = _entries(engines["engines"])
+    if golden.result == NOT_RUN and not results.golden(*names).is_file() and (why := _cannot_run(backend, built)):
+        golden = Checked(NOT_RUN, why)
     checks = {"validate": validation, "golden": golden}
     if comparison.result != NOT_RUN:  # only some backends are compared, and not always
         checks["compare"] = comparison
-    digest, reproduction = golden.report.get("engine_digest"), _entries(results.reproduction(*names))
+    digest = golden.report.get("engine_digest") or built.get("digest")
+    reproduction = _entries(results.reproduction(*names))
     return Details(
         checks,
-        _entries(engines["engines"]),
+        built,
         _entries(results.speed(*names)) if golden.result == PASS else {},
         reproduction if digest and reproduction.get("engine_digest") == digest else {},
     )
+
+
+def _cannot_run(backend: str, built: Mapping[str, Any]) -> str | None:
+    """Why engines that are there cannot run here; None where they can, or are not there."""
+    known = backends().get(backend)
+    return known.cannot_run(built["options"]) if known and isinstance(built.get("options"), dict) else None
 
 
 def _entries(path: Path) -> Mapping[str, Any]:

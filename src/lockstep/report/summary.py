@@ -14,7 +14,7 @@ from lockstep.artifacts.files import read_json, write_bytes, write_json
 from lockstep.artifacts.manifest_files import failed_path, manifest_entries
 from lockstep.errors import InputError
 from lockstep.report import pages
-from lockstep.report.details import Details, details
+from lockstep.report.details import Checked, Details, details
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, sentence, target_of, verdict
 from lockstep.targets import Results, Target
 
@@ -143,7 +143,7 @@ def _row(target: Target, found: Details) -> dict[str, Any]:
     checks, built, speed = found.checks, found.engines, found.speed
     golden = checks["golden"]
     comparison = checks["compare"].report if "compare" in checks else {}
-    digest, device = golden.report.get("engine_digest"), built.get("device", {})
+    digest, device = golden.report.get("engine_digest") or built.get("digest"), built.get("device", {})
     return {
         "model": target.model,
         "layers": target.layers,
@@ -159,8 +159,7 @@ def _row(target: Target, found: Details) -> dict[str, Any]:
         "reproduced": found.reproduction["level"] if found.reproduction else "-",
         "validation": checks["validate"].result,
         "golden": golden.result,
-        "reason": "; ".join(f"{name}: {check.reason}" for name, check in checks.items() if check.result != PASS)
-        or None,
+        "reason": "; ".join(_reason(name, check) for name, check in checks.items() if check.result != PASS) or None,
         "max_logit_error": golden.report.get("max_logit_error"),
         "logit_tolerance": golden.report.get("tolerance"),
         "tokens_differing": sum(len(prompt["differences"]) for prompt in golden.report["prompts"])
@@ -169,6 +168,10 @@ def _row(target: Target, found: Details) -> dict[str, Any]:
         "prefill_tokens_per_s": speed.get("prefill_tokens_per_s"),
         "decode_tokens_per_s": speed.get("decode_tokens_per_s"),
     }
+
+
+def _reason(name: str, check: Checked) -> str:
+    return f"{name}{f' {NOT_RUN}' * (check.result == NOT_RUN)}: {check.reason}"
 
 
 _VERDICTS = ("engine_digest", "validation", "golden", "reason")

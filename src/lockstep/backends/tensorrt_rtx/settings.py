@@ -4,7 +4,8 @@ run here."""
 from __future__ import annotations
 
 import importlib.util
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,18 +41,18 @@ class TensorRTRTXConfig(Section):
 
 def _missing() -> str | None:
     found = importlib.util.find_spec(_MODULE)
-    return None if found else f"the Python package {_PACKAGE} is not installed here"
+    return None if found else f"the Python package {_PACKAGE} is not installed for this Python"
 
 
-def _cannot_run(section: Section | None) -> str | None:
-    assert isinstance(section, TensorRTRTXConfig)
-    return why_not(section.compute_capabilities)
+def _cannot_run(options: Mapping[str, Any]) -> str | None:
+    return why_not(options["compute_capabilities"])
 
 
 SETTINGS = BackendSettings(
     precisions=("fp32", "fp16", "bf16"),
     section=TensorRTRTXConfig,
     takes_limits=True,
+    unpinned=(_MODULE, "cuda"),
     missing=_missing,
     cannot_run=_cannot_run,
 )

@@ -1,0 +1,54 @@
+"""Build a target here, in an empty folder, and hold what comes out against what another machine has locked.
+
+In: a config, a target, a lock. Out: for each artefact that the lock may hold its place there and what differs. The
+target's results need not be there, and are not touched where they are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.load import load
+from lockstep.pipeline.stages import STAGES
+from lockstep.provenance.locked import difference, expected_items
+from lockstep.provenance.lockfile import TERMS, read_lock, sections
+from lockstep.provenance.reproduce import make_again
+from lockstep.targets import Results, Target
+
+
+@dataclass(frozen=True)
+class Held:
+    """One artefact beside a lock. where: its place there. differs: the first difference; None where it is the same.
+    is_locked: whether the lock has it; engines of another device than those that it holds it has not."""
+
+    where: str
+    is_locked: bool
+    differs: str | None
+
+
+def against(
+    config: Mapping[str, Any], checkpoint: Path, target: Target, lock_file: Path, tell: Callable[[str], None]
+) -> list[Held]:
+    """Resolve, convert, export and build `target`, check it where its engines run, and compare with the lock.
+
+    checkpoint: the folder of its checkpoint. Raises InputError for a lock that is none, CheckError where the target
+    cannot be built.
+    """
+    lock = read_lock(lock_file)
+    with tempfile.TemporaryDirectory(prefix="lockstep-against-") as folder:
+        tree = Results(Path(folder) / "results")
+        checks = ("reference", "golden")
+        stages = [name for name, entry in STAGES.items() if entry.is_reproduced or name in checks]
+        if not load(config).is_run(target):
+            stages = [name for name in stages if name not in checks]
+        failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
+        found = [
+            Held("/".join(section.where), expected_items(lock, section.where) is not None, difference(lock, section))
+            for section in sections(tree.root, target.model)
+            if section.where[0] != TERMS
+        ]
+    return [*found, *([Held("golden check", True, failure)] if failure else [])]
