@@ -1,14 +1,17 @@
-"""A copy of the repository's workflow, and Snakemake run in it as a user would."""
+"""A copy of the repository's workflow, and Snakemake and `lockstep` run in it as a user would."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,10 @@ import yaml
 from lockstep.artifacts.files import sha256_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+# Where a command's module has the function that is given its arguments.
+MAINS = {"snakemake": "snakemake.cli", "lockstep": "lockstep.cli.main"}
 PARTS = ("Snakefile", "config", "envs", "profiles", "resources", "src", "workflow")
+CODE = ("Snakefile", "envs", "src", "workflow")
 TIMEOUT = 900  # seconds; a whole run takes a tenth of it on two idle cores
 # Speeds differ between runs, and so does what shows them; times stand in the provenance.
 NOT_DETERMINISTIC = re.compile(r"\.speed\.json$|build\.costs\.json$|/provenance\.json$|^summary\.|^report|^logs/")
@@ -63,12 +69,47 @@ class Checkout:
             )
         return process
 
+    def call(self, module: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+        """As `run`, but in this process, which spares the imports: for a command that starts no job. Where this
+        checkout's code or pins are not those of the repository, whose code is loaded here, it is `run`."""
+        if self.is_edited():
+            return self.run(module, *arguments, check=check)
+        main, out, err = importlib.import_module(MAINS[module]).main, io.StringIO(), io.StringIO()
+        with self._entered(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main(list(arguments))
+                code = 0
+            except SystemExit as ended:
+                code = ended.code or 0
+        assert not check or code == 0, (
+            f"{module} {' '.join(arguments)}: exit code {code}\n{out.getvalue()}\n{err.getvalue()}"
+        )
+        return subprocess.CompletedProcess([module, *arguments], code, out.getvalue(), err.getvalue())
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """This process in the place of one started here."""
+        variables, path = dict(os.environ), list(sys.path)
+        os.environ.update(self.environment())
+        try:
+            with contextlib.chdir(self.folder):
+                yield
+        finally:
+            sys.path[:] = path
+            os.environ.clear()
+            os.environ.update(variables)
+
+    def is_edited(self) -> bool:
+        """Whether the package, the workflow or the pins are others than those of the repository; copies keep sizes and
+        times."""
+        return any(_files(self.folder / part) != _files(REPOSITORY / part) for part in CODE)
+
     def environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1", **self.variables}
 
     def would_run(self, *arguments: str) -> Counter[str]:
         """Jobs by rule that a run would start, `all` left out."""
-        output = self.snakemake("--dry-run", "--quiet", "host", "reason", *arguments)
+        output = self.call("snakemake", "--dry-run", "--quiet", "host", "reason", *arguments)
         text = output.stdout + output.stderr
         if "Nothing to be done" in text:
             return Counter()
@@ -96,3 +137,15 @@ class Checkout:
         """sha256 of each result that must come out the same each time, by path."""
         files = {path.relative_to(self.results).as_posix(): path for path in self.results.rglob("*") if path.is_file()}
         return {name: sha256_file(path) for name, path in sorted(files.items()) if not NOT_DETERMINISTIC.search(name)}
+
+
+def _files(part: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file of the code, by path."""
+    paths = part.rglob("*") if part.is_dir() else [part]
+    return {
+        path.relative_to(part).as_posix(): (found.st_size, found.st_mtime_ns)
+        for path in paths
+        if path.suffix not in (".pyc", "") or path == part
+        if not path.parent.name.endswith(".egg-info")
+        for found in [path.stat()]
+    }

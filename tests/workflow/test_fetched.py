@@ -96,7 +96,7 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
     assert user.digests() == before and not user.would_run(*CONFIG)
 
     # Locked, it does not elsewhere either, not even where the branch was fetched as it is now.
-    user.run("lockstep", "lock")
+    user.call("lockstep", "lock")
     other = User.make(tmp_path / "other")
     other.configure()
     other.url = hub.url

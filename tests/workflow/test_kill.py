@@ -26,7 +26,7 @@ def test_killed_runs_end_in_the_results_of_an_undisturbed_one(finished: Checkout
     assert fresh.digests() == finished.digests()
     assert not [path for path in fresh.results.rglob("*") if path.name.endswith(".tmp")]
     assert not fresh.would_run()
-    fresh.run("lockstep", "verify")
+    fresh.call("lockstep", "verify")
 
 
 @pytest.mark.long
@@ -48,7 +48,7 @@ def test_runs_killed_at_random_moments_end_in_the_results_of_an_undisturbed_one(
     assert fresh.digests() == finished.digests()
     assert not [path for path in fresh.results.rglob("*") if path.name.endswith(".tmp")]
     assert not fresh.would_run()
-    fresh.run("lockstep", "verify")
+    fresh.call("lockstep", "verify")
 
 
 def test_an_interrupted_run_ends_by_itself_and_goes_on_next_time(fresh: Checkout) -> None:
