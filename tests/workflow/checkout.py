@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from calls import call
 from lockstep.artifacts.files import sha256_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Where a command's module has the function that is given its arguments.
-MAINS = {"snakemake": "snakemake.cli", "lockstep": "lockstep.cli.main"}
 PARTS = ("Snakefile", "config", "envs", "profiles", "resources", "src", "workflow")
 CODE = ("Snakefile", "envs", "src", "workflow")
 TIMEOUT = 900  # seconds; a whole run takes a tenth of it on two idle cores
@@ -64,9 +60,7 @@ class Checkout:
             text=True, capture_output=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if check:
-            assert process.returncode == 0, (
-                f"{module} {' '.join(arguments)}: exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
-            )
+            assert process.returncode == 0, failure(process)
         return process
 
     def call(self, module: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
@@ -74,30 +68,9 @@ class Checkout:
         checkout's code or pins are not those of the repository, whose code is loaded here, it is `run`."""
         if self.is_edited():
             return self.run(module, *arguments, check=check)
-        main, out, err = importlib.import_module(MAINS[module]).main, io.StringIO(), io.StringIO()
-        with self._entered(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                main(list(arguments))
-                code = 0
-            except SystemExit as ended:
-                code = ended.code or 0
-        assert not check or code == 0, (
-            f"{module} {' '.join(arguments)}: exit code {code}\n{out.getvalue()}\n{err.getvalue()}"
-        )
-        return subprocess.CompletedProcess([module, *arguments], code, out.getvalue(), err.getvalue())
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        """This process in the place of one started here."""
-        variables, path = dict(os.environ), list(sys.path)
-        os.environ.update(self.environment())
-        try:
-            with contextlib.chdir(self.folder):
-                yield
-        finally:
-            sys.path[:] = path
-            os.environ.clear()
-            os.environ.update(variables)
+        process = call(module, arguments, self.folder, self.environment())
+        assert not check or process.returncode == 0, failure(process)
+        return process
 
     def is_edited(self) -> bool:
         """Whether the package, the workflow or the pins are others than those of the repository; copies keep sizes and
@@ -137,6 +110,10 @@ class Checkout:
         """sha256 of each result that must come out the same each time, by path."""
         files = {path.relative_to(self.results).as_posix(): path for path in self.results.rglob("*") if path.is_file()}
         return {name: sha256_file(path) for name, path in sorted(files.items()) if not NOT_DETERMINISTIC.search(name)}
+
+
+def failure(process: subprocess.CompletedProcess) -> str:
+    return f"{' '.join(process.args)}: exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
 
 
 def _files(part: Path) -> dict[str, tuple[int, int]]:

@@ -16,9 +16,19 @@ import pytest
 from checkout import Checkout
 
 
-def test_killed_runs_end_in_the_results_of_an_undisturbed_one(finished: Checkout, fresh: Checkout) -> None:
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ("export", "golden"),
+        pytest.param(("convert", "export", "validate", "reference", "golden"), marks=pytest.mark.long),
+    ],
+    ids=", ".join,
+)
+def test_killed_runs_end_in_the_results_of_an_undisturbed_one(
+    finished: Checkout, fresh: Checkout, stages: tuple[str, ...]
+) -> None:
     """Killed in one stage after the other. That two clean runs agree is part of it: `finished` is the other."""
-    for stage in ("convert", "export", "validate", "reference", "golden"):
+    for stage in stages:
         kill_in(fresh, stage)
         for path in fresh.results.rglob("*.json"):
             assert path.name.startswith(".") or json.loads(path.read_bytes()), "a result is whole or not there"

@@ -115,7 +115,7 @@ def test_looking_changes_nothing(damaged: Checkout) -> None:
     before = state(damaged.folder)
     for module, calls in (("snakemake", SNAKEMAKE), ("lockstep", LOCKSTEP)):
         for arguments in calls:
-            process = damaged.run(module, *arguments, check=False)
+            process = damaged.call(module, *arguments, check=False)
             assert state(damaged.folder) == before, (module, arguments)
             assert "Traceback" not in process.stderr, (arguments, process.stderr)
 
