@@ -3,7 +3,7 @@
     python3.10 tests/data/tensorrt_api.py WHEEL...       writes tensorrt_api.txt beside this file
 
 The wheels are `tensorrt==8.6.0` and, for later versions, `tensorrt_cu12_bindings`, all for the Python that runs this.
-Their extension module is imported for its names alone, beside empty stand-ins for the libraries that it links: no GPU
+Their extension module is imported for its names alone, beside empty fakes of the libraries that it links: no GPU
 and no library is needed, but gcc and binutils.
 """
 
@@ -40,7 +40,7 @@ def names(wheel: Path) -> set[str]:
         undefined = [line.split()[-1] for line in said("nm", "-D", "--undefined-only", str(module)).splitlines()]
         # not the C and C++ libraries'
         wanted = [name for name in undefined if re.search("nv|Nv|Infer|Plugin", name) and "@" not in name]
-        code = Path(folder) / "standin.c"
+        code = Path(folder) / "fake.c"
         code.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in wanted))
         for library in sorted(set(re.findall(r"\[(libnv\S+?)\]", said("readelf", "-d", str(module))))):
             said("gcc", "-shared", "-fPIC", "-o", str(Path(folder) / library), str(code), f"-Wl,-soname,{library}")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import standin_cuda
 from benchmarks import gpu, gpu_transformers, peers, peers_table
 from benchmarks.__main__ import bench
 from benchmarks.child import run_child
 from click.testing import CliRunner
 
+import fake_gpu
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
 from lockstep.errors import InputError
@@ -318,15 +318,15 @@ def test_an_option_of_the_gpu_benchmark_that_is_no_json_is_one_line(tmp_path, op
     assert not (tmp_path / "work").exists()
 
 
-STANDIN = """#!/bin/sh
+FAKE_GPU = """#!/bin/sh
 exec {python} -c '
 import sys
 sys.path[:0] = {paths}
-import standin_cuda
+import fake_gpu
 from lockstep.pipeline import worker
 from benchmarks import gpu
 gpu.CONTEXT, gpu.PREFILL, gpu.WARM, gpu.STEPS = 20, 40, 2, 4
-with standin_cuda.installed("8.6.0") as device:
+with fake_gpu.installed("8.6.0") as device:
     worker.main()
     assert not device.faults'
 """
@@ -346,12 +346,12 @@ def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     """The command, through interpreters that only their own scripts make what they are, as an environment for TensorRT
     8.6 may be. References are real, of transformers on a CPU; its speeds need a GPU and are left out."""
     paths = [
-        str(Path(standin_cuda.__file__).parent),
+        str(Path(fake_gpu.__file__).parents[1]),
         str(Path(gpu.__file__).parents[1]),
         str(code_identity.SOURCES.parent),
     ]
     python, transformers, shape, work = (tmp_path / name for name in ("python", "transformers", "tiny.json", "work"))
-    for script, text in ((python, STANDIN), (transformers, TRANSFORMERS)):
+    for script, text in ((python, FAKE_GPU), (transformers, TRANSFORMERS)):
         script.write_text(text.format(python=sys.executable, paths=json.dumps(paths)))
         script.chmod(0o755)
     shape.write_text(json.dumps({**TINY, "num_hidden_layers": 3, "max_position_embeddings": 2048}))

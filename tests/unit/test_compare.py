@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +15,11 @@ import pytest
 from demo_model import CONFIG, DEMO, TOLERANCES
 from onnx import helper, numpy_helper
 
+from fake_gpu import tensorrt
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.backends import build
+from lockstep.backends import EngineSet, build
+from lockstep.backends.profiles import profiles
+from lockstep.backends.tensorrt.rotation import read_rotation
 from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
@@ -29,7 +31,6 @@ from lockstep.targets import Results, Target
 from lockstep.verify.compare import inputs, run
 from lockstep.verify.metrics import failed_path
 
-STANDIN = Path(__file__).parent / "standin_tensorrt.py"
 MODEL = "demo-llama"
 
 
@@ -302,42 +303,42 @@ def test_integers_of_unknown_meaning_are_refused() -> None:
         )
 
 
-# --- Polygraphy's TrtRunner, over a stand-in for TensorRT and CUDA
+# --- Polygraphy's TrtRunner, over the fake TensorRT
 
 
-def with_standin(demo, folder: Path, precision: str, fault: str = "", **options) -> subprocess.CompletedProcess:
-    request = {
-        "assembly": str(demo.assembly(MODEL, precision)),
-        "weights": str(demo.weights(MODEL, precision)),
-        "folder": str(folder),
-        "options": options,
-        "tolerance": TOLERANCES[precision]["block"],
-        "fault": fault,
-    }
-    return subprocess.run([sys.executable, str(STANDIN)], input=json.dumps(request), capture_output=True, text=True)
+def build_and_compare(demo, folder: Path, precision: str, assembly: Path | None = None, **options) -> Path:
+    """Build TensorRT's engines and hold them to their graphs; gives engines.json, beside it compare.json."""
+    assembly = assembly or demo.assembly(MODEL, precision)
+    engines = build(assembly, "tensorrt", folder / "engines.json", options)
+    weights, tolerance = demo.weights(MODEL, precision), TOLERANCES[precision]["block"]
+    run(assembly, weights, engines, tolerance, {}, folder / "compare.json")
+    return engines
+
+
+@pytest.fixture
+def built(capsys):
+    """How many engines were built since it was asked last."""
+    return lambda: capsys.readouterr().err.count("build: engine ")
 
 
 @pytest.mark.parametrize("precision, attention", [("fp16", "fused"), ("fp32", "traced")])
-def test_engines_of_tensorrt_run_on_each_of_their_profiles(demo, tmp_path, precision, attention) -> None:
+def test_engines_of_tensorrt_run_on_each_of_their_profiles(gpu, demo, tmp_path, precision, attention) -> None:
     """Prepared graphs (opset 17, fused slots), int32 for int64, weights side by side, memory freed."""
-    ended = with_standin(demo, tmp_path, precision, attention=attention)
-    assert ended.returncode == 0, ended.stderr
-    report, said = read_json(tmp_path / "compare.json"), json.loads(ended.stdout)
+    build_and_compare(demo, tmp_path, precision, attention=attention)
+    report = read_json(tmp_path / "compare.json")
     kinds = set() if attention == "fused" else {"attention.decode", "attention.prefill"}
     assert (
         set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds}
         and report["versions"]["tensorrt"] == "8.6.0"
     )
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
-    assert said["calls"] == [f"profile {number}" for number in profiles] and max(profiles) == 2
-    assert report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision] and said["left"] == 0
+    assert gpu.profiles == profiles and max(profiles) == 2
+    assert report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision] and gpu.blocks == 0
 
 
-def test_a_rotary_encoding_is_its_graph_and_no_plan(demo, tmp_path) -> None:
+def test_a_rotary_encoding_is_its_graph_and_no_plan(gpu, demo, tmp_path) -> None:
     """It lies beside the plans, in the canonical opset; it is loaded and read."""
-    ended = with_standin(demo, tmp_path, "fp16", attention="fused")
-    assert ended.returncode == 0, ended.stderr
-    manifest, said = read_json(tmp_path / "engines.json"), json.loads(ended.stdout)
+    manifest = read_json(build_and_compare(demo, tmp_path, "fp16", attention="fused"))
     entry = manifest["engines"]["attention.rotary"]
     file = tmp_path / "attention.rotary.onnx"
     graph = read_json(demo.assembly(MODEL, "fp16"))["kinds"]["attention"]["decode"]
@@ -346,72 +347,72 @@ def test_a_rotary_encoding_is_its_graph_and_no_plan(demo, tmp_path) -> None:
         Path(other["file"]).suffix for name, other in manifest["engines"].items() if name != "attention.rotary"
     } == {".engine"}
     assert [opset.version for opset in onnx.load(file).opset_import] == [20] and file.stat().st_size < 4096
-    (name, read), dim = (
-        *said["rotations"].items(),
-        onnx.load(file).graph.output[0].type.tensor_type.shape.dim[2].dim_value,
-    )
-    assert name == "attention.rotary" and read["partner"] == [*range(dim // 2, dim), *range(dim // 2)]
-    assert np.abs(read["own"] - np.cos(np.arange(8))).max() < 2**-11  # the first frequency is 1; cosines are fp16
-    assert said["choices"]["attention.rotary"]["Cos"] == 1
+    opened = EngineSet.open(tmp_path / "engines.json", demo.assembly(MODEL, "fp16"))
+    read = read_rotation(opened.load("attention.rotary").bind(None, {}), 8, "attention.rotary")
+    dim = onnx.load(file).graph.output[0].type.tensor_type.shape.dim[2].dim_value
+    assert read.partner.tolist() == [*range(dim // 2, dim), *range(dim // 2)]
+    # The first frequency is 1; cosines are fp16.
+    assert np.abs(read.own[:, 0] - np.cos(np.arange(8))).max() < 2**-11
+    assert opened.backend.choices(file)["operators"]["Cos"] == 1
 
 
-def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_attention(demo, tmp_path) -> None:
-    first = with_standin(demo, tmp_path, "fp16", tactics="record")
-    assert first.returncode == 0 and first.stderr.count("build: engine ") == 5, first.stderr
+def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_attention(
+    gpu, demo, tmp_path, built
+) -> None:
+    build_and_compare(demo, tmp_path, "fp16", tactics="record")
+    assert built() == 5
     # Not the comparison's report: sums of several threads differ in their last bits.
     made = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "compare.json"}
     before = made()
     assert set(read_json(tmp_path / "tactics.json")["engines"]) == {"embedding", "entry", "middle", "exit"}
-    again = with_standin(demo, tmp_path, "fp16", tactics="record")
-    assert again.returncode == 0 and "build: engine " not in again.stderr, again.stderr
-    assert made() == before
-    verified = with_standin(demo, tmp_path, "fp16", tactics="verified")  # the engines that the record speaks of
-    assert verified.returncode == 0 and "build: engine " not in verified.stderr, verified.stderr
-    assert read_json(tmp_path / "engines.json")["options"]["tactics"] == "verified"
+    build_and_compare(demo, tmp_path, "fp16", tactics="record")
+    assert built() == 0 and made() == before
+    build_and_compare(demo, tmp_path, "fp16", tactics="verified")  # the engines that the record speaks of
+    assert built() == 0 and read_json(tmp_path / "engines.json")["options"]["tactics"] == "verified"
     (tmp_path / "middle.engine").unlink()
-    missing = with_standin(demo, tmp_path, "fp16", tactics="verified")
-    assert missing.returncode == 0 and missing.stderr.count("build: engine ") == 1, missing.stderr
-    traced = with_standin(demo, tmp_path, "fp16", attention="traced")
-    assert (
-        traced.returncode == 0
-        and not (tmp_path / "attention.rotary.onnx").exists()
-        and (tmp_path / "attention.decode.engine").exists()
-    )
+    build_and_compare(demo, tmp_path, "fp16", tactics="verified")
+    assert built() == 1
+    build_and_compare(demo, tmp_path, "fp16", attention="traced")
+    assert not (tmp_path / "attention.rotary.onnx").exists() and (tmp_path / "attention.decode.engine").exists()
 
 
-def test_a_build_for_fused_attention_asks_for_cudnn_first_and_no_other_build_does(demo, tmp_path) -> None:
-    ended = with_standin(demo, tmp_path / "fused", "fp16", "cudnn", attention="fused")
-    assert ended.returncode == 2 and not (tmp_path / "fused").exists()
-    assert ended.stderr == (
-        "lockstep: error: attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, "
-        "found: import of cudnn halted; None in sys.modules; install what is missing, or build with attention: traced\n"
+def test_a_build_for_fused_attention_asks_for_cudnn_first_and_no_other_build_does(
+    gpu, demo, tmp_path, built, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    with pytest.raises(InputError) as refused:
+        build_and_compare(demo, tmp_path / "fused", "fp16", attention="fused")
+    assert built() == 0 and not (tmp_path / "fused").exists()
+    assert str(refused.value) == (
+        "attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, "
+        "found: import of cudnn halted; None in sys.modules; install what is missing, or build with attention: traced"
     )
     for precision, attention in (("fp32", "fused"), ("fp16", "traced")):
-        ended = with_standin(demo, tmp_path / precision, precision, "cudnn", attention=attention)
-        assert ended.returncode == 0 and "build: engine 1 of 6" in ended.stderr, ended.stderr
+        build_and_compare(demo, tmp_path / precision, precision, attention=attention)
+        assert built() == 6
 
 
-def test_engines_with_other_flags_of_the_compiler_are_other_engines(demo, tmp_path, monkeypatch) -> None:
+def test_engines_with_other_flags_of_the_compiler_are_other_engines(gpu, demo, tmp_path, built, monkeypatch) -> None:
     """`__LUNOWUD` decides what a fused region computes: nothing built with one value is kept, or replayed, for
     another."""
-    first = with_standin(demo, tmp_path, "fp16", tactics="record")
-    assert first.returncode == 0 and "compiler_flags" not in read_json(tmp_path / "engines.json")["options"], (
-        first.stderr
-    )
+    build_and_compare(demo, tmp_path, "fp16", tactics="record")
+    assert built() == 5 and "compiler_flags" not in read_json(tmp_path / "engines.json")["options"]
     monkeypatch.setenv("__LUNOWUD", "-cask:fp16_acc=on")
-    verified = with_standin(demo, tmp_path, "fp16", tactics="verified")
-    assert verified.returncode == 1 and verified.stderr.endswith(
-        "tactics.json: options: expected compiler_flags -cask:fp16_acc=on, found no compiler_flags; build "
-        "with tactics: record\n"
-    )
-    again = with_standin(demo, tmp_path, "fp16", tactics="record")
-    assert again.returncode == 0 and again.stderr.count("build: engine ") == 5, again.stderr
-    assert read_json(tmp_path / "engines.json")["options"]["compiler_flags"] == "-cask:fp16_acc=on"
-    assert "build: engine " not in with_standin(demo, tmp_path, "fp16", tactics="record").stderr
+    with pytest.raises(
+        CheckError,
+        match="tactics.json: options: expected compiler_flags -cask:fp16_acc=on, found no compiler_flags; build "
+        "with tactics: record$",
+    ):
+        build_and_compare(demo, tmp_path, "fp16", tactics="verified")
+    assert built() == 0
+    build_and_compare(demo, tmp_path, "fp16", tactics="record")
+    assert built() == 5 and read_json(tmp_path / "engines.json")["options"]["compiler_flags"] == "-cask:fp16_acc=on"
+    build_and_compare(demo, tmp_path, "fp16", tactics="record")
+    assert built() == 0
 
 
 @pytest.mark.parametrize("mode", ["record", "verified"])
-def test_engines_are_reproduced_with_the_tactics_of_their_record(demo, tmp_path, monkeypatch, mode) -> None:
+def test_engines_are_reproduced_with_the_tactics_of_their_record(gpu, demo, tmp_path, monkeypatch, mode) -> None:
     """A round starts in an empty folder, where `verified` would find no record, and `record` no cache to replay."""
     results, target, names = (
         Results(tmp_path / "results"),
@@ -421,14 +422,14 @@ def test_engines_are_reproduced_with_the_tactics_of_their_record(demo, tmp_path,
     resolve("resources/demo-llama", DEMO, results.checkpoint(MODEL))
     folder = results.engines(*names).parent
     for each in dict.fromkeys(("record", mode)):
-        assert with_standin(demo, folder, "fp16", tactics=each).returncode == 0
+        build_and_compare(demo, folder, "fp16", tactics=each)
     monkeypatch.setattr(reproduce, "STAGES", {})
     reproduce._round(CONFIG.dump(), results, target, tmp_path / "round", print)
     again = Results(tmp_path / "round" / "results").engines(*names).parent
     assert {path.name: path.read_bytes() for path in again.iterdir()} == {
         name: (folder / name).read_bytes() for name in ("timing.cache", "tactics.json")
     }
-    assert with_standin(demo, again, "fp16", tactics="verified").returncode == 0
+    build_and_compare(demo, again, "fp16", tactics="verified")
     (folder / "timing.cache").unlink()
     with pytest.raises(
         CheckError,
@@ -451,7 +452,7 @@ def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, 
         compare(demo, engines, tmp_path / "out.json")
 
 
-def test_a_rotary_encoding_of_another_form_fails_the_build(demo, tmp_path) -> None:
+def test_a_rotary_encoding_of_another_form_fails_the_build(gpu, demo, tmp_path) -> None:
     """Elements in another order are the same attention: only who reads the encoding can see it."""
     graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")
     assembly = read_json(graphs / "assembly.json")
@@ -467,34 +468,19 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(demo, tmp_path) -> No
     onnx.save(model, graphs / decode["graph"])
     decode["sha256"] = sha256_file(graphs / decode["graph"])
     write_json(graphs / "assembly.json", assembly)
-    request = {
-        "assembly": str(graphs / "assembly.json"),
-        "weights": str(demo.weights(MODEL, "fp16")),
-        "folder": str(tmp_path / "engines"),
-        "options": {},
-        "tolerance": 1.0,
-        "fault": "",
-    }
-    ended = subprocess.run([sys.executable, str(STANDIN)], input=json.dumps(request), capture_output=True, text=True)
-    assert (
-        ended.returncode == 1
-        and not list((tmp_path / "engines").glob("*.onnx"))
-        and not (tmp_path / "engines" / "engines.json").exists()
-    )
-    line = ended.stderr.splitlines()[-1]
-    assert (
-        line.startswith("lockstep: error: ")
-        and ("engines/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements") in line
-    )
-    assert line.endswith("made of 2 others; build with attention: traced")
+    with pytest.raises(CheckError) as refused:
+        build_and_compare(demo, tmp_path / "engines", "fp16", graphs / "assembly.json")
+    assert not list((tmp_path / "engines").glob("*.onnx")) and not (tmp_path / "engines" / "engines.json").exists()
+    said = str(refused.value)
+    assert "engines/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements" in said
+    assert said.endswith("made of 2 others; build with attention: traced")
 
 
-def test_a_shape_that_the_engine_refuses_is_one_line(demo, tmp_path) -> None:
-    ended = with_standin(demo, tmp_path, "fp16", "profiles", max_batch_size=64)
-    assert ended.returncode == 1 and not list(tmp_path.glob("compare*"))
-    line = ended.stderr.splitlines()[-1]
-    assert (
-        line.startswith("lockstep: error: ")
-        and ("entry.engine: Polygraphy cannot run this engine: ") in line
-        and "TensorRT says: no message" in line
-    )
+def test_a_shape_that_the_engine_refuses_is_one_line(gpu, demo, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tensorrt, "profiles", lambda model, limits: profiles(model, limits)[::-1])
+    with pytest.raises(CheckError) as refused:
+        build_and_compare(demo, tmp_path, "fp16", max_batch_size=64)
+    assert not list(tmp_path.glob("compare*"))
+    said = str(refused.value)
+    assert "entry.engine: Polygraphy cannot run this engine: " in said and "TensorRT says: no message" in said
+    assert "\n" not in said

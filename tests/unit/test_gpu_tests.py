@@ -1,5 +1,4 @@
-"""Tests marked `gpu`, on a device that is stood in for (standin_cuda.py): whoever has no GPU sees that these tests say
-what they mean."""
+"""Tests marked `gpu`, on the fake GPU: whoever has no GPU sees that these tests say what they mean."""
 
 from __future__ import annotations
 
@@ -7,20 +6,13 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import standin_cuda
 
 FOLDER = Path(__file__).resolve().parents[1] / "gpu"
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    with standin_cuda.installed("8.6.0") as gpu:
-        yield gpu
-    assert not gpu.faults
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 for _name in ("test_gpu_kernels", "test_gpu_run"):
-    _spec = importlib.util.spec_from_file_location(f"standin_{_name}", FOLDER / f"{_name}.py")
+    _spec = importlib.util.spec_from_file_location(f"fake_{_name}", FOLDER / f"{_name}.py")
     _module = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_module)
     globals().update({name: test for name, test in vars(_module).items() if name.startswith("test_")})

@@ -1,5 +1,4 @@
-"""Running TensorRT's engines, on a device that is stood in for (standin_cuda.py): all above CUDA and TensorRT is real,
-down to the uploads."""
+"""Running TensorRT's engines on the fake GPU: all above CUDA and TensorRT is real, down to the uploads."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
-import standin_cuda
 from benchmarks import gpu as bench
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
+import fake_gpu
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
@@ -36,7 +35,7 @@ def engines(demo, tmp_path_factory):
     """{(version, precision, attention): engines.json}"""
     folder, found = tmp_path_factory.mktemp("tensorrt"), {}
     for version, precision, attention in FORMS:
-        with standin_cuda.installed(version):
+        with fake_gpu.installed(version):
             options = {
                 "attention": attention,
                 **{name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")},
@@ -53,14 +52,16 @@ def form(request):
 
 
 @pytest.fixture
-def gpu(form):
-    with standin_cuda.installed(form[0]) as gpu:
-        from lockstep.backends.tensorrt import program
+def tensorrt_version(form):
+    return form[0]
 
-        program._PIECE = 1 << 15  # several pieces of the demo's small weights
-        yield gpu
-        gc.collect()
-    assert not gpu.faults
+
+@pytest.fixture
+def gpu(gpu, monkeypatch):
+    from lockstep.backends.tensorrt import program
+
+    monkeypatch.setattr(program, "_PIECE", 1 << 15)  # several pieces of the demo's small weights
+    return gpu
 
 
 @pytest.fixture

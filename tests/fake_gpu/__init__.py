@@ -1,0 +1,134 @@
+"""A fake GPU: CUDA, TensorRT and cuDNN on a machine without a GPU, on which all of this project's code runs as it is.
+
+`installed` puts it in place; tests take it by the fixture `gpu`.
+
+What is imitated, strictly:
+
+- Memory (`device`). Addresses lie outside of host memory, each access is held against the allocations, new and freed
+  memory is full of NaN, and no address is given out twice. Page-locked host memory is read when a copy runs, other host
+  memory when the copy is asked for.
+- Streams (`device`). They do nothing until the host waits for just them, so that whatever relies on an order which
+  nothing holds is wrong. A captured graph replays the addresses that it was captured with, and asks that its contexts
+  still live and have the shapes of then.
+- TensorRT (`tensorrt`), by its name or another's, such as `tensorrt_rtx`. An engine plan is the ONNX graph that the
+  builder asked for (lowered, fused), run by ONNX Runtime. As 8.6 does, integers are int32, later int64; shapes outside
+  of the profile that is set are refused.
+- Kernels (`kernels`) and cuDNN's attention over pages (`cudnn`), in NumPy. What cuDNN spoils is NaN.
+
+What is not: TensorRT's builder, inspector and timing cache (`TensorRTBackend.build` is replaced), the precision of its
+kernels, whether NVRTC compiles a source, speed, and more than one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import onnx
+
+from fake_gpu import cuda, cudnn, tensorrt
+from fake_gpu.device import Fault, Gpu
+
+__all__ = ["Fault", "Gpu", "installed"]
+
+# Modules of a backend that cannot be imported without CUDA: bound to the fake one for as long as it is installed.
+BOUND = (
+    "cuda",
+    "kernels",
+    "fused_form",
+    "paged_decode_attention",
+    "rope_kernel",
+    "program",
+    "attention",
+    "fused_attention",
+    "executor",
+    "comparison",
+)
+
+
+@contextlib.contextmanager
+def installed(version: str = "8.6.0", module: str = "tensorrt") -> Iterator[Gpu]:
+    """Put the fake GPU in place of what the machine has, or has not, until the end of the `with`.
+
+    Args:
+        version: of TensorRT.
+        module: its Python module, which is also the name of the backend: `tensorrt` or `tensorrt_rtx`.
+    """
+    compat = importlib.import_module(f"lockstep.backends.{module}.compat")
+    backend = importlib.import_module(f"lockstep.backends.{module}.backend").BACKEND
+    gpu, bindings, outer = Gpu(), ModuleType("cuda.bindings"), ModuleType("cuda")
+    parts = {"runtime": cuda.runtime(gpu), "nvrtc": cuda.nvrtc(), "driver": cuda.driver(gpu)}
+    vars(bindings).update(parts)
+    outer.bindings = bindings
+    trt = tensorrt.tensorrt(gpu, version, module)
+    modules = {"cuda": outer, "cuda.bindings": bindings, "cudnn": cudnn.cudnn(gpu), module: trt}
+    modules |= {f"cuda.bindings.{name}": part for name, part in parts.items()}
+    bound = [f"lockstep.backends.{package}.{name}" for package in {"tensorrt", module} for name in BOUND]
+    before = {name: _remove(name) for name in (*modules, *bound)}
+    old = {name: getattr(compat, name) for name in ("trt", "_logger", "_runtime")}
+    build = backend.build
+    sys.modules.update(modules)
+    compat.trt, compat._logger, compat._runtime = trt, None, None
+    backend.build = lambda self, graph, out, options: _build(self, build, graph, out, options)
+    _reload_in_polygraphy()
+    try:
+        yield gpu
+    finally:
+        backend.build = build
+        vars(compat).update(old)
+        for name, held in before.items():
+            _remove(name)
+            if held is not None:
+                _restore(name, held)
+        _reload_in_polygraphy()
+
+
+def _remove(name: str) -> ModuleType | None:
+    """Take a module out of `sys.modules` and out of its package; gives it, None where it was not imported."""
+    package, _, own = name.rpartition(".")
+    if package in sys.modules:
+        vars(sys.modules[package]).pop(own, None)
+    return sys.modules.pop(name, None)
+
+
+def _restore(name: str, held: ModuleType) -> None:
+    package, _, own = name.rpartition(".")
+    sys.modules[name] = held
+    if package in sys.modules:
+        setattr(sys.modules[package], own, held)
+
+
+def _reload_in_polygraphy() -> None:
+    """Let Polygraphy's lazy imports of TensorRT, which keep what they found, look again."""
+    for module in [module for path, module in sys.modules.items() if path.startswith("polygraphy.")]:
+        lazy = vars(module).get("trt")
+        if type(lazy).__name__ == "LazyModule":
+            object.__setattr__(lazy, "module", None)
+
+
+def _build(backend: object, real: Callable, graph: Path, out: Path, options: dict):
+    """What TensorRTBackend.build does, without TensorRT's builder: the plan is the graph, with the limits of its
+    profiles. A build again, in a folder `again`, chooses another tactic for one layer of `middle`."""
+    from lockstep.artifacts.files import sha256_file
+    from lockstep.backends.base import Built
+    from lockstep.backends.profiles import LIMITS
+
+    if out.suffix != ".engine":
+        return real(backend, graph, out, options)
+    model = onnx.load(graph)
+    model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
+    out.write_bytes(model.SerializeToString())
+    product = {
+        "name": "product",
+        "kind": "gemm",
+        "tactic": "another" if out.parent.name == "again" and out.stem == "middle" else "one",
+        "formats": [],
+    }
+    digest = backend._tactics.take(out.stem, sha256_file(graph), [product], str(out))
+    backend._tactics.take_cache(b"cache", {}, str(out))
+    return Built({"tactics_sha256": digest})

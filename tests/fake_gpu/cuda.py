@@ -1,0 +1,138 @@
+"""cuda-python's modules over the fake device: runtime, driver and the compiler of kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import json
+import re
+from types import ModuleType, SimpleNamespace
+
+from fake_gpu.device import COPIES, ERRORS, Fault, Gpu
+from fake_gpu.kernels import KERNELS
+
+
+def runtime(gpu: Gpu) -> ModuleType:
+    module, done = ModuleType("cuda.bindings.runtime"), (ERRORS.cudaSuccess,)
+    attributes = enum.IntEnum(
+        "cudaDeviceAttr",
+        "cudaDevAttrComputeCapabilityMajor cudaDevAttrComputeCapabilityMinor cudaDevAttrMultiProcessorCount",
+    )
+    vars(module).update(
+        cudaError_t=ERRORS,
+        cudaMemcpyKind=COPIES,
+        cudaStreamNonBlocking=1,
+        cudaDeviceAttr=attributes,
+        cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2),
+        cudaDeviceGetAttribute=lambda which, device: (ERRORS.cudaSuccess, 10 - which),
+        cudaMalloc=gpu.malloc,
+        cudaFree=gpu.free,
+        cudaMallocHost=gpu.malloc_host,
+        cudaFreeHost=gpu.free_host,
+        cudaMemGetInfo=lambda: (ERRORS.cudaSuccess, gpu.total - gpu.used, gpu.total),
+        cudaMemset=gpu.memset,
+        cudaMemset2DAsync=gpu.memset_rows,
+        cudaMemcpy=gpu.copy_now,
+        cudaMemcpyAsync=gpu.copy,
+        cudaMemcpy2DAsync=gpu.copy_rows,
+        cudaStreamCreate=gpu.create_blocking_stream,
+        cudaStreamCreateWithFlags=gpu.create_stream,
+        cudaStreamSynchronize=gpu.synchronize,
+        cudaStreamDestroy=lambda stream: done,
+        cudaStreamBeginCapture=gpu.begin_capture,
+        cudaStreamEndCapture=gpu.end_capture,
+        cudaGraphInstantiate=lambda graph, flags: (ERRORS.cudaSuccess, list(graph)),
+        cudaGraphDestroy=lambda graph: done,
+        cudaGraphExecDestroy=lambda graph: done,
+        cudaGraphLaunch=gpu.launch_graph,
+        cudaEventCreate=gpu.create_event,
+        cudaEventRecord=gpu.record,
+        cudaEventDestroy=lambda event: done,
+        cudaEventSynchronize=gpu.wait,
+        cudaEventElapsedTime=lambda first, last: (ERRORS.cudaSuccess, (last[1] - first[1]) * 1e3),
+    )
+    return module
+
+
+def nvrtc() -> ModuleType:
+    """What it compiles a source to is, by kernel, its parameters [(name, is a pointer)] and the numbers that the source
+    is compiled for."""
+    module, done = ModuleType("cuda.bindings.nvrtc"), (0,)
+    sources: list[bytes] = []
+    defined: dict[int, dict[str, int]] = {}
+
+    def create(source: bytes, *rest):
+        sources.append(source)
+        return 0, len(sources) - 1
+
+    def compile_program(program: int, count: int, flags: list[bytes]):
+        pairs = (flag.decode()[2:].split("=") for flag in flags if flag.startswith(b"-D"))
+        defined[program] = {name: int(value) for name, value in pairs}
+        return done
+
+    def code(program: int) -> bytes:
+        source = sources[program].decode().replace("\\\n", " ")
+        kernels = dict(
+            re.findall(
+                r'extern "C" __global__ void '
+                r"(?:__launch_bounds__\(\w+\)\s+)?(\w+)\(([^)]*)\)",
+                source,
+            )
+        )
+        if template := kernels.pop("NAME", None):
+            kernels |= dict.fromkeys(re.findall(r"^WRITE\((\w+)", source, re.MULTILINE), template)
+        parameters = {
+            name: ([(part.split()[-1].strip("*"), "*" in part) for part in text.split(",")], defined[program])
+            for name, text in kernels.items()
+        }
+        return json.dumps(parameters).encode()
+
+    def fill(program: int, out: bytes):
+        ctypes.memmove(out, code(program), len(out))
+        return done
+
+    vars(module).update(
+        nvrtcCreateProgram=create,
+        nvrtcCompileProgram=compile_program,
+        nvrtcGetCUBINSize=lambda program: (0, len(code(program))),
+        nvrtcGetCUBIN=fill,
+        nvrtcVersion=lambda: (0, 12, 9),
+    )
+    return module
+
+
+def driver(gpu: Gpu) -> ModuleType:
+    module, result = ModuleType("cuda.bindings.driver"), enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0})
+    attributes = enum.IntEnum(
+        "CUdevice_attribute",
+        "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
+    )
+
+    def launch(function, x, y, z, threads, *rest):
+        name, parameters, defined = function
+        *_, stream, (values, types), extra = rest
+        if len(values) != len(parameters) or any(
+            (kind is ctypes.c_void_p) != pointer for kind, (_, pointer) in zip(types, parameters, strict=True)
+        ):
+            raise Fault(f"kernel {name}: expected {parameters}, found {types}")
+        named = SimpleNamespace(
+            grid=(x, y, z), **defined, **{parameter: value for (parameter, _), value in zip(parameters, values)}
+        )
+        gpu.plain += not gpu.capturing(stream)
+        gpu.put(stream, lambda: KERNELS[name](gpu, x, named))
+        return (result.CUDA_SUCCESS,)
+
+    vars(module).update(
+        CUresult=result,
+        CUdevice_attribute=attributes,
+        cuInit=lambda flags: (result.CUDA_SUCCESS,),
+        cuDeviceGet=lambda number: (result.CUDA_SUCCESS, 0),
+        cuDeviceGetName=lambda size, device: (result.CUDA_SUCCESS, b"fake\0"),
+        cuDeviceGetAttribute=lambda which, device: (result.CUDA_SUCCESS, 10 - which),
+        cuDeviceTotalMem=lambda device: (result.CUDA_SUCCESS, gpu.total),
+        cuDriverGetVersion=lambda: (result.CUDA_SUCCESS, 12040),
+        cuModuleLoadData=lambda code: (result.CUDA_SUCCESS, json.loads(code)),
+        cuLaunchKernel=launch,
+        cuModuleGetFunction=lambda module, name: (result.CUDA_SUCCESS, (name.decode(), *module[name.decode()])),
+    )
+    return module

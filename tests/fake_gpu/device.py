@@ -1,0 +1,231 @@
+"""The fake device: its memory, its streams, captured graphs and events, as CUDA's runtime calls them."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import enum
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+ERRORS = enum.IntEnum("cudaError_t", {"cudaSuccess": 0, "cudaErrorMemoryAllocation": 2})
+COPIES = enum.IntEnum(
+    "cudaMemcpyKind", {"cudaMemcpyHostToDevice": 1, "cudaMemcpyDeviceToHost": 2, "cudaMemcpyDeviceToDevice": 3}
+)
+POISON = 0xFF  # NaN in all floating types, -1 in integers
+
+
+class Fault(Exception):
+    """What a GPU would not survive, or would not say."""
+
+
+class Gpu:
+    """The device's memory and streams. total: bytes of memory; faults: what was wrong where nothing could be raised."""
+
+    def __init__(self) -> None:
+        self.total, self.used, self.faults = 1 << 34, 0, []
+        self.launches = 0  # of graphs
+        self.plain = 0  # of kernels and engines outside of graphs
+        self.profiles = []  # that contexts were set to, in order
+        self.lock = threading.RLock()
+        self._next, self._starts, self._blocks = 1 << 44, [], {}
+        self._host: dict[int, tuple[np.ndarray, ctypes.Array]] = {}
+        self._queues: dict[int, list[Callable[[], None]]] = {0: []}
+        self._blocking: list[int] = []
+        self._captures: dict[int, list[Callable[[], None]]] = {}
+        self._events: dict[int, list] = {}
+
+    # --- memory
+
+    @property
+    def blocks(self) -> int:
+        """Allocations on the device that live."""
+        return sum(block is not None for block in self._blocks.values())
+
+    def malloc(self, nbytes: int):
+        with self.lock:
+            if self.used + nbytes > self.total:
+                return ERRORS.cudaErrorMemoryAllocation, 0
+            address, self._next = self._next, self._next + nbytes // 4096 * 4096 + 8192
+            self._starts.append(address)
+            self._blocks[address] = np.full(nbytes, POISON, np.uint8)
+            self.used += nbytes
+            return ERRORS.cudaSuccess, address
+
+    def free(self, address: int):
+        with self.lock:
+            if address:
+                if self._blocks.get(address) is None:
+                    self.faults.append(f"freed: {address:#x}, which is none that lives")
+                else:
+                    self.used -= self._blocks[address].size
+                    self._blocks[address] = None
+            return (ERRORS.cudaSuccess,)
+
+    def bytes(self, address: int, nbytes: int) -> np.ndarray:
+        """Device memory, [nbytes] uint8, in place."""
+        number = bisect.bisect_right(self._starts, address) - 1
+        if number < 0:
+            raise Fault(f"{address:#x} is no device memory")
+        start = self._starts[number]
+        block = self._blocks[start]
+        if block is None:
+            raise Fault(f"{address:#x} is used after it was freed")
+        if address - start + nbytes > block.size:
+            raise Fault(
+                f"{nbytes} bytes at {address:#x}: {address - start + nbytes - block.size} behind the "
+                f"end of {block.size}"
+            )
+        return block[address - start : address - start + nbytes]
+
+    def array(self, address: int, shape, dtype) -> np.ndarray:
+        """Device memory as numbers, in place."""
+        return self.bytes(address, int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+
+    def malloc_host(self, nbytes: int):
+        with self.lock:
+            block = ctypes.create_string_buffer(nbytes)
+            self._host[ctypes.addressof(block)] = np.frombuffer(block, np.uint8), block
+            return ERRORS.cudaSuccess, ctypes.addressof(block)
+
+    def free_host(self, address: int):
+        with self.lock:
+            self._host.pop(address)
+            return (ERRORS.cudaSuccess,)
+
+    def host(self, address: int, nbytes: int) -> np.ndarray:
+        number = bisect.bisect_right(self._starts, address) - 1
+        if number >= 0 and address < self._starts[number] + (1 << 20):
+            raise Fault(f"{address:#x} is no host memory")
+        return np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8)
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        return any(
+            start <= address and address + nbytes <= start + block.size for start, (block, _) in self._host.items()
+        )
+
+    # --- streams
+
+    def put(self, stream: int, work: Callable[[], None]) -> None:
+        with self.lock:
+            (self._captures[stream] if stream in self._captures else self._queues[stream]).append(work)
+
+    def capturing(self, stream: int) -> bool:
+        return stream in self._captures
+
+    def create_stream(self, flags: int):
+        if flags != 1:
+            raise Fault("only non-blocking streams are imitated")
+        with self.lock:
+            handle = 100 + len(self._queues)
+            self._queues[handle] = []
+            return ERRORS.cudaSuccess, handle
+
+    def create_blocking_stream(self):
+        """A stream that the default stream waits for, and that waits for it."""
+        error, handle = self.create_stream(1)
+        self._blocking.append(handle)
+        return error, handle
+
+    def synchronize(self, stream: int):
+        if stream in self._captures:
+            raise Fault("a stream that captures cannot be waited for")
+        return self._work(stream, lambda: False)
+
+    def _work(self, stream: int, done: Callable[[], bool]):
+        with self.lock:
+            queue = self._queues[stream]
+            while queue and not done():
+                queue.pop(0)()
+        return (ERRORS.cudaSuccess,)
+
+    def memset(self, address: int, value: int, nbytes: int):
+        def run() -> None:
+            self.bytes(address, nbytes)[:] = value
+
+        self.put(0, run)  # asynchronous to the host, and to all non-blocking streams
+        return (ERRORS.cudaSuccess,)
+
+    def memset_rows(self, address: int, pitch: int, value: int, width: int, rows: int, stream: int):
+        def run() -> None:
+            for row in range(rows):
+                self.bytes(address + row * pitch, width)[:] = value
+
+        self.put(stream, run)
+        return (ERRORS.cudaSuccess,)
+
+    def copy(self, to: int, source: int, nbytes: int, kind: COPIES, stream: int):
+        if kind == COPIES.cudaMemcpyHostToDevice:
+            given = self.host(source, nbytes)
+            if not self.is_pinned(source, nbytes):
+                if self.capturing(stream):
+                    raise Fault("a graph copies from host memory that may move")
+                given = given.copy()
+
+            def run() -> None:
+                self.bytes(to, nbytes)[:] = given
+        elif kind == COPIES.cudaMemcpyDeviceToHost:
+
+            def run() -> None:
+                self.host(to, nbytes)[:] = self.bytes(source, nbytes)
+        else:
+            raise Fault(f"{kind} is not imitated")
+        self.put(stream, run)
+        return (ERRORS.cudaSuccess,)
+
+    def copy_now(self, to: int, source: int, nbytes: int, kind: COPIES):
+        """A copy in the default stream, which the host waits for."""
+        for stream in self._blocking:
+            self.synchronize(stream)
+        self.copy(to, source, nbytes, kind, 0)
+        return self.synchronize(0)
+
+    def copy_rows(
+        self, to: int, to_pitch: int, source: int, pitch: int, width: int, rows: int, kind: COPIES, stream: int
+    ):
+        if kind != COPIES.cudaMemcpyDeviceToDevice or width > min(to_pitch, pitch):
+            raise Fault(f"rows of {width} bytes, {pitch} and {to_pitch} apart, {kind}")
+
+        def run() -> None:
+            for row in range(rows):
+                self.bytes(to + row * to_pitch, width)[:] = self.bytes(source + row * pitch, width)
+
+        self.put(stream, run)
+        return (ERRORS.cudaSuccess,)
+
+    # --- graphs, events
+
+    def begin_capture(self, stream: int, mode: int):
+        self._captures[stream] = []
+        return (ERRORS.cudaSuccess,)
+
+    def end_capture(self, stream: int):
+        return ERRORS.cudaSuccess, self._captures.pop(stream)
+
+    def launch_graph(self, graph: list, stream: int):
+        self.launches += 1
+        for work in graph:
+            self.put(stream, work)
+        return (ERRORS.cudaSuccess,)
+
+    def create_event(self):
+        event: list = [0, 0.0, None]  # not recorded yet: nothing to wait for
+        self._events[id(event)] = event
+        return ERRORS.cudaSuccess, event
+
+    def record(self, event: list, stream: int):
+        event[:] = mark = [stream, None, object()]
+
+        def run() -> None:
+            if event[2] is mark[2]:  # else it was recorded again meanwhile
+                event[1] = time.perf_counter()
+
+        self.put(stream, run)
+        return (ERRORS.cudaSuccess,)
+
+    def wait(self, event: list):
+        """What is behind it in its stream stays to be done."""
+        return self._work(event[0], lambda: event[1] is not None)

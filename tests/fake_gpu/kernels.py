@@ -1,0 +1,135 @@
+"""This project's kernels in NumPy, by name: what each reads and writes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+
+from fake_gpu.device import Fault, Gpu
+
+NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
+
+
+def _integers(gpu: Gpu, address: int, wide: int, count: int) -> np.ndarray:
+    return gpu.array(address, (count,), "i8" if wide else "i4")
+
+
+def write_cache(gpu: Gpu, tokens: int, k: SimpleNamespace, unit: int) -> None:
+    rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.wide, tokens)
+    for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
+        if row < 0:
+            continue
+        if not 0 <= position < k.capacity:
+            raise Fault(f"write_cache: position {position} in a cache of {k.capacity}")
+        for head in range(k.heads):
+            place, start = (row * k.heads + head) * k.capacity + position, token * k.heads + head
+            for source, to, size in ((k.key, k.keys, k.key_size * unit), (k.value, k.values, k.value_size * unit)):
+                gpu.bytes(to + place * size, size)[:] = gpu.bytes(source + start * size, size)
+
+
+def rotate(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
+    """What Rotate.launch says."""
+    rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.WIDE, tokens)
+    given, kind, partner, heads = (
+        NUMBERS[k.GIVEN],
+        NUMBERS[k.KIND],
+        gpu.array(k.partner, (k.DIM,), "i4"),
+        k.KV_HEADS * k.GROUP,
+    )
+    if (
+        any(address % 16 for address in (k.query, k.key, k.value, k.query_out, k.keys, k.values, k.own, k.other))
+        or k.DIM % 8
+        or k.VALUE_DIM % 8
+    ):
+        raise Fault("rotate: arrays or heads that are not made of 16 bytes")
+    query, key = (
+        gpu.array(address, (tokens, count, k.DIM), given).astype(np.float32)
+        for address, count in ((k.query, heads), (k.key, k.KV_HEADS))
+    )
+    value, out = (
+        gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind),
+        gpu.array(k.query_out, (tokens, heads, k.DIM), kind),
+    )
+    for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
+        own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
+        out[token], turned = ((x[token] * own + x[token][:, partner] * other).astype(kind) for x in (query, key))
+        if row < 0:
+            continue
+        if position // k.PAGE >= k.pages_per_row:
+            raise Fault(f"rotate: position {position} in a row of {k.pages_per_row} pages")
+        page = int(gpu.array(k.pages + (row * k.pages_per_row + position // k.PAGE) * 4, (1,), "i4")[0])
+        for new, cache, dim in ((turned, k.keys, k.DIM), (value[token], k.values, k.VALUE_DIM)):
+            size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
+            gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind)[:, position % k.PAGE] = new
+
+
+def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
+    """What DecodeAttention.launch says. Its scratch is spoiled, as far as it may be touched; its counters must be 0."""
+    _, blocks, requests = k.grid
+    rows, positions = gpu.array(k.rows, (requests,), "i4"), _integers(gpu, k.positions, k.WIDE, requests)
+    table = gpu.array(k.pages, (requests, k.pages_per_row), "i4")
+    given, kind, partner = NUMBERS[k.GIVEN], NUMBERS[k.KIND], gpu.array(k.partner, (k.DIM,), "i4")
+    heads = k.KV_HEADS * k.GROUP
+    if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or splits not in (2, 4, 8, 16):
+        raise Fault(f"decode_attention: a grid of {k.grid}")
+    if any(address % 16 for address in (k.value, k.out, k.keys, k.values, k.partials)):
+        raise Fault("decode_attention: an array that is not aligned to 16 bytes")
+    parts = requests * blocks * splits * k.HEADS
+    gpu.array(k.partials, (parts * k.VALUE_DIM,), "f4")[:] = gpu.array(k.stats, (parts * 2,), "f4")[:] = np.nan
+    if gpu.array(k.counters, (requests * blocks,), "i4").any():
+        raise Fault("decode_attention: counters that are not 0")
+    query, key = (
+        gpu.array(address, (requests, count, k.DIM), given).astype(np.float32)
+        for address, count in ((k.query, heads), (k.key, k.KV_HEADS))
+    )
+    value, out = (
+        gpu.array(k.value, (requests, k.KV_HEADS, k.VALUE_DIM), kind),
+        gpu.array(k.out, (requests, heads, k.VALUE_DIM), kind),
+    )
+    out[:] = 0
+    for request, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
+        if row < 0:
+            continue
+        if row != request or not 0 <= position < k.pages_per_row * k.PAGE:
+            raise Fault(
+                f"decode_attention: request {request} of row {row}, position {position} in a row of "
+                f"{k.pages_per_row} pages"
+            )
+        own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
+        turned = [(x[request] * own + x[request][:, partner] * other).astype(kind) for x in (query, key)]
+        held = []
+        for new, cache, dim in ((turned[1], k.keys, k.DIM), (value[request], k.values, k.VALUE_DIM)):
+            size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
+            pages = [
+                gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind)
+                for page in table[request, : position // k.PAGE + 1].tolist()
+            ]
+            pages[-1][:, position % k.PAGE] = new
+            # with a window of 0: all
+            held.append(np.concatenate(pages, axis=1)[:, : position + 1][:, -k.WINDOW :].astype(np.float32))
+        scores = (
+            np.einsum("kgd,ktd->kgt", turned[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0])
+            * k.scale
+        )
+        shares = np.exp2(scores - scores.max(axis=2, keepdims=True))
+        out[request] = np.einsum("kgt,ktd->kgd", shares / shares.sum(axis=2, keepdims=True), held[1]).reshape(
+            heads, k.VALUE_DIM
+        )
+
+
+def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
+    going = gpu.array(k.rows, (count,), "i4") >= 0
+    tokens, positions = _integers(gpu, k.tokens, k.wide, count), _integers(gpu, k.positions, k.wide, count)
+    logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])[going]
+    with np.errstate(invalid="ignore"):
+        found = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
+    gpu.array(k.found_tokens, (count,), "i4")[going], tokens[going] = found, np.maximum(found, 0)
+    positions[going] += 1
+
+
+KERNELS: dict[str, Callable] = {"rotate": rotate, "decode_attention": decode_attention, "advance": advance}
+for _unit in (2, 16):
+    KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)

@@ -1,0 +1,188 @@
+"""The module `tensorrt`, or one of its name, over the fake device: engines that ONNX Runtime runs."""
+
+from __future__ import annotations
+
+import enum
+import importlib.machinery
+import json
+import weakref
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import onnx
+
+from fake_gpu.device import POISON, Fault, Gpu
+from lockstep.backends.profiles import profiles
+from lockstep.onnx_tools.sessions import open_session
+
+KINDS = enum.Enum("DataType", "FLOAT HALF INT32 INT8 UINT8 BOOL BF16 INT64")
+MODES = enum.Enum("TensorIOMode", "INPUT OUTPUT")
+
+
+class Engine:
+    """ICudaEngine of a graph whose profiles are made for the limits that it carries."""
+
+    def __init__(self, gpu: Gpu, wide: bool, data: bytes):
+        self.gpu, self.wide, self.model = gpu, wide, onnx.ModelProto.FromString(data)
+        self.session = open_session(data)
+        self.profiles = profiles(self.model, json.loads(self.model.metadata_props[-1].value))
+        self.num_optimization_profiles = len(self.profiles)
+        self.names = [value.name for value in (*self.model.graph.input, *self.model.graph.output)]
+        self.values = dict(zip(self.names, (*self.model.graph.input, *self.model.graph.output)))
+        self.num_io_tensors = len(self.names)
+        self.device_memory_size = self.device_memory_size_v2 = len(data)
+
+    def get_tensor_name(self, index):
+        return self.names[index]
+
+    def get_tensor_mode(self, name):
+        return MODES.INPUT if any(value.name == name for value in self.model.graph.input) else MODES.OUTPUT
+
+    def get_tensor_dtype(self, name):
+        return {1: KINDS.FLOAT, 10: KINDS.HALF, 7: KINDS.INT64 if self.wide else KINDS.INT32}[
+            self.values[name].type.tensor_type.elem_type
+        ]
+
+    def get_tensor_shape(self, name):
+        return tuple(-1 if dim.dim_param else dim.dim_value for dim in self.values[name].type.tensor_type.shape.dim)
+
+    def get_tensor_profile_shape(self, name, profile):
+        return self.profiles[profile].get(name, (self.get_tensor_shape(name),) * 3)
+
+    def get_tensor_format(self, name, profile):
+        return "linear"
+
+    def is_shape_inference_io(self, name):
+        return False
+
+    def create_execution_context_without_device_memory(self):
+        return Context(self)
+
+    def create_execution_context(self, strategy=None):
+        """Without a strategy, in memory of its own."""
+        return Context(self, strategy is None)
+
+
+class Context:
+    """IExecutionContext: wants one run outside of a capture after its shapes were set."""
+
+    def __init__(self, engine: Engine, own_memory: bool = False):
+        self.engine, self.active_optimization_profile, self.ready, self.allocator = engine, 0, False, None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.memory = None if own_memory else (0, 0)  # address, size
+
+    @property
+    def device_memory(self):
+        raise AttributeError("write only")
+
+    @device_memory.setter
+    def device_memory(self, address):
+        self.memory = address, self.engine.device_memory_size
+
+    def set_device_memory(self, address, size):
+        if size < self.engine.device_memory_size:
+            raise Fault(f"{size} bytes of device memory, {self.engine.device_memory_size} needed")
+        self.memory = address, self.engine.device_memory_size
+
+    def set_optimization_profile_async(self, number, stream):
+        self.active_optimization_profile, self.shapes, self.ready = number, {}, False
+        self.engine.gpu.profiles.append(number)
+        return True
+
+    def get_tensor_shape(self, name):
+        return self.shapes.get(name, self.engine.get_tensor_shape(name))
+
+    def get_tensor_address(self, name):
+        return self.addresses.get(name, 0)
+
+    def set_output_allocator(self, name, allocator):
+        self.allocator = allocator
+        return True
+
+    def set_input_shape(self, name, shape):
+        if self.shapes.get(name) != tuple(shape):
+            self.shapes[name], self.ready = tuple(shape), False
+        low, _, high = self.engine.get_tensor_profile_shape(name, self.active_optimization_profile)
+        return all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True))
+
+    def set_tensor_address(self, name, address):
+        self.addresses[name] = address
+        return True
+
+    def execute_async_v3(self, stream):
+        gpu, engine = self.engine.gpu, self.engine
+        if gpu.capturing(stream) and not self.ready:
+            return False
+        gpu.plain += not gpu.capturing(stream)
+        self.ready = True
+        context, captured = weakref.ref(self), gpu.capturing(stream)
+        shapes, addresses, memory, allocator = dict(self.shapes), dict(self.addresses), self.memory, self.allocator
+        dtype = lambda name: {KINDS.FLOAT: "f4", KINDS.HALF: "f2", KINDS.INT32: "i4", KINDS.INT64: "i8"}[
+            engine.get_tensor_dtype(name)
+        ]
+
+        def run() -> None:
+            if captured and (context() is None or context().shapes != shapes):
+                raise Fault("the context of a captured run is gone, or has other shapes")
+            if memory is not None:
+                gpu.bytes(*memory)[:] = POISON
+            feeds, places = {}, []
+            for value in engine.session.get_inputs():
+                array = gpu.array(
+                    addresses[value.name],
+                    shapes.get(value.name, engine.get_tensor_shape(value.name)),
+                    dtype(value.name),
+                )
+                places.append((addresses[value.name], addresses[value.name] + array.nbytes))
+                feeds[value.name] = array.astype(np.int64) if array.dtype.kind == "i" else array
+            for value, found in zip(engine.session.get_outputs(), engine.session.run(None, feeds)):
+                if allocator is None:
+                    to = addresses[value.name]
+                else:
+                    to = allocator.reallocate_output(value.name, 0, found.nbytes, 256)
+                    allocator.notify_shape(value.name, found.shape)
+                if any(low < to + found.nbytes and to < high for low, high in places):
+                    raise Fault(f"output {value.name} lies on an input")
+                gpu.array(to, found.shape, dtype(value.name))[:] = found
+
+        gpu.put(stream, run)
+        if allocator is not None:  # the host is told of the outputs
+            gpu.synchronize(stream)
+        return True
+
+
+def tensorrt(gpu: Gpu, version: str, name: str = "tensorrt") -> ModuleType:
+    """The module `name` of a version. Integers are int32 in 8.6 and int64 in all others."""
+    trt, wide = ModuleType(name), not version.startswith("8.")
+    trt.__spec__ = importlib.machinery.ModuleSpec(name, None)
+
+    class Runtime:
+        def __init__(self, logger):
+            pass
+
+        def deserialize_cuda_engine(self, data):
+            return Engine(gpu, wide, data)
+
+    logger = type("ILogger", (), {"INTERNAL_ERROR": 0, "ERROR": 1, "WARNING": 2})
+    vars(trt).update(
+        __version__=version,
+        DataType=KINDS,
+        TensorIOMode=MODES,
+        TensorFormat=SimpleNamespace(LINEAR="linear", HWC="hwc", CHW16="chw16"),
+        ICudaEngine=Engine,
+        IExecutionContext=Context,
+        IOutputAllocator=type("IOutputAllocator", (), {}),
+        Runtime=Runtime,
+        ILogger=logger,
+        ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=2),
+        float32=KINDS.FLOAT,
+        float16=KINDS.HALF,
+        int32=KINDS.INT32,
+        int8=KINDS.INT8,
+        uint8=KINDS.UINT8,
+        bool=KINDS.BOOL,
+    )
+    if wide:
+        vars(trt).update(bfloat16=KINDS.BF16, int64=KINDS.INT64)
+    return trt
