@@ -56,6 +56,11 @@ class BackendSettings:
         return {**own, **(limits if self.takes_limits else {})}
 
 
+def interpreter_keys() -> str:
+    """Return the config's keys that name a backend's interpreter, as an error line shows them."""
+    return " or ".join(f"backends.{name}.python" for name, settings in backends().items() if settings.has_interpreter)
+
+
 @functools.cache
 def backends() -> Mapping[str, BackendSettings]:
     """The settings of all backends by name, sorted."""
