@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import spread
+from lockstep import Advance, CheckError, InputError, Model
 from lockstep.artifacts import formats
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.files import read_json, write_json
@@ -31,9 +32,7 @@ from lockstep.backends.builder import COSTS
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.layers import differences
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD
-from lockstep.errors import CheckError, InputError
 from lockstep.pipeline import worker
-from lockstep.runtime import Advance, Model
 from lockstep.verify.metrics import difference
 
 PARTS = "parts.json"  # of the record, while it is made

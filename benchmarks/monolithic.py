@@ -14,9 +14,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from lockstep import Weights
 from lockstep.artifacts.files import read_json
 from lockstep.export.compose import DOMAIN
-from lockstep.weights import Weights, slot_array
+from lockstep.weights import slot_array
 
 
 class Monolithic:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.export.cut import _Flow
+from lockstep.export.flow import Flow
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import parts_of
@@ -231,4 +231,4 @@ def test_queries_are_cut_where_they_are_narrowest_and_there_as_early_as_can_be(w
         <float[1] gain = {{2}}, int64[3] shape = {{-1, 2, 4}}, int64[1] low = {{4}}, int64[1] high = {{12}}, int64[1] axis = {{1}}>
         {{ f = Cast<to = 1>(hidden)  normed = Mul(f, gain)  {way} }}"""  # noqa: E501
     graph = ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))).graph
-    assert _Flow(graph, frozenset({"gain"})).cut_value(graph.outputs[0]).name == at
+    assert Flow(graph, frozenset({"gain"})).cut_value(graph.outputs[0]).name == at

@@ -152,6 +152,22 @@ class TensorRTExecutable:
 
         return run
 
+    def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs for `inputs`, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
+        self.uploads.wait()
+        stream, tensors = self.program.device.stream, self.program.tensors
+        host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
+        given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
+        made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+        found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+        for name in host:
+            stream.upload(given[name], host[name])
+        self.prepare(given, made)()
+        for name in made:
+            stream.download(found[name], made[name])
+        stream.synchronize()
+        return {name: array.astype(like[name].dtype) for name, array in found.items()}
+
 
 class Uploads:
     """Copies to the device that go on in the background."""

@@ -129,8 +129,8 @@ def _measured(step: Step, engines: Engines | None, tolerance: Mapping[str, float
 def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json: Path) -> Fault | None:
     """Find what is wrong with the first engine that is off; None where none is.
 
-    ONNX Runtime's engines are built again and compared node by node with what comes out. Of other backends the engine
-    is all that can be named.
+    Engines that are ONNX graphs are built again and compared node by node with what comes out. Of others the engine is
+    all that can be named.
     """
     row = walked.first("graph")
     if row is None:
@@ -138,7 +138,7 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     stage, found = row.stage, lambda node, look_at: Fault("engine", row, walked.before(row), row.stage, node, look_at)
     file = engines.set.path.parent / engines.set.manifest["engines"][stage.graph]["file"]
     backend = engines.set.backend.name
-    if backend != "onnxruntime":
+    if file.suffix != ".onnx":
         return found(
             None,
             f"{file}: nodes of a {backend} engine cannot be read; lockstep compare runs it on each profile; "
@@ -166,8 +166,8 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     )
     return found(
         node,
-        f"{file} is what ONNX Runtime makes of its graph: build with a lower optimization_level, "
-        "and report the node to ONNX Runtime",
+        f"{file} is what {backend} makes of its graph: build with a lower optimization_level, and report the node to "
+        "its library",
     )
 
 
