@@ -16,6 +16,7 @@ import pytest
 from demo_model import CONFIG, DEMO, TOLERANCES
 from onnx import helper, numpy_helper
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
@@ -459,7 +460,8 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(demo, tmp_path) -> No
     model = onnx.load(graphs / decode["graph"])
     dim = assembly["kinds"]["attention"]["head_dim"]
     model.graph.initializer.append(numpy_helper.from_array(np.roll(np.arange(dim), 1), "order"))
-    rotated = [rope._rotated_query(model.graph, assembly["kinds"]["attention"], None)[0], "key_out"]
+    variant = Assembly.load(graphs / "assembly.json").variants["attention"]
+    rotated = [rope._rotated_query(model.graph, variant, None)[0], "key_out"]
     for value in rotated:
         at, maker = next((at, node) for at, node in enumerate(model.graph.node) if value in node.output)
         maker.output[:] = [f"{value}/first"]

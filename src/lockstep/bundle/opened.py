@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifests import DTYPES, LARGEST, read_assembly, read_engines, read_weights
+from lockstep.artifacts.manifests import DTYPES, LARGEST, read_engines, read_weights
 from lockstep.artifacts.schema import check, either, integer, one_of, record, text
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
@@ -144,10 +145,10 @@ def _is_weights(name: str) -> bool:
 def _check_named(archive: Archive, folder: Path, target: Target) -> None:
     """Manifests are of the target; engines and tokenizer are files of the bundle and no others."""
     assembly, engines = (
-        read_assembly(folder / "graphs" / "assembly.json"),
+        Assembly.load(folder / "graphs" / "assembly.json"),
         read_engines(folder / "engines" / "engines.json"),
     )
-    precisions = {"graphs/assembly.json": assembly["precision"], "engines/engines.json": engines["precision"]}
+    precisions = {"graphs/assembly.json": assembly.precision, "engines/engines.json": engines["precision"]}
     for name, found, expected in (
         *((name, found, target.precision) for name, found in precisions.items()),
         ("engines/engines.json", engines["backend"], target.backend),
@@ -156,9 +157,9 @@ def _check_named(archive: Archive, folder: Path, target: Target) -> None:
             raise InputError(
                 f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}"
             )
-    tokenizer = assembly.get("tokenizer")
+    tokenizer = assembly.tokenizer
     names = [f"engines/{entry['file']}" for entry in engines["engines"].values()]
-    for name in [*names, *([f"graphs/{tokenizer['file']}"] if tokenizer else [])]:
+    for name in [*names, *([f"graphs/{tokenizer.file}"] if tokenizer else [])]:
         if name not in archive.members:
             raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; {_REMEDY}")
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import SEAL, dump_json, sha256_json
-from lockstep.artifacts.manifests import read_assembly, read_engines, read_weights
+from lockstep.artifacts.manifests import read_engines, read_weights
 from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
 from lockstep.provenance.record import read_record, record_path
@@ -51,9 +52,9 @@ def _graphs(results: Results, target: Target) -> Iterator[Entry]:
     """The assembly and the tokenizer. Graphs are what engines are built from; none is needed to run them."""
     manifest = results.assembly(target.model, target.precision)
     yield from _recorded(manifest, "graphs")
-    tokenizer = read_assembly(manifest).get("tokenizer")
+    tokenizer = Assembly.load(manifest).tokenizer
     if tokenizer is not None:
-        yield _file(f"graphs/{tokenizer['file']}", manifest.parent / tokenizer["file"], tokenizer["sha256"])
+        yield _file(f"graphs/{tokenizer.file}", manifest.parent / tokenizer.file, tokenizer.sha256)
 
 
 def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
