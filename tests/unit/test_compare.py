@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -273,7 +274,9 @@ LIMITS = {"max_batch_size": 16, "max_num_tokens": 512, "max_seq_len": 256}
     ],
 )
 def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
-    found = inputs.cases(onnx.parser.parse_model(graph), {"max_position_embeddings": None}, {**LIMITS, **limits})
+    found = inputs.cases(
+        onnx.parser.parse_model(graph), SimpleNamespace(max_position_embeddings=None), {**LIMITS, **limits}
+    )
     assert [
         (case.profile, *(case.sizes[dim] for dim in ("num_tokens", "num_requests") if dim in case.sizes))
         for case in found
@@ -282,7 +285,7 @@ def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(gr
 
 @pytest.mark.parametrize("positions, expected", [(2048, 32), (16, 8), (None, 32)])
 def test_positions_are_those_that_the_model_has(positions, expected) -> None:
-    model, assembly = onnx.parser.parse_model(CACHE), {"max_position_embeddings": positions}
+    model, assembly = onnx.parser.parse_model(CACHE), SimpleNamespace(max_position_embeddings=positions)
     smallest, chosen = inputs.cases(model, assembly, LIMITS)
     assert smallest.sizes == {"num_tokens": 1, "past_capacity": 1} and chosen.sizes == {
         "num_tokens": expected,
@@ -299,7 +302,11 @@ def test_integers_of_unknown_meaning_are_refused() -> None:
     model = onnx.parser.parse_model(GRAPH.replace("logit_rows", "levels"))
     with pytest.raises(CheckError, match="graph g: expected integers that a decoder step has, found the input levels"):
         inputs.arrays(
-            model, {}, inputs.Case(0, {"num_tokens": 1, "num_requests": 1}), {"max_position_embeddings": 8}, LIMITS
+            model,
+            {},
+            inputs.Case(0, {"num_tokens": 1, "num_requests": 1}),
+            SimpleNamespace(max_position_embeddings=8),
+            LIMITS,
         )
 
 
