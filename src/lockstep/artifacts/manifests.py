@@ -1,20 +1,19 @@
-"""Read the manifests of engines and weights, with what all manifests are checked for. A path in, the checked document
-out, or InputError.
+"""Read the manifest of engines, with what all manifests are checked for. A path in, the checked document out, or
+InputError.
 
 Types and ranges are checked. Nothing behind it checks a type again: what a bundle from elsewhere says chooses files,
-sizes of buffers and what is bound to what. The assembly has a module of its own.
+sizes of buffers and what is bound to what. Assembly and weights have modules of their own.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.dtypes import DTYPE_BITS, PRECISION_DTYPES, graph_dtype
+from lockstep.artifacts.dtypes import PRECISION_DTYPES, graph_dtype
 from lockstep.artifacts.files import read_json
-from lockstep.artifacts.schema import Check, Wrong, check, integer, items, mapping, one_of, optional, record, text
+from lockstep.artifacts.schema import Check, check, integer, items, mapping, one_of, optional, record, text
 
 REMEDY = "the file is damaged, or not one that a stage wrote: make it again, or take another bundle"
 DTYPES = {precision: graph_dtype(dtype) for precision, dtype in PRECISION_DTYPES.items()}
@@ -27,7 +26,6 @@ FILE = text(r"(?!\.)[^/\\:\x00-\x1f\x7f\ud800-\udfff]{1,255}", "the name of a fi
 PRECISION = one_of(*DTYPES)
 SLOTS = items(record({"name": NAME, "dtype": one_of(*DTYPES.values()), "shape": items(SIZE, most=8)}), 10_000)
 TENSORS = items(NAME, 10_000, least=1)
-_BYTES = integer(0, 2**62)
 _DEVICE = record({}, {"architecture": NAME, "isa": items(NAME, 1000)})
 _ENGINE = record(
     {"file": FILE, "sha256": DIGEST, "graph_sha256": DIGEST}, {"slots": SLOTS, "parts": mapping(TENSORS, NAME)}
@@ -42,19 +40,6 @@ _ENGINES = record(
         "options": record({}, {name: optional(SIZE) for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}),
     }
 )
-_TENSOR = record(
-    {
-        "file": integer(0, 100_000),
-        "offset": _BYTES,
-        "length": _BYTES,
-        "dtype": one_of(*DTYPE_BITS),
-        "shape": items(_BYTES, most=16),
-    }
-)
-_WEIGHTS = record({
-    "precision": PRECISION, "tensors": mapping(_TENSOR, NAME),
-    "files": items(record({"path": NAME, "size": _BYTES, "sha256": DIGEST}), most=100_000),
-})  # fmt: skip
 
 
 def read_engines(path: str | os.PathLike) -> dict[str, Any]:
@@ -62,22 +47,8 @@ def read_engines(path: str | os.PathLike) -> dict[str, Any]:
     return read_checked(path, formats.ENGINES, _ENGINES)
 
 
-def read_weights(path: str | os.PathLike) -> dict[str, Any]:
-    """Raises InputError for a file that is no manifest of weights. Where tensors lie is for whoever opens the files."""
-    weights = read_checked(path, formats.WEIGHTS, _WEIGHTS)
-    check(weights, _files_once, path, REMEDY)
-    return weights
-
-
 def read_checked(path: str | os.PathLike, format: str, schema: Check) -> dict[str, Any]:
     """Read a manifest of `format`. Raises InputError where its content is not of `schema`."""
     value = read_json(path, format)
     check(value, schema, path, REMEDY)
     return value
-
-
-def _files_once(weights: Mapping[str, Any], where: str) -> None:
-    """Each is mapped whole."""
-    paths = [file["path"] for file in weights["files"]]
-    if len(set(paths)) < len(paths):
-        raise Wrong("files", "each file once", next(path for path in paths if paths.count(path) > 1))
