@@ -9,6 +9,8 @@ imported; tests/unit/test_api.py holds the list.
 INSIDE = {
     # Records are written, and manifests read, as the package does it.
     "artifacts": "formats of manifests that are read or made up",
+    "artifacts.assembly": "graphs and layers of an export",
+    "artifacts.signature": "inputs and outputs of graphs",
     "artifacts.files": "JSON, digests, files written whole or not at all",
     "cli.guarded": "`python -m benchmarks` ends with one line on a mistake, as `lockstep` does",
     "pipeline": "worker: measures and plants faults in the Python that a backend runs in",
@@ -16,7 +18,6 @@ INSIDE = {
     "backends.onnxruntime.cpu": "the CPU and its threads",
     # Faults are planted in what nobody is to change.
     "backends": "default options of a build",
-    "backends.graphs": "the graphs of an assembly",
     "backends.tensorrt.fused_attention": "fused attention goes wrong",
     "config.backends": "the tolerance of an engine beside its graph",
     "config.types": "the default tolerances",

@@ -16,7 +16,8 @@ import transformers
 import lockstep
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, TOLERANCE, WORKS, WRONG
 from lockstep import Advance, InputError, Model, Results
-from lockstep.artifacts.files import read_json, write_json
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import write_json
 from lockstep.export.parity import depths_to_try
 from lockstep.export.quiet import quiet
 from lockstep.export.small_configs import small_configs
@@ -64,12 +65,12 @@ def _try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         error, own = _logit_errors(config, source, results)
     except Exception as error:
         return {"result": BROKEN, "reason": _one_line(error)}
-    assembly = read_json(results.assembly(_NAME, "fp32"))
+    assembly = Assembly.load(results.assembly(_NAME, "fp32"))
     record = {
         "logit_error": _rounded(error),
         "transformers_error": _rounded(own),
-        "classes": len(assembly["classes"]),
-        "kinds": len(assembly["kinds"]),
+        "classes": len(assembly.classes),
+        "kinds": len(assembly.variants),
     }
     if error <= max(TOLERANCE, OWN_ERRORS * own):  # random weights may be so unlucky that fp32 itself is no better
         return {"result": WORKS, **record}
@@ -170,7 +171,7 @@ def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> 
     lockstep.build_engines(
         results.assembly(_NAME, "fp32"), "onnxruntime", results.engines(_NAME, "fp32", "onnxruntime")
     )
-    positions = read_json(results.assembly(_NAME, "fp32"))["max_position_embeddings"] or _LONG + _DECODE_STEPS
+    positions = Assembly.load(results.assembly(_NAME, "fp32")).max_position_embeddings or _LONG + _DECODE_STEPS
     prompts = (*_PROMPTS, min(_LONG, positions - _DECODE_STEPS))
     model = Model.open(
         results.engines(_NAME, "fp32", "onnxruntime"), results.assembly(_NAME, "fp32"), results.weights(_NAME, "fp32"),

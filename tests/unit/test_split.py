@@ -170,7 +170,7 @@ def test_stamped_and_fully_traced_files_are_the_same_bytes(config):
     stamped, traced = assemble(meta, config, "fp32"), assemble(meta, config, "fp32", stamp=False)
     assert stamped == traced
     more = {"middle_2", "exit_2"} if config["model_type"] == "qwen3_moe" else set()
-    assert set(stamped[1]["classes"]) == {"entry", "middle", "exit", "embedding", *more}
+    assert set(stamped[1].classes) == {"entry", "middle", "exit", "embedding", *more}
 
 
 def run(path, feeds, weights):

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import compat, cuda
 from lockstep.errors import CheckError
 from lockstep.step.executable import Run
@@ -60,9 +61,9 @@ class Device:
 class TensorRTProgram:
     """An engine file on the device, without weights."""
 
-    def __init__(self, engine_path: Path, slots: Sequence[Mapping[str, Any]]):
+    def __init__(self, engine_path: Path, slots: Sequence[IO]):
         self.path = engine_path
-        self.slots = {slot["name"]: (tuple(slot["shape"]), np.dtype(slot["dtype"])) for slot in slots}
+        self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self.device = Device.get()
         self.engine = compat.deserialize(engine_path.read_bytes(), str(engine_path))
         self.tensors = {tensor.name: tensor for tensor in compat.tensors(self.engine)}
