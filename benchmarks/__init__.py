@@ -1,2 +1,44 @@
 """Benchmarks: each writes JSON with the hardware and the versions it ran on. Comparisons run side by side in one
-process, in turn."""
+process, in turn.
+
+What a user can do is measured through the public API, `import lockstep`. Below it only the modules of `INSIDE` are
+imported; tests/unit/test_api.py holds the list.
+"""
+
+# Module of lockstep: why the public API does not do.
+INSIDE = {
+    # Records are written, and manifests read, as the package does it.
+    "artifacts": "formats of manifests that are read or made up",
+    "artifacts.assembly": "graphs and layers of an export",
+    "artifacts.signature": "inputs and outputs of graphs",
+    "artifacts.files": "JSON, digests, files written whole or not at all",
+    "cli.guarded": "`python -m benchmarks` ends with one line on a mistake, as `lockstep` does",
+    "pipeline": "worker: measures and plants faults in the Python that a backend runs in",
+    # What the numbers were measured on.
+    "backends.onnxruntime.cpu": "the CPU and its threads",
+    # Faults are planted in what nobody is to change.
+    "backends": "default options of a build",
+    "backends.tensorrt.fused_attention": "fused attention goes wrong",
+    "config.backends": "the tolerance of an engine beside its graph",
+    "config.types": "the default tolerances",
+    "onnx_tools.graph_types": "types of the values in a graph that is edited",
+    "step": "the KV cache, the plan and the host's step go wrong",
+    # Exports of shapes and of tiny models, which are no checkpoints.
+    "export.parity": "depths at which a model has all its kinds of layers",
+    "export.quiet": "transformers says nothing while it is timed",
+    "export.run": "graphs from a config.json alone",
+    "export.small_configs": "a config as small as its class takes it",
+    "export.torch_model": "transformers' model beside ours",
+    "export.tracer": "a model without weights, to see its layers",
+    "export.unique_layers": "which layers are alike",
+    # The unsplit model that decoding is compared with is made from the split one.
+    "export.compose": "the domain of the functions that graphs are made of",
+    "weights": "arrays of slots",
+    # Builds and engines of TensorRT, looked into.
+    "artifacts.digest_cache": "random weights whose digests are known",
+    "backends.builder": "what each engine's build took",
+    "backends.tensorrt": "what this version of the library can do",
+    "backends.tensorrt.layers": "layers in which two builds differ",
+    "backends.tensorrt.tactics": "records of tactics",
+    "verify.metrics": "how far logits are apart",
+}

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
+from lockstep import InputError
 from lockstep.artifacts.files import dump_json, read_json, write_json
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
-from lockstep.errors import InputError
 
 _DOCS = click.option(
     "--write",
@@ -134,7 +134,7 @@ def peers(
     """Side by side: optimum, onnxruntime-genai, torch.onnx.export and transformers on one random checkpoint."""
     from benchmarks import peers as benchmark
     from benchmarks import peers_table
-    from lockstep.backends.onnxruntime.cpu import thread_count
+    from benchmarks.measure import thread_count
 
     chosen = benchmark.Settings(threads=thread_count(threads), **settings)
     record = benchmark.run(work, shape, chosen, only or tuple(benchmark.CONTESTANTS))

@@ -15,18 +15,11 @@ from typing import Any
 
 import numpy as np
 
+import lockstep
 from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import in_turn, ratios, spread, surroundings
+from benchmarks.measure import in_turn, ratios, spread, surroundings, thread_count
 from benchmarks.monolithic import Monolithic
-from lockstep.backends import build
-from lockstep.backends.onnxruntime.cpu import thread_count
-from lockstep.checkpoint import resolve
-from lockstep.errors import CheckError
-from lockstep.export import export
-from lockstep.export.random_model import make
-from lockstep.runtime import Advance, Model
-from lockstep.targets import Results
-from lockstep.weights import convert
+from lockstep import Advance, CheckError, Model, Results
 
 PACKAGES = ("numpy", "onnxruntime", "torch", "transformers")
 _BACKEND = "onnxruntime"
@@ -38,7 +31,11 @@ def run_models(models: Sequence[str], precision: str, batches: Sequence[int], **
     measured = {}
     for model in models:
         with tempfile.TemporaryDirectory() as work:
-            folder = make(SHAPES / f"{model}.json", 0, Path(work) / model) if model in shape_names() else Path(model)
+            folder = (
+                lockstep.make_random_checkpoint(SHAPES / f"{model}.json", 0, Path(work) / model)
+                if model in shape_names()
+                else Path(model)
+            )
             measured[folder.name] = run(folder, precision, batches, Path(work) / "results", **settings)
     surrounding = surroundings(*PACKAGES, threads=settings.get("threads"))
     return {"benchmark": "decode", "precision": precision, "models": measured, **surrounding}
@@ -77,10 +74,10 @@ def prepare(folder: Path, precision: str, work: Path) -> dict[str, Path]:
     results, name = Results(work), folder.name
     checkpoint, weights = results.checkpoint(name), results.weights(name, precision)
     assembly, engines = results.assembly(name, precision), results.engines(name, precision, _BACKEND)
-    resolve(str(folder.resolve()), folder.resolve(), checkpoint)
-    convert(checkpoint, precision, weights)
-    export(checkpoint, precision, assembly)
-    build(assembly, _BACKEND, engines)
+    lockstep.resolve_checkpoint(str(folder.resolve()), folder.resolve(), checkpoint)
+    lockstep.convert_weights(checkpoint, precision, weights)
+    lockstep.export_graphs(checkpoint, precision, assembly)
+    lockstep.build_engines(assembly, _BACKEND, engines)
     return {"weights": weights, "assembly": assembly, "engines": engines}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import spread, surroundings
-from lockstep.errors import CheckError
+from lockstep import CheckError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

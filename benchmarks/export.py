@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import spread, surroundings
-from lockstep.errors import CheckError
+from lockstep import CheckError
 
 SHAPES = Path(__file__).parent / "shapes"
 PACKAGES = ("onnx", "onnx-ir", "onnxscript", "torch", "transformers")

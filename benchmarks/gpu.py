@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import spread
+from lockstep import Advance, CheckError, InputError, Model
 from lockstep.artifacts import formats
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends.builder import COSTS
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.layers import differences
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD
-from lockstep.errors import CheckError, InputError
 from lockstep.pipeline import worker
-from lockstep.runtime import Advance, Model
 from lockstep.verify.metrics import difference
 
 PARTS = "parts.json"  # of the record, while it is made
@@ -64,19 +64,14 @@ def run(
     Raises InputError for an assembly in another precision than fp16 and for an interpreter without transformers and
     CUDA, before anything is made; CheckError, when all is measured, for logits too far from transformers'.
     """
-    assembly = read_json(assembly_json, formats.ASSEMBLY)
-    if assembly["precision"] != "fp16":
+    assembly = Assembly.load(assembly_json)
+    if assembly.precision != "fp16":
         raise InputError(
-            f"{assembly_json}: precision: expected fp16, found {assembly['precision']}; export the shape in fp16"
+            f"{assembly_json}: precision: expected fp16, found {assembly.precision}; export the shape in fp16"
         )
     _in_transformers(transformers, {"probe": True, "device": "cuda"})
     work.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
-        "benchmark": "gpu",
-        "layers": assembly["num_layers"],
-        "precision": "fp16",
-        "rounds": rounds,
-    }
+    record: dict[str, Any] = {"benchmark": "gpu", "layers": len(assembly.layers), "precision": "fp16", "rounds": rounds}
 
     def note(**parts: Any) -> None:
         record.update(parts)
@@ -154,7 +149,7 @@ def as_they_are(
     weights: Path,
     options: Mapping[str, Any],
     python: str | None,
-    assembly: Mapping[str, Any],
+    assembly: Assembly,
 ) -> dict[str, Any]:
     """What `one_region` is held against: the same engines built without it, cold, in a new process; and microseconds of
     all blocks in the steps that are measured."""
@@ -213,15 +208,15 @@ def ready_seconds(python: str | None, engines: Path, assembly: Path, weights: Pa
     )
 
 
-def random_weights(assembly: Mapping[str, Any], folder: Path) -> Path:
+def random_weights(assembly: Assembly, folder: Path) -> Path:
     """A file of random numbers (standard deviation 0.02, gains of 1) under a weights manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, list[int]] = {}
-    parts = [assembly["embedding"], *(layer["block"] for layer in assembly["layers"]), assembly["layers"][-1]["exit"]]
+    parts = [assembly.embedding, *(layer.block for layer in assembly.layers), assembly.layers[-1].exit]
     for part in parts:
-        for spec in assembly["classes"][part["class"]]["slots"]:
-            (name,) = part["slots"][spec["name"]]
-            shapes[name] = spec["shape"]
+        for slot in assembly.classes[part.graph].signature.slots:
+            (name,) = part.slots[slot.name]
+            shapes[name] = list(slot.sizes)
     random, tensors, offset, digest = np.random.default_rng(0), {}, 0, hashlib.sha256()
     pool = (
         random.standard_normal(min(1 << 26, 2 * max(map(math.prod, shapes.values()))), np.float32) * np.float32(0.02)
@@ -282,7 +277,7 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def prefill(model: Model, rounds: int, assembly: Mapping[str, Any]) -> dict[str, Any]:
+def prefill(model: Model, rounds: int, assembly: Assembly) -> dict[str, Any]:
     """One prompt of PREFILL tokens, several times."""
     prompt, times = np.arange(PREFILL) % model.vocab_size, []
     for number in range(rounds + 1):
@@ -297,7 +292,7 @@ def prefill(model: Model, rounds: int, assembly: Mapping[str, Any]) -> dict[str,
     }
 
 
-def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Mapping[str, Any]) -> dict[str, Any]:
+def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Assembly) -> dict[str, Any]:
     """Where the time of the prompt that `prefill` has just taken goes: each kind of call repeated alone in a graph;
     "gaps": the rest of the whole."""
     parts = model._executor.breakdown_prefill()
@@ -308,18 +303,16 @@ def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Mapping[str,
     }
 
 
-def operations(assembly: Mapping[str, Any], tokens: int) -> tuple[int, int]:
+def operations(assembly: Assembly, tokens: int) -> tuple[int, int]:
     """What one prompt takes: of the blocks, two for each weight and token; of attention's products, without windows,
     and of the exit, for its one row."""
     weights = lambda part: sum(
-        math.prod(spec["shape"]) for spec in assembly["classes"][part["class"]]["slots"] if len(spec["shape"]) > 1
+        math.prod(slot.sizes) for slot in assembly.classes[part.graph].signature.slots if len(slot.shape) > 1
     )
-    blocks = 2 * tokens * sum(weights(layer["block"]) for layer in assembly["layers"])
-    kinds = [assembly["kinds"][layer["kind"]] for layer in assembly["layers"]]
-    attention = sum(
-        kind["num_heads"] * (kind["head_dim"] + kind["value_head_dim"]) * tokens * (tokens + 1) for kind in kinds
-    )
-    return blocks, attention + 2 * weights(assembly["layers"][-1]["exit"])
+    blocks = 2 * tokens * sum(weights(layer.block) for layer in assembly.layers)
+    kinds = [assembly.variants[layer.variant] for layer in assembly.layers]
+    attention = sum(kind.num_heads * (kind.head_dim + kind.value_head_dim) * tokens * (tokens + 1) for kind in kinds)
+    return blocks, attention + 2 * weights(assembly.layers[-1].exit)
 
 
 def beside(python: str, work: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import surroundings
-from lockstep.errors import InputError
+from lockstep import InputError
 
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "torch", "transformers")
 WORKS, REFUSED, NO_MODEL, WRONG, BROKEN = "works", "refused", "no tiny model", "wrong", "broken"

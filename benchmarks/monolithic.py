@@ -14,21 +14,23 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from lockstep.artifacts.files import read_json
+from lockstep import Weights
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.signature import IO
 from lockstep.export.compose import DOMAIN
-from lockstep.weights import Weights, slot_array
+from lockstep.weights import slot_array
 
 
 class Monolithic:
     """`num_requests` requests with `capacity` cache rows each, all at the same length."""
 
     def __init__(self, assembly_json: Path, weights_json: Path, num_requests: int, capacity: int):
-        folder, assembly = Path(assembly_json).parent, read_json(assembly_json)
+        folder, assembly = Path(assembly_json).parent, Assembly.load(assembly_json)
         weights = Weights.open(weights_json)
-        model = with_past(onnx.load(folder / assembly["batchful"]["graph"]), folder, assembly)
-        entry = assembly["batchful"]
+        uncut = assembly.batchful
+        model = with_past(onnx.load(folder / uncut.file), folder, assembly)
         arrays = {
-            slot["name"]: slot_array(weights, entry["tensors"][slot["name"]], slot["shape"]) for slot in entry["slots"]
+            slot.name: slot_array(weights, uncut.tensors[slot.name], slot.sizes) for slot in uncut.signature.slots
         }
         _externalise(model.graph, arrays)
         settings = ort.SessionOptions()
@@ -38,22 +40,22 @@ class Monolithic:
             list(arrays), [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in arrays.values()]
         )
         self._session = ort.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
-        (table,) = (weights[tensors[0]] for tensors in assembly["embedding"]["slots"].values())
+        (table,) = (weights[tensors[0]] for tensors in assembly.embedding.slots.values())
         self._table = table
-        dtype, kinds = table.dtype, [assembly["kinds"][layer["kind"]] for layer in assembly["layers"]]
+        dtype, kinds = table.dtype, [assembly.variants[layer.variant] for layer in assembly.layers]
         self.length = 0
         self._rows = np.arange(num_requests)
         self._arrays = {
-            "hidden": np.zeros((num_requests, assembly["hidden_size"]), dtype),
+            "hidden": np.zeros((num_requests, assembly.hidden_size), dtype),
             "position_ids": np.zeros(num_requests, np.int64),
             "logit_rows": self._rows,
         }
         self._caches, self._new = [], []
-        outputs = {"logits": np.zeros((num_requests, assembly["vocab_size"]), dtype)}
+        outputs = {"logits": np.zeros((num_requests, assembly.vocab_size), dtype)}
         for index, kind in enumerate(kinds):
-            for name, dim in (("key", kind["head_dim"]), ("value", kind["value_head_dim"])):
-                cache = np.zeros((num_requests, kind["num_kv_heads"], capacity, dim), dtype)
-                new = np.zeros((num_requests, kind["num_kv_heads"], dim), dtype)
+            for name, dim in (("key", kind.head_dim), ("value", kind.value_head_dim)):
+                cache = np.zeros((num_requests, kind.num_kv_heads, capacity, dim), dtype)
+                new = np.zeros((num_requests, kind.num_kv_heads, dim), dtype)
                 self._arrays[f"layer_{index}/past_{name}"], outputs[f"layer_{index}/{name}_out"] = cache, new
                 self._caches.append(cache)
                 self._new.append(new)
@@ -76,17 +78,17 @@ class Monolithic:
         return self._logits
 
 
-def with_past(model: onnx.ModelProto, folder: Path, assembly: dict) -> onnx.ModelProto:
+def with_past(model: onnx.ModelProto, folder: Path, assembly: Assembly) -> onnx.ModelProto:
     """Give each attention of the uncut graph its cache as inputs, its new keys and values as outputs, and the decode
     graph as body."""
     graph = model.graph
     for value in graph.input:
         if value.name in ("hidden", "position_ids"):
             value.type.tensor_type.shape.dim[0].dim_param = "num_requests"
-    kinds = [layer["kind"] for layer in assembly["layers"]]
+    kinds = [layer.variant for layer in assembly.layers]
     declared = {
-        name: {io["name"]: io for io in (*kind["decode"]["inputs"], *kind["decode"]["outputs"])}
-        for name, kind in assembly["kinds"].items()
+        name: {io.name: io for io in (*kind.decode.signature.inputs, *kind.decode.signature.outputs)}
+        for name, kind in assembly.variants.items()
     }
     lengths = next(iter(declared.values()))["past_lengths"]
     graph.input.append(_info("past_lengths", lengths))
@@ -98,12 +100,12 @@ def with_past(model: onnx.ModelProto, folder: Path, assembly: dict) -> onnx.Mode
         for name in ("past_key", "past_value"):
             call[name] = f"layer_{index}/{name}"
             graph.input.append(_info(call[name], declared[kind][name]))
-        node.input[:] = [call[io["name"]] for io in assembly["kinds"][kind]["decode"]["inputs"]]
+        node.input[:] = [call[io.name] for io in assembly.variants[kind].decode.signature.inputs]
         node.output[:] = [node.output[0], f"layer_{index}/key_out", f"layer_{index}/value_out"]
         graph.output.extend(_info(f"layer_{index}/{name}", declared[kind][name]) for name in ("key_out", "value_out"))
     del model.functions[:]
-    for name, kind in assembly["kinds"].items():
-        body = onnx.load(folder / kind["decode"]["graph"]).graph
+    for name, kind in assembly.variants.items():
+        body = onnx.load(folder / kind.decode.file).graph
         constants = [onnx.helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in body.initializer]
         inputs, outputs = [value.name for value in body.input], [value.name for value in body.output]
         model.functions.append(
@@ -112,9 +114,9 @@ def with_past(model: onnx.ModelProto, folder: Path, assembly: dict) -> onnx.Mode
     return model
 
 
-def _info(name: str, io: dict) -> onnx.ValueInfoProto:
+def _info(name: str, io: IO) -> onnx.ValueInfoProto:
     return onnx.helper.make_tensor_value_info(
-        name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(io["dtype"])), io["shape"]
+        name, onnx.helper.np_dtype_to_tensor_dtype(io.numpy_dtype), list(io.shape)
     )
 
 

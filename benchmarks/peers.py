@@ -24,8 +24,8 @@ import lockstep
 from benchmarks.child import Usage, available_memory, run_child
 from benchmarks.export import SHAPES, shape_names
 from benchmarks.measure import ratios, spread, surroundings
+from lockstep import CheckError, InputError
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.errors import CheckError, InputError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OURS, REFERENCE = "lockstep", "transformers"
@@ -159,7 +159,7 @@ def make_checkpoint(work: Path, shape: str) -> Path:
     if made.is_file() and json.loads(made.read_text()) == json.loads(config.read_text()):
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    code = "import sys; from lockstep.export.random_model import make; make(sys.argv[1], 0, sys.argv[2])"
+    code = "import lockstep, sys; lockstep.make_random_checkpoint(sys.argv[1], 0, sys.argv[2])"
     usage = run_child(
         [sys.executable, "-c", code, str(config), str(folder)], work / "jobs" / "checkpoint.log", LIMIT, _paths()
     )

@@ -13,21 +13,17 @@ import onnxruntime  # noqa: F401  here so that the process that others are forke
 import torch
 import transformers
 
+import lockstep
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, TOLERANCE, WORKS, WRONG
-from lockstep.artifacts.files import read_json, write_json
-from lockstep.backends import build
-from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.errors import InputError
-from lockstep.export import export, random_model
+from lockstep import Advance, InputError, Model, Results
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import write_json
 from lockstep.export.parity import depths_to_try
 from lockstep.export.quiet import quiet
 from lockstep.export.small_configs import small_configs
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import signatures
-from lockstep.runtime import Advance, Model
-from lockstep.targets import Results
-from lockstep.weights import convert
 
 _MAX_PARAMETERS = 150_000_000  # 600 MB
 _MAX_TRIES = 2
@@ -69,12 +65,12 @@ def _try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         error, own = _logit_errors(config, source, results)
     except Exception as error:
         return {"result": BROKEN, "reason": _one_line(error)}
-    assembly = read_json(results.assembly(_NAME, "fp32"))
+    assembly = Assembly.load(results.assembly(_NAME, "fp32"))
     record = {
         "logit_error": _rounded(error),
         "transformers_error": _rounded(own),
-        "classes": len(assembly["classes"]),
-        "kinds": len(assembly["kinds"]),
+        "classes": len(assembly.classes),
+        "kinds": len(assembly.variants),
     }
     if error <= max(TOLERANCE, OWN_ERRORS * own):  # random weights may be so unlucky that fp32 itself is no better
         return {"result": WORKS, **record}
@@ -154,10 +150,15 @@ def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:
     """A random checkpoint, and what resolve and export make of it."""
     folder.mkdir()
     write_json(folder / "shape.json", {**config, "dtype": "float32"})
-    source, results = random_model.make(folder / "shape.json", 0, folder / "checkpoint"), Results(folder / "results")
-    resolve(str(source), source, results.checkpoint(_NAME))
-    export(
-        resolve_architecture(str(source), source, results.architecture(_NAME)), "fp32", results.assembly(_NAME, "fp32")
+    source, results = (
+        lockstep.make_random_checkpoint(folder / "shape.json", 0, folder / "checkpoint"),
+        Results(folder / "results"),
+    )
+    lockstep.resolve_checkpoint(str(source), source, results.checkpoint(_NAME))
+    lockstep.export_graphs(
+        lockstep.resolve_architecture(str(source), source, results.architecture(_NAME)),
+        "fp32",
+        results.assembly(_NAME, "fp32"),
     )
     return source, results
 
@@ -166,9 +167,11 @@ def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> 
     """Largest difference of a logit from transformers in fp32, where each request runs alone and whole, and that of
     transformers in fp32 from itself in fp64; both over the logits' standard deviation. Requests: see
     `_logits_found`."""
-    convert(results.checkpoint(_NAME), "fp32", results.weights(_NAME, "fp32"))
-    build(results.assembly(_NAME, "fp32"), "onnxruntime", results.engines(_NAME, "fp32", "onnxruntime"))
-    positions = read_json(results.assembly(_NAME, "fp32"))["max_position_embeddings"] or _LONG + _DECODE_STEPS
+    lockstep.convert_weights(results.checkpoint(_NAME), "fp32", results.weights(_NAME, "fp32"))
+    lockstep.build_engines(
+        results.assembly(_NAME, "fp32"), "onnxruntime", results.engines(_NAME, "fp32", "onnxruntime")
+    )
+    positions = Assembly.load(results.assembly(_NAME, "fp32")).max_position_embeddings or _LONG + _DECODE_STEPS
     prompts = (*_PROMPTS, min(_LONG, positions - _DECODE_STEPS))
     model = Model.open(
         results.engines(_NAME, "fp32", "onnxruntime"), results.assembly(_NAME, "fp32"), results.weights(_NAME, "fp32"),

@@ -25,18 +25,16 @@ from benchmarks.faults.edit import Edit
 from benchmarks.faults.fault import Fault
 from benchmarks.faults.list import FAULTS
 from benchmarks.faults.models import MODELS, FaultModel, right
+from lockstep import CheckError, InputError, Model, Results, Target, build_engines
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
-from lockstep.backends import build, get_backend
-from lockstep.backends.graphs import graphs_of
-from lockstep.errors import CheckError, LockstepError
-from lockstep.runtime import Model
-from lockstep.targets import Results, Target
+from lockstep.backends import get_backend
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases of a run share. tolerance: what the gates are given, by precision; judged: the largest difference
+    """What all cases of a run share. tolerance: what the gates are given, by precision ("block",
+    "logits", and "compare" for an engine beside its graph); judged: the largest difference
     of a logit that is no harm."""
 
     work: str
@@ -111,7 +109,7 @@ def plant(case: Case) -> None:
             raise ValueError(f"fault {fault.name}: expected a change of the assembly, found none")
     edited = [
         (name, entry)
-        for name, entry in graphs_of(assembly)
+        for name, entry in _graphs(assembly)
         if any(fnmatchcase(name, pattern) for pattern in fault.graphs)
     ]
     if fault.edit and not edited:
@@ -136,7 +134,7 @@ def try_graphs(case: Case) -> str | None:
 def prepare(case: Case) -> None:
     """Engines without a fault, and their logits. Raises CheckError where a gate refuses them: it would refuse every
     fault."""
-    build(case.right_assembly, case.setting.backend, case.right_engines, case.options())
+    build_engines(case.right_assembly, case.setting.backend, case.right_engines, case.options())
     with case.cleared():
         for gate, message in {
             "compare": case.said("compare", case.name, case.precision, case.right_assembly, case.right_engines),
@@ -159,8 +157,8 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
     engines = case.folder / "engines" / "engines.json"
     shutil.copytree(case.right_engines.parent, engines.parent)
     try:
-        build(case.assembly, case.setting.backend, engines, case.options())
-    except LockstepError as error:
+        build_engines(case.assembly, case.setting.backend, engines, case.options())
+    except (CheckError, InputError) as error:
         line = gates.said(functools.partial(_raise, error), case.folder, Path(case.setting.work))
         return [
             {
@@ -187,6 +185,13 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _graphs(assembly: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, entry) of the graphs of assembly.json, to be changed in place."""
+    yield from assembly["classes"].items()
+    for name, kind in assembly["kinds"].items():
+        yield from ((f"{name}.{phase}", kind[phase]) for phase in ("decode", "prefill"))
 
 
 def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, Any]:

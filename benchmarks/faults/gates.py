@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LockstepError
-from lockstep.targets import Results, Target
+import lockstep
+from lockstep import CheckError, InputError, Results, Target
 
 # in the order in which the workflow comes to them; a build may refuse a graph
 GATES = ("build", "validate", "compare", "golden")
@@ -21,7 +21,7 @@ def said(gate: Callable[[], Any], *folders: Path) -> str | None:
     """What a gate says of what it was given, in one line without these folders; None where it passes."""
     try:
         gate()
-    except LockstepError as error:
+    except (CheckError, InputError) as error:
         line = " ".join(str(error).split()).partition("; details in ")[0]
         for folder in folders:
             line = line.replace(f"{folder}/", "")
@@ -37,15 +37,13 @@ def make_reference(
     max_new_tokens: int,
     limits: Mapping[str, int],
 ) -> None:
-    from lockstep.verify import golden
-
     # as in the config's defaults
     asked = {
         "max_new_tokens": max_new_tokens,
         "prompts": list(prompts),
         "long_prompt": limits["max_seq_len"] - max_new_tokens,
     }
-    golden.make_reference(results.checkpoint(model), layers, asked, results.reference(model, layers))
+    lockstep.make_reference(results.checkpoint(model), layers, asked, results.reference(model, layers))
 
 
 def validate(
@@ -59,9 +57,7 @@ def validate(
     out: Path,
 ) -> None:
     """Graphs of `assembly` against torch."""
-    from lockstep.verify import validate as stage
-
-    stage.run(
+    lockstep.validate_graphs(
         assembly,
         results.weights(model, precision),
         results.checkpoint(model),
@@ -83,17 +79,8 @@ def compare(
     limits: Mapping[str, int],
     out: Path,
 ) -> None:
-    """Each engine against its graph."""
-    from lockstep.verify import compare as stage
-
-    stage.run(
-        assembly,
-        results.weights(model, precision),
-        engines,
-        tolerance["block"] / (2 if precision == "fp32" else 1),
-        limits,
-        out,
-    )
+    """Each engine against its graph. tolerance["compare"]: the config's for the backend and the precision."""
+    lockstep.compare_engines(assembly, results.weights(model, precision), engines, tolerance["compare"], limits, out)
 
 
 def golden(
@@ -106,9 +93,7 @@ def golden(
     out: Path,
 ) -> None:
     """Engines in the runtime against the reference."""
-    from lockstep.verify.golden.check import check
-
-    check(
+    lockstep.check_golden(
         assembly,
         results.weights(target.model, target.precision),
         engines,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from lockstep.runtime import Advance, Model
+from lockstep import Advance, Model
 
 _SEED = 0
 _AROUND = (1, 16, 32, 64, 128, 200, 300)  # lengths: of pages, of the cache's capacity, of windows

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lockstep
 from benchmarks.faults.gates import make_reference
+from lockstep import Results
 from lockstep.artifacts.files import write_json
-from lockstep.config.sources import REPOSITORY
-from lockstep.targets import Results
 
+_REPOSITORY = Path(__file__).resolve().parents[2]
 LIMITS = {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 256, "max_num_tokens": 512}  # the config's defaults
 MAX_NEW_TOKENS = 16
 # Those of config/config.yaml: of 8, 1, 24 and 45 tokens in the demo.
@@ -91,33 +92,26 @@ MODELS = {
 
 def source_of(name: str, work: Path) -> Path:
     """The checkpoint's folder, made where its weights are random."""
-    from lockstep.export import random_model
-
     config = MODELS[name].config
     if config is None:
-        return REPOSITORY / "resources" / "demo-llama"
+        return _REPOSITORY / "resources" / "demo-llama"
     folder = work / "sources" / name
     write_json(folder / "shape.json", dict(config))
-    return random_model.make(folder / "shape.json", 0, folder)
+    return lockstep.make_random_checkpoint(folder / "shape.json", 0, folder)
 
 
 def start(name: str, work: Path) -> None:
     """A model's checkpoint, its manifest and its reference, under `work`/right."""
-    from lockstep.checkpoint import resolve
-
     results, model, source = right(work), MODELS[name], source_of(name, work)
-    resolve(str(source), source, results.checkpoint(name))
+    lockstep.resolve_checkpoint(str(source), source, results.checkpoint(name))
     make_reference(results, name, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
 
 
 def make(name: str, precision: str, work: Path) -> None:
     """Graphs and weights of a model that was started."""
-    from lockstep.export import export
-    from lockstep.weights import convert
-
     results = right(work)
-    export(results.checkpoint(name), precision, results.assembly(name, precision))
-    convert(results.checkpoint(name), precision, results.weights(name, precision))
+    lockstep.export_graphs(results.checkpoint(name), precision, results.assembly(name, precision))
+    lockstep.convert_weights(results.checkpoint(name), precision, results.weights(name, precision))
 
 
 def right(work: Path) -> Results:

@@ -7,29 +7,23 @@ from pathlib import Path
 import numpy as np
 from side import Start, greedy, main
 
-from lockstep.targets import Results
+import lockstep
+from lockstep import Advance, Model, Results
 
 _NAME, _PRECISION, _BACKEND = "model", "fp32", "onnxruntime"
 
 
 def export(job: dict) -> None:
-    from lockstep.backends import build
-    from lockstep.checkpoint import resolve, resolve_architecture
-    from lockstep.export import run as split
-    from lockstep.weights import convert
-
     results, folder = Results(Path(job["out"])), Path(job["checkpoint"])
     assembly = results.assembly(_NAME, _PRECISION)
-    resolve_architecture(str(folder), folder, results.architecture(_NAME))
-    resolve(str(folder), folder, results.checkpoint(_NAME))
-    convert(results.checkpoint(_NAME), _PRECISION, results.weights(_NAME, _PRECISION))
-    split(results.architecture(_NAME), _PRECISION, assembly)
-    build(assembly, _BACKEND, results.engines(_NAME, _PRECISION, _BACKEND))
+    lockstep.resolve_architecture(str(folder), folder, results.architecture(_NAME))
+    lockstep.resolve_checkpoint(str(folder), folder, results.checkpoint(_NAME))
+    lockstep.convert_weights(results.checkpoint(_NAME), _PRECISION, results.weights(_NAME, _PRECISION))
+    lockstep.export_graphs(results.architecture(_NAME), _PRECISION, assembly)
+    lockstep.build_engines(assembly, _BACKEND, results.engines(_NAME, _PRECISION, _BACKEND))
 
 
 def decode(job: dict) -> Start:
-    from lockstep.runtime import Advance, Model
-
     results = Results(Path(job["out"]))
     model = Model.open(
         results.engines(_NAME, _PRECISION, _BACKEND),

@@ -7,6 +7,7 @@ import onnx.parser
 import pytest
 
 from lockstep.artifacts.files import read_json, write_json
+from lockstep.artifacts.signature import IO
 from lockstep.backends import get_backend
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
@@ -68,7 +69,7 @@ def test_products_are_summed_in_fp32(tmp_path, rows):
     hidden, weight = (
         random.standard_normal(shape, np.float32).astype(np.float16) for shape in ((rows, 8192), (128, 8192))
     )
-    program = TensorRTProgram(tmp_path / "block.engine", [{"name": "weight", "dtype": "float16", "shape": [128, 8192]}])
+    program = TensorRTProgram(tmp_path / "block.engine", [IO("weight", "float16", (128, 8192))])
     stream, out = program.device.stream, np.empty((rows, 128), np.float16)
     on_device = {
         name: cuda.empty(array.shape, array.dtype)

@@ -1,6 +1,7 @@
 """The demo checkpoint, taken through the stages that others build on, once a test run."""
 
 import gc
+import importlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 from demo_model import CONFIG, DEMO
 
 import fake_gpu
+from lockstep.artifacts.files import sha256_file
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
+from lockstep.checkpoint.tokenizer_file import check_loads
 from lockstep.export import export
 from lockstep.provenance.cache.store import Cache
 from lockstep.targets import Results
@@ -60,6 +63,22 @@ def references(demo: Results, shared: Shared) -> Results:
 @pytest.fixture(autouse=True)
 def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCKSTEP_CACHE", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`resolve` loads a tokenizer in a process of its own: once for each content that has passed."""
+
+    def check(path: Path) -> None:
+        if (content := sha256_file(path)) not in PASSED:
+            check_loads(path)
+            PASSED.add(content)
+
+    # by its name: the package has a function of that name too
+    monkeypatch.setattr(importlib.import_module("lockstep.checkpoint.resolve"), "check_loads", check)
+
+
+PASSED: set[str] = set()  # tokenizer files, by digest
 
 
 @pytest.fixture

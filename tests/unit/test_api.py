@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import INSIDE
 
 import lockstep
 from lockstep.targets import Results
 
 ROOT = Path(__file__).parents[2]
+BELOW = re.compile(r"from lockstep\.([\w.]+) import|import lockstep\.([\w.]+)")
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -33,7 +35,16 @@ def test_importing_it_loads_no_other_package() -> None:
 def test_documents_import_nothing_below_it() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for code in PYTHON.findall(page.read_text()):
-            assert not re.search(r"lockstep\.\w+ import|import lockstep\.", code), page.name
+            assert not BELOW.search(code), page.name
+
+
+def test_benchmarks_import_below_it_only_what_they_list() -> None:
+    """Also in code that they hand to other processes as text."""
+    used = set()
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for one, other in BELOW.findall(path.read_text()):
+            used.add(one or other)
+    assert used == set(INSIDE)
 
 
 def test_the_examples_of_the_docs_run(demo: Results, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def record(tmp_path_factory):
     return found
 
 
+@pytest.mark.exports
 def test_a_fault_in_a_graph_is_seen_by_validate_and_in_an_engine_by_compare(record):
     rows = rows_of(record, "scale-sqrt-2")
     assert rows["graph"]["harmful"] and rows["engine"]["harmful"]
@@ -53,11 +54,13 @@ def test_a_fault_in_a_graph_is_seen_by_validate_and_in_an_engine_by_compare(reco
     assert rows["engine"]["largest_logit_difference"] == rows["graph"]["largest_logit_difference"] > 1e-3
 
 
+@pytest.mark.exports
 def test_a_fault_in_the_assembly_is_seen_by_validate(record):
     rows = rows_of(record, "slots-gate-up")
     assert list(rows) == ["assembly"] and rows["assembly"]["harmful"] and rows["assembly"]["caught_by"][0] == "validate"
 
 
+@pytest.mark.exports
 def test_a_fault_in_the_runtime_is_seen_by_golden_alone_and_gone_afterwards(record):
     from lockstep.step.kv_cache import KVCache
 
@@ -66,12 +69,14 @@ def test_a_fault_in_the_runtime_is_seen_by_golden_alone_and_gone_afterwards(reco
     assert KVCache.write.__qualname__ == "KVCache.write"
 
 
+@pytest.mark.exports
 def test_a_fault_that_no_request_reaches_is_harmless_and_need_not_be_caught(record):
     """The cache always has a row more than its requests hold."""
     rows = rows_of(record, "capacity-1")
     assert not rows["engine"]["harmful"] and rows["engine"]["largest_logit_difference"] == 0
 
 
+@pytest.mark.exports
 def test_the_score_counts_the_harmful_and_messages_name_no_folder(record):
     assert (record["planted"], record["distinct"], record["harmful"], record["harmful_caught"], record["score"]) == (
         6,
@@ -86,6 +91,7 @@ def test_the_score_counts_the_harmful_and_messages_name_no_folder(record):
     )
 
 
+@pytest.mark.exports
 def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(tmp_path):
     docs = tmp_path / "docs"
     arguments = [
@@ -240,6 +246,7 @@ def test_an_edit_without_effect_or_with_a_circle_is_refused(graph):
         edit.done()
 
 
+@pytest.mark.exports
 def test_the_page_shows_what_was_refused_and_what_is_not_finite(record):
     changed = json.loads(json.dumps(record))
     changed["faults"][0] |= {"refused": True, "largest_logit_difference": None, "message": "a | b" + "c" * 300}

@@ -108,6 +108,17 @@ def test_a_name_with_a_star_is_the_module_of_each_folder_but_of_the_job_s_backen
     assert found("second") == {"backends/second/backend.py"}
 
 
+def test_cuda_source_that_a_module_names_counts(package: Path) -> None:
+    write(package, "start.py", "SOURCE = 'kernel.cu'")
+    write(package, "kernel.cu", "// one")
+    write(package, "other.cu", "// one")
+    before = code_identity.code_digest("start")
+    write(package, "other.cu", "// two")
+    assert code_identity.code_digest("start") == before
+    write(package, "kernel.cu", "// two")
+    assert code_identity.code_digest("start") != before
+
+
 def test_what_is_not_imported_does_not_count(package: Path) -> None:
     write(package, "start.py", "import json, numpy")
     before = code_identity.code_digest("start")

@@ -227,6 +227,27 @@ def forged(path: Path, names: list[str], **about) -> Path:
     return path
 
 
+def test_tarfile_writes_no_such_header_of_a_large_file() -> None:
+    """Below 8 GiB it is its ustar header, byte for byte. Above, that is an error, and its other formats differ."""
+    info = tarfile.TarInfo("weights/model.safetensors")
+    for info.size in (0, 1234, 8**11 - 1):
+        assert header(info.name, info.size) == info.tobuf(tarfile.USTAR_FORMAT)
+    info.size = 8**11
+    with pytest.raises(ValueError, match="overflow"):
+        info.tobuf(tarfile.USTAR_FORMAT)
+    large = header(info.name, info.size)
+    assert tarfile.TarInfo.frombuf(large, "utf-8", "strict").size == info.size
+    assert large not in (info.tobuf(tarfile.GNU_FORMAT), info.tobuf(tarfile.PAX_FORMAT))
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["C:/x"], ["a\\..\\b"]], ids=str)
+def test_the_filter_of_tarfile_unpacks_what_is_refused(tmp_path: Path, scratch: Path, names: list[str]) -> None:
+    bundle = forged(tmp_path / "forged.tar", names)
+    with tarfile.open(bundle) as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    assert refused(bundle, scratch).endswith("refused")
+
+
 NAMES = {
     "/etc/passwd": "an absolute path",
     "C:/x": "an absolute path",

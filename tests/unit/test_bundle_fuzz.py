@@ -165,7 +165,6 @@ def test_engines_of_other_sizes_than_the_assembly_says_are_refused(bundles: dict
         assert old in text
         text = text.replace(old, new)
     source.write(tmp_path / "case.tar", "graphs/assembly.json", ("kinds", "attention"), json.loads(text))
-    assert (
-        "'past_key': expected float16 [1, 4, any, 20] as the assembly says, found float16 [1, 2, any, 40]"
-        in fuzz_bundle.outcome(tmp_path / "case.tar", Path(weights))
+    assert "'past_key': expected float16 [1, 4, any, 20], found float16 [1, 2, any, 40]" in fuzz_bundle.outcome(
+        tmp_path / "case.tar", Path(weights)
     )

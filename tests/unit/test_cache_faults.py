@@ -62,12 +62,13 @@ while True:
 """
 
 
-def test_killed_while_it_puts(tmp_path: Path, cache: Cache) -> None:
+@pytest.mark.parametrize("moments", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_killed_while_it_puts(tmp_path: Path, cache: Cache, moments: int) -> None:
     """As soon as a half blob is there, then at moments of chance until the entry is written."""
     manifest = checkpoint(tmp_path, megabytes=24)
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", "").parent)
     chance, killed = random.Random(4), 0
-    for pause in [0, *(chance.uniform(0, 0.1) for _ in range(3))]:
+    for pause in [0, *(chance.uniform(0, 0.1) for _ in range(moments))]:
         shutil.rmtree(cache.folder, ignore_errors=True)
         process = start(manifest, tmp_path / "killed", cache.folder)
         wait_for(process, lambda: any(cache.folder.rglob("*.tmp")))

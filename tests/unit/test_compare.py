@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -16,6 +17,7 @@ from demo_model import CONFIG, DEMO, TOLERANCES
 from onnx import helper, numpy_helper
 
 from fake_gpu import tensorrt
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import EngineSet, build
 from lockstep.backends.profiles import profiles
@@ -273,7 +275,9 @@ LIMITS = {"max_batch_size": 16, "max_num_tokens": 512, "max_seq_len": 256}
     ],
 )
 def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
-    found = inputs.cases(onnx.parser.parse_model(graph), {"max_position_embeddings": None}, {**LIMITS, **limits})
+    found = inputs.cases(
+        onnx.parser.parse_model(graph), SimpleNamespace(max_position_embeddings=None), {**LIMITS, **limits}
+    )
     assert [
         (case.profile, *(case.sizes[dim] for dim in ("num_tokens", "num_requests") if dim in case.sizes))
         for case in found
@@ -282,7 +286,7 @@ def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(gr
 
 @pytest.mark.parametrize("positions, expected", [(2048, 32), (16, 8), (None, 32)])
 def test_positions_are_those_that_the_model_has(positions, expected) -> None:
-    model, assembly = onnx.parser.parse_model(CACHE), {"max_position_embeddings": positions}
+    model, assembly = onnx.parser.parse_model(CACHE), SimpleNamespace(max_position_embeddings=positions)
     smallest, chosen = inputs.cases(model, assembly, LIMITS)
     assert smallest.sizes == {"num_tokens": 1, "past_capacity": 1} and chosen.sizes == {
         "num_tokens": expected,
@@ -299,7 +303,11 @@ def test_integers_of_unknown_meaning_are_refused() -> None:
     model = onnx.parser.parse_model(GRAPH.replace("logit_rows", "levels"))
     with pytest.raises(CheckError, match="graph g: expected integers that a decoder step has, found the input levels"):
         inputs.arrays(
-            model, {}, inputs.Case(0, {"num_tokens": 1, "num_requests": 1}), {"max_position_embeddings": 8}, LIMITS
+            model,
+            {},
+            inputs.Case(0, {"num_tokens": 1, "num_requests": 1}),
+            SimpleNamespace(max_position_embeddings=8),
+            LIMITS,
         )
 
 
@@ -460,7 +468,8 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(gpu, demo, tmp_path) 
     model = onnx.load(graphs / decode["graph"])
     dim = assembly["kinds"]["attention"]["head_dim"]
     model.graph.initializer.append(numpy_helper.from_array(np.roll(np.arange(dim), 1), "order"))
-    rotated = [rope._rotated_query(model.graph, assembly["kinds"]["attention"], None)[0], "key_out"]
+    variant = Assembly.load(graphs / "assembly.json").variants["attention"]
+    rotated = [rope._rotated_query(model.graph, variant, None)[0], "key_out"]
     for value in rotated:
         at, maker = next((at, node) for at, node in enumerate(model.graph.node) if value in node.output)
         maker.output[:] = [f"{value}/first"]

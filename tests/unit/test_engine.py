@@ -14,6 +14,7 @@ import onnx.parser
 import pytest
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.signature import IO
 from lockstep.backends import EngineSet, build, builder, engine_set, get_backend
 from lockstep.backends.base import Built
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
@@ -231,14 +232,17 @@ def test_a_graph_that_the_library_refuses_is_one_line(made):
 
 def test_a_graph_with_other_inputs_than_the_assembly_says_is_refused(made):
     assembly, engines = made
-    content = read_json(assembly)
-    content["classes"]["entry"]["inputs"][0]["shape"][1] = 145
+    content, graph = read_json(assembly), assembly.parent / "entry.onnx"
+    model = onnx.load(graph)
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 145
+    onnx.save(model, graph)
+    content["classes"]["entry"]["sha256"] = sha256_file(graph)
     write_json(assembly, content)
     (engines.parent / "entry.onnx").unlink()
     with pytest.raises(
         CheckError,
-        match=r"entry.onnx: inputs: hidden: expected float32 \['num_tokens', "
-        r"145\] as in the assembly, found float32 \['num_tokens', 144\]; export again",
+        match=r"entry.onnx: input 'hidden': expected float32 \[num_tokens, 144\], "
+        r"found float32 \[num_tokens, 145\]; export again",
     ):
         build(assembly, "onnxruntime", engines)
 
@@ -343,13 +347,11 @@ def test_a_plan_for_another_gpu_is_told_with_both(tmp_path):
         engine_set._same(Path("x.json"), "device", gpu_key(made), gpu_key(here), "build")
 
 
-def test_a_precision_that_the_backend_lacks_is_refused(made):
+def test_a_precision_that_the_backend_lacks_is_refused(made, monkeypatch):
     assembly, engines = made
-    change(assembly, precision="bf16")
+    monkeypatch.setattr(OnnxRuntimeBackend, "precisions", ("fp16", "bf16"))
     with pytest.raises(
-        InputError,
-        match=r"precision: expected one of fp32, fp16 \(backend onnxruntime\), "
-        r"found 'bf16'",
+        InputError, match=r"precision: expected one of fp16, bf16 \(backend onnxruntime\), found 'fp32'"
     ):
         build(assembly, "onnxruntime", engines)
 
@@ -392,7 +394,7 @@ def fused(tmp_path):
     )
     backend = get_backend("onnxruntime")
     backend.build(tmp_path / "g.onnx", tmp_path / "engine.onnx", backend.default_options())
-    slots = [{"name": "both", "dtype": "float32", "shape": [5, 4]}]
+    slots = [IO("both", "float32", (5, 4))]
     return lambda low: backend.load(tmp_path / "engine.onnx", slots, None, low), Weights.open(tmp_path / "weights.json")
 
 

@@ -158,6 +158,7 @@ def windowed(tmp_path_factory) -> Results:
     return results
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
     "fault", [None, window_one_more, window_removed], ids=lambda value: getattr(value, "__name__", "none")

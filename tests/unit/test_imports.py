@@ -46,6 +46,7 @@ TORCH = (
 # What runs where only an engine's runtime is installed.
 RUNS_ALONE = (
     "errors",
+    "artifacts.assembly",
     "artifacts.manifests",
     "artifacts.digest_cache",
     "weights",

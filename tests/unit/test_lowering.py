@@ -4,7 +4,6 @@ import numpy as np
 import onnx
 import pytest
 
-from lockstep.artifacts.files import write_json
 from lockstep.errors import CheckError, InputError
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
@@ -192,9 +191,7 @@ def test_layer_table_says_which_layer_uses_which_class(tmp_path):
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     }
-    write_json(
-        tmp_path / "assembly.json", {**assemble(meta_model(config, "fp32"), config, "fp32")[1], "eos_token_ids": []}
-    )
+    assemble(meta_model(config, "fp32"), config, "fp32")[1].save(tmp_path / "assembly.json")
     lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]
     assert lines[0] == "4 layers, 6 classes, 1 kinds".split()
     assert lines[2:5] == [

@@ -45,9 +45,9 @@ def graphs(family: str, precision: str = "fp16") -> dict[str, onnx.ModelProto]:
     config = (FAMILIES | BROADCASTING)[family]
     files, manifest = assemble(meta_model(config, precision), config, precision)
     prepared = {}
-    for name, entry in manifest["classes"].items():
+    for name, entry in manifest.classes.items():
         prepared[name], _ = fuse(
-            lower(onnx.load_from_string(files[entry["graph"]])), {slot["name"] for slot in entry["slots"]}
+            lower(onnx.load_from_string(files[entry.file])), {slot.name for slot in entry.signature.slots}
         )
     return prepared
 

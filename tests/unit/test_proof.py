@@ -57,15 +57,12 @@ def with_graph(small, name, change):
 
 def with_slots(small, change):
     """The small model with other tensors bound: `change` takes the layers of the assembly."""
-    assembly = {
-        **small.assembly,
-        "layers": [
-            {**layer, "block": {**layer["block"], "slots": dict(layer["block"]["slots"])}}
-            for layer in small.assembly["layers"]
-        ],
-    }
-    change(assembly["layers"])
-    return dataclasses.replace(small, assembly=assembly)
+    layers = tuple(
+        dataclasses.replace(layer, block=dataclasses.replace(layer.block, slots=dict(layer.block.slots)))
+        for layer in small.assembly.layers
+    )
+    change(layers)
+    return dataclasses.replace(small, assembly=dataclasses.replace(small.assembly, layers=layers))
 
 
 def replace_constant(matches, new):
@@ -209,22 +206,22 @@ LATE_FAULTS = {
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("fault", LATE_FAULTS)
 def test_a_fault_that_begins_late_is_caught(wide, fault, phase):
-    kinds = [kind for kind in wide.assembly["kinds"].values() if bool(kind["window"]) == ("window" in fault)]
-    assert measure(with_graph(wide, kinds[0][phase]["graph"], LATE_FAULTS[fault])).error > 10 * TOLERANCE
+    kinds = [kind for kind in wide.assembly.variants.values() if bool(kind.window) == ("window" in fault)]
+    assert measure(with_graph(wide, kinds[0].phases()[phase].file, LATE_FAULTS[fault])).error > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("at", [4096, 16384, 131060])
 def test_positions_are_right_up_to_the_last(llama, at, phase):
     assert (
-        measure(with_graph(llama, llama.assembly["kinds"]["attention"][phase]["graph"], clamp_positions(at))).error
+        measure(with_graph(llama, llama.assembly.variants["attention"].phases()[phase].file, clamp_positions(at))).error
         > 10 * TOLERANCE
     )
 
 
 def swap(layer, one, other):
     def change(layers):
-        slots = layers[layer]["block"]["slots"]
+        slots = layers[layer].block.slots
         slots[one], slots[other] = slots[other], slots[one]
 
     return change
@@ -232,7 +229,7 @@ def swap(layer, one, other):
 
 def of_another_layer(slot):
     def change(layers):
-        layers[1]["block"]["slots"][slot] = layers[2]["block"]["slots"][slot]
+        layers[1].block.slots[slot] = layers[2].block.slots[slot]
 
     return change
 

@@ -7,7 +7,7 @@ What is not of that form is refused, with what was found.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +67,9 @@ def cut(request) -> Cut:
     config |= {"head_dim": 16} if request.param in ("cohere", "llama, yarn rope", "smollm3", "olmo2") else {}
     files, assembly = assemble(meta_model(config, "fp16"), config, "fp16")
     graphs = {
-        name: rotary(onnx.load_from_string(files[kind["decode"]["graph"]]), kind)
-        for name, kind in assembly["kinds"].items()
+        name: rotary(onnx.load_from_string(files[kind.decode.file]), kind) for name, kind in assembly.variants.items()
     }
-    return Cut(request.param, config, assembly["kinds"], graphs)
+    return Cut(request.param, config, assembly.variants, graphs)
 
 
 def applied(tables: Tables, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -95,10 +94,10 @@ def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
         random, positions = np.random.default_rng(1), np.array([99, 0, 7, 7, 64, 31])
         kind = cut.kinds[name]
         given = [
-            random.standard_normal((len(positions), kind[heads], kind["head_dim"]), np.float32).astype(np.float16)
-            for heads in ("num_heads", "num_kv_heads")
+            random.standard_normal((len(positions), heads, kind.head_dim), np.float32).astype(np.float16)
+            for heads in (kind.num_heads, kind.num_kv_heads)
         ]
-        types = {entry["name"]: entry["dtype"] for entry in kind["decode"]["inputs"]}
+        types = {io.name: io.dtype for io in kind.decode.signature.inputs}
         feeds = {name: x.reshape(len(x), -1).astype(types[name]) for name, x in zip(("query", "key"), given)} | {
             "position_ids": positions
         }
@@ -130,8 +129,8 @@ def test_the_tables_turn_as_transformers_does(cut, tmp_path) -> None:
     random = np.random.default_rng(2)
     (_, model), kind = *cut.graphs.items(), next(iter(cut.kinds.values()))
     query, key = (
-        torch.from_numpy(random.standard_normal((1, kind[heads], POSITIONS, kind["head_dim"])))
-        for heads in ("num_heads", "num_kv_heads")
+        torch.from_numpy(random.standard_normal((1, heads, POSITIONS, kind.head_dim)))
+        for heads in (kind.num_heads, kind.num_kv_heads)
     )
     cos, sin = encoding(torch.zeros(1, dtype=torch.float64), torch.from_numpy(positions)[None])
     tables = read_rotation(executable(model, tmp_path), POSITIONS, "here")
@@ -173,21 +172,20 @@ def test_numbers_below_the_smallest_normal_one_are_no_other_numbers(tmp_path, si
         "rope_parameters": rope,
     }
     files, assembly = assemble(meta_model(config, "fp16"), config, "fp16")
-    (kind,) = assembly["kinds"].values()
+    (kind,) = assembly.variants.values()
     check_rotation(
-        executable(rotary(onnx.load_from_string(files[kind["decode"]["graph"]]), kind), tmp_path), positions, "here"
+        executable(rotary(onnx.load_from_string(files[kind.decode.file]), kind), tmp_path), positions, "here"
     )
 
 
 def test_what_fused_attention_can_run_is_known_by_types_too(cut) -> None:
     for kind in cut.kinds.values():
-        types = {entry["name"]: entry["dtype"] for entry in kind["decode"]["inputs"]}
+        types = {io.name: io.dtype for io in kind.decode.signature.inputs}
         assert {types[name] for name in ("query", "key", "value")} == {"float16"}
-        assert can_fuse(kind, "float16") == (kind["head_dim"] == 16 and not kind["softcap"])
-        values = [
-            {**entry, "dtype": "float32"} if entry["name"] == "value" else entry for entry in kind["decode"]["inputs"]
-        ]
-        assert not can_fuse({**kind, "decode": {"inputs": values}}, "float16")
+        assert can_fuse(kind, "float16") == (kind.head_dim == 16 and not kind.softcap)
+        values = [replace(io, dtype="float32") if io.name == "value" else io for io in kind.decode.signature.inputs]
+        signature = replace(kind.decode.signature, inputs=tuple(values))
+        assert not can_fuse(replace(kind, decode=replace(kind.decode, signature=signature)), "float16")
 
 
 # --- graphs of another form

@@ -15,6 +15,7 @@ from benchmarks import gpu as bench
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 import fake_gpu
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.backends.tensorrt.compat import TENSORRT
@@ -328,7 +329,7 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     """What it measures with, not what it measures: every part is there, and the model is as it was."""
     for name, size in (("CONTEXT", 20), ("PREFILL", 40), ("WARM", 2), ("STEPS", 4)):
         monkeypatch.setattr(bench, name, size)
-    model, assembly = open_model("all"), read_json(demo.assembly(MODEL, form[1]))
+    model, assembly = open_model("all"), Assembly.load(demo.assembly(MODEL, form[1]))
     tokens, told = model.step_tokens, []
     monkeypatch.setattr(
         model, "step_tokens", lambda advances, more=False: (told.append(more), tokens(advances, more))[1]

@@ -2,19 +2,22 @@
 Comparator."""
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import onnx
 import pytest
 
 from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import CheckError
-from lockstep.verify.validate.gate import check_arrays, check_graph, check_signature
+from lockstep.onnx_tools.signature import signature_of
+from lockstep.verify.validate.gate import check_arrays, check_graph
 from lockstep.verify.validate.polygraphy_checks import GraphRunner, compare, inspect, lint
 
-FLOAT = {"dtype": "float32"}
-INPUTS = [{"name": "hidden", "shape": ["num_tokens", 4], **FLOAT}, {"name": "weight", "shape": [3, 4], **FLOAT}]
-OUTPUTS = [{"name": "logits", "shape": ["num_tokens", 3], **FLOAT}]
+INPUTS = (IO("hidden", "float32", ("num_tokens", 4)), IO("weight", "float32", (3, 4)))
+OUTPUTS = (IO("logits", "float32", ("num_tokens", 3)),)
+DECLARED = Signature(INPUTS, OUTPUTS)
 
 
 def model(
@@ -29,7 +32,7 @@ def model(
 
 
 def test_a_graph_as_declared_passes():
-    check_signature("g.onnx", model(), INPUTS, OUTPUTS)
+    DECLARED.check(signature_of(model().graph), "g.onnx", "export again")
 
 
 @pytest.mark.parametrize(
@@ -61,20 +64,20 @@ def test_a_graph_as_declared_passes():
 )
 def test_a_graph_that_is_not_as_declared_is_an_error(found, message):
     with pytest.raises(CheckError, match=message):
-        check_signature("g.onnx", found, INPUTS, OUTPUTS)
+        DECLARED.check(signature_of(found.graph), "g.onnx", "export again")
 
 
 def test_a_graph_file_that_changed_since_the_export_is_an_error(tmp_path):
     path = tmp_path / "g.onnx"
     onnx.save(model(), path)
     digest = sha256_file(path)
-    assert check_graph(path, digest, INPUTS, OUTPUTS).graph.node[0].op_type == "Gemm"
+    assert check_graph(path, digest, DECLARED).graph.node[0].op_type == "Gemm"
     path.write_bytes(path.read_bytes() + b"\n\0")
     with pytest.raises(CheckError, match="changed since the export"):
-        check_graph(path, digest, INPUTS, OUTPUTS)
+        check_graph(path, digest, DECLARED)
     path.unlink()
     with pytest.raises(CheckError, match="found no file"):
-        check_graph(path, digest, INPUTS, OUTPUTS)
+        check_graph(path, digest, DECLARED)
 
 
 def arrays(**changes):
@@ -104,7 +107,7 @@ def test_arrays_that_are_not_as_declared_are_errors(changes, message):
 
 
 def test_a_free_dimension_has_one_size_everywhere():
-    declared = [*INPUTS, {"name": "position_ids", "dtype": "int64", "shape": ["num_tokens"]}]
+    declared = [*INPUTS, IO("position_ids", "int64", ("num_tokens",))]
     with pytest.raises(CheckError, match=r"'position_ids': expected int64 \[num_tokens=5\], found int64 \[4\]"):
         check_arrays("g", "input", declared, arrays(position_ids=np.zeros(4, np.int64)))
 
@@ -149,7 +152,7 @@ def test_no_number_is_within_tolerance_when_one_is_nan():
             r"float32 \[5, 3\]",
         ),
         ([runner("a"), runner("torch")], feeds(dtype=np.float64), "found float64"),
-        ([runner("a", [{**INPUTS[0], "name": "hiden"}]), runner("torch")], feeds(), "runner a: expected the inputs"),
+        ([runner("a", [replace(INPUTS[0], name="hiden")]), runner("torch")], feeds(), "runner a: expected the inputs"),
         ([runner("a"), runner("torch", output="logit")], feeds(), "expected outputs of a as of torch"),
         ([runner("a", rows=2), runner("torch")], feeds(), "expected outputs of a as of torch"),
     ],
@@ -164,7 +167,7 @@ def test_polygraphy_alone_passes_a_wrong_name():
     """Why the gate exists: two runners whose inputs have other names than the data, and the Comparator is content."""
     from polygraphy.comparator import Comparator
 
-    renamed = [{**INPUTS[0], "name": "hiden"}]
+    renamed = [replace(INPUTS[0], name="hiden")]
     results = Comparator.run([runner("a", renamed), runner("torch", renamed)], data_loader=feeds())
     assert bool(Comparator.compare_accuracy(results))
 
@@ -198,4 +201,4 @@ def test_an_input_without_effect_fails_lint(tmp_path):
     extra = model(inputs="float[num_tokens,4] hidden, float[3,4] weight, int64[1] past_lengths")
     with pytest.raises(CheckError, match="'past_lengths' does not affect outputs"):
         file = saved(tmp_path, extra)
-        lint(file, file, [*INPUTS, {"name": "past_lengths", "dtype": "int64", "shape": [1]}])
+        lint(file, file, [*INPUTS, IO("past_lengths", "int64", (1,))])

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import error_of, hub_cache, safetensors_bytes, tensors, write
 
 from lockstep.artifacts.files import write_json
+from lockstep.artifacts.signature import IO
 from lockstep.checkpoint import resolve
 from lockstep.weights import Weights, check_slots, convert, slot_array
 
@@ -148,8 +149,8 @@ def test_reading_needs_neither_torch_nor_what_a_checkpoint_is_made_with(manifest
     assert done.stdout == "[]\n"
 
 
-def spec(shape: list, dtype: str = "bfloat16", name: str = "up") -> dict:
-    return {"name": name, "dtype": dtype, "shape": shape}
+def spec(shape: list, dtype: str = "bfloat16", name: str = "up") -> IO:
+    return IO(name, dtype, tuple(shape))
 
 
 def test_slots_that_fit(weights):

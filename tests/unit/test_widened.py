@@ -1,6 +1,7 @@
 """bf16 without hardware for it: ONNX Runtime computes no bf16 on a CPU, so graphs are validated, rewritten and cut in
 fp32."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from demo_model import CONFIG, DEMO
 from onnx import TensorProto, helper, numpy_helper
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.tensorrt.rotation import check_rotation, read_rotation
@@ -86,10 +88,10 @@ def test_a_fault_in_a_bf16_graph_is_found_in_its_layer(bf16, tmp_path):
 
 def test_a_bf16_graph_with_fused_products_is_proven_and_stays_bf16(bf16):
     path = bf16.assembly("demo-llama", "bf16")
-    entry = read_json(path)["classes"]["middle"]
-    model = onnx.load(path.parent / entry["graph"])
-    prepared = prepare(model, entry["slots"], {"opset": None, "fuse_projections": True})
-    assert {slot["dtype"] for slot in prepared.slots} == {"bfloat16"} and any(
+    entry = Assembly.load(path).classes["middle"]
+    model = onnx.load(path.parent / entry.file)
+    prepared = prepare(model, entry.signature.slots, {"opset": None, "fuse_projections": True})
+    assert {slot.dtype for slot in prepared.slots} == {"bfloat16"} and any(
         len(parts) == 3 for parts in prepared.parts.values()
     )
     assert {value.type.tensor_type.elem_type for value in prepared.model.graph.output} == {TensorProto.BFLOAT16}
@@ -100,9 +102,9 @@ def test_a_bf16_graph_with_fused_products_is_proven_and_stays_bf16(bf16):
 
 def test_the_rotary_encoding_of_a_bf16_graph_is_read_in_fp32(bf16, tmp_path):
     path = bf16.assembly("demo-llama", "bf16")
-    (kind,) = read_json(path)["kinds"].values()
+    (kind,) = Assembly.load(path).variants.values()
     file = tmp_path / "rotary.onnx"
-    onnx.save(rotary(onnx.load(path.parent / kind["decode"]["graph"]), kind), file)
+    onnx.save(rotary(onnx.load(path.parent / kind.decode.file), kind), file)
     executable = OnnxRuntimeBackend().load(file, (), None, False).bind(None, {})
     check_rotation(executable, 64, "here")
     own = read_rotation(executable, 64, "here").own
@@ -114,11 +116,11 @@ def test_the_rotary_encoding_of_a_bf16_graph_is_read_in_fp32(bf16, tmp_path):
 def test_a_scale_is_the_kinds_to_its_own_rounding(demo):
     """An fp16 graph's scale is known to 2^-11: one that is off by 0.3 %, less than bf16 rounds by, is another one."""
     path = demo.assembly("demo-llama", "fp16")
-    (kind,) = read_json(path)["kinds"].values()
-    model = onnx.load(path.parent / kind["decode"]["graph"])
+    (kind,) = Assembly.load(path).variants.values()
+    model = onnx.load(path.parent / kind.decode.file)
     rotary(model, kind)
     with pytest.raises(CheckError, match="expected one product of the query with the scale"):
-        rotary(model, {**kind, "scale": kind["scale"] * 1.003})
+        rotary(model, dataclasses.replace(kind, scale=kind.scale * 1.003))
 
 
 def test_all_that_is_bf16_in_a_graph_becomes_fp32():

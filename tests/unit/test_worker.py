@@ -12,6 +12,7 @@ import pytest
 from demo_model import GOLDEN, LIMITS
 
 from lockstep.artifacts.files import read_json
+from lockstep.config import backends
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline import worker
 from lockstep.targets import Results
@@ -100,6 +101,15 @@ def test_text_comes_from_here_and_there(demo, interpreter, capfd) -> None:
     )
     said = capfd.readouterr()
     assert said.out == f"{GOLDEN.prompts[0].expected['all']}\n" and said.err.startswith("prefill: 8 tokens, ")
+
+
+def test_a_backend_of_another_interpreter_is_named_by_its_own_key(tmp_path, monkeypatch) -> None:
+    """The key comes from the backends' settings: the one here that has an interpreter is another than today's."""
+    settings = backends.backends()
+    renamed = {"other": settings["tensorrt"], "onnxruntime": settings["onnxruntime"]}
+    monkeypatch.setattr(backends, "backends", lambda: renamed)
+    with pytest.raises(InputError, match="^backends.other.python: expected a Python interpreter"):
+        worker.call("/nowhere/python3.10", "build")
 
 
 def test_an_interpreter_that_is_not_there_or_none_at_all_is_named(tmp_path) -> None:

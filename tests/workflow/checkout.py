@@ -1,4 +1,4 @@
-"""A copy of the repository's workflow, and Snakemake run in it as a user would."""
+"""A copy of the repository's workflow, and Snakemake and `lockstep` run in it as a user would."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from typing import Any
 
 import yaml
 
+from calls import call
 from lockstep.artifacts.files import sha256_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PARTS = ("Snakefile", "config", "envs", "profiles", "resources", "src", "workflow")
+CODE = ("Snakefile", "envs", "src", "workflow")
 TIMEOUT = 900  # seconds; a whole run takes a tenth of it on two idle cores
 # Speeds differ between runs, and so does what shows them; times stand in the provenance.
 NOT_DETERMINISTIC = re.compile(r"\.speed\.json$|build\.costs\.json$|/provenance\.json$|^summary\.|^report|^logs/")
@@ -58,17 +60,29 @@ class Checkout:
             text=True, capture_output=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if check:
-            assert process.returncode == 0, (
-                f"{module} {' '.join(arguments)}: exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
-            )
+            assert process.returncode == 0, failure(process)
         return process
+
+    def call(self, module: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+        """As `run`, but in this process, which spares the imports: for a command that starts no job. Where this
+        checkout's code or pins are not those of the repository, whose code is loaded here, it is `run`."""
+        if self.is_edited():
+            return self.run(module, *arguments, check=check)
+        process = call(module, arguments, self.folder, self.environment())
+        assert not check or process.returncode == 0, failure(process)
+        return process
+
+    def is_edited(self) -> bool:
+        """Whether the package, the workflow or the pins are others than those of the repository; copies keep sizes and
+        times."""
+        return any(_files(self.folder / part) != _files(REPOSITORY / part) for part in CODE)
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1", **self.variables}
 
     def would_run(self, *arguments: str) -> Counter[str]:
         """Jobs by rule that a run would start, `all` left out."""
-        output = self.snakemake("--dry-run", "--quiet", "host", "reason", *arguments)
+        output = self.call("snakemake", "--dry-run", "--quiet", "host", "reason", *arguments)
         text = output.stdout + output.stderr
         if "Nothing to be done" in text:
             return Counter()
@@ -96,3 +110,19 @@ class Checkout:
         """sha256 of each result that must come out the same each time, by path."""
         files = {path.relative_to(self.results).as_posix(): path for path in self.results.rglob("*") if path.is_file()}
         return {name: sha256_file(path) for name, path in sorted(files.items()) if not NOT_DETERMINISTIC.search(name)}
+
+
+def failure(process: subprocess.CompletedProcess) -> str:
+    return f"{' '.join(process.args)}: exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+
+
+def _files(part: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file of the code, by path."""
+    paths = part.rglob("*") if part.is_dir() else [part]
+    return {
+        path.relative_to(part).as_posix(): (found.st_size, found.st_mtime_ns)
+        for path in paths
+        if path.suffix not in (".pyc", "") or path == part
+        if not path.parent.name.endswith(".egg-info")
+        for found in [path.stat()]
+    }

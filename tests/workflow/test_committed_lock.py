@@ -30,7 +30,7 @@ def devices_of(lock: dict[str, Any]) -> set[str]:
 
 def test_the_demo_makes_what_is_locked(demo: Checkout) -> None:
     """Engines only where this CPU is in the lock, for their bytes depend on its instruction sets."""
-    demo.run("lockstep", "lock")
+    demo.call("lockstep", "lock")
     made, committed = (json.loads((folder / LOCK).read_text()) for folder in (demo.folder, REPOSITORY))
     devices = devices_of(made) & devices_of(committed)
     assert results_of(made, devices) == results_of(committed, devices), "see this file's first lines"
@@ -39,8 +39,8 @@ def test_the_demo_makes_what_is_locked(demo: Checkout) -> None:
 def test_a_locked_run_holds_with_this_device_added(demo: Checkout) -> None:
     (demo.folder / "locks").mkdir()
     shutil.copy(REPOSITORY / LOCK, demo.folder / LOCK)
-    demo.run("lockstep", "lock")  # adds the engines of this CPU, and keeps those of others
+    demo.call("lockstep", "lock")  # adds the engines of this CPU, and keeps those of others
     kept = devices_of(json.loads((REPOSITORY / LOCK).read_text()))
     assert kept <= devices_of(json.loads((demo.folder / LOCK).read_text()))
     assert not demo.would_run("--config", "locked=true")
-    demo.run("lockstep", "verify")
+    demo.call("lockstep", "verify")

@@ -37,9 +37,9 @@ def test_a_flipped_byte_is_named_refused_and_repaired(
     before = demo.digests()
     for name, (reader, target) in files.items():
         flip(demo.results / name)
-        found = demo.run("lockstep", "verify", check=False)
+        found = demo.call("lockstep", "verify", check=False)
         assert found.returncode == 1 and f"different {name}: " in found.stdout
-        process = demo.run("lockstep", reader, target, check=False)
+        process = demo.call("lockstep", reader, target, check=False)
         assert process.returncode in (1, 2) and Path(name).name in process.stderr, process.stderr
         assert len(process.stderr.splitlines()) == 1 and ("expected" in process.stderr or "made for" in process.stderr)
         flip(demo.results / name)
@@ -49,8 +49,8 @@ def test_a_flipped_byte_is_named_refused_and_repaired(
         if maker == "reference":  # its logits hang on the number of threads, which the rule sets
             demo.snakemake("--cores", "2", "--forcerun", maker, "--", f"results/{REFERENCE}/2.json")
         else:
-            demo.run("lockstep", maker, next(target for _, target in files.values()))
-    demo.run("lockstep", "verify")
+            demo.call("lockstep", maker, next(target for _, target in files.values()))
+    demo.call("lockstep", "verify")
     # A check that failed by hand has left its report, until it passes.
     assert {name: digest for name, digest in demo.digests().items() if not name.endswith(".failed.json")} == before
 
@@ -70,14 +70,14 @@ def test_a_run_refuses_and_forcerun_repairs(demo: Checkout, name: str, rule: str
     )
     demo.finish("--forcerun", rule, "--", target)
     assert demo.digests() == before
-    demo.run("lockstep", "verify")
+    demo.call("lockstep", "verify")
 
 
 def test_a_foreign_manifest_is_not_read(demo: Checkout) -> None:
     """Whole, sealed, and of other engines."""
     path = demo.results / ENGINES / "engines.json"
     path.write_bytes((demo.results / MODEL / "fp32" / "engines" / "onnxruntime" / "engines.json").read_bytes())
-    process = demo.run("lockstep", "golden", FP16, check=False)
+    process = demo.call("lockstep", "golden", FP16, check=False)
     assert (
         process.returncode == 2
         and (f"{ENGINES}/engines.json: expected sha256 ") in process.stderr

@@ -60,7 +60,7 @@ def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkou
         assert not [path for path in demo.results.rglob("*") if path.name.endswith(".tmp")]
         filler.unlink()
         demo.run("lockstep", stage, target)
-        assert demo.run("lockstep", "verify").returncode == 0
+        assert demo.call("lockstep", "verify").returncode == 0
 
 
 def test_files_from_the_future_and_the_past_make_nothing_else(demo: Checkout) -> None:
@@ -76,7 +76,7 @@ def test_files_from_the_future_and_the_past_make_nothing_else(demo: Checkout) ->
     demo.finish()
     assert demo.digests() == before
     assert not demo.would_run()
-    demo.run("lockstep", "verify")
+    demo.call("lockstep", "verify")
 
 
 def test_a_results_folder_that_cannot_be_written_is_one_line(demo: Checkout) -> None:
@@ -89,8 +89,8 @@ def test_a_results_folder_that_cannot_be_written_is_one_line(demo: Checkout) -> 
             and len(process.stderr.splitlines()) == 1
             and "Read-only file system" in process.stderr
         )
-        assert demo.run("lockstep", "verify").returncode == 0
-        assert demo.run("lockstep", "explain", f"{MODEL}/fp16/all").returncode == 0
+        assert demo.call("lockstep", "verify").returncode == 0
+        assert demo.call("lockstep", "explain", f"{MODEL}/fp16/all").returncode == 0
         demo.append(f"resources/{MODEL}/tokenizer.json", "\n")
         process = demo.snakemake("--cores", "1", check=False)
         assert (

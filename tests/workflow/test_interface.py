@@ -17,7 +17,7 @@ from checkout import REPOSITORY, Checkout
 
 @pytest.mark.parametrize("snakefile", ["Snakefile", "workflow/Snakefile"])
 def test_lint_is_clean(fresh: Checkout, snakefile: str) -> None:
-    assert "Congratulations" in fresh.snakemake("--lint", "--snakefile", snakefile).stderr
+    assert "Congratulations" in fresh.call("snakemake", "--lint", "--snakefile", snakefile).stderr
 
 
 def test_format_is_clean() -> None:
@@ -37,14 +37,14 @@ def test_the_report_has_a_page_of_each_target_that_the_first_page_links(finished
 
 
 def test_snakemakes_report_holds_pages_and_plots(demo: Checkout) -> None:
-    demo.snakemake("--report", "results/report.html")
+    demo.call("snakemake", "--report", "results/report.html")
     page = (demo.results / "report.html").read_text()
     for name in ("index.html", "demo-llama-fp16-all-onnxruntime.html", "error_by_layer.svg", "speed.svg"):
         assert name in page
 
 
 def test_the_table_names_each_target_with_its_engine_and_result(demo: Checkout) -> None:
-    lines = demo.run("lockstep", "summary").stdout.splitlines()
+    lines = demo.call("lockstep", "summary").stdout.splitlines()
     assert lines[0].split()[:4] == ["model", "layers", "precision", "backend"]
     rows = [line.split() for line in lines[1:5]]
     assert [row[:4] for row in rows] == [
@@ -92,7 +92,7 @@ def test_a_mistake_in_the_config_is_one_line_before_any_job(
     model = {"source": "resources/demo-llama", "golden": {"prompts": [{"text": "Light"}]}, **change}
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump({"models": {"mine": model}}))
-    process = fresh.snakemake("--cores", "1", "--configfile", str(path), check=False)
+    process = fresh.call("snakemake", "--cores", "1", "--configfile", str(path), check=False)
     assert process.returncode == 2
     lines = [line for line in process.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
     assert len(lines) == 1 and lines[0].startswith("lockstep: error: ") and message in lines[0]
@@ -128,7 +128,7 @@ def test_so_is_the_one_that_the_workflow_looks_for_itself(fresh: Checkout) -> No
 
 
 def refuses(checkout: Checkout, message: str, *arguments: str) -> None:
-    process = checkout.snakemake("--cores", "1", *arguments, check=False)
+    process = checkout.call("snakemake", "--cores", "1", *arguments, check=False)
     lines = [line for line in process.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
     assert process.returncode == 2 and len(lines) == 1, process.stderr
     assert lines[0].startswith(f"lockstep: error: {message}")
@@ -152,7 +152,7 @@ def test_a_job_that_fails_says_the_line_first_and_ends_as_the_stage_by_hand(fres
 def test_a_damaged_checkpoint_is_one_line_before_any_job(fresh: Checkout) -> None:
     weights = fresh.folder / "resources" / "demo-llama" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    process = fresh.snakemake("--cores", "1", check=False)
+    process = fresh.call("snakemake", "--cores", "1", check=False)
     assert process.returncode == 2
     assert process.stderr.splitlines()[-1].startswith("lockstep: error: ") and "model.safetensors" in process.stderr
     assert "Traceback" not in process.stderr
@@ -168,7 +168,7 @@ def nonsense(config: dict) -> None:
 def rows(checkout: Checkout) -> dict[tuple[str, str], str]:
     """The verdicts that `lockstep summary` prints, by precision and layer count, which summary.json and the report's
     first page must say too."""
-    lines = checkout.run("lockstep", "summary").stdout.splitlines()
+    lines = checkout.call("lockstep", "summary").stdout.splitlines()
     found = {(line.split()[2], line.split()[1]): line[line.index("onnxruntime") :].split()[2] for line in lines[1:5]}
     written = json.loads((checkout.results / "summary.json").read_text())["targets"]
     assert {(row["precision"], str(row["layers"])): row["golden"].split()[0] for row in written} == found
@@ -189,7 +189,7 @@ def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout)
         ("fp16", "2"): "pass",
         ("fp16", "all"): "fail",
     }
-    said = demo.run("lockstep", "summary").stdout
+    said = demo.call("lockstep", "summary").stdout
     assert (
         "demo-llama/fp16/all/onnxruntime: golden: prompt 'San Francisco is a', text: expected 'nonsense' "
         "as in the config, found ' hilly"
@@ -197,7 +197,7 @@ def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout)
     assert demo.would_run()["golden"] == 2
     demo.edit_config(lambda config: config["models"]["demo-llama"]["golden"]["prompts"][0].pop("expected"))
     demo.finish()
-    assert set(rows(demo).values()) == {"pass"} and "golden:" not in demo.run("lockstep", "summary").stdout
+    assert set(rows(demo).values()) == {"pass"} and "golden:" not in demo.call("lockstep", "summary").stdout
 
 
 def test_a_first_run_that_fails_has_a_summary_of_what_has_run(fresh: Checkout) -> None:
@@ -209,7 +209,7 @@ def test_a_first_run_that_fails_has_a_summary_of_what_has_run(fresh: Checkout) -
     assert fresh.snakemake("--cores", "2", check=False).returncode == 1
     (row,) = json.loads((fresh.results / "summary.json").read_text())["targets"]
     assert row["golden"] == "fail" and "nonsense" in row["reason"]
-    fresh.run("lockstep", "verify")
+    fresh.call("lockstep", "verify")
 
 
 def test_a_check_that_fails_by_hand_is_a_row_and_is_made_again(demo: Checkout) -> None:
@@ -220,14 +220,14 @@ def test_a_check_that_fails_by_hand_is_a_row_and_is_made_again(demo: Checkout) -
     assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
     assert rows(demo)["fp16", "all"] == "fail" and list(rows(demo).values()).count("fail") == 1
     assert set(demo.would_run()) == {"golden", "summary", "plots"}
-    demo.run("lockstep", "golden", "demo-llama/fp16/all")
+    demo.call("lockstep", "golden", "demo-llama/fp16/all")
     assert set(rows(demo).values()) == {"pass"}
-    demo.run("lockstep", "verify")
+    demo.call("lockstep", "verify")
 
 
 def test_stages_by_hand_make_what_the_workflow_makes(finished: Checkout, fresh: Checkout) -> None:
     for stage in ("resolve", "convert", "export", "build"):
-        fresh.run("lockstep", stage, "demo-llama/fp16")
+        fresh.call("lockstep", stage, "demo-llama/fp16")
     made = fresh.digests()
     assert len(made) > 10
     assert made == {name: digest for name, digest in finished.digests().items() if name in made}
@@ -270,16 +270,16 @@ def test_generate_says_what_the_golden_text_says_and_how_fast(finished: Checkout
     ],
 )
 def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple[str, ...], message: str) -> None:
-    process = generate(finished, *arguments)
+    process = finished.call("lockstep", "generate", *arguments, check=False)
     assert process.returncode == 2 and process.stdout == ""
     assert len(process.stderr.splitlines()) == 1 and message in process.stderr
 
 
 def test_a_stage_by_hand_names_the_targets_there_are(fresh: Checkout) -> None:
-    process = fresh.run("lockstep", "export", "demo-llama/fp64", check=False)
+    process = fresh.call("lockstep", "export", "demo-llama/fp64", check=False)
     assert process.returncode == 2 and "demo-llama/fp16/all" in process.stderr and len(process.stderr.splitlines()) == 1
 
 
 def test_a_stage_by_hand_before_its_time_says_what_is_missing(fresh: Checkout) -> None:
-    process = fresh.run("lockstep", "build", "demo-llama/fp16", check=False)
+    process = fresh.call("lockstep", "build", "demo-llama/fp16", check=False)
     assert process.returncode == 2 and "assembly.json: expected a file, found none" in process.stderr

@@ -16,9 +16,19 @@ import pytest
 from checkout import Checkout
 
 
-def test_killed_runs_end_in_the_results_of_an_undisturbed_one(finished: Checkout, fresh: Checkout) -> None:
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ("export", "golden"),
+        pytest.param(("convert", "export", "validate", "reference", "golden"), marks=pytest.mark.long),
+    ],
+    ids=", ".join,
+)
+def test_killed_runs_end_in_the_results_of_an_undisturbed_one(
+    finished: Checkout, fresh: Checkout, stages: tuple[str, ...]
+) -> None:
     """Killed in one stage after the other. That two clean runs agree is part of it: `finished` is the other."""
-    for stage in ("convert", "export", "validate", "reference", "golden"):
+    for stage in stages:
         kill_in(fresh, stage)
         for path in fresh.results.rglob("*.json"):
             assert path.name.startswith(".") or json.loads(path.read_bytes()), "a result is whole or not there"
@@ -26,7 +36,7 @@ def test_killed_runs_end_in_the_results_of_an_undisturbed_one(finished: Checkout
     assert fresh.digests() == finished.digests()
     assert not [path for path in fresh.results.rglob("*") if path.name.endswith(".tmp")]
     assert not fresh.would_run()
-    fresh.run("lockstep", "verify")
+    fresh.call("lockstep", "verify")
 
 
 @pytest.mark.long
@@ -48,7 +58,7 @@ def test_runs_killed_at_random_moments_end_in_the_results_of_an_undisturbed_one(
     assert fresh.digests() == finished.digests()
     assert not [path for path in fresh.results.rglob("*") if path.name.endswith(".tmp")]
     assert not fresh.would_run()
-    fresh.run("lockstep", "verify")
+    fresh.call("lockstep", "verify")
 
 
 def test_an_interrupted_run_ends_by_itself_and_goes_on_next_time(fresh: Checkout) -> None:

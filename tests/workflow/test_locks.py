@@ -18,14 +18,14 @@ ENGINES = f"{MODEL}/fp16/engines/onnxruntime"
 def locked(finished: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     """The finished run with its lock. Not to be changed."""
     checkout = finished.copy(tmp_path_factory.mktemp("locked") / "checkout")
-    checkout.run("lockstep", "lock")
+    checkout.call("lockstep", "lock")
     return checkout
 
 
 def explained(checkout: Checkout, target: str = TARGET) -> dict[str, list[str]]:
     """Reasons by stage."""
     found: dict[str, list[str]] = {}
-    for line in checkout.run("lockstep", "explain", target).stdout.splitlines():
+    for line in checkout.call("lockstep", "explain", target).stdout.splitlines():
         if line.startswith("  "):
             found[next(reversed(found))].append(line.strip())
         elif line.endswith(":"):
@@ -40,9 +40,9 @@ def flip(path: Path, position: int | None = None) -> None:
 
 
 def test_a_lock_of_a_finished_run_verifies(locked: Checkout) -> None:
-    process = locked.run("lockstep", "verify")
+    process = locked.call("lockstep", "verify")
     assert re.fullmatch(r"(\d+) of \1 the same, with 1 lock\n", process.stdout) and int(process.stdout.split()[0]) > 60
-    assert locked.run("lockstep", "verify", "--deep").stdout == process.stdout
+    assert locked.call("lockstep", "verify", "--deep").stdout == process.stdout
 
 
 def test_a_lock_is_sorted_and_holds_no_place_and_no_time(locked: Checkout) -> None:
@@ -52,7 +52,7 @@ def test_a_lock_is_sorted_and_holds_no_place_and_no_time(locked: Checkout) -> No
     assert str(locked.folder) not in text and not re.search(r"20\d\d-\d\d-\d\d", text)
     assert set(value["precisions"]) == {"fp16", "fp32"} and value["made with"]["export"]["packages"]["transformers"]
     assert value["made with"]["build/onnxruntime"]["backend"]["version"]
-    locked.run("lockstep", "lock", "--locks", "again")
+    locked.call("lockstep", "lock", "--locks", "again")
     assert (locked.folder / "again" / f"{MODEL}.lock.json").read_text() == text
 
 
@@ -91,11 +91,11 @@ def test_a_byte_flipped_in_any_kind_of_artefact_is_named(locked: Checkout, tmp_p
     for name in KINDS:
         path = copy.results / name
         flip(path)
-        process = copy.run("lockstep", "verify", check=False)
+        process = copy.call("lockstep", "verify", check=False)
         assert process.returncode == 1, name
         assert f"different {name}: " in process.stdout, process.stdout
         flip(path)
-    assert copy.run("lockstep", "verify").returncode == 0
+    assert copy.call("lockstep", "verify").returncode == 0
 
 
 def test_what_is_lost_foreign_or_not_locked_is_told_apart(locked: Checkout, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_is_lost_foreign_or_not_locked_is_told_apart(locked: Checkout, tmp_
     value = json.loads(lock.read_text())
     value["precisions"]["bf16"] = {"graphs": value["precisions"]["fp16"].pop("graphs")}
     lock.write_text(json.dumps(value))
-    lines = copy.run("lockstep", "verify", check=False).stdout.splitlines()
+    lines = copy.call("lockstep", "verify", check=False).stdout.splitlines()
     assert f"missing   {ENGINES}/middle.onnx: run snakemake" in lines
     assert f"unknown   {ENGINES}/foreign.onnx: no record names it" in lines
     assert f"unknown   {MODEL}: precisions/fp16/graphs: not in the lock" in lines
@@ -183,16 +183,16 @@ def test_diff_of_two_locks_is_in_words(locked: Checkout, tmp_path: Path) -> None
     value["precisions"]["fp16"]["graphs"]["middle.onnx"] = "0" * 64
     other = tmp_path / "other.lock.json"
     other.write_text(json.dumps(value))
-    process = locked.run("lockstep", "diff", str(lock), str(other), check=False)
+    process = locked.call("lockstep", "diff", str(lock), str(other), check=False)
     assert process.returncode == 1
     first, second = process.stdout.splitlines()
     assert re.fullmatch(r"made with / export / packages / transformers: \S+ -> 9\.9\.9", first)
     assert re.fullmatch(r"precisions / fp16 / graphs / middle\.onnx: \w{12} -> 000000000000", second)
-    assert locked.run("lockstep", "diff", str(lock), str(lock)).stdout == ""
+    assert locked.call("lockstep", "diff", str(lock), str(lock)).stdout == ""
 
 
 def test_a_lock_of_what_is_not_finished_is_refused(fresh: Checkout) -> None:
-    process = fresh.run("lockstep", "lock", "demo-llama", check=False)
+    process = fresh.call("lockstep", "lock", "demo-llama", check=False)
     assert (
         process.returncode == 2
         and "expected a finished model" in process.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,13 @@ rule mine:
 """
 
 
-def outer(folder: Path, prefix: str = "") -> Checkout:
+def outer(folder: Path, prefix: str = "", change: Callable[[dict], object] = lambda config: None) -> Checkout:
     """A workflow of somebody else that takes this one in. It brings a config: the demo's is for no model named."""
     (folder / "Snakefile").write_text(
         SNAKEFILE.format(repository=REPOSITORY, prefix=f'    prefix:\n        "{prefix}"\n' if prefix else "")
     )
     config = yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text())
+    change(config)
     (folder / "my.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
     return Checkout(folder, {"PYTHONPATH": str(REPOSITORY / "src")})
 
@@ -45,6 +47,33 @@ def test_a_module_plans_all_stages_under_its_names(tmp_path: Path, prefix: str) 
     jobs = outer(tmp_path, prefix).would_run()
     assert jobs["lockstep_golden"] == 4 and jobs["lockstep_export"] == 2 and jobs["lockstep_summary"] == 1
     assert {name for name in jobs if not name.startswith("lockstep_")} == {"mine"}
+
+
+def only_one_target(config: dict) -> None:
+    config["models"]["demo-llama"] |= {"precisions": ["fp32"], "layers": [2]}
+    for prompt in config["models"]["demo-llama"]["golden"]["prompts"]:
+        prompt["expected"].pop("all")
+
+
+def test_a_prefix_holds_for_jobs_recovery_and_locks(tmp_path: Path) -> None:
+    """Not for the rules' paths alone: what a job writes by itself, and what is looked at before a run, lies there."""
+    checkout = outer(tmp_path, "sub/", only_one_target)
+    folder = tmp_path / "sub/results/demo-llama"
+    summary, golden = "sub/results/summary.json", "sub/results/demo-llama/fp32/golden/onnxruntime/2.json"
+    checkout.snakemake("--cores", "2")
+    assert (tmp_path / golden).with_suffix(".speed.json").is_file() and not (tmp_path / "results").exists()
+    assert [row["golden"] for row in json.loads((tmp_path / summary).read_text())["targets"]] == ["pass"]
+    assert not checkout.would_run()
+
+    (tmp_path / golden).with_suffix(".build.json").unlink()
+    assert checkout.would_run()["lockstep_golden"] == 1
+
+    checkout.snakemake("--cores", "2")
+    checkout.run("lockstep", "lock", "--results", "sub/results")
+    locked = ("--config", "locked=true")
+    assert not checkout.would_run(*locked)
+    (folder / "fp32/graphs/middle.onnx").write_bytes(b"not as locked")
+    assert checkout.would_run(*locked)["lockstep_export"] == 1
 
 
 @pytest.mark.parametrize("prefix", ["", "sub/"])

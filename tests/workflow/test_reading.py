@@ -100,7 +100,7 @@ def state(folder: Path) -> dict[str, tuple]:
 @pytest.fixture
 def damaged(demo: Checkout) -> Checkout:
     """A locked run with all kinds of damage, and the lock of a run that was killed."""
-    demo.run("lockstep", "lock")
+    demo.call("lockstep", "lock")
     process = start(demo, "--forcerun", "plots", "results/report/speed.svg")
     wait_for(lambda: list((demo.folder / ".snakemake/locks").glob("*.lock")))
     os.killpg(process.pid, signal.SIGKILL)
@@ -115,7 +115,7 @@ def test_looking_changes_nothing(damaged: Checkout) -> None:
     before = state(damaged.folder)
     for module, calls in (("snakemake", SNAKEMAKE), ("lockstep", LOCKSTEP)):
         for arguments in calls:
-            process = damaged.run(module, *arguments, check=False)
+            process = damaged.call(module, *arguments, check=False)
             assert state(damaged.folder) == before, (module, arguments)
             assert "Traceback" not in process.stderr, (arguments, process.stderr)
 
@@ -136,7 +136,7 @@ def test_a_run_over_all_damages_repairs_them(damaged: Checkout, finished: Checko
         assert said.count(f": {words}") == planned[rule], (rule, planned, said)
     assert damaged.digests() == dict(finished.digests().items())
     assert not damaged.would_run()
-    damaged.run("lockstep", "verify")
+    damaged.call("lockstep", "verify")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

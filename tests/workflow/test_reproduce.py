@@ -35,10 +35,10 @@ def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Che
     )
     assert not demo.would_run()
     shown = {
-        tuple(line.split()[1:3]): line.split()[6] for line in demo.run("lockstep", "summary").stdout.splitlines()[1:5]
+        tuple(line.split()[1:3]): line.split()[6] for line in demo.call("lockstep", "summary").stdout.splitlines()[1:5]
     }
     assert shown == {("2", "fp32"): "-", ("all", "fp32"): "-", ("2", "fp16"): "-", ("all", "fp16"): "R4"}
-    assert demo.run("lockstep", "verify").returncode == 0
+    assert demo.call("lockstep", "verify").returncode == 0
 
 
 def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(
@@ -83,7 +83,7 @@ def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, t
     text = " hilly city on the coast of California, where cool\n"
     packed = [tmp_path / name for name in ("whole.tar", "again.tar", "apart.tar")]
     for path, options in zip(packed, (["--weights"], ["--weights"], [])):
-        assert finished.run("lockstep", "bundle", TARGET, *options, "--out", str(path)).stdout == f"{path}\n"
+        assert finished.call("lockstep", "bundle", TARGET, *options, "--out", str(path)).stdout == f"{path}\n"
     whole, again, apart = packed
     assert whole.read_bytes() == again.read_bytes()
     elsewhere = tmp_path / "elsewhere"

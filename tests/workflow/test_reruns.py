@@ -8,6 +8,9 @@ from collections import Counter
 import pytest
 from checkout import Checkout
 
+from lockstep.pipeline.stages import REPORTS, STAGES
+from lockstep.provenance.code_identity import code_files
+
 REPORT = Counter(summary=1, plots=1)
 MODEL = "demo-llama"
 
@@ -98,29 +101,36 @@ def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "rules"),
+    ("module", "stages"),
     [
         ("report/plots.py", {"plots"}),
-        ("report/summary.py", {"summary", "plots"}),
-        ("verify/golden/check.py", {"golden", "summary", "plots"}),
-        ("runtime/model.py", {"golden", "summary", "plots"}),
-        ("verify/validate/__init__.py", {"validate", "summary", "plots"}),
+        ("report/summary.py", {"summary"}),
+        ("verify/golden/check.py", {"golden"}),
+        ("runtime/model.py", {"golden"}),
+        ("verify/validate/__init__.py", {"validate"}),
         ("cli/main.py", set()),
+        ("backends/tensorrt/executor.py", set()),
     ],
 )
-def test_an_edited_module_reruns_the_stages_that_use_it(demo: Checkout, module: str, rules: set[str]) -> None:
-    demo.append(f"src/lockstep/{module}", "EDITED = 1\n")
-    assert set(demo.would_run()) == rules
+def test_a_module_is_part_of_the_keys_of_the_stages_that_use_it(module: str, stages: set[str]) -> None:
+    """Of those that the demo has, whose backend is ONNX Runtime."""
+    codes = {
+        stage.name: code_files(stage.code, "onnxruntime" if "backend" in stage.wildcards else None)
+        for stage in STAGES.values()
+    } | {rule: code_files(code) for rule, code in REPORTS.items()}
+    assert {name for name, code in codes.items() if module in code} == stages
 
 
-def test_a_comment_and_a_docstring_rerun_nothing(demo: Checkout) -> None:
+def test_an_edited_module_reruns_the_stages_that_use_it_and_what_reads_them(demo: Checkout) -> None:
+    demo.append("src/lockstep/verify/golden/check.py", "EDITED = 1\n")
+    assert set(demo.would_run()) == {"golden", "summary", "plots"}
+
+
+def test_a_comment_a_docstring_and_a_module_of_no_stage_rerun_nothing(demo: Checkout) -> None:
     module = demo.folder / "src/lockstep/verify/metrics.py"
     module.write_text(module.read_text().replace('"""', '"""Edited. ', 1) + "# edited\n")
-    assert not demo.would_run()
-
-
-def test_a_module_of_another_backend_reruns_nothing(demo: Checkout) -> None:
-    demo.append("src/lockstep/backends/tensorrt/executor.py", "EDITED = 1\n")
+    for module in ("cli/main.py", "backends/tensorrt/executor.py"):
+        demo.append(f"src/lockstep/{module}", "EDITED = 1\n")
     assert not demo.would_run()
 
 

@@ -82,7 +82,7 @@ def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Pat
     ], "checks run"
     made = second.digests()
     assert len(made) > 50 and made.items() <= first_run.digests().items(), "records too"
-    second.run("lockstep", "verify", "--deep")
+    second.call("lockstep", "verify", "--deep")
     assert not second.would_run("--cores", "1", *TARGETS), "and there is nothing left to do"
     assert digests(filled_cache) == before and verify(Cache(filled_cache)) == []
     for checkout in (first_run, second):
@@ -93,8 +93,8 @@ def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Pat
 
 def test_a_stage_by_hand_takes_it_too(finished: Checkout, filled_cache: Path, fresh: Checkout) -> None:
     fresh.edit_config(lambda config: config.update(cache=str(filled_cache)))
-    fresh.run("lockstep", "resolve")
-    process = fresh.run("lockstep", "export", f"{MODEL}/fp32")
+    fresh.call("lockstep", "resolve")
+    process = fresh.call("lockstep", "export", f"{MODEL}/fp32")
     assert process.stdout == f"results/{MODEL}/fp32/graphs/assembly.json\n" and "is taken from" in process.stderr
     assert fresh.digests().items() <= finished.digests().items()
 
@@ -114,7 +114,7 @@ def holding(folder: Path, text: str) -> list[Path]:
 
 def test_a_cache_that_is_a_file_is_one_line_before_any_job(fresh: Checkout, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    process = fresh.snakemake("--cores", "1", "--config", f"cache={tmp_path / 'file'}", check=False)
+    process = fresh.call("snakemake", "--cores", "1", "--config", f"cache={tmp_path / 'file'}", check=False)
     assert process.returncode == 2 and not fresh.results.exists()
     line = process.stderr.splitlines()[-1]
     assert (

@@ -1,7 +1,7 @@
 # What all rules share: the config, checked before any job starts, and the names of all results.
 #
 # needs: config (Snakemake's merged mapping), REPOSITORY
-# makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, MANIFESTS, REPORTS, and the functions below
+# makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, PLACE, MANIFESTS, REPORTS, and the functions below
 
 from dataclasses import asdict
 
@@ -22,6 +22,9 @@ from lockstep.targets import Results, layer_count
 from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
 
 RESULTS = Results(Path("results"))
+# Where these lie: Snakemake puts the `prefix` of a module before the paths of rules, and of nothing else.
+PREFIXED = workflow.modifier.path_modifier.replace_prefix
+PLACE = Results(Path(PREFIXED(str(RESULTS.root))))
 MODEL, PRECISION, LAYERS, BACKEND = "{model}", "{precision}", "{layers}", "{backend}"
 
 
@@ -45,7 +48,7 @@ with guard():
         {key: value for key, value in config.items() if key != "locked"},
         workflow.configfiles,
     )
-    SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY])
+    SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY], results=PLACE)
     KINDS = {
         name: type(parse_source(model.source)) for name, model in CONFIG.models.items()
     }
@@ -175,7 +178,7 @@ def end_as_by_hand():
 def summarise_failed_run():
     """The job below does not run then; what failed, and what has not run, stands in the table all the same."""
     try:
-        logger.info(f"Summary of what has run: {summarise(RESULTS, TARGETS)}")
+        logger.info(f"Summary of what has run: {summarise(PLACE, TARGETS)}")
     except (LockstepError, OSError) as error:
         logger.error(f"no summary of what has run: {error}")
 

@@ -21,7 +21,7 @@ def check_locks():
         prompts = [prompt.text for prompt in CONFIG.models[model].golden.prompts]
         files = [*SIDE_FILES.get(model, []), *WEIGHT_FILES.get(model, [])]
         there = list(map(Path, files)) if model in FOLDERS else None
-        made = [step for step in STEPS if step.names["model"] == model]
+        made = all_steps(CONFIG, PLACE, targets)
         check_project(lock_file, targets, made, prompts, there)
         found |= not_as_locked(made, lock_file)
     return found
@@ -29,7 +29,7 @@ def check_locks():
 
 # With a record beside them: not speeds, and not what another manifest names.
 RECORDED = [
-    path
+    PREFIXED(path)
     for path in [*MANIFESTS, str(RESULTS.summary()), PLOTS[0]]
     if path not in SPEEDS and not path.endswith(".safetensors")
 ]
@@ -40,15 +40,15 @@ if workflow.is_main_process:
         AGAIN |= untrusted(
             RECORDED,
             [
-                path
+                PREFIXED(path)
                 for stage in ("fetch", "random_weights", "convert", "export", "build")
                 for path in made_by(stage)
             ],
         )
         if LOCKED:
             AGAIN |= check_locks()
-        if is_stale(RESULTS):
-            AGAIN[str(RESULTS.summary())] = "it does not say what the checks say"
+        if is_stale(PLACE):
+            AGAIN[str(PLACE.summary())] = "it does not say what the checks say"
     for manifest, reason in AGAIN.items():
         logger.info(f"{reason}: {manifest} is made again")
 

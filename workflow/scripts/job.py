@@ -16,13 +16,13 @@ from lockstep.provenance.locked import find_lock, is_locked  # noqa: E402
 from lockstep.report import renew  # noqa: E402
 from lockstep.targets import Results  # noqa: E402
 
-RESULTS = Results(Path("results"))
-
 
 def job(snakemake):
     """Decorate the script's function: it runs at once, as the job. Stdout and stderr, also those of native libraries,
     go to the rule's log; a user's mistake becomes one line there and on the terminal, before Snakemake's own words.
     What was made is recorded beside it."""
+
+    results = results_of(snakemake)
 
     def run(make):
         terminal = os.dup(2)
@@ -30,9 +30,9 @@ def job(snakemake):
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         try:
-            with guard(), renew.refreshed(RESULTS):
-                renew.refresh(RESULTS)  # Snakemake has deleted what the job makes
-                take_back_from_the_future(snakemake.input)
+            with guard(), renew.refreshed(results):
+                renew.refresh(results)  # Snakemake has deleted what the job makes
+                take_back_from_the_future(snakemake.input, results)
                 stage.run(step_of(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
         except SystemExit as ended:
             _tell(snakemake.log[0], terminal, ended.code)
@@ -51,11 +51,16 @@ def _tell(log, terminal, code):
         file.write(f"{code}\n")
 
 
-def take_back_from_the_future(paths):
+def results_of(snakemake):
+    """The results tree that the job is of: its log lies in it. A module's `prefix` stands before it."""
+    return Results(next(folder.parent for folder in Path(snakemake.log[0]).parents if folder.name == "logs"))
+
+
+def take_back_from_the_future(paths, results):
     """Give results of a clock that was ahead the present time: what is made from them would look older, and Snakemake
     would refuse it."""
     for path in map(Path, paths):
-        if path.is_relative_to(RESULTS.root) and path.is_file() and path.stat().st_mtime > time.time():
+        if path.is_relative_to(results.root) and path.is_file() and path.stat().st_mtime > time.time():
             with contextlib.suppress(OSError):  # a folder that cannot be written: Snakemake says what it says
                 os.utime(path)
 

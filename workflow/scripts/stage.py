@@ -2,7 +2,7 @@
 
 import os
 
-from job import RESULTS, job, lock_file, step_of
+from job import job, lock_file, results_of, step_of
 
 # The progress bar of a download stays on the terminal; all else goes to the log.
 terminal = os.fdopen(os.dup(2), "w")
@@ -27,4 +27,4 @@ def stage():
     folder = Path(sides[0]).parent if sides and not snakemake.input.fetched else None
     given = {"fetch": of_a_download, "random_weights": lambda: {"config": snakemake.input.config[0]}}
     step = step_of(snakemake)
-    jobs.run(jobs.Job(step, RESULTS, folder, snakemake.threads, given.get(step.stage, dict)()))
+    jobs.run(jobs.Job(step, results_of(snakemake), folder, snakemake.threads, given.get(step.stage, dict)()))

@@ -60,6 +60,14 @@ def numpy_dtype(dtype: str) -> np.dtype:
             f"expected tensors of {', '.join(_NUMPY_NAMES)}, found {dtype}, which is not "
             f"supported yet; use a checkpoint of another type"
         )
+    return named_dtype(name)
+
+
+def named_dtype(name: str) -> np.dtype:
+    """The NumPy type of a graph's dtype, `ml_dtypes.bfloat16` for "bfloat16".
+
+    Raises InputError for bfloat16 where `ml_dtypes` is not installed.
+    """
     if name != "bfloat16":
         return np.dtype(name)
     try:

@@ -21,6 +21,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
 from lockstep.step.advance import Executor
 from lockstep.step.executable import Executable
@@ -98,12 +100,10 @@ class Backend(Protocol):
         `keeps` says."""
         ...
 
-    def graphs(
-        self, assembly: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(engine name, graph entry) of the engines that this backend runs an assembly with: `graphs.graphs_of`, unless
-        its attention is its own. An entry with "rotary_of" stands for the rotary encoding alone, which is cut out of
-        the graph and given to `build` as it is."""
+    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
+        """(engine name, graph) of the engines that this backend runs an assembly with: `assembly.graphs()`, unless its
+        attention is its own. A `RotaryGraph` stands for the rotary encoding alone, which is cut out of the graph and
+        given to `build` as it is."""
         ...
 
     def file(self, name: str) -> str:
@@ -128,10 +128,8 @@ class Backend(Protocol):
         """After them; what engines.json says of the whole set besides: JSON. names: of all its engines."""
         ...
 
-    def load(
-        self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool
-    ) -> Program:
-        """Load an engine file whose weight inputs are `slots` (the assembly's IO entries)."""
+    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> Program:
+        """Load an engine file whose weight inputs are `slots`."""
         ...
 
     def choices(self, engine_path: Path) -> Any:

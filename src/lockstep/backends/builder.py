@@ -1,4 +1,4 @@
-"""The build stage: an assembly in, an engine set out. Every class and kind once; what still fits is kept."""
+"""The build stage: an assembly in, an engine set out. Every graph once; what still fits is kept."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from typing import Any
 import onnx
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.base import Backend, Built, get_backend
 from lockstep.backends.engine_set import digest_of
-from lockstep.backends.graphs import graph_file
-from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.prepare import dtype_name, prepare
+from lockstep.backends.graphs import RotaryGraph, graph_file
+from lockstep.errors import InputError
+from lockstep.onnx_tools.prepare import prepare
 from lockstep.onnx_tools.rope import rotary
+from lockstep.onnx_tools.signature import signature_of
 
 COSTS = "build.costs.json"  # of the last build: seconds and memory are never the same twice
 
@@ -41,22 +43,22 @@ def build(
     refuses.
     """
     assembly_path, out = Path(assembly_json), Path(out_engines_json)
-    assembly, library = read_json(assembly_path, formats.ASSEMBLY), get_backend(backend)
+    assembly, library = Assembly.load(assembly_path), get_backend(backend)
     unknown = sorted(set(options or {}) - set(library.default_options()))
     if unknown:
         raise InputError(
             f"options of backend {backend}: expected only "
             f"{', '.join(library.default_options())}, found {', '.join(unknown)}"
         )
-    if assembly["precision"] not in library.precisions:
+    if assembly.precision not in library.precisions:
         raise InputError(
             f"{assembly_path}: precision: expected one of {', '.join(library.precisions)} "
-            f"(backend {backend}), found {assembly['precision']!r}"
+            f"(backend {backend}), found {assembly.precision!r}"
         )
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": formats.ENGINES,
         "backend": backend,
-        "precision": assembly["precision"],
+        "precision": assembly.precision,
         "backend_version": library.version(),
         "builder_revision": library.revision,
         "device": library.describe_device(),
@@ -69,13 +71,13 @@ def build(
     for number, (name, graph) in enumerate(graphs, start=1):
         graph_path = graph_file(assembly_path.parent, graph)
         entry = recorded.get(name)
-        if entry is None or entry["graph_sha256"] != graph["sha256"]:
+        if entry is None or entry["graph_sha256"] != graph.sha256:
             with _progress(library, number, len(graphs), name) as cost:
                 made, built = _build_one(
                     graph_path, graph, out.parent / library.file(name), library, manifest["options"]
                 )
                 cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
-            entry = {**made, "graph_sha256": graph["sha256"]}
+            entry = {**made, "graph_sha256": graph.sha256}
             costs[name] = cost
         manifest["engines"][name] = entry
     manifest.update(library.finish(list(manifest["engines"])))
@@ -112,14 +114,14 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
 
 
 def _build_one(
-    graph_path: Path, graph: Mapping[str, Any], file: Path, library: Backend, options: Mapping[str, Any]
+    graph_path: Path, graph: GraphFile, file: Path, library: Backend, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Built]:
     """Build one engine; gives its entry and what the build said. Where the backend asked for another form of the graph,
     the entry says which slots it has and of what."""
     canonical = onnx.load(graph_path)
-    _check_io(canonical, graph, graph_path)
-    cut = rotary(canonical, graph["rotary_of"]) if "rotary_of" in graph else None
-    prepared = None if cut else prepare(canonical, graph.get("slots", ()), options)
+    graph.signature.check(signature_of(canonical.graph), str(graph_path), "export again")
+    cut = rotary(canonical, graph.variant) if isinstance(graph, RotaryGraph) else None
+    prepared = None if cut else prepare(canonical, graph.signature.slots, options)
     rewritten = cut or (prepared.model if prepared else None)
     if rewritten is None:
         built = library.build(graph_path, file, options)
@@ -129,29 +131,8 @@ def _build_one(
         rewritten_path = Path(folder) / "prepared.onnx"
         rewritten_path.write_bytes(rewritten.SerializeToString(deterministic=True))
         built = library.build(rewritten_path, file, options)
-    slots = {"slots": prepared.slots, "parts": prepared.parts} if prepared else {}
+    slots = {"slots": [slot.to_json() for slot in prepared.slots], "parts": prepared.parts} if prepared else {}
     return {**built.about, "file": file.name, "sha256": sha256_file(file), **slots}, built
-
-
-def _check_io(model: onnx.ModelProto, graph: Mapping[str, Any], where: Path) -> None:
-    """Raises CheckError where a graph takes or gives something else than the assembly says."""
-    for what, values, entries in (
-        ("inputs", model.graph.input, [*graph["inputs"], *graph.get("slots", ())]),
-        ("outputs", model.graph.output, graph["outputs"]),
-    ):
-        found = {value.name: _described(value) for value in values}
-        expected = {entry["name"]: f"{entry['dtype']} {entry['shape']}" for entry in entries}
-        for name in sorted({*expected, *found}):
-            if expected.get(name) != found.get(name):
-                raise CheckError(
-                    f"{where}: {what}: {name}: expected {expected.get(name, 'none')} as in the "
-                    f"assembly, found {found.get(name, 'none')}; export again"
-                )
-
-
-def _described(value: onnx.ValueInfoProto) -> str:
-    kind = value.type.tensor_type
-    return f"{dtype_name(kind.elem_type)} {[dim.dim_param or dim.dim_value for dim in kind.shape.dim]}"
 
 
 def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[str, Any]:

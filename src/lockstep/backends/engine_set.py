@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import sha256_file, sha256_json
-from lockstep.artifacts.manifests import read_assembly, read_engines
+from lockstep.artifacts.manifests import read_engines
+from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Backend, Program, get_backend
 from lockstep.errors import CheckError
 
@@ -17,7 +19,7 @@ from lockstep.errors import CheckError
 class EngineSet:
     """Checked engines of one assembly on one backend."""
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any], assembly: Mapping[str, Any], backend: Backend):
+    def __init__(self, path: Path, manifest: Mapping[str, Any], assembly: Assembly, backend: Backend):
         self.path = path
         self.manifest = manifest
         self.assembly = assembly
@@ -28,7 +30,7 @@ class EngineSet:
         """Raises CheckError, with the value recorded and the value found, for another version of the library, another
         device, a damaged or missing engine file or one of another kind, or graphs of another export; InputError for a
         manifest that is none."""
-        path, assembly, manifest = Path(engines_json), read_assembly(assembly_json), read_engines(engines_json)
+        path, assembly, manifest = Path(engines_json), Assembly.load(assembly_json), read_engines(engines_json)
         backend = get_backend(manifest["backend"])
         rebuild = "build the engines again on this machine"
         _same(path, f"{backend.name} version", manifest["backend_version"], backend.version(), rebuild)
@@ -39,7 +41,7 @@ class EngineSet:
             backend.device_key(backend.describe_device()),
             rebuild,
         )
-        _same(path, "precision", manifest["precision"], assembly["precision"], "open them with their own assembly")
+        _same(path, "precision", manifest["precision"], assembly.precision, "open them with their own assembly")
         graphs = dict(backend.graphs(assembly, manifest["options"]))
         _same(path, "engines", sorted(manifest["engines"]), sorted(graphs), f"build the engines of {assembly_json}")
         for name, entry in manifest["engines"].items():
@@ -48,7 +50,7 @@ class EngineSet:
                 path,
                 f"graph of engine {name}",
                 entry["graph_sha256"],
-                graphs[name]["sha256"],
+                graphs[name].sha256,
                 f"build the engines of {assembly_json}",
             )
             if file.name != backend.file(name):  # a set that an earlier version of this code made
@@ -72,14 +74,20 @@ class EngineSet:
         return digest_of(self.manifest, self.backend)
 
     def names(self) -> list[str]:
-        """The engines: classes, and phases of kinds as `<kind>.<phase>`."""
+        """The engines: classes, and phases of attention as `<variant>.<phase>`."""
         return sorted(self.manifest["engines"])
 
     def load(self, name: str, threads: int | None = None, low_memory: bool = False) -> Program:
-        """Load the engine `name` (a class, or `<kind>.prefill`, `<kind>.decode`)."""
+        """Load the engine `name` (a class, or `<variant>.prefill`, `<variant>.decode`)."""
         entry = self.manifest["engines"][name]
-        slots = entry.get("slots", self.assembly["classes"].get(name, {}).get("slots", []))
-        return self.backend.load(self.path.parent / entry["file"], slots, threads, low_memory)
+        return self.backend.load(self.path.parent / entry["file"], self.slots(name), threads, low_memory)
+
+    def slots(self, name: str) -> tuple[IO, ...]:
+        """The weight slots of the engine `name`: those of its graph, unless the build made others."""
+        entry, graph = self.manifest["engines"][name], self.assembly.classes.get(name)
+        if "slots" in entry:
+            return tuple(map(IO.from_json, entry["slots"]))
+        return graph.signature.slots if graph else ()
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         """{slot of the engine `name`: tensors} from the assembly's {slot: tensors}: a fused slot takes its parts' one

@@ -17,14 +17,15 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
-from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifests import DTYPES, LARGEST, read_assembly, read_engines, read_weights
+from lockstep.artifacts.manifests import DTYPES, LARGEST, read_engines
 from lockstep.artifacts.schema import check, either, integer, one_of, record, text
+from lockstep.artifacts.weights import WeightsFile, WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
 from lockstep.targets import Target
@@ -144,10 +145,10 @@ def _is_weights(name: str) -> bool:
 def _check_named(archive: Archive, folder: Path, target: Target) -> None:
     """Manifests are of the target; engines and tokenizer are files of the bundle and no others."""
     assembly, engines = (
-        read_assembly(folder / "graphs" / "assembly.json"),
+        Assembly.load(folder / "graphs" / "assembly.json"),
         read_engines(folder / "engines" / "engines.json"),
     )
-    precisions = {"graphs/assembly.json": assembly["precision"], "engines/engines.json": engines["precision"]}
+    precisions = {"graphs/assembly.json": assembly.precision, "engines/engines.json": engines["precision"]}
     for name, found, expected in (
         *((name, found, target.precision) for name, found in precisions.items()),
         ("engines/engines.json", engines["backend"], target.backend),
@@ -156,35 +157,35 @@ def _check_named(archive: Archive, folder: Path, target: Target) -> None:
             raise InputError(
                 f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}"
             )
-    tokenizer = assembly.get("tokenizer")
+    tokenizer = assembly.tokenizer
     names = [f"engines/{entry['file']}" for entry in engines["engines"].values()]
-    for name in [*names, *([f"graphs/{tokenizer['file']}"] if tokenizer else [])]:
+    for name in [*names, *([f"graphs/{tokenizer.file}"] if tokenizer else [])]:
         if name not in archive.members:
             raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; {_REMEDY}")
 
 
 def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     """Rewrite the weights' manifest: its one file is the archive."""
-    manifest = read_weights(manifest_path)
+    manifest = WeightsManifest.load(manifest_path)
     members = []
-    for file in manifest["files"]:
-        member = archive.members.get(f"weights/{file['path']}")
-        if member is None or (member.size, member.sha256) != (file["size"], file["sha256"]):
+    for file in manifest.files:
+        member = archive.members.get(f"weights/{file.path}")
+        if member is None or (member.size, member.sha256) != (file.size, file.sha256):
             raise InputError(
-                f"{archive.path}: expected weights/{file['path']} of sha256 {file['sha256']}, found none; {_REMEDY}"
+                f"{archive.path}: expected weights/{file.path} of sha256 {file.sha256}, found none; {_REMEDY}"
             )
         members.append(member)
     tensors = {}
-    for name, entry in manifest["tensors"].items():
-        if entry["file"] >= len(members) or entry["offset"] + entry["length"] > members[entry["file"]].size:
+    for name, place in manifest.tensors.items():
+        if place.file >= len(members) or place.offset + place.length > members[place.file].size:
             raise InputError(
                 f"{archive.path}: weights/weights.json: expected tensor {name!r} within its "
-                f"file, found {entry}; {_REMEDY}"
+                f"file, found {place.to_json()}; {_REMEDY}"
             )
-        tensors[name] = {**entry, "file": 0, "offset": entry["offset"] + members[entry["file"]].offset}
+        tensors[name] = replace(place, file=0, offset=place.offset + members[place.file].offset)
     remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
-    file = {"path": os.path.abspath(archive.path), "size": archive.size, "sha256": digest}
-    write_json(manifest_path, {**manifest, "files": [file], "tensors": tensors})
+    file = WeightsFile(os.path.abspath(archive.path), archive.size, digest)
+    WeightsManifest(manifest.precision, (file,), tensors).save(manifest_path)
 
 
 def _bind(manifest_path: Path, weights: Path) -> Path:
@@ -192,15 +193,15 @@ def _bind(manifest_path: Path, weights: Path) -> Path:
     `weights`."""
     if weights.is_file():
         return weights
-    manifest = read_weights(manifest_path)
-    for file in manifest["files"]:
-        name = Path(file["path"]).name
+    manifest = WeightsManifest.load(manifest_path)
+    for file in manifest.files:
+        name = Path(file.path).name
         if not (weights / name).is_file():
             found = "no such file" if weights.is_dir() else "no such folder"
             raise InputError(
-                f"{weights}: expected {name} of {file['size']} bytes, found {found}; give the "
+                f"{weights}: expected {name} of {file.size} bytes, found {found}; give the "
                 f"folder of the weights, or a weights.json"
             )
-    files = [{**file, "path": os.path.abspath(weights / Path(file["path"]).name)} for file in manifest["files"]]
-    write_json(manifest_path, {**manifest, "files": files})
+    files = [replace(file, path=os.path.abspath(weights / Path(file.path).name)) for file in manifest.files]
+    replace(manifest, files=tuple(files)).save(manifest_path)
     return manifest_path

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import SEAL, dump_json, sha256_json
-from lockstep.artifacts.manifests import read_assembly, read_engines, read_weights
+from lockstep.artifacts.manifests import read_engines
+from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
 from lockstep.provenance.record import read_record, record_path
@@ -51,21 +53,22 @@ def _graphs(results: Results, target: Target) -> Iterator[Entry]:
     """The assembly and the tokenizer. Graphs are what engines are built from; none is needed to run them."""
     manifest = results.assembly(target.model, target.precision)
     yield from _recorded(manifest, "graphs")
-    tokenizer = read_assembly(manifest).get("tokenizer")
+    tokenizer = Assembly.load(manifest).tokenizer
     if tokenizer is not None:
-        yield _file(f"graphs/{tokenizer['file']}", manifest.parent / tokenizer["file"], tokenizer["sha256"])
+        yield _file(f"graphs/{tokenizer.file}", manifest.parent / tokenizer.file, tokenizer.sha256)
 
 
 def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
     """The weights' manifest, in which files have no folder, and the files."""
     path = results.weights(target.model, target.precision)
-    manifest = read_weights(path)
-    names = [os.path.basename(file["path"]) for file in manifest["files"]]
-    bare = {**manifest, "files": [{**file, "path": name} for file, name in zip(manifest["files"], names)]}
+    manifest = WeightsManifest.load(path)
+    names = [os.path.basename(file.path) for file in manifest.files]
+    files = tuple(replace(file, path=name) for file, name in zip(manifest.files, names))
+    bare = replace(manifest, files=files).to_json()
     yield Entry.of_bytes(f"{WEIGHTS}/weights.json", dump_json({**bare, SEAL: sha256_json(bare)}).encode())
     if inside:
-        for file, name in zip(manifest["files"], names):
-            yield _file(f"{WEIGHTS}/{name}", path.parent / file["path"], file["sha256"])
+        for file, name in zip(manifest.files, names):
+            yield _file(f"{WEIGHTS}/{name}", path.parent / file.path, file.sha256)
 
 
 def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:

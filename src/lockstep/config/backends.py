@@ -55,10 +55,21 @@ class BackendSettings:
     def has_interpreter(self) -> bool:
         return self.section is not None and "python" in self.section.model_fields
 
+    def compare_tolerance(self, precision: str, block: float) -> float:
+        """Return the largest error of an engine beside its graph, relative to its output. block: a block's tolerance,
+        of which fp32 engines have the backend's part. fp16 rounds where one of the two libraries does not (4e-3 is
+        seen)."""
+        return block * self.fp32_part if precision == "fp32" else block
+
     def build_options(self, section: Section | None, limits: Mapping[str, int]) -> dict[str, Any]:
         """What a build is given of the config, as plain JSON."""
         own = section.model_dump(mode="json", exclude={"python"}) if section is not None else {}
         return {**own, **(limits if self.takes_limits else {})}
+
+
+def interpreter_keys() -> str:
+    """Return the config's keys that name a backend's interpreter, as an error line shows them."""
+    return " or ".join(f"backends.{name}.python" for name, settings in backends().items() if settings.has_interpreter)
 
 
 @functools.cache

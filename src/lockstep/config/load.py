@@ -220,11 +220,8 @@ class Config(Section):
         return self.tolerances[precision].model_copy(update=own)
 
     def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
-        """The largest error of an engine beside its graph, relative to its output: that of a block, in fp32 the
-        backend's part of it. fp16 rounds where one of the two libraries does not (4e-3 is seen).
-        """
-        block = self.tolerance(model, precision).block
-        return block * backends()[backend].fp32_part if precision == "fp32" else block
+        """The largest error of an engine beside its graph, relative to its output: see `BackendSettings`."""
+        return backends()[backend].compare_tolerance(precision, self.tolerance(model, precision).block)
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on

@@ -14,27 +14,21 @@ import onnx
 import onnx_ir as ir
 from onnx import numpy_helper
 
+from lockstep.artifacts.signature import Signature
+from lockstep.onnx_tools.signature import signature_of
+
 OPSET = 20
 IR_VERSION = 10
-_DTYPES: dict[int, str] = {
-    onnx.TensorProto.FLOAT: "float32",
-    onnx.TensorProto.FLOAT16: "float16",
-    onnx.TensorProto.BFLOAT16: "bfloat16",
-    onnx.TensorProto.INT64: "int64",
-}
 # Constants of shapes, axes and rotary frequencies are small; a larger one would be a weight that slipped in.
 MAX_CONSTANT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A canonical graph. inputs, slots and outputs: {"name", "dtype", "shape"}; slots are the inputs that take
-    weights."""
+    """A canonical graph: its bytes, and what it takes and gives."""
 
     data: bytes
-    inputs: tuple[dict, ...]
-    slots: tuple[dict, ...]
-    outputs: tuple[dict, ...]
+    signature: Signature
 
     @property
     def sha256(self) -> str:
@@ -100,13 +94,7 @@ def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[s
     result.output.extend(_io(value, value.name) for value in proto.output)
     model = onnx.ModelProto(ir_version=IR_VERSION, graph=result, opset_import=[onnx.helper.make_opsetid("", OPSET)])
     slot_names = {slots[n] for n in used if n in slots}
-    described = [describe(value) for value in result.input]
-    return Graph(
-        model.SerializeToString(deterministic=True),
-        tuple(d for d in described if d["name"] not in slot_names),
-        tuple(d for d in described if d["name"] in slot_names),
-        tuple(describe(value) for value in result.output),
-    )
+    return Graph(model.SerializeToString(deterministic=True), signature_of(result, slot_names))
 
 
 def _structural_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
@@ -128,13 +116,6 @@ def _structural_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
             if i in producer and producer[i] not in order
         )
     return [graph.node[index] for index in order]
-
-
-def describe(value: onnx.ValueInfoProto) -> dict:
-    """{"name", "dtype", "shape"} of a graph input or output; dynamic dimensions by name."""
-    tensor = value.type.tensor_type
-    shape = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in tensor.shape.dim]
-    return {"name": value.name, "dtype": _DTYPES[tensor.elem_type], "shape": shape}
 
 
 def _io(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
 
+from lockstep.artifacts.signature import IO
 from lockstep.export.canonical import IR_VERSION, OPSET, Graph
 
 DOMAIN = "lockstep"
@@ -34,20 +34,20 @@ def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[byte
     cache."""
     graph = onnx.GraphProto(name="batchful")
     constants: dict[tuple, str] = {}
-    weights: dict[str, dict] = {}
+    weights: dict[str, IO] = {}
     slots: dict[str, list[str]] = {}
     env: dict[str, str] = {}
-    inputs: dict[str, dict] = {}
+    inputs: dict[str, IO] = {}
     for index, step in enumerate(steps):
         names = {}
-        for value in step.graph.inputs:
-            names[value["name"]] = env.setdefault(value["name"], value["name"])
-            if env[value["name"]] == value["name"]:
-                inputs.setdefault(value["name"], value)
-        for slot in step.graph.slots:
-            tensors = list(step.slots[slot["name"]])
+        for io in step.graph.signature.inputs:
+            names[io.name] = env.setdefault(io.name, io.name)
+            if env[io.name] == io.name:
+                inputs.setdefault(io.name, io)
+        for slot in step.graph.signature.slots:
+            tensors = list(step.slots[slot.name])
             name = tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
-            names[slot["name"]] = name
+            names[slot.name] = name
             weights[name], slots[name] = slot, tensors
         block = step.graph.proto.graph
         for initializer in block.initializer:
@@ -66,8 +66,8 @@ def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[byte
             for output in node.output:
                 names[output] = output if last and output == "logits" else f"block_{index}/{output}"
             new.output[:] = [names[o] if o else "" for o in node.output]
-        for value in step.graph.outputs:
-            env[value["name"].removesuffix("_out")] = names[value["name"]]
+        for io in step.graph.signature.outputs:
+            env[io.key] = names[io.name]
         if not last:
             env.setdefault("position_ids", "position_ids")
             attention = f"layer_{index}/attention"
@@ -75,12 +75,12 @@ def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[byte
                 op_type=step.kind, domain=DOMAIN, name=attention, input=[env[n] for n in _CALL], output=[attention]
             )
             env["attention"] = attention
-    inputs["position_ids"] = {"name": "position_ids", "dtype": "int64", "shape": ["num_tokens"]}
+    inputs["position_ids"] = IO("position_ids", "int64", ("num_tokens",))
     graph.input.extend(
         _value_info(inputs[name], name) for name in ("hidden", "position_ids", "logit_rows") if name in inputs
     )
     graph.input.extend(_value_info(weights[name], name) for name in weights)
-    graph.output.extend(_value_info(value, value["name"]) for value in steps[-1].graph.outputs)
+    graph.output.extend(_value_info(io, io.name) for io in steps[-1].graph.signature.outputs)
     opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, 1)]
     model = onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=opsets)
     model.functions.extend(_function(name, functions[name]) for name in sorted(functions))
@@ -101,14 +101,7 @@ def _function(name: str, attention: Graph) -> onnx.FunctionProto:
     )  # fmt: skip
 
 
-def _value_info(value: dict, name: str) -> onnx.ValueInfoProto:
+def _value_info(io: IO, name: str) -> onnx.ValueInfoProto:
     return onnx.helper.make_tensor_value_info(
-        name, onnx.helper.np_dtype_to_tensor_dtype(_numpy_dtype(value["dtype"])), value["shape"]
+        name, onnx.helper.np_dtype_to_tensor_dtype(io.numpy_dtype), list(io.shape)
     )
-
-
-def _numpy_dtype(name: str) -> Any:
-    import ml_dtypes
-    import numpy as np
-
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)

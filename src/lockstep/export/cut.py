@@ -16,23 +16,11 @@ from onnx_ir import convenience
 
 from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
-from lockstep.export.known import dtype_of, number, required, shape_of
+from lockstep.export.flow import Flow, layout_of
+from lockstep.export.known import number, required, shape_of
 from lockstep.export.simplify import merge_movement
 from lockstep.export.tracer import DOMAIN
 
-_MOVEMENT = {
-    "Reshape",
-    "Transpose",
-    "Slice",
-    "Split",
-    "Concat",
-    "Unsqueeze",
-    "Squeeze",
-    "Neg",
-    "Identity",
-    "Expand",
-    "Cast",
-}
 INPUT_ORDER = ("hidden", "attention", "token_ids", "position_ids", "logit_rows")
 
 
@@ -66,7 +54,7 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
     """Cut `model` (changed on the way). Raises InputError with the reason where a clean cut does not exist."""
     graph = model.graph
     _flatten_attention(graph)
-    flow = _Flow(graph, weights)
+    flow = Flow(graph, weights)
     markers = [node for node in graph if node.domain == DOMAIN]
     flat: set[ir.Value] = set()
     plans = [_plan(graph, flow, marker, flat) for marker in markers]
@@ -107,101 +95,14 @@ def _flatten_attention(graph: ir.Graph) -> None:
     merge_movement(graph)
 
 
-class _Flow:
-    """Which values depend on tokens, and which of those see positions without a weight in between."""
-
-    def __init__(self, graph: ir.Graph, weights: frozenset[str]):
-        self.graph = graph
-        self.weights = {value for value in graph.initializers.values() if value.name in weights}
-        self.positions = next((value for value in graph.inputs if value.name == "position_ids"), None)
-        self.tokens = {value for value in graph.inputs if value is not self.positions}
-        self.positional: set[ir.Value] = set()
-        for node in graph:
-            if any(value in self.tokens for value in node.inputs):
-                self.tokens.update(node.outputs)
-            if (
-                node.domain != DOMAIN
-                and not self.weighted(node)
-                and any(v is self.positions or v in self.positional for v in node.inputs)
-            ):
-                self.positional.update(node.outputs)
-
-    def weighted(self, node: ir.Node) -> bool:
-        return any(value in self.weights for value in node.inputs)
-
-    def position_only(self, value: ir.Value) -> bool:
-        """Computed from positions alone: cheap, so that every block that needs it computes it."""
-        return value in self.positional and value not in self.tokens
-
-    def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
-        """The token values that `value` is made of by positions and movement alone, and the nodes in between."""
-        found: list[ir.Value] = []
-        region: set[ir.Node] = set()
-        seen: set[ir.Value] = set()
-        stack: list[ir.Value | None] = [value]
-        while stack:
-            reached = stack.pop()
-            if reached in seen or reached is None or reached is self.positions:
-                continue
-            seen.add(reached)
-            node = reached.producer()
-            moved = (
-                reached in self.tokens and node is not None and node.op_type in _MOVEMENT and not self.weighted(node)
-            )
-            if reached not in stops and (reached in self.positional or moved):
-                assert node is not None  # what positions are in was computed
-                region.add(node)
-                stack.extend(node.inputs)
-            elif reached in self.tokens:
-                found.append(reached)
-        return found, region
-
-    def cut_value(self, value: ir.Value) -> ir.Value:
-        """Where to cut for one input of an attention: of the single values that hold just its numbers in the narrowest
-        type, the earliest.
-
-        Rotary encoding then falls into the batchless part. Where no such value exists before positions come in (a key
-        that is put together from two tensors), the cut is at the attention and the rotary encoding stays batchful.
-        """
-        width = number(shape_of(value)[1]) * number(shape_of(value)[2])
-        _, region = self.walk(value)
-        made = {output for node in region for output in node.outputs} | {
-            v for node in region for v in node.inputs if v is not None
-        }
-        candidates = [
-            v for v in made if v in self.tokens and v not in self.positional and _layout(v, width) is not None
-        ]
-        order = {output: index for index, node in enumerate(self.graph) for output in node.outputs}
-        for candidate in sorted(candidates, key=lambda v: (dtype_of(v).itemsize, order.get(v, -1))):
-            found, _ = self.walk(value, stops={candidate})
-            if found == [candidate]:
-                return candidate
-        return value
-
-
-def _layout(value: ir.Value, width: int) -> str | None:
-    """How `width` numbers a token lie: "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim]; None for
-    anything else."""
-    if value.shape is None:
-        return None
-    fixed = [isinstance(dim, int) for dim in value.shape]
-    if fixed == [False, True]:
-        return "flat" if value.shape[1] == width else None
-    if fixed == [False, True, True]:
-        return "tokens" if value.shape[1] * value.shape[2] == width else None
-    if fixed == [True, False, True]:
-        return "heads" if value.shape[0] * value.shape[2] == width else None
-    return None
-
-
-def _plan(graph: ir.Graph, flow: _Flow, marker: ir.Node, flat: set[ir.Value]) -> tuple[list[ir.Value], set[ir.Node]]:
+def _plan(graph: ir.Graph, flow: Flow, marker: ir.Node, flat: set[ir.Value]) -> tuple[list[ir.Value], set[ir.Node]]:
     """Make query, key and value flat where they are cut; give the three flat values (added to `flat`) and the batchless
     nodes behind."""
     cuts = []
     for role, value in zip(("query", "key", "value"), map(required, marker.inputs), strict=True):
         at = flow.cut_value(value)
         width = number(shape_of(value)[1]) * number(shape_of(value)[2])
-        layout = _layout(at, width)
+        layout = layout_of(at, width)
         if layout is None:
             raise InputError(
                 f"cannot be split: expected the {role} of a layer as [num_tokens, heads, "
@@ -222,7 +123,7 @@ def _plan(graph: ir.Graph, flow: _Flow, marker: ir.Node, flat: set[ir.Value]) ->
     return cuts, behind
 
 
-def _flatten(graph: ir.Graph, flow: _Flow, value: ir.Value, layout: str, readers: Collection[ir.Node]) -> ir.Value:
+def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers: Collection[ir.Node]) -> ir.Value:
     """Put `value` through [num_tokens, width] for `readers`; give the flat value. Others go on reading `value`."""
     shape = shape_of(value)
     tokens, heads = (shape[1], number(shape[0])) if layout == "heads" else (shape[0], number(shape[1]))
@@ -267,7 +168,7 @@ def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
 
 
 def _spans(
-    graph: ir.Graph, flow: _Flow, markers: Sequence[ir.Node], plans: Sequence[tuple[list[ir.Value], set[ir.Node]]]
+    graph: ir.Graph, flow: Flow, markers: Sequence[ir.Node], plans: Sequence[tuple[list[ir.Value], set[ir.Node]]]
 ) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
     """For each block its inputs {value: name} and outputs {name: value}.
 

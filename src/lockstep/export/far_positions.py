@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
 from lockstep.export.reference_runner import Part, Walk
 
@@ -41,11 +42,11 @@ class Context:
     positions: tuple[int, ...]
 
 
-def contexts(assembly: Mapping[str, Any], originals: Sequence[int]) -> list[Context]:
+def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
     """Where to look at a model: within its positions, around its windows, and behind each length of `originals` (that
     its ropes name)."""
-    limit = (assembly["max_position_embeddings"] or LONGEST + NEW + 1) - NEW - 1
-    windows = sorted({kind["window"] for kind in assembly["kinds"].values() if kind["window"]})
+    limit = (assembly.max_position_embeddings or LONGEST + NEW + 1) - NEW - 1
+    windows = sorted({variant.window for variant in assembly.variants.values() if variant.window})
     near = [*_LENGTHS, *((window - 2,) for window in windows if 2 < window <= LONGEST)]
     clipped = dict.fromkeys(tuple(dict.fromkeys(min(length, limit) for length in lengths)) for lengths in near)
     found = [Context(lengths, lengths) for lengths in clipped if min(lengths) > 0]
@@ -69,23 +70,23 @@ class Filled:
     tokens: list[np.ndarray]
 
 
-def fill(context: Context, assembly: Mapping[str, Any], random: np.random.Generator) -> Filled:
+def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> Filled:
     """Seeded keys and values of rotated form; those of rows where something may begin or end are large."""
     caches = []
     for length in context.lengths:
         layers = []
-        for layer in assembly["layers"]:
-            kind = assembly["kinds"][layer["kind"]]
+        for layer in assembly.layers:
+            variant = assembly.variants[layer.variant]
             # Scores with a standard deviation of half: attention that looks at all rows, whatever the scale.
-            spread = 0.5 * min(1.0, 1 / (kind["scale"] * kind["head_dim"] ** 0.5))
+            spread = 0.5 * min(1.0, 1 / (variant.scale * variant.head_dim**0.5))
             key, value = (
-                random.standard_normal((1, kind["num_kv_heads"], length, kind[dim]), np.float32)
-                for dim in ("head_dim", "value_head_dim")
+                random.standard_normal((1, variant.num_kv_heads, length, dim), np.float32)
+                for dim in (variant.head_dim, variant.value_head_dim)
             )
-            value[:, :, _edges(length, kind["window"])] *= max(1.0, min(length, kind["window"] or length) / _EDGE_SHARE)
+            value[:, :, _edges(length, variant.window)] *= max(1.0, min(length, variant.window or length) / _EDGE_SHARE)
             layers.append((key * np.float32(spread), value))
         caches.append(layers)
-    return Filled(context, caches, [random.integers(0, assembly["vocab_size"], NEW + 1) for _ in context.lengths])
+    return Filled(context, caches, [random.integers(0, assembly.vocab_size, NEW + 1) for _ in context.lengths])
 
 
 def _edges(length: int, window: int) -> list[int]:

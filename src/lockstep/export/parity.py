@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from lockstep.artifacts.assembly import Assembly, AttentionVariant
 from lockstep.errors import InputError
 from lockstep.export import far_positions
 from lockstep.export.quiet import quiet
@@ -49,7 +50,7 @@ _OWN_TOLERANCE = TOLERANCE / 4
 _DRAWS_THAT_COUNT = 2
 
 Files = Mapping[str, bytes]
-Assemble = Callable[[PreTrainedModel, dict[str, Any], str], tuple[Files, dict[str, Any]]]
+Assemble = Callable[[PreTrainedModel, dict[str, Any], str], tuple[Files, Assembly]]
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Small:
 
     config: dict[str, Any]
     files: Files
-    assembly: dict[str, Any]
+    assembly: Assembly
 
 
 def prove(
-    config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Mapping[str, Any], assemble: Assemble
+    config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Assembly, assemble: Assemble
 ) -> float:
     """Largest error of the logits of the small model's split form, relative to their standard deviation.
 
@@ -95,7 +96,7 @@ def prove(
 
 
 def make_small(
-    config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Mapping[str, Any], assemble: Assemble
+    config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Assembly, assemble: Assemble
 ) -> Small:
     """The smallest model of the class that has the same layers and kinds, in split form: the model itself, when it is
     that small.
@@ -110,10 +111,10 @@ def make_small(
             _compare_looks(signatures(small), looks)
             if (count := _parameters(small)) > _TOO_LARGE:
                 raise InputError(f"it has {count:,} parameters, expected at most {_TOO_LARGE:,}")
-            if assembly["precision"] == "fp32" and small.config.to_dict() == meta.config.to_dict():
-                return Small(candidate, files, dict(assembly))
+            if assembly.precision == "fp32" and small.config.to_dict() == meta.config.to_dict():
+                return Small(candidate, files, assembly)
             small_files, made = assemble(small, candidate, "fp32")
-            _compare_kinds(made, assembly)
+            _compare_variants(made, assembly)
             _compare_graphs((small_files, made), (files, assembly))
             return Small(candidate, small_files, made)
         except InputError as error:
@@ -159,24 +160,24 @@ def _compare_looks(found: Sequence[str], expected: Sequence[str]) -> None:
         )
 
 
-def _compare_kinds(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _compare_variants(found: Assembly, expected: Assembly) -> None:
     """Each layer's attention must be the same but for head counts and the size of the window."""
-    for index, (small, real) in enumerate(zip(found["layers"], expected["layers"])):
+    for index, (small, real) in enumerate(zip(found.layers, expected.layers)):
         one, other = (
-            _essence(assembly["kinds"][layer["kind"]]) for assembly, layer in ((found, small), (expected, real))
+            _essence(assembly.variants[layer.variant]) for assembly, layer in ((found, small), (expected, real))
         )
         if one != other:
             raise InputError(f"expected the attention of layer {index} with {other}, found {one}")
 
 
-def _compare_graphs(found: tuple[Files, Mapping[str, Any]], expected: tuple[Files, Mapping[str, Any]]) -> None:
+def _compare_graphs(found: tuple[Files, Assembly], expected: tuple[Files, Assembly]) -> None:
     """Each layer's graphs must have the same operators in the same order: what the small model shows then holds for the
     real one."""
-    for index, (small, real) in enumerate(zip(found[1]["layers"], expected[1]["layers"])):
-        for part in ("block", "exit"):
+    for index, (small, real) in enumerate(zip(found[1].layers, expected[1].layers)):
+        for part, *blocks in (("block", small.block, real.block), ("exit", small.exit, real.exit)):
             one, other = (
-                _operators(files[assembly["classes"][layer[part]["class"]]["graph"]])
-                for (files, assembly), layer in ((found, small), (expected, real))
+                _operators(files[assembly.classes[block.graph].file])
+                for (files, assembly), block in zip((found, expected), blocks)
             )
             if one != other:
                 raise InputError(
@@ -191,9 +192,9 @@ def _operators(graph: bytes) -> tuple[str, ...]:
     return tuple(node.op_type for node in onnx.ModelProto.FromString(graph).graph.node if node.op_type != "Cast")
 
 
-def _essence(kind: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: kind[key] for key in ("head_dim", "value_head_dim", "scale", "softcap")}
-    return kept | {"window": bool(kind["window"]), "grouped": kind["num_heads"] > kind["num_kv_heads"]}
+def _essence(variant: AttentionVariant) -> dict[str, Any]:
+    kept = {key: getattr(variant, key) for key in ("head_dim", "value_head_dim", "scale", "softcap")}
+    return kept | {"window": bool(variant.window), "grouped": variant.num_heads > variant.num_kv_heads}
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def _one_thread() -> Iterator[None]:
 def _measure(small: Small, draw: tuple[int, float]) -> Measured:
     model = reference_model(small.config, *draw)
     random = np.random.default_rng(draw[0])
-    sequences = [random.integers(0, small.assembly["vocab_size"], length) for length in LENGTHS]
+    sequences = [random.integers(0, small.assembly.vocab_size, length) for length in LENGTHS]
     expected = _forward(model, sequences)
     spread = float(np.concatenate(expected).std())
     refusal = f"model type {small.config['model_type']!r} cannot be split: "

@@ -1,8 +1,8 @@
 """Walk an assembly's graphs in ONNX Runtime, in memory: what the runtime does, in its plainest form.
 
 In: the bytes of the graphs, the assembly, tensors by checkpoint name. Out: logits of every token of a step. A step
-takes any mix of requests; one that brings several tokens goes through the prefill graph of each kind, those that bring
-one through decode together.
+takes any mix of requests; one that brings several tokens goes through the prefill graph of each attention variant,
+those that bring one through decode together.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from lockstep.artifacts import assembly as documents
+from lockstep.artifacts.assembly import Assembly
 from lockstep.onnx_tools.sessions import open_session
 
 
@@ -32,29 +33,25 @@ class Walk:
     def __init__(
         self,
         files: Mapping[str, bytes],
-        assembly: Mapping[str, Any],
+        assembly: Assembly,
         tensors: Mapping[str, np.ndarray],
         num_requests: int,
         capacity: int,
     ):
         self.assembly, self.tensors = assembly, tensors
-        entries = dict(assembly["classes"])
-        entries |= {
-            f"{name}.{phase}": kind[phase]
-            for name, kind in assembly["kinds"].items()
-            for phase in ("prefill", "decode")
-        }
-        self.inputs = {name: [value["name"] for value in entry["inputs"]] for name, entry in entries.items()}
-        self.outputs = {name: [value["name"] for value in entry["outputs"]] for name, entry in entries.items()}
-        self.sessions = {name: open_session(files[entry["graph"]], threads=1) for name, entry in entries.items()}
+        graphs = dict(assembly.graphs())
+        self.inputs = {name: [io.name for io in graph.signature.inputs] for name, graph in graphs.items()}
+        self.outputs = {name: [io.name for io in graph.signature.outputs] for name, graph in graphs.items()}
+        self.sessions = {name: open_session(files[graph.file], threads=1) for name, graph in graphs.items()}
         self.lengths = np.zeros(num_requests, np.int64)
         self.shift = np.zeros(num_requests, np.int64)  # of each request's positions from its number of cached tokens
         noise = np.random.default_rng(0)
         self.caches = []
-        for layer in assembly["layers"]:
-            kind = assembly["kinds"][layer["kind"]]
+        for layer in assembly.layers:
+            variant = assembly.variants[layer.variant]
             shapes = [
-                (num_requests, kind["num_kv_heads"], capacity, kind[dim]) for dim in ("head_dim", "value_head_dim")
+                (num_requests, variant.num_kv_heads, capacity, dim)
+                for dim in (variant.head_dim, variant.value_head_dim)
             ]
             self.caches.append([10 * noise.standard_normal(shape, np.float32) for shape in shapes])
 
@@ -74,11 +71,11 @@ class Walk:
         }
         env["cache_rows"] = np.concatenate([self._positions(part) for part in parts])
         env["logit_rows"] = np.arange(len(env["token_ids"]))
-        self._block(self.assembly["embedding"], env)
-        for layer, cache in zip(self.assembly["layers"], self.caches, strict=True):
-            self._block(layer["block"], env)
-            env["attention"] = self._attention(layer["kind"], cache, parts, env)
-        self._block(self.assembly["layers"][-1]["exit"], env)
+        self._block(self.assembly.embedding, env)
+        for layer, cache in zip(self.assembly.layers, self.caches, strict=True):
+            self._block(layer.block, env)
+            env["attention"] = self._attention(layer.variant, cache, parts, env)
+        self._block(self.assembly.layers[-1].exit, env)
         for part in parts:
             self.lengths[part.request] += len(part.tokens)
         return np.split(env["logits"], np.cumsum([len(part.tokens) for part in parts])[:-1])
@@ -89,20 +86,20 @@ class Walk:
     def _run(self, name: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.outputs[name], self.sessions[name].run(self.outputs[name], dict(feeds)), strict=True))
 
-    def _block(self, part: Mapping[str, Any], env: dict[str, np.ndarray]) -> None:
-        feeds = {name: env[name] for name in self.inputs[part["class"]]}
-        for slot, names in part["slots"].items():
+    def _block(self, part: documents.Part, env: dict[str, np.ndarray]) -> None:
+        feeds = {name: env[name] for name in self.inputs[part.graph]}
+        for slot, names in part.slots.items():
             arrays = [self.tensors[name] for name in names]
-            feeds[slot] = arrays[0] if len(arrays) == 1 else self._joined(part["class"], slot, arrays)
-        env.update({name.removesuffix("_out"): value for name, value in self._run(part["class"], feeds).items()})
+            feeds[slot] = arrays[0] if len(arrays) == 1 else self._joined(part.graph, slot, arrays)
+        env.update({name.removesuffix("_out"): value for name, value in self._run(part.graph, feeds).items()})
 
     def _joined(self, name: str, slot: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """A slot of several tensors takes their bytes one after another."""
-        shape = next(value["shape"] for value in self.assembly["classes"][name]["slots"] if value["name"] == slot)
+        shape = next(io.sizes for io in self.assembly.classes[name].signature.slots if io.name == slot)
         return np.concatenate([array.reshape(-1) for array in arrays]).reshape(shape)
 
     def _attention(
-        self, kind: str, cache: list[np.ndarray], parts: Sequence[Part], env: Mapping[str, np.ndarray]
+        self, variant: str, cache: list[np.ndarray], parts: Sequence[Part], env: Mapping[str, np.ndarray]
     ) -> np.ndarray:
         starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
         calls = [
@@ -122,7 +119,7 @@ class Walk:
                 "past_value": cache[1][requests],
                 "past_lengths": self.lengths[requests],
             }
-            name = f"{kind}.{'prefill' if several else 'decode'}"
+            name = f"{variant}.{'prefill' if several else 'decode'}"
             found = self._run(name, {key: feeds[key] for key in self.inputs[name]})
             if result is None:
                 result = np.empty((starts[-1], found["attention"].shape[1]), np.float32)

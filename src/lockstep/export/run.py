@@ -1,4 +1,4 @@
-"""The export stage: checkpoint manifest -> assembly.json, block classes, kinds, embedding, tokenizer, uncut
+"""The export stage: checkpoint manifest -> assembly.json, block classes, attention, embedding, tokenizer, uncut
 batchful.onnx.
 
 Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy), never
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ import onnx
 from transformers import PreTrainedModel
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes, write_json
+from lockstep.artifacts.assembly import Assembly, AttentionVariant, GraphFile, Layer, Part, TokenizerFile, Uncut
+from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.checkpoint.tensors import find_tensors, has_weights
 from lockstep.errors import InputError
 from lockstep.export import attention
-from lockstep.export.canonical import Graph, describe
+from lockstep.export.canonical import Graph
 from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.compose import Step, compose
 from lockstep.export.cut import Region
@@ -32,6 +33,7 @@ from lockstep.export.parity import prove
 from lockstep.export.rope import position_limit
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import parts_of
+from lockstep.onnx_tools.signature import signature_of
 
 _READ = ("generation_config.json", "tokenizer.json")  # of the checkpoint's folder; config.json stands in the manifest
 
@@ -64,17 +66,16 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     check_checkpoint(folder, {**manifest, "files": [file for file in manifest["files"] if file["path"] in _READ]})
     stops = _eos_token_ids(folder, config)
     files, assembly = _proven(config, precision, folder)
-    assembly["eos_token_ids"] = stops
     tokenizer = (folder / "tokenizer.json").read_bytes()
     files["tokenizer.json"] = tokenizer
-    assembly["tokenizer"] = {"file": "tokenizer.json", "sha256": hashlib.sha256(tokenizer).hexdigest()}
+    entry = TokenizerFile("tokenizer.json", hashlib.sha256(tokenizer).hexdigest())
     out.parent.mkdir(parents=True, exist_ok=True)
     for stale in out.parent.iterdir():  # graphs of an earlier export of other classes
         if stale.is_file() and stale.name not in files:
             stale.unlink()
     for name, data in sorted(files.items()):
         write_bytes(out.parent / name, data)
-    write_json(out, assembly)
+    replace(assembly, eos_token_ids=stops, tokenizer=entry).save(out)
     return out
 
 
@@ -82,16 +83,14 @@ def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives
     {file: size, sha256}."""
     files, assembly = _proven(config, precision)
-    assembly["eos_token_ids"] = _token_ids(config.get("eos_token_id"), "config.json")
-    files["assembly.json"] = dump_json(assembly).encode()
+    assembly = replace(assembly, eos_token_ids=_token_ids(config.get("eos_token_id"), "config.json"))
+    files["assembly.json"] = dump_json(assembly.to_json()).encode()
     for name, data in sorted(files.items()):
         write_bytes(folder / name, data)
     return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
-def _proven(
-    config: dict[str, Any], precision: str, folder: Path | None = None
-) -> tuple[dict[str, bytes], dict[str, Any]]:
+def _proven(config: dict[str, Any], precision: str, folder: Path | None = None) -> tuple[dict[str, bytes], Assembly]:
     """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does.
 
     folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
@@ -106,60 +105,59 @@ def _proven(
 
 def assemble(
     meta: PreTrainedModel, config: dict[str, Any], precision: str, stamp: bool = True
-) -> tuple[dict[str, bytes], dict[str, Any]]:
+) -> tuple[dict[str, bytes], Assembly]:
     """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
     parts = parts_of(meta, stamp)
     layers = parts.layers
-    classes, kinds = _Registry(), _Kinds()
-    entries: list[dict[str, Any]] = []
-    for index, layer in enumerate(layers):
-        entries.append(
-            {
-                "block": {
-                    "class": classes.add(layer.block, "entry" if index == 0 else "middle"),
-                    "slots": layer.block_slots,
-                },
-                "kind": kinds.add(layer.region),
-                "exit": {"class": classes.add(layer.exit, "exit"), "slots": layer.exit_slots},
-            }
+    classes, variants = _Registry(), _Variants()
+    entries = [
+        Layer(
+            Part(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
+            variants.add(layer.region),
+            Part(classes.add(layer.exit, "exit"), layer.exit_slots),
         )
-    classes.add(parts.embedding, "embedding")
-    steps = [Step(layer.block, layer.block_slots, entry["kind"]) for layer, entry in zip(layers, entries, strict=True)]
+        for index, layer in enumerate(layers)
+    ]
+    embedding = Part(classes.add(parts.embedding, "embedding"), parts.embedding_slots)
+    steps = [Step(layer.block, layer.block_slots, entry.variant) for layer, entry in zip(layers, entries, strict=True)]
     steps.append(Step(layers[-1].exit, layers[-1].exit_slots, None))
-    batchful, batchful_slots = compose(steps, kinds.functions)
+    batchful, batchful_slots = compose(steps, variants.functions)
     files = {"batchful.onnx": batchful}
-    for name, graph in {**classes.graphs, **kinds.graphs}.items():
+    for name, graph in {**classes.graphs, **variants.graphs}.items():
         files[f"{name}.onnx"] = graph.data
         onnx.checker.check_model(graph.proto, full_check=True)
-    hidden = layers[0].block.inputs[0]
+    hidden = layers[0].block.signature.inputs[0]
     positions, limited_by = position_limit(meta.config)
-    assembly = {
-        "format": formats.ASSEMBLY,
-        "model_type": config["model_type"],
-        "precision": precision,
-        "dtype": hidden["dtype"],
-        "hidden_size": hidden["shape"][1],
-        "vocab_size": layers[-1].exit.outputs[0]["shape"][1],
-        "num_layers": len(layers),
-        "max_position_embeddings": positions,
-        **({"positions_limited_by": limited_by} if limited_by else {}),
-        "classes": {name: _describe(graph, name) for name, graph in classes.graphs.items()},
-        "kinds": kinds.described,
-        "embedding": {"class": "embedding", "slots": parts.embedding_slots},
-        "layers": entries,
-        "batchful": _describe_batchful(batchful, batchful_slots),
-    }
+    assembly = Assembly(
+        model_type=config["model_type"],
+        precision=precision,
+        dtype=hidden.dtype,
+        hidden_size=int(hidden.shape[1]),
+        vocab_size=int(layers[-1].exit.signature.outputs[0].shape[1]),
+        max_position_embeddings=positions,
+        positions_limited_by=limited_by or None,
+        classes={name: _file(graph, name) for name, graph in classes.graphs.items()},
+        variants=variants.described,
+        embedding=embedding,
+        layers=tuple(entries),
+        batchful=Uncut(
+            "batchful.onnx",
+            hashlib.sha256(batchful).hexdigest(),
+            signature_of(onnx.ModelProto.FromString(batchful).graph, batchful_slots),
+            batchful_slots,
+        ),
+    )
     return files, assembly
 
 
-class _Kinds:
-    """Distinct batchless behaviours, each with its prefill and decode graph and its form without a cache."""
+class _Variants:
+    """Distinct attention, each with its prefill and decode graph and its form without a cache."""
 
     def __init__(self) -> None:
         self.names: dict[tuple[str, str], str] = {}
         self.graphs: dict[str, Graph] = {}
         self.functions: dict[str, Graph] = {}
-        self.described: dict[str, dict] = {}
+        self.described: dict[str, AttentionVariant] = {}
         self._seen: dict[int, str] = {}
 
     def add(self, region: Region) -> str:
@@ -172,56 +170,37 @@ class _Kinds:
             self.names[key] = name
             self.functions[name] = attention.without_cache(region)
             self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
-            self.described[name] = {
-                "num_heads": region.num_heads,
-                "num_kv_heads": region.num_kv_heads,
-                "head_dim": region.head_dim,
-                "value_head_dim": region.value_head_dim,
-                "scale": region.scale,
-                "softcap": region.softcap,
-                "window": region.window,
-                "prefill": _describe(prefill, f"{name}.prefill"),
-                "decode": _describe(decode, f"{name}.decode"),
-            }
+            self.described[name] = AttentionVariant(
+                num_heads=region.num_heads,
+                num_kv_heads=region.num_kv_heads,
+                head_dim=region.head_dim,
+                value_head_dim=region.value_head_dim,
+                scale=region.scale,
+                softcap=region.softcap,
+                window=region.window,
+                prefill=_file(prefill, f"{name}.prefill"),
+                decode=_file(decode, f"{name}.decode"),
+            )
         self._seen[id(region)] = self.names[key]
         return self.names[key]
 
 
-def _describe(graph: Graph, name: str) -> dict[str, Any]:
-    described = {
-        "graph": f"{name}.onnx",
-        "sha256": graph.sha256,
-        "inputs": list(graph.inputs),
-        "outputs": list(graph.outputs),
-    }
-    return described | ({"slots": list(graph.slots)} if graph.slots else {})
+def _file(graph: Graph, name: str) -> GraphFile:
+    return GraphFile(f"{name}.onnx", graph.sha256, graph.signature)
 
 
-def _describe_batchful(data: bytes, tensors: dict[str, list[str]]) -> dict[str, Any]:
-    graph = onnx.ModelProto.FromString(data).graph
-    inputs = [describe(value) for value in graph.input]
-    return {
-        "graph": "batchful.onnx",
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "inputs": [value for value in inputs if value["name"] not in tensors],
-        "slots": [value for value in inputs if value["name"] in tensors],
-        "outputs": [describe(value) for value in graph.output],
-        "tensors": tensors,
-    }
-
-
-def _eos_token_ids(folder: Path, config: dict[str, Any]) -> list[int]:
+def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """End-of-sequence ids as `generate` takes them: generation_config.json before config.json."""
     generation = folder / "generation_config.json"
     source = read_json(generation) if generation.is_file() else config
     return _token_ids(source.get("eos_token_id", config.get("eos_token_id")), str(folder))
 
 
-def _token_ids(found: Any, where: str) -> list[int]:
+def _token_ids(found: Any, where: str) -> tuple[int, ...]:
     """One id, several or none, as generation_config.json and config.json have them."""
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(i, int) and i >= 0 for i in ids):
         raise InputError(
             f"{where}: eos_token_id: expected token ids, found {found!r}; correct generation_config.json or config.json"
         )
-    return sorted(set(ids))
+    return tuple(sorted(set(ids)))

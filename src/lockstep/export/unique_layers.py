@@ -60,7 +60,7 @@ def parts_of(meta: PreTrainedModel, stamp: bool = True) -> Parts:
             Layer(block, _bind(block, index, prefix, layout), region, exit, _bind(exit, index + 1, prefix, layout))
         )
     embedding = cuts.embedding()
-    return Parts(tuple(layers), embedding, {slot["name"]: layout[slot["name"]] for slot in embedding.slots})
+    return Parts(tuple(layers), embedding, {slot.name: layout[slot.name] for slot in embedding.signature.slots})
 
 
 class _Cuts:
@@ -141,7 +141,7 @@ def _cut(meta: PreTrainedModel, indices: Sequence[int]) -> _Traced:
 
 
 def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    return {slot["name"]: layout[bind_slot(slot["name"], layer, prefix)] for slot in graph.slots}
+    return {slot.name: layout[bind_slot(slot.name, layer, prefix)] for slot in graph.signature.slots}
 
 
 def signatures(meta: PreTrainedModel) -> list[str]:

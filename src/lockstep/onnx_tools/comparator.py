@@ -12,7 +12,7 @@ from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.common import TensorMetadata
 from polygraphy.logger import G_LOGGER
 
-IO = Mapping[str, Any]  # {"name", "dtype", "shape"} of the assembly; a dimension is a number or a name
+from lockstep.artifacts.signature import IO
 
 
 class BoundRunner(OnnxrtRunner):
@@ -34,7 +34,7 @@ def metadata(inputs: Sequence[IO]) -> TensorMetadata:
     """Declared inputs as Polygraphy takes them; named dimensions are of any size."""
     found = TensorMetadata()
     for io in inputs:
-        found.add(io["name"], np.dtype(io["dtype"]), [None if isinstance(dim, str) else dim for dim in io["shape"]])
+        found.add(io.name, io.numpy_dtype, [None if isinstance(dim, str) else dim for dim in io.shape])
     return found
 
 

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
+from lockstep.onnx_tools.signature import io_of
 from lockstep.onnx_tools.widened import widened
 
 _SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
@@ -30,23 +32,17 @@ _TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
 _BLOCK = 1_048_583
 
 
-def dtype_name(element: int) -> str:
-    """An ONNX element type as NumPy calls it. (Older ONNX packages give float32 for bfloat16 as a NumPy type.)"""
-    name = onnx.TensorProto.DataType.Name(element).lower()
-    return {"float": "float32", "double": "float64"}.get(name, name)
-
-
 @dataclass(frozen=True)
 class Prepared:
-    """model is what is built; slots are its weight inputs ({"name", "dtype", "shape"}); parts: {slot: [slots of the
+    """model is what is built; slots are its weight inputs; parts: {slot: [slots of the
     assembly]}."""
 
     model: onnx.ModelProto
-    slots: list[dict[str, Any]]
+    slots: Sequence[IO]
     parts: dict[str, list[str]]
 
 
-def prepare(model: onnx.ModelProto, slots: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Prepared | None:
+def prepare(model: onnx.ModelProto, slots: Sequence[IO], options: Mapping[str, Any]) -> Prepared | None:
     """The form that `options` ask for; None when that is the graph as it is.
 
     Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the
@@ -54,19 +50,14 @@ def prepare(model: onnx.ModelProto, slots: Sequence[Mapping[str, Any]], options:
     """
     lowered = model if options.get("opset") is None else lower(model, options["opset"])
     fused, parts = (
-        fuse(lowered, {slot["name"] for slot in slots})
+        fuse(lowered, {slot.name for slot in slots})
         if options.get("fuse_projections")
-        else (lowered, {s["name"]: [s["name"]] for s in slots})
+        else (lowered, {slot.name: [slot.name] for slot in slots})
     )
     if fused is model:
         return None
     declared = {value.name: value for value in fused.graph.input}
-    known = {slot["name"]: slot for slot in slots}
-    described = []
-    for name, names in parts.items():
-        shape = [dim.dim_value for dim in declared[name].type.tensor_type.shape.dim]
-        described.append({"name": name, "dtype": known[names[0]]["dtype"], "shape": shape})
-    prepared = Prepared(fused, described, parts)
+    prepared = Prepared(fused, tuple(io_of(declared[name]) for name in parts), parts)
     check_same(model, prepared)
     return prepared
 

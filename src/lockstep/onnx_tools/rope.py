@@ -1,21 +1,21 @@
-"""The rotary encoding of a kind alone, for a backend that has attention of its own.
+"""The rotary encoding of an attention variant alone, for a backend that has attention of its own.
 
-In: a kind's decode graph and its entry in the assembly. Out: a graph query, key, position_ids -> query_out [num_tokens,
+In: an attention variant and its decode graph. Out: a graph query, key, position_ids -> query_out [num_tokens,
 num_heads, head_dim], key_out [num_tokens, num_kv_heads, head_dim], cut out of it. That what is left is plain attention
-of the kind's numbers is shown by running the decode graph beside the cut-out graph with attention written in NumPy
+of the variant's numbers is shown by running the decode graph beside the cut-out graph with attention written in NumPy
 behind it. It runs on the host in ONNX Runtime, so a bf16 graph is cut in fp32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from lockstep.artifacts.assembly import AttentionVariant
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_types import prune
 from lockstep.onnx_tools.widened import widened
@@ -27,12 +27,12 @@ _TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
 _BF16 = 2**-7  # its eps
 
 
-def rotary(decode: onnx.ModelProto, kind: Mapping[str, Any]) -> onnx.ModelProto:
+def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProto:
     """Cut the rotary encoding out of a decode graph. Raises CheckError where the graph is not rotary encoding and then
     attention."""
     given, decode = decode, widened(decode)
     graph = decode.graph
-    query, scale = _rotated_query(graph, kind, None if decode is given else _BF16)
+    query, scale = _rotated_query(graph, variant, None if decode is given else _BF16)
     cut = onnx.ModelProto()
     cut.CopyFrom(decode)
     needed = prune(cut.graph, (query, "key_out"))
@@ -45,24 +45,24 @@ def rotary(decode: onnx.ModelProto, kind: Mapping[str, Any]) -> onnx.ModelProto:
     # queries and keys may come in float32
     element = next(value.type.tensor_type.elem_type for value in graph.output if value.name == "key_out")
     del cut.graph.output[:], cut.graph.value_info[:]
-    for name, heads in (("query_out", kind["num_heads"]), ("key_out", kind["num_kv_heads"])):
-        cut.graph.output.append(helper.make_tensor_value_info(name, element, ["num_tokens", heads, kind["head_dim"]]))
+    for name, heads in (("query_out", variant.num_heads), ("key_out", variant.num_kv_heads)):
+        cut.graph.output.append(helper.make_tensor_value_info(name, element, ["num_tokens", heads, variant.head_dim]))
     cut.graph.name = "rotary"
     onnx.checker.check_model(cut, full_check=True)
-    _check(decode, cut, {**kind, "scale": scale})
+    _check(decode, cut, dataclasses.replace(variant, scale=scale))
     return cut
 
 
-def _rotated_query(graph: onnx.GraphProto, kind: Mapping[str, Any], eps: float | None) -> tuple[str, float]:
-    """The value that attention scales: what a product with the kind's scale reads, whose result is brought into groups
-    of heads; and the scale as the graph has it, rounded to its type, whose `eps` is that of the constant unless
+def _rotated_query(graph: onnx.GraphProto, variant: AttentionVariant, eps: float | None) -> tuple[str, float]:
+    """The value that attention scales: what a product with the variant's scale reads, whose result is brought into
+    groups of heads; and the scale as the graph has it, rounded to its type, whose `eps` is that of the constant unless
     given."""
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
-    groups = [-1, kind["num_kv_heads"], kind["num_heads"] // kind["num_kv_heads"], kind["head_dim"]]
+    groups = [-1, variant.num_kv_heads, variant.num_heads // variant.num_kv_heads, variant.head_dim]
     found = []
     for node in graph.node:
         scalars = [name for name in node.input if name in constants and constants[name].shape == ()]
@@ -70,17 +70,17 @@ def _rotated_query(graph: onnx.GraphProto, kind: Mapping[str, Any], eps: float |
         if node.op_type == "Mul" and len(scalars) == 1 and len(reads) == 1 and reads[0].op_type == "Reshape":
             shape = constants.get(reads[0].input[1])
             scale, rounding = float(constants[scalars[0]]), (eps or np.finfo(constants[scalars[0]].dtype).eps) / 2
-            if shape is not None and shape.tolist() == groups and math.isclose(scale, kind["scale"], rel_tol=rounding):
+            if shape is not None and shape.tolist() == groups and math.isclose(scale, variant.scale, rel_tol=rounding):
                 found.append((next(name for name in node.input if name not in scalars), scale))
     if len(found) != 1:
         raise CheckError(
             f"graph {graph.name}: expected one product of the query with the scale "
-            f"{kind['scale']}, found {len(found)}; build with attention: traced"
+            f"{variant.scale}, found {len(found)}; build with attention: traced"
         )
     return found[0]
 
 
-def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, kind: Mapping[str, Any]) -> None:
+def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVariant) -> None:
     from lockstep.onnx_tools.sessions import open_session
 
     random = np.random.default_rng(0)
@@ -105,7 +105,13 @@ def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, kind: Mapping[str, Any
 
     expected, rotated = run(decode), run(cut)
     found = attention(
-        rotated["query_out"], rotated["key_out"], feeds["value"], feeds["past_key"], feeds["past_value"], lengths, kind
+        rotated["query_out"],
+        rotated["key_out"],
+        feeds["value"],
+        feeds["past_key"],
+        feeds["past_value"],
+        lengths,
+        variant,
     )
     allowed = _TOLERANCE[expected["attention"].dtype.name] * max(
         1.0, float(np.abs(expected["attention"].astype(np.float32)).max())
@@ -125,24 +131,24 @@ def attention(
     past_key: np.ndarray,
     past_value: np.ndarray,
     lengths: np.ndarray,
-    kind: Mapping[str, Any],
+    variant: AttentionVariant,
 ) -> np.ndarray:
     """One new token for each request over its cache and itself, in float32; shapes as in the decode graph, query and
     key rotated."""
-    heads, kv = kind["num_heads"], kind["num_kv_heads"]
+    heads, kv = variant.num_heads, variant.num_kv_heads
     rows = []
     for row, length in enumerate(lengths):
-        first = max(0, length + 1 - kind["window"]) if kind["window"] else 0
+        first = max(0, length + 1 - variant.window) if variant.window else 0
         new = [array[row].astype(np.float32).reshape(kv, 1, -1) for array in (key, value)]
         keys, values = (
             np.concatenate([past[row, :, first:length].astype(np.float32), one], axis=1)
             for past, one in zip((past_key, past_value), new)
         )
         scores = (
-            np.einsum("hd,hsd->hs", query[row].astype(np.float32), keys.repeat(heads // kv, axis=0)) * kind["scale"]
+            np.einsum("hd,hsd->hs", query[row].astype(np.float32), keys.repeat(heads // kv, axis=0)) * variant.scale
         )
-        if kind["softcap"]:
-            scores = kind["softcap"] * np.tanh(scores / kind["softcap"])
+        if variant.softcap:
+            scores = variant.softcap * np.tanh(scores / variant.softcap)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         rows.append(np.einsum("hs,hsd->hd", weights, values.repeat(heads // kv, axis=0)).reshape(-1))

@@ -11,7 +11,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
-from lockstep.artifacts.manifests import read_assembly
+from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
 
 _SHORT = {"float": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -35,17 +35,17 @@ def show(path: str | os.PathLike) -> str:
 def layer_table(assembly_json: str | os.PathLike) -> str:
     """Which class, kind and exit each layer of an assembly uses; equal neighbours share a line. Raises InputError for
     no assembly."""
-    assembly = read_assembly(assembly_json)
-    used = [(layer["block"]["class"], layer["kind"], layer["exit"]["class"]) for layer in assembly["layers"]]
+    assembly = Assembly.load(assembly_json)
+    used = [(layer.block.graph, layer.variant, layer.exit.graph) for layer in assembly.layers]
     rows, start = [("layers", "block", "kind", "exit when cut here")], 0
     for index in range(1, len(used) + 1):
         if index == len(used) or used[index] != used[start]:
             rows.append((str(start) if index == start + 1 else f"{start}-{index - 1}", *used[start]))
             start = index
-    digests = [(name, entry["sha256"][:12]) for name, entry in sorted(assembly["classes"].items())]
-    for name, kind in sorted(assembly["kinds"].items()):
-        digests += [(f"{name}.{phase}", kind[phase]["sha256"][:12]) for phase in ("prefill", "decode")]
-    count = f"{assembly['num_layers']} layers, {len(assembly['classes'])} classes, {len(assembly['kinds'])} kinds"
+    digests = [(name, graph.sha256[:12]) for name, graph in sorted(assembly.classes.items())]
+    for name, variant in sorted(assembly.variants.items()):
+        digests += [(f"{name}.{phase}", graph.sha256[:12]) for phase, graph in variant.phases().items()]
+    count = f"{len(assembly.layers)} layers, {len(assembly.classes)} classes, {len(assembly.variants)} kinds"
     return "\n".join([count, *_columns(rows), *_columns(digests)])
 
 

@@ -1,9 +1,10 @@
 """A stage in another Python: what TensorRT runs in may be older than what Snakemake runs in.
 
-    python -m lockstep.pipeline.worker < request.json       {"stage": "build", "arguments": {...}}
+    python -m lockstep.pipeline.worker < request.json       {"stage": "build", "arguments": {...}, "key": "..."}
 
-In: the name of a stage that runs engines, and its arguments as JSON. It works on files; errors are one line on stderr
-and an exit code, as everywhere. Needs what engines need, no more: neither Snakemake, torch nor pydantic.
+In: the name of a stage that runs engines, its arguments as JSON, and the config's key that names this interpreter. It
+works on files; errors are one line on stderr and an exit code, as everywhere. Needs what engines need, no more: neither
+Snakemake, torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def ask(python: str | None, stage: str, /, **arguments: Any) -> Any:
 def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int | None) -> Any:
     if python is None:
         return function_named(stage)(**arguments)
-    request = json.dumps({"stage": stage, "arguments": arguments})
+    from lockstep.config.backends import interpreter_keys  # loads pydantic, which the other interpreter may not have
+
+    key = interpreter_keys()
+    request = json.dumps({"stage": stage, "arguments": arguments, "key": key})
     # Another Python has other packages: of this one's it gets this package alone.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_folders(stage)), "PYTHONUTF8": "1"}
     try:
@@ -53,9 +57,7 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
             [python, "-m", "lockstep.pipeline.worker"], request, env=environment, stdout=pipe, stderr=pipe
         )
     except OSError as error:
-        raise InputError(
-            f"backends.tensorrt.python: expected a Python interpreter, found {python!r}: {error.strerror}"
-        ) from None
+        raise InputError(f"{key}: expected a Python interpreter, found {python!r}: {error.strerror}") from None
     if name := _signal(ended.returncode):
         print(ended.stderr or "", file=sys.stderr)  # ends the line that it left unfinished
         raise CheckError(
@@ -237,12 +239,12 @@ _STAGES = {function.__name__: function for function in (identity, inspect, build
 
 def main() -> None:
     with guard():
+        request = json.load(sys.stdin)
         if sys.version_info < _OLDEST:
             raise InputError(
-                f"backends.tensorrt.python: expected Python {'.'.join(map(str, _OLDEST))} or "
-                f"newer, found {sys.version.split()[0]} ({sys.executable})"
+                f"{request['key']}: expected Python {'.'.join(map(str, _OLDEST))} or newer, found "
+                f"{sys.version.split()[0]} ({sys.executable})"
             )
-        request = json.load(sys.stdin)
         try:
             answer = function_named(request["stage"])(**request["arguments"])
             if answer is not None:
@@ -251,7 +253,7 @@ def main() -> None:
             raise SystemExit(1) from None  # who read the text has had enough
         except ModuleNotFoundError as error:
             raise InputError(
-                f"backends.tensorrt.python: {sys.executable} has no Python package {error.name!r}; install it there"
+                f"{request['key']}: {sys.executable} has no Python package {error.name!r}; install it there"
             ) from None
 
 

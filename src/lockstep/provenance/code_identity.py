@@ -163,12 +163,16 @@ def _file_of(module: str) -> Path | None:
 
 
 class _Source:
-    """A module file: its digest, and the dotted names that it imports (`from a import b` gives `a` and `a.b`)."""
+    """A module file: its digest, which is also of the CUDA sources beside it that it names, and the dotted names that
+    it imports (`from a import b` gives `a` and `a.b`)."""
 
     def __init__(self, path: Path) -> None:
         data = path.read_bytes()
         tree = ast.parse(data)
-        self.digest = hashlib.sha256(_code(data, tree)).hexdigest()
+        digest = hashlib.sha256(_code(data, tree))
+        for source in _cuda_sources(path, tree):
+            digest.update(source.read_bytes())
+        self.digest = digest.hexdigest()
         self.imports = tuple(_imports(tree, _package_of(path)))
 
 
@@ -178,6 +182,12 @@ _read = functools.cache(_Source)
 def digest_of(path: Path) -> str:
     """Hex sha256 of the code in the file `path` as it is now."""
     return _Source(path).digest
+
+
+def _cuda_sources(path: Path, tree: ast.AST) -> list[Path]:
+    """The files beside a module whose names, as `kernel.cu`, stand in it, in that order."""
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [path.with_name(text) for text in texts if re.fullmatch(r"\w+\.cu", text) and path.with_name(text).is_file()]
 
 
 def _code(data: bytes, tree: ast.AST) -> bytes:

@@ -30,11 +30,11 @@ class Model:
     def __init__(self, executor: Executor, max_num_tokens: int | None, engines: EngineSet, layers: int):
         self.engines = engines
         self.layers = layers
-        self.vocab_size = engines.assembly["vocab_size"]
+        self.vocab_size = engines.assembly.vocab_size
         self.max_batch_size = executor.rows
         self.max_seq_len = executor.max_seq_len
         self.max_num_tokens = max_num_tokens
-        self.eos_token_ids = tuple(engines.assembly["eos_token_ids"])
+        self.eos_token_ids = engines.assembly.eos_token_ids
         self._executor = executor
 
     @classmethod
@@ -125,9 +125,9 @@ def _limits(
         name: next((limit for limit in (value, built[name], _DEFAULTS[name]) if limit is not None), None)
         for name, value in given.items()
     }
-    allowed = engines.assembly["max_position_embeddings"]
+    allowed = engines.assembly.max_position_embeddings
     if allowed is not None and limits["max_seq_len"] > allowed:
-        reason = engines.assembly.get("positions_limited_by", "max_position_embeddings")
+        reason = engines.assembly.positions_limited_by or "max_position_embeddings"
         raise InputError(
             f"max_seq_len: expected at most {allowed} ({reason} of {assembly_json}), found {limits['max_seq_len']}"
         )

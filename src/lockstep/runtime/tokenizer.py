@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.artifacts.assembly import load_tokenizer
 from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.manifests import read_tokenizer
 from lockstep.errors import CheckError, InputError
 
 
@@ -52,15 +52,15 @@ class Tokenizer:
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
         """The tokenizer that the assembly names. Raises CheckError when its file is not the one that was exported."""
-        entry = read_tokenizer(assembly_json)
+        entry = load_tokenizer(assembly_json)
         if entry is None:
             raise InputError(
                 f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside "
                 f"the checkpoint's weights and export again"
             )
-        path = Path(assembly_json).parent / entry["file"]
-        if path.is_file() and (found := sha256_file(path)) != entry["sha256"]:
-            raise CheckError(f"{path}: sha256: expected {entry['sha256']}, found {found}; export again")
+        path = Path(assembly_json).parent / entry.file
+        if path.is_file() and (found := sha256_file(path)) != entry.sha256:
+            raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {found}; export again")
         return cls(path)
 
     def encode(self, text: str) -> np.ndarray:

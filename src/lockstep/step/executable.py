@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -30,6 +30,15 @@ class Declared(Protocol):
 
     @property
     def shape(self) -> Sequence[int | str]: ...
+
+
+@runtime_checkable
+class DeviceExecutable(Executable, Protocol):
+    """An engine on arrays of a device, which can also be called once with arrays of the host."""
+
+    def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs for `inputs`, in the shapes and dtypes of `like`; both are cast to the engine's dtypes."""
+        ...
 
 
 class HostExecutable(Executable, Protocol):

@@ -7,12 +7,12 @@ from typing import cast
 
 import numpy as np
 
-from lockstep.errors import CheckError
+from lockstep.artifacts.signature import IO, Signature
 from lockstep.step.advance import Advance, lay_out
 from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
 from lockstep.step.kv_cache import KVCache
-from lockstep.step.network import IO, Network, ios_of
+from lockstep.step.network import Network
 from lockstep.step.plan import Layout, Plan
 
 _KEPT_PLANS = 8
@@ -67,39 +67,28 @@ class HostExecutor:
 
 def _check_declared(network: Network) -> None:
     """Raises CheckError where an engine reads or makes something else than the assembly says: buffers are of the
-    assembly's sizes."""
-    parts: dict[Executable, tuple[tuple[IO, ...], tuple[IO, ...]]] = {
-        network.embedding.run: (network.embedding.inputs, network.embedding.outputs),
-        network.exit.run: (network.exit.inputs, network.exit.outputs),
-    }
-    parts |= {block.run: (block.inputs, block.outputs) for block, _ in network.layers}
+    assembly's sizes. Dimensions that a step decides may have any name, or none."""
+    declared: dict[Executable, Signature] = {block.run: block.signature for block, _ in network.layers}
+    declared |= {block.run: block.signature for block in (network.embedding, network.exit)}
     for kind in {id(kind): kind for _, kind in network.layers}.values():
-        parts |= {
-            kind.engines[phase]: (ios_of(kind.spec[phase]["inputs"]), ios_of(kind.spec[phase]["outputs"]))
-            for phase in ("prefill", "decode")
-        }
-    for executable, (inputs, outputs) in parts.items():
+        declared |= {kind.engines[phase]: graph.signature for phase, graph in kind.variant.phases().items()}
+    for executable, signature in declared.items():
         engine = cast(HostExecutable, executable)  # what this executor runs is on host arrays
-        for ios, declared in ((inputs, engine.inputs), (outputs, engine.outputs)):
-            said, found = (
-                {name: _known(dtype, shape) for name, dtype, shape in values}
-                for values in (
-                    ((io.name, io.dtype, io.shape) for io in ios),
-                    ((name, value.dtype, value.shape) for name, value in declared.items()),
-                )
+        expected, found = (
+            Signature(*(tuple(IO(name, dtype, _any_name(shape)) for name, dtype, shape in ios) for ios in sides))
+            for sides in (
+                [[(io.name, io.dtype, io.shape) for io in ios] for ios in (signature.inputs, signature.outputs)],
+                [
+                    [(name, value.dtype.name, value.shape) for name, value in values.items()]
+                    for values in (engine.inputs, engine.outputs)
+                ],
             )
-            if said != found:
-                name = min(name for name in {*said, *found} if said.get(name) != found.get(name))
-                advice = "export and build again, or take another bundle"
-                raise CheckError(
-                    f"{engine.where}: {name!r}: expected {said.get(name, 'nothing')} as the "
-                    f"assembly says, found {found.get(name, 'nothing')}; {advice}"
-                )
+        )
+        expected.check(found, engine.where, "export and build again, or take another bundle")
 
 
-def _known(dtype: np.dtype, shape: Sequence[int | str]) -> str:
-    """A type with its sizes; named ones are left to each step."""
-    return f"{dtype.name} [{', '.join(str(size) if isinstance(size, int) else 'any' for size in shape)}]"
+def _any_name(shape: Sequence[int | str]) -> tuple[int | str, ...]:
+    return tuple(size if isinstance(size, int) else "any" for size in shape)
 
 
 def _pack(plan: Plan, advances: Sequence[Advance]) -> np.ndarray:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from lockstep.artifacts.assembly import Assembly, AttentionVariant
+from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import InputError
 from lockstep.step.executable import Executable
 from lockstep.step.kv_cache import LayerShape
-
-
-@dataclass(frozen=True)
-class IO:
-    """An input or output of a graph: dimensions are numbers or names (`num_tokens`, `num_requests`,
-    `past_capacity`)."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int | str, ...]
-
-    @property
-    def key(self) -> str:
-        """The name under which the runner keeps the value: a graph that reads `hidden` has to call its result
-        `hidden_out`."""
-        return self.name.removesuffix("_out")
 
 
 @dataclass(frozen=True)
@@ -34,21 +20,31 @@ class Block:
     """A batchful piece with its weights."""
 
     run: Executable
-    inputs: tuple[IO, ...]
-    outputs: tuple[IO, ...]
+    signature: Signature
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A batchless behaviour: its engines by phase (prefill and decode, or what the backend has instead), what each
-    phase reads (a kind without rotary encoding decodes without positions), the cache that a layer of this kind needs,
-    and its entry in the assembly."""
+    """An attention variant with its engines by phase: prefill and decode, or what the backend has instead."""
 
     engines: Mapping[str, Executable]
-    inputs: Mapping[str, tuple[str, ...]]
-    attention: IO
-    cache: LayerShape
-    spec: Mapping[str, Any]
+    variant: AttentionVariant
+
+    @functools.cached_property
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        """What each phase reads: a variant without rotary encoding decodes without positions."""
+        return {
+            phase: tuple(io.name for io in graph.signature.inputs) for phase, graph in self.variant.phases().items()
+        }
+
+    @functools.cached_property
+    def attention(self) -> IO:
+        return next(io for io in self.variant.decode.signature.outputs if io.name == "attention")
+
+    @functools.cached_property
+    def cache(self) -> LayerShape:
+        """The cache that a layer needs."""
+        return LayerShape(self.variant.num_kv_heads, self.variant.head_dim, self.variant.value_head_dim)
 
 
 @dataclass(frozen=True)
@@ -62,16 +58,11 @@ class Network:
     vocab_size: int
 
 
-def layer_count(assembly: Mapping[str, Any], layers: int | str) -> int:
+def layer_count(assembly: Assembly, layers: int | str) -> int:
     """`layers` as a number. Raises InputError when the model has fewer."""
-    depth = assembly["num_layers"]
+    depth = len(assembly.layers)
     if layers == "all":
         return depth
     if not isinstance(layers, int) or not 1 <= layers <= depth:
         raise InputError(f"layers: expected 1 to {depth} or 'all', found {layers!r}")
     return layers
-
-
-def ios_of(entries: Sequence[Mapping[str, Any]]) -> tuple[IO, ...]:
-    """The inputs or outputs that an assembly lists."""
-    return tuple(IO(entry["name"], np.dtype(entry["dtype"]), tuple(entry["shape"])) for entry in entries)

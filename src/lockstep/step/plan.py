@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.artifacts.signature import IO
 from lockstep.step.kv_cache import KVCache
-from lockstep.step.network import IO, Block, Kind, Network
+from lockstep.step.network import Block, Kind, Network
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ class Plan:
                 self._cache.write_each(group, rows, starts, keys, values)
 
     def _add_block(self, block: Block, values: dict[str, np.ndarray]) -> None:
-        inputs = {io.name: values[io.key] for io in block.inputs}
-        outputs = {io.name: self._buffer(io) for io in block.outputs}
+        inputs = {io.name: values[io.key] for io in block.signature.inputs}
+        outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._calls.append(block.run.prepare(inputs, outputs))
-        values.update({io.key: outputs[io.name] for io in block.outputs})
+        values.update({io.key: outputs[io.name] for io in block.signature.outputs})
 
     def _add_attention(self, index: int, kind: Kind, values: dict[str, np.ndarray]) -> None:
         attention = self._buffer(kind.attention, self.layout.num_tokens)
@@ -153,7 +154,7 @@ class Plan:
         shape = shape if first_dim is None else (first_dim, *shape[1:])
         pair = self._buffers.setdefault((io.key, shape), [])
         if len(pair) < 2:
-            pair.append(np.empty(shape, io.dtype))
+            pair.append(np.empty(shape, io.numpy_dtype))
             return pair[-1]
         pair.reverse()
         return pair[1]

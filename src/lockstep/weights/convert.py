@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import FLOAT_DTYPES, PRECISION_DTYPES
-from lockstep.artifacts.files import remove_leftovers, write_json
+from lockstep.artifacts.files import remove_leftovers
+from lockstep.artifacts.weights import TensorPlace, WeightsFile, WeightsManifest
 from lockstep.errors import InputError
 from lockstep.weights.source import PIECE_BYTES, Source, finite_pieces, open_source
 from lockstep.weights.writer import write_cast
@@ -40,18 +39,20 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path) -> Path:
     for path in (out, out.with_name(WEIGHTS)):
         remove_leftovers(path)
     if source.float_dtypes() <= {dtype}:
-        write_json(out, {"format": formats.WEIGHTS, "precision": precision, **_point_into(source, out)})
+        _point_into(source, precision, out).save(out)
         out.with_name(WEIGHTS).unlink(missing_ok=True)  # of an earlier checkpoint; nothing names it any more
     else:
         # Gone before the weights it describes are replaced: a kill in between must not leave it beside others.
-        written = write_cast(source, dtype, out.with_name(WEIGHTS), before_rename=lambda: out.unlink(missing_ok=True))
-        remember(out.with_name(WEIGHTS), written["files"][0]["sha256"])
-        write_json(out, {"format": formats.WEIGHTS, "precision": precision, **written})
+        file, tensors = write_cast(
+            source, dtype, out.with_name(WEIGHTS), before_rename=lambda: out.unlink(missing_ok=True)
+        )
+        remember(out.with_name(WEIGHTS), file.sha256)
+        WeightsManifest(precision, (file,), tensors).save(out)
     return out
 
 
-def _point_into(source: Source, out: Path) -> dict[str, Any]:
-    """Files and tensors of a manifest that points into the checkpoint, once its numbers are known to be finite."""
+def _point_into(source: Source, precision: str, out: Path) -> WeightsManifest:
+    """A manifest that points into the checkpoint, once its numbers are known to be finite."""
     buffer = np.empty(PIECE_BYTES, np.uint8)
     for tensor in source.tensors:
         if tensor.dtype in FLOAT_DTYPES:
@@ -60,12 +61,16 @@ def _point_into(source: Source, out: Path) -> dict[str, Any]:
     names = sorted({entry["file"] for entry in source.manifest["tensors"].values()})
     recorded = {file["path"]: file for file in source.manifest["files"]}
     tensors = {
-        name: {**entry, "file": names.index(entry["file"])} for name, entry in source.manifest["tensors"].items()
+        tensor.name: TensorPlace(
+            names.index(tensor.path.name), tensor.offset, tensor.length, tensor.dtype, tensor.shape
+        )
+        for tensor in source.tensors
     }
-    return {
-        "files": [{**recorded[name], "path": _recorded_path(source, name, out)} for name in names],
-        "tensors": tensors,
-    }
+    files = [
+        WeightsFile(_recorded_path(source, name, out), recorded[name]["size"], recorded[name]["sha256"])
+        for name in names
+    ]
+    return WeightsManifest(precision, tuple(files), tensors)
 
 
 def _recorded_path(source: Source, name: str, out: Path) -> str:

@@ -7,27 +7,15 @@ import difflib
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
-from lockstep.artifacts.manifests import read_weights
+from lockstep.artifacts.weights import TensorPlace, WeightsManifest
 from lockstep.errors import InputError
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """`length` bytes at `offset` of file number `file`; `dtype` is safetensors' name, such as "F16"."""
-
-    file: int
-    offset: int
-    length: int
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Weights:
@@ -40,7 +28,7 @@ class Weights:
         precision: str,
         paths: tuple[Path, ...],
         maps: tuple[np.ndarray, ...],
-        tensors: dict[str, TensorInfo],
+        tensors: Mapping[str, TensorPlace],
     ):
         self.manifest_path = manifest_path
         self.precision = precision
@@ -52,20 +40,16 @@ class Weights:
     def open(cls, manifest_path: str | os.PathLike) -> Weights:
         """Raises InputError when the manifest or a file it names is absent or has changed."""
         manifest_path = Path(manifest_path)
-        manifest = read_weights(manifest_path)
-        paths = tuple(manifest_path.parent / file["path"] for file in manifest["files"])
+        manifest = WeightsManifest.load(manifest_path)
+        paths = tuple(manifest_path.parent / file.path for file in manifest.files)
         check_files(
-            [Expected(path, file["sha256"], file["size"]) for path, file in zip(paths, manifest["files"])],
+            [Expected(path, file.sha256, file.size) for path, file in zip(paths, manifest.files)],
             "convert the checkpoint again",
         )
-        tensors = {
-            name: TensorInfo(entry["file"], entry["offset"], entry["length"], entry["dtype"], tuple(entry["shape"]))
-            for name, entry in manifest["tensors"].items()
-        }
         maps = tuple(map(_map, paths))
-        for name, info in tensors.items():
+        for name, info in manifest.tensors.items():
             _check_place(manifest_path, name, info, maps)
-        return cls(manifest_path, manifest["precision"], paths, maps, tensors)
+        return cls(manifest_path, manifest.precision, paths, maps, manifest.tensors)
 
     def names(self) -> list[str]:
         return sorted(self._tensors)
@@ -88,7 +72,7 @@ class Weights:
         """The tensors that are none of `names`, sorted."""
         return sorted(set(self._tensors) - {self._key(name) for name in names})
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorPlace:
         """Raises InputError, which names the nearest tensors, when there is none of this name."""
         try:
             return self._tensors[self._key(name)]
@@ -120,7 +104,7 @@ class Weights:
         return array
 
 
-def _check_place(manifest_path: Path, name: str, info: TensorInfo, maps: Sequence[np.ndarray]) -> None:
+def _check_place(manifest_path: Path, name: str, info: TensorPlace, maps: Sequence[np.ndarray]) -> None:
     """A manifest is ours, but its numbers choose what memory is read: they are checked as any file's are."""
     size = maps[info.file].size if 0 <= info.file < len(maps) else 0
     length = math.prod(info.shape) * DTYPE_BITS.get(info.dtype, 0) // 8

@@ -4,47 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from lockstep.artifacts.dtypes import graph_dtype
+from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
 from lockstep.weights.reader import Weights
 
 
-def check_slots(
-    weights: Weights, slots: Mapping[str, Sequence[str]], specs: Sequence[Mapping[str, Any]], where: str = ""
-) -> None:
-    """Check each slot that `specs` declares ({"name", "dtype", "shape"} of the assembly) against its tensors in
+def check_slots(weights: Weights, slots: Mapping[str, Sequence[str]], specs: Sequence[IO], where: str = "") -> None:
+    """Check each slot that `specs` declares against its tensors in
     `slots`.
 
     A slot of several tensors holds their bytes one after another. A size given as a name fits any size. `where` says
     which block this is, for the message. Raises InputError naming tensor, file, expected and found dtype or shape.
     """
-    declared = [spec["name"] for spec in specs]
+    declared = [spec.name for spec in specs]
     if sorted(declared) != sorted(slots):
         raise InputError(
             f"{_at(where)}expected tensors for the slots {sorted(declared)}, found "
             f"{sorted(slots)}; export the model again"
         )
     for spec in specs:
-        _check_slot(weights, spec, slots[spec["name"]], where)
+        _check_slot(weights, spec, slots[spec.name], where)
 
 
-def _check_slot(weights: Weights, spec: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+def _check_slot(weights: Weights, spec: IO, names: Sequence[str], where: str) -> None:
     if not names:
-        raise InputError(f"{_at(where)}expected a tensor for slot {spec['name']!r}, found none; export the model again")
-    expected = list(spec["shape"])
+        raise InputError(f"{_at(where)}expected a tensor for slot {spec.name!r}, found none; export the model again")
+    expected = list(spec.shape)
     infos = [weights.info(name) for name in names]
     for name, info in zip(names, infos):
         dtype = graph_dtype(info.dtype)
-        if dtype != spec["dtype"]:
+        if dtype != spec.dtype:
             _refuse(
                 weights,
                 [name],
                 where,
-                spec["dtype"],
+                spec.dtype,
                 f"{dtype} {list(info.shape)}",
                 "convert the checkpoint to the precision of the graphs",
             )
@@ -60,14 +59,15 @@ def _check_slot(weights: Weights, spec: Mapping[str, Any], names: Sequence[str],
                 f"shape {list(info.shape)}",
                 "the tensor does not belong to this config.json",
             )
-    if len(names) > 1 and all(isinstance(size, int) for size in expected):
+    sizes = [size for size in expected if isinstance(size, int)]
+    if len(names) > 1 and len(sizes) == len(expected):
         found = sum(math.prod(info.shape) for info in infos)
-        if found != math.prod(expected):
+        if found != math.prod(sizes):
             _refuse(
                 weights,
                 names,
                 where,
-                f"{math.prod(expected)} numbers in all",
+                f"{math.prod(sizes)} numbers in all",
                 f"{found}",
                 "the tensors do not belong to this config.json",
             )

@@ -18,6 +18,7 @@ import numpy as np
 
 from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
 from lockstep.artifacts.files import atomic_path, check_place
+from lockstep.artifacts.weights import TensorPlace, WeightsFile
 from lockstep.errors import InputError
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source, SourceTensor, finite_pieces, pieces
@@ -25,14 +26,16 @@ from lockstep.weights.source import PIECE_BYTES, Source, SourceTensor, finite_pi
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_cast(source: Source, dtype: str, path: Path, before_rename: Callable[[], None]) -> dict[str, Any]:
+def write_cast(
+    source: Source, dtype: str, path: Path, before_rename: Callable[[], None]
+) -> tuple[WeightsFile, dict[str, TensorPlace]]:
     """Write all tensors of `source`, floats as `dtype`, to the safetensors file `path`.
 
-    Returns the `files` and `tensors` of the weights manifest beside it. `before_rename` is called when the file is
+    Returns the file and the tensors of the weights manifest beside it. `before_rename` is called when the file is
     complete and not yet in place. On any error `path` stays as it was.
     """
     header, tensors = _layout(source, dtype)
-    size = len(header) + sum(entry["length"] for entry in tensors.values())
+    size = len(header) + sum(place.length for place in tensors.values())
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
@@ -58,10 +61,10 @@ def write_cast(source: Source, dtype: str, path: Path, before_rename: Callable[[
         raise InputError(
             f"{path}: expected {size} bytes free for the converted weights, {found}; free space and run again"
         ) from None
-    return {"files": [{"path": path.name, "size": size, "sha256": digest.hexdigest()}], "tensors": tensors}
+    return WeightsFile(path.name, size, digest.hexdigest()), tensors
 
 
-def _layout(source: Source, dtype: str) -> tuple[bytes, dict[str, Any]]:
+def _layout(source: Source, dtype: str) -> tuple[bytes, dict[str, TensorPlace]]:
     """The file's opening bytes and the manifest's tensors, both in file order, which is that of the safetensors
     library."""
 
@@ -83,14 +86,9 @@ def _layout(source: Source, dtype: str) -> tuple[bytes, dict[str, Any]]:
     opening = len(text).to_bytes(8, "little") + text
     del header["__metadata__"]
     tensors = {
-        name: {
-            "file": 0,
-            "offset": len(opening) + entry["data_offsets"][0],
-            "length": entry["data_offsets"][1] - entry["data_offsets"][0],
-            "dtype": entry["dtype"],
-            "shape": entry["shape"],
-        }
+        name: TensorPlace(0, len(opening) + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
         for name, entry in header.items()
+        for begin, end in [entry["data_offsets"]]
     }
     return opening, tensors
 

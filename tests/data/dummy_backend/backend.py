@@ -11,11 +11,12 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import write_bytes
+from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes
-from lockstep.backends.graphs import graphs_of
 from lockstep.onnx_tools import saved_graph
-from lockstep.onnx_tools.prepare import dtype_name
+from lockstep.onnx_tools.signature import dtype_name
 from lockstep.weights import Weights, slot_array
 
 
@@ -41,8 +42,8 @@ class DummyBackend:
     def options_key(self, options: Mapping[str, Any]) -> Any:
         return dict(options)
 
-    def graphs(self, assembly: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        return graphs_of(assembly)
+    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Any:
+        return assembly.graphs()
 
     def file(self, name: str) -> str:
         return f"{name}.dummy"
@@ -62,8 +63,8 @@ class DummyBackend:
         write_bytes(out_path, graph_path.read_bytes())
         return Built()
 
-    def load(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool) -> Any:
-        return DummyProgram(engine_path, {slot["name"]: slot["shape"] for slot in slots})
+    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> Any:
+        return DummyProgram(engine_path, {slot.name: slot.sizes for slot in slots})
 
     def choices(self, engine_path: Path) -> Any:
         return saved_graph.operators(_opened(engine_path))

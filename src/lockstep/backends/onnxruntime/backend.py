@@ -19,9 +19,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.files import write_bytes
+from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes
-from lockstep.backends.graphs import graphs_of
 from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_count
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools import saved_graph
@@ -67,10 +68,8 @@ class OnnxRuntimeBackend:
     def options_key(self, options: Mapping[str, Any]) -> Any:
         return dict(options)
 
-    def graphs(
-        self, assembly: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        return graphs_of(assembly)
+    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
+        return assembly.graphs()
 
     def file(self, name: str) -> str:
         return f"{name}.onnx"
@@ -105,9 +104,7 @@ class OnnxRuntimeBackend:
             write_bytes(out_path, _canonical(saved.read_bytes()))
         return Built()
 
-    def load(
-        self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool
-    ) -> OnnxRuntimeProgram:
+    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> OnnxRuntimeProgram:
         _use_global_pool(threads)
         return OnnxRuntimeProgram(engine_path, slots, low_memory)
 
@@ -133,9 +130,9 @@ BACKEND = OnnxRuntimeBackend
 class OnnxRuntimeProgram:
     """An engine file in memory; `bind` makes a session from it."""
 
-    def __init__(self, engine_path: Path, slots: Sequence[Mapping[str, Any]], low_memory: bool):
+    def __init__(self, engine_path: Path, slots: Sequence[IO], low_memory: bool):
         self._path = engine_path
-        self._slots = {slot["name"]: (tuple(slot["shape"]), np.dtype(slot["dtype"])) for slot in slots}
+        self._slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self._low_memory = low_memory
         self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
         _inputs_to_initializers(self._model.graph, self._slots, engine_path)

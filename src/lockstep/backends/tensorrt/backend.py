@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.files import sha256_file, write_bytes
+from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes, Program
-from lockstep.backends.graphs import graphs_of
+from lockstep.backends.graphs import RotaryGraph
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt.attention_kinds import ATTENTIONS, can_fuse
@@ -104,23 +106,24 @@ class TensorRTBackend:
         """Without the mode of tactics: engines are held to the record itself (keeps)."""
         return {key: value for key, value in options.items() if key != "tactics"}
 
-    def graphs(
-        self, assembly: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Of kinds that fused attention can run only the rotary encoding is needed."""
+    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
+        """Of variants that fused attention can run only the rotary encoding is needed."""
         if options.get("attention") not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
         fused = {
             name
-            for name, kind in assembly["kinds"].items()
-            if options["attention"] == "fused" and can_fuse(kind, assembly["dtype"])
+            for name, variant in assembly.variants.items()
+            if options["attention"] == "fused" and can_fuse(variant, assembly.dtype)
         }
-        for name, graph in graphs_of(assembly):
-            kind, _, phase = name.rpartition(".")
-            if kind not in fused:
+        for name, graph in assembly.graphs():
+            variant, _, phase = name.rpartition(".")
+            if variant not in fused:
                 yield name, graph
             elif phase == "decode":
-                yield f"{kind}.rotary", {**graph, "rotary_of": assembly["kinds"][kind]}
+                yield (
+                    f"{variant}.rotary",
+                    RotaryGraph(graph.file, graph.sha256, graph.signature, assembly.variants[variant]),
+                )
 
     def file(self, name: str) -> str:
         """A plan for TensorRT, or the graph of a rotary encoding."""
@@ -247,9 +250,7 @@ class TensorRTBackend:
         describe_gpu()  # without a GPU, TensorRT 8.6 ends the process
         return _layers(TENSORRT.deserialize(plan, where), plan, where)
 
-    def load(
-        self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool
-    ) -> Program:
+    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> Program:
         if engine_path.suffix == _GRAPH:
             return self._host.load(engine_path, slots, None, low_memory)
         from lockstep.backends.tensorrt.program import TensorRTProgram

@@ -18,10 +18,11 @@ from polygraphy.common import TensorMetadata
 from polygraphy.cuda import cuda as polygraphy_cuda
 from polygraphy.exception import PolygraphyException
 
+from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.cuda import check
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.comparator import IO, metadata, one_line
+from lockstep.onnx_tools.comparator import metadata, one_line
 
 
 def open_engine(

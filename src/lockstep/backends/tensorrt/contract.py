@@ -10,7 +10,7 @@ from lockstep.backends.profiles import Profile
 from lockstep.backends.tensorrt.compat import GraphRefusedError, Tensor
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_types import typed_values
-from lockstep.onnx_tools.prepare import dtype_name
+from lockstep.onnx_tools.signature import dtype_name
 
 
 def check_contract(

@@ -386,7 +386,7 @@ class GpuExecutor:
         for index, (block, kind) in enumerate(network.layers):
             add("block", self._block(block, values, dims, own))
             width = tuple(int(size) for size in kind.attention.shape[1:])  # all but the first are numbers
-            values["attention"] = self._buffer("attention", (total, *width), kind.attention.dtype)
+            values["attention"] = self._buffer("attention", (total, *width), kind.attention.numpy_dtype)
             for name, call in self._attention[index].calls(
                 index, kind, values, rows, num_decode, chunks, self._buffer, self._stream, own
             ):
@@ -400,19 +400,19 @@ class GpuExecutor:
         return _Plan(calls, names, logits)
 
     def _block(self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], own: bool) -> Call:
-        inputs = {io.name: values[io.key] for io in block.inputs}
+        inputs = {io.name: values[io.key] for io in block.signature.inputs}
         outputs = {}
-        for io in block.outputs:
+        for io in block.signature.outputs:
             shape = tuple(dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
             if io.name == "logits":
-                outputs[io.name] = self._logits(shape, io.dtype)
+                outputs[io.name] = self._logits(shape, io.numpy_dtype)
                 continue
-            outputs[io.name] = self._buffer(io.key, shape, io.dtype)
+            outputs[io.name] = self._buffer(io.key, shape, io.numpy_dtype)
             if io.key in values and values[io.key].address == outputs[io.name].address:
                 # a block reads the value that it replaces
-                outputs[io.name] = self._buffer(f"{io.key}/other", shape, io.dtype)
+                outputs[io.name] = self._buffer(f"{io.key}/other", shape, io.numpy_dtype)
         call = _engine(block).prepare(inputs, outputs, own)
-        values.update({io.key: outputs[io.name] for io in block.outputs})
+        values.update({io.key: outputs[io.name] for io in block.signature.outputs})
         return call
 
     def _logits(self, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:

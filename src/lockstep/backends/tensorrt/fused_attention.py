@@ -100,15 +100,15 @@ class FusedAttention:
         stream: cuda.Stream,
         own: bool,
     ) -> list[tuple[str, Call]]:
-        spec, shape, total = kind.spec, kind.cache, values["attention"].shape[0]
+        variant, shape, total = kind.variant, kind.cache, values["attention"].shape[0]
         keys, cached = self._cache[index]
-        query = values["query"].reshape(total, spec["num_heads"], shape.head_dim)
+        query = values["query"].reshape(total, variant.num_heads, shape.head_dim)
         key = values["key"].reshape(total, shape.num_kv_heads, shape.head_dim)
         value = values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim)
         positions, rotation, attention = values["position_ids"], self._rotations[id(kind)], values["attention"]
         calls: list[tuple[str, Call]] = []
         if num_decode:
-            out = attention.reshape(total, spec["num_heads"], shape.value_head_dim)
+            out = attention.reshape(total, variant.num_heads, shape.value_head_dim)
             # The executor puts row i into request i, or nothing.
             launch = functools.partial(
                 self._decode[id(kind)].launch,
@@ -123,7 +123,7 @@ class FusedAttention:
                 rows[:num_decode],
                 positions[:num_decode],
                 self._table,
-                spec["scale"],
+                variant.scale,
                 self._scratch,
             )
             calls.append(("attention", launch))
@@ -149,12 +149,12 @@ class FusedAttention:
             tokens = max(SMALLEST_CHUNK, 1 << (high - low - 1).bit_length())
             form = _Chunk(
                 tokens=tokens,
-                heads=spec["num_heads"],
+                heads=variant.num_heads,
                 kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
                 value_dim=shape.value_head_dim,
-                scale=spec["scale"],
-                window=spec["window"],
+                scale=variant.scale,
+                window=variant.window,
                 pages=keys.shape[0],
                 pages_per_row=self._pages_per_row,
                 dtype=self._dtype.name,
@@ -182,17 +182,17 @@ def _rotation(kind: Kind, positions: int) -> Rotation:
 
 def _form(kind: Kind, dtype: np.dtype, wide: bool) -> Form:
     """What the kernels of a kind are compiled for."""
-    spec, shape = kind.spec, kind.cache
-    (given,) = (io["dtype"] for io in spec["decode"]["inputs"] if io["name"] == "query")
+    variant, shape = kind.variant, kind.cache
+    (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
     return Form(
         dtype=dtype.name,
         given=given,
         wide=wide,
-        heads=spec["num_heads"],
+        heads=variant.num_heads,
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         value_dim=shape.value_head_dim,
-        window=spec["window"],
+        window=variant.window,
     )
 
 

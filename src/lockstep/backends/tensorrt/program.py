@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.compat import Library
 from lockstep.errors import CheckError
@@ -61,9 +62,9 @@ class Device:
 class TensorRTProgram:
     """An engine file on the device, without weights."""
 
-    def __init__(self, library: Library, engine_path: Path, slots: Sequence[Mapping[str, Any]]):
+    def __init__(self, library: Library, engine_path: Path, slots: Sequence[IO]):
         self.library, self.path = library, engine_path
-        self.slots = {slot["name"]: (tuple(slot["shape"]), np.dtype(slot["dtype"])) for slot in slots}
+        self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self.device = Device.get()
         self.engine = library.deserialize(engine_path.read_bytes(), str(engine_path))
         self.tensors = {tensor.name: tensor for tensor in library.tensors(self.engine)}
@@ -152,6 +153,22 @@ class TensorRTExecutable:
             library.enqueue(context, stream)
 
         return run
+
+    def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs for `inputs`, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
+        self.uploads.wait()
+        stream, tensors = self.program.device.stream, self.program.tensors
+        host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
+        given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
+        made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+        found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+        for name in host:
+            stream.upload(given[name], host[name])
+        self.prepare(given, made)()
+        for name in made:
+            stream.download(found[name], made[name])
+        stream.synchronize()
+        return {name: array.astype(like[name].dtype) for name, array in found.items()}
 
 
 class Uploads:

@@ -1,8 +1,8 @@
 """The TensorRT-RTX backend. Engine: a plan whose weights are inputs, the same bytes on every machine.
 
 Nothing is timed when an engine is built: kernels are chosen and compiled where it is loaded. So a build needs no GPU,
-and what it says of an engine it says of the network: names, types, sizes and profiles are held to the graph before the
-build, and what an engine has made of them is looked at where a GPU loads it.
+and what is known of an engine without one is what is known of its network: names, types, sizes and profiles are held to
+the graph before the build.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
-from lockstep.artifacts.files import sha256_file, write_bytes
+from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes, Program
-from lockstep.backends.graphs import graphs_of
-from lockstep.backends.profiles import profiles
-from lockstep.backends.tensorrt.contract import check_contract, check_types, tensor_types
+from lockstep.backends.tensorrt_rtx.compiler import Compiler
 from lockstep.backends.tensorrt_rtx.gpu import why_not
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
 from lockstep.errors import InputError
@@ -27,8 +26,6 @@ from lockstep.step.network import Network
 from lockstep.targets import Limits
 
 _PLAN = ".engine"
-_WORKSPACE = 4 << 30  # bytes that a kernel may use while it runs
-_LEVEL = 3  # TensorRT's default
 
 
 class TensorRTRTXBackend:
@@ -43,8 +40,7 @@ class TensorRTRTXBackend:
 
     def __init__(self) -> None:
         self.library.require()
-        self._builder: Any = None
-        self._built_for: tuple[str, ...] | None = None
+        self._compiler = Compiler()
 
     def version(self) -> str:
         return self.library.version_text()
@@ -65,11 +61,9 @@ class TensorRTRTXBackend:
     def options_key(self, options: Mapping[str, Any]) -> Any:
         return dict(options)
 
-    def graphs(
-        self, assembly: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
         """All: attention is the model's own graph."""
-        return graphs_of(assembly)
+        yield from assembly.graphs()
 
     def file(self, name: str) -> str:
         return name + _PLAN
@@ -81,27 +75,15 @@ class TensorRTRTXBackend:
         return True
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
+        self._compiler.end()
         return {"typing": "strong", "attention": "traced"}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
-        """One builder serves all graphs of an instance."""
-        library, where, model = self.library, str(out_path), onnx.load(graph_path)
-        if self._builder is None:
-            self._builder = library.create_builder()
-        types, bounds = tensor_types(model), profiles(model, options)
-        network = library.create_network(self._builder)
-        parser = library.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
-        config = library.create_config(self._builder, _WORKSPACE, _LEVEL, None)
-        library.set_compute_capabilities(config, options["compute_capabilities"])
-        added = [library.add_profile(self._builder, config, profile) for profile in bounds]
-        check_contract(library.network_tensors(network, added), model, bounds, True, where)
-        check_types(library.network_types(network), types, where)
-        write_bytes(out_path, library.build_plan(self._builder, network, config, where))
+        """In a process of its own: see `compiler`."""
+        self._compiler.build(graph_path, out_path, options)
         return Built()
 
-    def load(
-        self, engine_path: Path, slots: Sequence[Mapping[str, Any]], threads: int | None, low_memory: bool
-    ) -> Program:
+    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> Program:
         """Raises InputError where no GPU here runs the engine."""
         self.require_gpu()
         from lockstep.backends.tensorrt.program import TensorRTProgram

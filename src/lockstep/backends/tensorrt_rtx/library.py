@@ -56,6 +56,10 @@ class RTXLibrary(Library):
             if which is None or not config.set_compute_capability(which, number):
                 raise CheckError(f"{self.title} does not build for compute capability {capability}")
 
+    def use_one_thread(self, builder: trt.Builder) -> None:
+        """Threads would allocate in another order each time."""
+        builder.max_threads = 1
+
     def create_context(self, engine: trt.ICudaEngine, where: str, own: bool) -> trt.IExecutionContext:
         """As of TensorRT, with kernels from the runtime cache, which keeps those that are compiled now.
 

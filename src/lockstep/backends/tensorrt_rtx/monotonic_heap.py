@@ -1,4 +1,4 @@
-"""A heap that never goes back: each allocation lies above the one before it, in an address range that is always the same.
+"""A heap that never goes back: each allocation lies above the one before it, at addresses that are always the same.
 
 TensorRT-RTX numbers some of an engine's values in the order of their addresses, so that with the C library's heap,
 which gives out again what was freed, at addresses that the kernel draws by lot, two builds of one graph differ in a few
@@ -106,6 +106,9 @@ malloc_usable_size:
     488b47f8              mov rax,[rdi-0x8]
     c3                    ret
 """
+# Of the addresses.
+FIRST = 0x100000000000
+LAST = FIRST + 0x2000000000
 _EXPORTED = ("malloc", "free", "calloc", "realloc", "memalign", "aligned_alloc", "posix_memalign", "malloc_usable_size")
 _SAME = {"aligned_alloc": "memalign"}
 

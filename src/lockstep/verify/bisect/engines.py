@@ -6,11 +6,11 @@ A stage in, its outputs out, as NumPy arrays on every backend.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from lockstep.backends import EngineSet, Executable, Program
+from lockstep.backends import EngineSet, Program
+from lockstep.step.executable import DeviceExecutable
 from lockstep.verify.bisect.stages import Arrays, Stage
 from lockstep.weights import Weights
 
@@ -50,28 +50,8 @@ class Engines:
         executable = self._programs[stage.graph].bind(
             self._weights if stage.slots else None, self.set.tensors(stage.graph, stage.slots)
         )
-        if isinstance(self.set.backend.empty((1,), np.dtype(np.float32)), np.ndarray):
-            outputs = {name: np.empty_like(array) for name, array in like.items()}
-            executable.prepare({name: np.ascontiguousarray(array) for name, array in inputs.items()}, outputs)()
-            return outputs
-        return _on_gpu(executable, self.set.backend, inputs, like)
-
-
-def _on_gpu(
-    engine: Executable, backend: Any, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]
-) -> Arrays:
-    """Copy the inputs to the device in the engine's dtypes, run, and copy the outputs back."""
-    executable: Any = engine  # a TensorRTExecutable, whose module only loads where CUDA is
-    executable.uploads.wait()
-    stream, tensors = executable.program.device.stream, executable.program.tensors
-    host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
-    given = {name: backend.empty(array.shape, array.dtype) for name, array in host.items()}
-    made = {name: backend.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-    found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-    for name, array in host.items():
-        stream.upload(given[name], array)
-    executable.prepare(given, made)()
-    for name, array in made.items():
-        stream.download(found[name], array)
-    stream.synchronize()
-    return {name: array.astype(like[name].dtype) for name, array in found.items()}
+        if isinstance(executable, DeviceExecutable):
+            return executable.run_once(inputs, like)
+        outputs = {name: np.empty_like(array) for name, array in like.items()}
+        executable.prepare({name: np.ascontiguousarray(array) for name, array in inputs.items()}, outputs)()
+        return outputs

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json
+from lockstep.artifacts.assembly import Assembly
 from lockstep.backends import EngineSet
-from lockstep.backends.graphs import graph_file, graphs_of
+from lockstep.backends.graphs import graph_file
 from lockstep.errors import LockstepError
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.faults import engine_fault, walk_stages
@@ -111,13 +110,13 @@ def engine_report(
 
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:
     """Open the graphs of an assembly on disk, each of the recorded digest."""
-    manifest = read_json(assembly_json, formats.ASSEMBLY)
-    read = lambda entry: graph_file(assembly_json.parent, entry).read_bytes()
-    for _, entry in graphs_of(manifest):
-        read(entry)  # a damaged one is told before anything runs
-    return Graphs(manifest, read, Weights.open(weights_json), layers, threads)
+    assembly = Assembly.load(assembly_json)
+    read = lambda graph: graph_file(assembly_json.parent, graph).read_bytes()
+    for _, graph in assembly.graphs():
+        read(graph)  # a damaged one is told before anything runs
+    return Graphs(assembly, read, Weights.open(weights_json), layers, threads)
 
 
-def _synthetic(assembly: Mapping[str, Any]) -> np.ndarray:
-    count = min(_SYNTHETIC, assembly["max_position_embeddings"] or _SYNTHETIC)
-    return np.random.default_rng(0).integers(0, assembly["vocab_size"], count)
+def _synthetic(assembly: Assembly) -> np.ndarray:
+    count = min(_SYNTHETIC, assembly.max_position_embeddings or _SYNTHETIC)
+    return np.random.default_rng(0).integers(0, assembly.vocab_size, count)

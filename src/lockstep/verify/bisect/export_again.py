@@ -22,6 +22,6 @@ def export_again(
     config = dict(config)
     try:
         files, assembly = assemble(meta_model(config, weights.precision), config, weights.precision)
-        return Graphs(assembly, lambda entry: files[entry["graph"]], weights, layers, threads)
+        return Graphs(assembly, lambda graph: files[graph.file], weights, layers, threads)
     except LockstepError as error:
         return " ".join(str(error).split())

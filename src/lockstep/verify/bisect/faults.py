@@ -129,8 +129,8 @@ def _measured(step: Step, engines: Engines | None, tolerance: Mapping[str, float
 def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json: Path) -> Fault | None:
     """Find what is wrong with the first engine that is off; None where none is.
 
-    ONNX Runtime's engines are built again and compared node by node with what comes out. Of other backends the engine
-    is all that can be named.
+    Engines that are ONNX graphs are built again and compared node by node with what comes out. Of others the engine is
+    all that can be named.
     """
     row = walked.first("graph")
     if row is None:
@@ -138,7 +138,7 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     stage, found = row.stage, lambda node, look_at: Fault("engine", row, walked.before(row), row.stage, node, look_at)
     file = engines.set.path.parent / engines.set.manifest["engines"][stage.graph]["file"]
     backend = engines.set.backend.name
-    if backend != "onnxruntime":
+    if file.suffix != ".onnx":
         return found(
             None,
             f"{file}: nodes of a {backend} engine cannot be read; lockstep compare runs it on each profile; "
@@ -147,12 +147,11 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     outputs = [
         other.tensor for other in walked.rows if other.stage is stage and other.against == "graph" and not other.passed
     ]
-    entry = engines.set.manifest["engines"][stage.graph]
-    feeds = _engine_feeds(engines, graphs, stage, entry)
+    feeds = _engine_feeds(engines, graphs, stage)
     with tempfile.TemporaryDirectory() as folder:
         again = build(assembly_json, backend, Path(folder) / "engines.json", engines.set.manifest["options"])
         right = (again.parent / file.name).read_bytes()
-    suspect, precision = onnx.load(file), graphs.assembly["precision"]
+    suspect, precision = onnx.load(file), graphs.assembly.precision
     if right != file.read_bytes():
         node = first_fault(suspect, onnx.ModelProto.FromString(right), (feeds, feeds), precision, outputs)
         return found(node, f"{file} is not what its graph builds to: delete it and build the engines again")
@@ -166,18 +165,15 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     )
     return found(
         node,
-        f"{file} is what ONNX Runtime makes of its graph: build with a lower optimization_level, "
-        "and report the node to ONNX Runtime",
+        f"{file} is what {backend} makes of its graph: build with a lower optimization_level, and report the node to "
+        "its library",
     )
 
 
-def _engine_feeds(engines: Engines, graphs: Graphs, stage: Stage, entry: Mapping[str, Any]) -> dict[str, Any]:
-    slots = entry.get("slots", graphs.entries[stage.graph].get("slots", ()))
+def _engine_feeds(engines: Engines, graphs: Graphs, stage: Stage) -> dict[str, Any]:
+    slots = engines.set.slots(stage.graph)
     tensors = engines.set.tensors(stage.graph, stage.slots)
-    return {
-        **stage.inputs,
-        **{slot["name"]: slot_array(graphs.weights, tensors[slot["name"]], slot["shape"]) for slot in slots},
-    }
+    return {**stage.inputs, **{slot.name: slot_array(graphs.weights, tensors[slot.name], slot.sizes) for slot in slots}}
 
 
 def graph_fault(walked: Walked, graphs: Graphs, clean: Graphs | str, folder: Path) -> Fault | None:
@@ -200,7 +196,7 @@ def graph_fault(walked: Walked, graphs: Graphs, clean: Graphs | str, folder: Pat
             (clean.model(name), clean.feeds(name, stage.inputs, slots)),
         )
         outputs = [value.name for value in suspect[0].graph.output] if stage is not row.stage else [row.tensor]
-        node = first_fault(suspect[0], right[0], (suspect[1], right[1]), graphs.assembly["precision"], outputs)
+        node = first_fault(suspect[0], right[0], (suspect[1], right[1]), graphs.assembly.precision, outputs)
         if node:
             return found(stage, node, _look_at(graphs, stage, slots, folder))
     return found(
@@ -215,9 +211,7 @@ def _look_at(graphs: Graphs, stage: Stage, right_slots: Mapping[str, Sequence[st
     wrong = [name for name in stage.slots if list(stage.slots[name]) != list(right_slots.get(name, ()))]
     if wrong:
         return f"{folder / 'assembly.json'}: {_binding(stage, wrong[0], right_slots)}; export again"
-    return (
-        f"{folder / graphs.entries[stage.graph]['graph']} is not what an export gives now: delete it and export again"
-    )
+    return f"{folder / graphs.files[stage.graph].file} is not what an export gives now: delete it and export again"
 
 
 def _binding(stage: Stage, slot: str, right_slots: Mapping[str, Sequence[str]]) -> str:
@@ -229,28 +223,20 @@ def differing(graphs: Graphs, clean: Graphs) -> list[str]:
     """List where the assembly is not what an export gives now: graphs and slots."""
     lines: dict[str, None] = {}
     places = [
-        Stage(
-            "embedding",
-            graphs.assembly["embedding"]["class"],
-            None,
-            "",
-            graphs.assembly["embedding"]["slots"],
-            {},
-            _NOWHERE,
-        )
+        Stage("embedding", graphs.assembly.embedding.graph, None, "", graphs.assembly.embedding.slots, {}, _NOWHERE)
     ]
     for index, layer in enumerate(graphs.layers):
-        places.append(Stage("block", layer["block"]["class"], index, "", layer["block"]["slots"], {}, _NOWHERE))
+        places.append(Stage("block", layer.block.graph, index, "", layer.block.slots, {}, _NOWHERE))
         places += [
-            Stage("attention", f"{layer['kind']}.{phase}", index, phase, {}, {}, _NOWHERE)
+            Stage("attention", f"{layer.variant}.{phase}", index, phase, {}, {}, _NOWHERE)
             for phase in ("prefill", "decode")
         ]
-    exit = graphs.layers[-1]["exit"]
-    places.append(Stage("exit", exit["class"], len(graphs.layers) - 1, "", exit["slots"], {}, _NOWHERE))
+    exit = graphs.layers[-1].exit
+    places.append(Stage("exit", exit.graph, len(graphs.layers) - 1, "", exit.slots, {}, _NOWHERE))
     for place in places:
         name, slots = clean.part(place)
-        if graphs.entries[place.graph]["sha256"] != clean.entries[name]["sha256"]:
-            lines.setdefault(f"{graphs.entries[place.graph]['graph']} is not what an export gives now")
+        if graphs.files[place.graph].sha256 != clean.files[name].sha256:
+            lines.setdefault(f"{graphs.files[place.graph].file} is not what an export gives now")
         for slot in place.slots:
             if list(place.slots[slot]) != list(slots.get(slot, ())):
                 lines.setdefault(_binding(place, slot, slots))

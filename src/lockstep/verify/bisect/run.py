@@ -87,8 +87,8 @@ def bisect(
             raise InputError(f"{path}: expected the results of {target}, found none; run snakemake first")
     config = read_json(checkpoint_json, formats.CHECKPOINT)["config"]
     graphs = open_graphs(assembly_json, weights_json, target.layers, threads)
-    request = choose(results, target, prompt, graphs.assembly["vocab_size"])
-    _check_length(request, graphs.assembly["max_position_embeddings"])
+    request = choose(results, target, prompt, graphs.assembly.vocab_size)
+    _check_length(request, graphs.assembly.max_position_embeddings)
     notes = [] if engines_json.is_file() else [f"no engines at {engines_json}: only the graphs were looked at"]
     here = engines_json.is_file() and ask is None
     engines = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads) if here else None

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lockstep.backends.graphs import graphs_of
+from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened
+from lockstep.step.network import layer_count
 from lockstep.verify.metrics import Difference, difference
 from lockstep.weights import Weights, check_slots, slot_array
 
@@ -41,7 +42,7 @@ class Tokens:
 class Stage:
     """One call of a graph.
 
-    part: embedding, block, attention or exit. graph: a class, or `<kind>.prefill`, `<kind>.decode`.
+    part: embedding, block, attention or exit. graph: a class, or `<variant>.prefill`, `<variant>.decode`.
 
     phase: of an attention, prefill (the whole sequence in one piece), chunked (its second half behind the first) or
     decode (one row a request). layer: the one whose attention this is or comes before; the last for the exit, None
@@ -71,80 +72,75 @@ class Graphs:
 
     def __init__(
         self,
-        assembly: Mapping[str, Any],
-        read: Callable[[Mapping[str, Any]], bytes],
+        assembly: Assembly,
+        read: Callable[[GraphFile], bytes],
         weights: Weights,
         layers: int | str,
         threads: int | None = None,
     ):
         """Check that assembly, weights and layer count fit together.
 
-        read: the bytes of a graph's entry in the assembly. layers: the model is cut after so many, or "all".
+        read: the bytes of a graph of the assembly. layers: the model is cut after so many, or "all".
 
         Raises InputError for weights of another precision, tensors that do not fit and a layer count that the model
         does not have.
         """
         self.assembly, self.weights = assembly, weights
         self._read, self._threads = read, threads
-        if weights.precision != assembly["precision"]:
+        if weights.precision != assembly.precision:
             raise InputError(
-                f"{weights.manifest_path}: precision: expected {assembly['precision']}, found {weights.precision}; "
+                f"{weights.manifest_path}: precision: expected {assembly.precision}, found {weights.precision}; "
                 "give the weights of this precision"
             )
-        depth = assembly["num_layers"]
-        if layers != "all" and (not isinstance(layers, int) or not 1 <= layers <= depth):
-            raise InputError(f"layers: expected 1 to {depth} or 'all', found {layers!r}")
-        self.layers = assembly["layers"] if layers == "all" else assembly["layers"][:layers]
-        self.dtype = np.dtype(_computed(assembly["dtype"]))
-        self.entries = dict(graphs_of(assembly))
-        for part in (assembly["embedding"], *(layer["block"] for layer in self.layers), self.layers[-1]["exit"]):
-            check_slots(weights, part["slots"], self.entries[part["class"]].get("slots", ()), part["class"])
+        self.layers = assembly.layers[: layer_count(assembly, layers)]
+        self.dtype = np.dtype(_computed(assembly.dtype))
+        self.files = dict(assembly.graphs())
+        for part in (assembly.embedding, *(layer.block for layer in self.layers), self.layers[-1].exit):
+            check_slots(weights, part.slots, self.files[part.graph].signature.slots, part.graph)
         self._models: dict[str, onnx.ModelProto] = {}
         self._sessions: dict[str, Any] = {}
 
     def model(self, name: str) -> onnx.ModelProto:
         """Return the graph as it is computed: float32 where it has bfloat16."""
         if name not in self._models:
-            self._models[name] = widened(onnx.ModelProto.FromString(self._read(self.entries[name])))
+            self._models[name] = widened(onnx.ModelProto.FromString(self._read(self.files[name])))
         return self._models[name]
 
     def part(self, stage: Stage) -> tuple[str, Mapping[str, Sequence[str]]]:
         """Return the (graph, slots) that this assembly has in the place of `stage`."""
         if stage.part == "embedding":
-            return self.assembly["embedding"]["class"], self.assembly["embedding"]["slots"]
+            return self.assembly.embedding.graph, self.assembly.embedding.slots
         assert stage.layer is not None  # of the embedding only
         layer = self.layers[stage.layer]
         if stage.part == "attention":
-            return f"{layer['kind']}.{stage.graph.rpartition('.')[2]}", {}
-        part = layer[stage.part]
-        return part["class"], part["slots"]
+            return f"{layer.variant}.{stage.graph.rpartition('.')[2]}", {}
+        part = layer.block if stage.part == "block" else layer.exit
+        return part.graph, part.slots
 
     def feeds(self, name: str, inputs: Mapping[str, np.ndarray], slots: Mapping[str, Sequence[str]]) -> Arrays:
         """Return all that the graph reads: its inputs and its weights.
 
         Raises CheckError where an input is missing.
         """
-        entry = self.entries[name]
-        missing = [io["name"] for io in entry["inputs"] if io["name"] not in inputs]
+        signature = self.files[name].signature
+        missing = [io.name for io in signature.inputs if io.name not in inputs]
         if missing:
             raise CheckError(
                 f"graph {name}: expected inputs that a decoder step has ({', '.join(sorted(inputs))}), "
                 f"found {', '.join(missing)}; export again"
             )
         weights = {
-            slot["name"]: slot_array(self.weights, slots[slot["name"]], slot["shape"]).astype(
-                _computed(slot["dtype"]), copy=False
-            )
-            for slot in entry.get("slots", ())
+            slot.name: slot_array(self.weights, slots[slot.name], slot.sizes).astype(_computed(slot.dtype), copy=False)
+            for slot in signature.slots
         }
-        return {io["name"]: inputs[io["name"]] for io in entry["inputs"]} | weights
+        return {io.name: inputs[io.name] for io in signature.inputs} | weights
 
     def run(self, name: str, inputs: Mapping[str, np.ndarray], slots: Mapping[str, Sequence[str]]) -> Arrays:
         """Run the graph; outputs by name. Raises CheckError where that fails."""
         feeds = self.feeds(name, inputs, slots)
         if name not in self._sessions:
             self._sessions[name] = open_session(self.model(name).SerializeToString(), self._threads)
-        outputs = [io["name"] for io in self.entries[name]["outputs"]]
+        outputs = [io.name for io in self.files[name].signature.outputs]
         try:
             return dict(zip(outputs, self._sessions[name].run(outputs, feeds), strict=True))
         except Exception as error:  # ONNX Runtime's errors share no base class
@@ -178,36 +174,36 @@ def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 
     env: Arrays = {"token_ids": tokens.ids, "position_ids": positions, "logit_rows": positions}
 
     def run(part: str, graph: str, layer: int | None, slots: Mapping[str, Sequence[str]], expected: Arrays) -> Step:
-        inputs = {io["name"]: env[io["name"]] for io in graphs.entries[graph]["inputs"] if io["name"] in env}
+        inputs = {io.name: env[io.name] for io in graphs.files[graph].signature.inputs if io.name in env}
         stage = Stage(part, graph, layer, "", slots, inputs, positions)
         return Step(stage, graphs.run(graph, inputs, slots), expected)
 
-    embedding = graphs.assembly["embedding"]
-    step = run("embedding", embedding["class"], None, embedding["slots"], {"hidden": record.embedded} if record else {})
+    embedding = graphs.assembly.embedding
+    step = run("embedding", embedding.graph, None, embedding.slots, {"hidden": record.embedded} if record else {})
     yield step
     env["hidden"] = step.expected.get("hidden", step.outputs["hidden"]).astype(graphs.dtype)
     for index, layer in enumerate(graphs.layers):
-        block = layer["block"]
-        names = [io["name"] for io in graphs.entries[block["class"]]["outputs"]]
+        block = layer.block
+        names = [io.name for io in graphs.files[block.graph].signature.outputs]
         # One value crosses to the next block in most models: the hidden state, which PyTorch shows. Of others only
         # their effect is seen.
         shown = record and index and [name for name in names if name.endswith("_out")] == ["hidden_out"]
         step = run(
-            "block", block["class"], index, block["slots"], {"hidden_out": record.layers[index].hidden} if shown else {}
+            "block", block.graph, index, block.slots, {"hidden_out": record.layers[index].hidden} if shown else {}
         )
         yield step
         env |= {name.removesuffix("_out"): value for name, value in step.outputs.items()}
         if shown:
             env["hidden"] = record.layers[index].hidden.astype(graphs.dtype)
         env["attention"] = yield from _attention(
-            graphs, layer["kind"], index, env, tokens, record.layers[index] if record else None, decode_rows
+            graphs, layer.variant, index, env, tokens, record.layers[index] if record else None, decode_rows
         )
-    exit = graphs.layers[-1]["exit"]
-    yield run("exit", exit["class"], len(graphs.layers) - 1, exit["slots"], {"logits": record.logits} if record else {})
+    exit = graphs.layers[-1].exit
+    yield run("exit", exit.graph, len(graphs.layers) - 1, exit.slots, {"logits": record.logits} if record else {})
 
 
 def _attention(
-    graphs: Graphs, kind: str, index: int, env: Arrays, tokens: Tokens, layer: Any, decode_rows: int
+    graphs: Graphs, variant: str, index: int, env: Arrays, tokens: Tokens, layer: Any, decode_rows: int
 ) -> Generator[Step, None, np.ndarray]:
     """Run the three phases of a layer's attention.
 
@@ -217,14 +213,14 @@ def _attention(
     known = {} if layer is None else {"key_out": layer.keys, "value_out": layer.values, "attention": layer.attention}
 
     def run(phase: str, graph: str, rows: np.ndarray, past: Arrays) -> Step:
-        name = f"{kind}.{graph}"
+        name = f"{variant}.{graph}"
         given = {**{key: env[key][rows] for key in ("query", "key", "value", "position_ids")}, **past}
-        inputs = {io["name"]: given[io["name"]] for io in graphs.entries[name]["inputs"] if io["name"] in given}
+        inputs = {io.name: given[io.name] for io in graphs.files[name].signature.inputs if io.name in given}
         stage = Stage("attention", name, index, phase, {}, inputs, rows)
         return Step(stage, graphs.run(name, inputs, {}), {key: values[rows] for key, values in known.items()})
 
-    spec = graphs.assembly["kinds"][kind]
-    shapes = [(spec["num_kv_heads"], spec[dim]) for dim in ("head_dim", "value_head_dim")]
+    spec = graphs.assembly.variants[variant]
+    shapes = [(spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_head_dim)]
     cached = lambda keys, values, lengths: _past([keys, values], shapes, lengths, graphs.dtype)
     no_keys, no_values = (np.empty((0, *shape), graphs.dtype) for shape in shapes)
     whole = run("prefill", "prefill", np.arange(count), cached(no_keys, no_values, [0]))

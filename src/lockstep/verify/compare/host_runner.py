@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from polygraphy.backend.base import BaseRunner
 from polygraphy.common import TensorMetadata
 
-from lockstep.onnx_tools.comparator import IO, metadata
+from lockstep.artifacts.signature import Signature
+from lockstep.onnx_tools.comparator import metadata
 from lockstep.step.executable import HostExecutable
 
 
 class HostRunner(BaseRunner):
-    """Runs an executable whose weights are bound; `inputs` and `outputs` are the graph's."""
+    """Runs an executable whose weights are bound; `signature` is the graph's."""
 
-    def __init__(self, name: str, inputs: Sequence[IO], outputs: Sequence[IO], executable: HostExecutable):
+    def __init__(self, name: str, signature: Signature, executable: HostExecutable):
         super().__init__(name=name)
-        self._inputs, self._outputs, self._executable = inputs, outputs, executable
+        self._signature, self._executable = signature, executable
 
     def get_input_metadata_impl(self) -> TensorMetadata:
-        return metadata(self._inputs)
+        return metadata(self._signature.inputs)
 
     def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         feeds = {name: np.ascontiguousarray(array) for name, array in feed_dict.items()}
         sizes: dict[int | str, int] = {}
-        for io in self._inputs:
-            sizes.update(zip(io["shape"], feeds[io["name"]].shape))
+        for io in self._signature.inputs:
+            sizes.update(zip(io.shape, feeds[io.name].shape))
         found = {
-            io["name"]: np.empty([sizes.get(dim, dim) for dim in io["shape"]], io["dtype"]) for io in self._outputs
+            io.name: np.empty([sizes[dim] if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
+            for io in self._signature.outputs
         }
         call = self._executable.prepare(feeds, found)
         start = time.perf_counter()

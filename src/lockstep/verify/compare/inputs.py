@@ -3,16 +3,17 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
 
+from lockstep.artifacts.assembly import Assembly, AttentionVariant
 from lockstep.backends.profiles import LIMITS, profiles
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.prepare import dtype_name
+from lockstep.onnx_tools.signature import dtype_name
 from lockstep.verify.boundaries import both_sides, edges, synthetic_past
 
 SEED = 0
@@ -40,13 +41,10 @@ class Case:
 
 
 def cases(
-    model: onnx.ModelProto,
-    assembly: Mapping[str, Any],
-    limits: Mapping[str, Any],
-    kind: Mapping[str, Any] | None = None,
+    model: onnx.ModelProto, assembly: Assembly, limits: Mapping[str, Any], variant: AttentionVariant | None = None
 ) -> list[Case]:
-    """Each optimization profile of a graph at its smallest sizes and at up to 32 tokens; attention of `kind` also over
-    caches of the largest capacity.
+    """Each optimization profile of a graph at its smallest sizes and at up to 32 tokens; attention of `variant` also
+    over caches of the largest capacity.
 
     These end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's
     positions, so that a past and the tokens behind it have valid positions.
@@ -62,8 +60,8 @@ def cases(
         for size in (1, modest):
             sizes = {dim: max(least, min(size, most)) for dim, (least, most) in sorted(bounds.items())}
             found.append(Case(number, sizes, _short_lengths(sizes)))
-        if kind is not None and "past_capacity" in bounds:
-            found += _long_cases(number, bounds, positions, kind)
+        if variant is not None and "past_capacity" in bounds:
+            found += _long_cases(number, bounds, positions, variant)
     return [case for index, case in enumerate(found) if case not in found[:index]]
 
 
@@ -76,12 +74,12 @@ def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
 
 
 def _long_cases(
-    profile: int, bounds: Mapping[str, tuple[int, int]], positions: int, kind: Mapping[str, Any]
+    profile: int, bounds: Mapping[str, tuple[int, int]], positions: int, variant: AttentionVariant
 ) -> Iterator[Case]:
     """Over caches of the largest capacity: of a decode graph all lengths, a few requests at a time; of a prefill graph
     one for each edge."""
     capacity = min(bounds["past_capacity"][1], positions)
-    windows = [kind["window"]] if kind["window"] else []
+    windows = [variant.window] if variant.window else []
     if "num_requests" in bounds:
         least, most = bounds["num_requests"]
         lengths = [length for length in both_sides(capacity, windows) if length < positions]
@@ -99,11 +97,11 @@ def _long_cases(
 
 def arrays(
     model: onnx.ModelProto,
-    slots: Mapping[str, Any],
+    slots: Collection[str],
     case: Case,
-    assembly: Mapping[str, Any],
+    assembly: Assembly,
     limits: Mapping[str, Any],
-    kind: Mapping[str, Any] | None = None,
+    variant: AttentionVariant | None = None,
 ) -> dict[str, np.ndarray]:
     """Seeded values for all inputs of a graph but its weights (`slots`): activations N(0, 1), as a norm gives them;
     integers are valid.
@@ -122,7 +120,7 @@ def arrays(
         if dtype.kind == "f":
             found[value.name] = random.standard_normal(shape, np.float32).astype(dtype)
         elif value.name == "token_ids":
-            found[value.name] = random.integers(0, assembly["vocab_size"], shape, np.int64)
+            found[value.name] = random.integers(0, assembly.vocab_size, shape, np.int64)
         elif value.name == "logit_rows":
             found[value.name] = np.linspace(0, chosen["num_tokens"] - 1, shape[0]).astype(np.int64)
         elif value.name == "past_lengths":
@@ -136,17 +134,17 @@ def arrays(
                 f"the input {value.name}; export again"
             )
     if case.long:
-        assert kind is not None  # `cases` makes long ones of a kind only
-        found["query"] = (found["query"] * (_SCORES / (abs(kind["scale"]) * kind["head_dim"] ** 0.5))).astype(
+        assert variant is not None  # `cases` makes long ones of attention only
+        found["query"] = (found["query"] * (_SCORES / (abs(variant.scale) * variant.head_dim**0.5))).astype(
             found["query"].dtype
         )
         for row, length in enumerate(case.past_lengths):
             past = synthetic_past(
                 random,
                 length,
-                kind["num_kv_heads"],
-                (kind["head_dim"], kind["value_head_dim"]),
-                [kind["window"]] if kind["window"] else [],
+                variant.num_kv_heads,
+                (variant.head_dim, variant.value_head_dim),
+                [variant.window] if variant.window else [],
             )
             for name, array in zip(("past_key", "past_value"), past):
                 found[name][row, :, :length] = array.swapaxes(0, 1)
@@ -161,9 +159,9 @@ def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.
     return lengths if len(lengths) == count else lengths[0] + np.arange(count)
 
 
-def _positions(assembly: Mapping[str, Any], limits: Mapping[str, Any]) -> int:
+def _positions(assembly: Assembly, limits: Mapping[str, Any]) -> int:
     """Positions that a request can have."""
-    return min(assembly["max_position_embeddings"] or _POSITIONS, limits["max_seq_len"])
+    return min(assembly.max_position_embeddings or _POSITIONS, limits["max_seq_len"])
 
 
 def limits_of(options: Mapping[str, Any], limits: Mapping[str, int]) -> dict[str, int]:

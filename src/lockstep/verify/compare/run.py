@@ -3,7 +3,7 @@ ONNX Runtime, out.
 
 The graph is the canonical one of the assembly, run as it is written on a CPU; the engine is what was built. Both run in
 Polygraphy's runners on the same inputs, at several sizes of each optimization profile, attention also over caches up to
-the longest, with the weights of one layer. A `<kind>.rotary` engine is a graph itself: there is nothing to compare.
+the longest, with the weights of one layer. A `<variant>.rotary` engine is a graph itself: there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from polygraphy.comparator import Comparator
 from polygraphy.exception import PolygraphyException
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.backends.engine_set import EngineSet
-from lockstep.backends.graphs import graph_file
+from lockstep.backends.graphs import RotaryGraph, graph_file
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.comparator import IO, BoundRunner, one_line, quiet
-from lockstep.onnx_tools.prepare import dtype_name
+from lockstep.onnx_tools.comparator import BoundRunner, one_line, quiet
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.signature import signature_of
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.host_runner import HostRunner
 from lockstep.verify.metrics import difference, finish, largest
@@ -87,21 +88,21 @@ def run(
     """
     engines = EngineSet.open(engines_json, assembly_json)
     weights, assembly = Weights.open(weights_json), engines.assembly
-    if assembly["precision"] not in PRECISIONS:
+    if assembly.precision not in PRECISIONS:
         raise InputError(
             f"{assembly_json}: precision: expected one of {', '.join(PRECISIONS)}, which ONNX "
-            f"Runtime computes in, found {assembly['precision']!r}"
+            f"Runtime computes in, found {assembly.precision!r}"
         )
-    if weights.precision != assembly["precision"]:
+    if weights.precision != assembly.precision:
         raise InputError(
-            f"{weights_json}: precision: expected {assembly['precision']} as in the assembly, "
+            f"{weights_json}: precision: expected {assembly.precision} as in the assembly, "
             f"found {weights.precision}; give the weights of this precision"
         )
     graphs = dict(engines.backend.graphs(assembly, engines.manifest["options"]))
     report: dict[str, Any] = {
         "format": formats.COMPARISON,
         "backend": engines.backend.name,
-        "precision": assembly["precision"],
+        "precision": assembly.precision,
         "engine_digest": engines.digest(),
         "versions": {
             engines.backend.name: engines.backend.version(),
@@ -113,7 +114,7 @@ def run(
         "engines": {},
     }
     failures = []
-    for name in (name for name in engines.names() if "rotary_of" not in graphs[name]):
+    for name in (name for name in engines.names() if not isinstance(graphs[name], RotaryGraph)):
         pair = _Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads)
         report["engines"][name] = pair.compare(tolerance)
         failures += pair.failures[:1]
@@ -132,41 +133,40 @@ class _Pair:
         weights: Weights,
         folder: Path,
         name: str,
-        graph: Mapping[str, Any],
+        graph: GraphFile,
         limits: Mapping[str, int],
         threads: int | None,
     ):
         self.name, self.file = name, engines.path.parent / engines.manifest["engines"][name]["file"]
         self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest["options"], limits)
-        self._kind = engines.assembly["kinds"].get(name.rpartition(".")[0])
+        self._variant = engines.assembly.variants.get(name.rpartition(".")[0])
         self._model = onnx.load(graph_file(folder, graph))
-        slots, layer = graph.get("slots", ()), None
+        slots, layer = graph.signature.slots, None
         tensors: Mapping[str, Sequence[str]] = {}
         if slots:
             layer, tensors = _place(engines.assembly, name)
             check_slots(weights, tensors, slots, name)
         self._layer, self._slots = layer, tensors
-        self._inputs = [_io(value) for value in self._model.graph.input if value.name not in tensors]
-        self._outputs = [_io(value) for value in self._model.graph.output]
+        self._signature = signature_of(self._model.graph, tensors)
         place = lambda slots, tensors: {
-            slot["name"]: slot_array(weights, tensors[slot["name"]], slot["shape"]) for slot in slots
+            slot.name: slot_array(weights, tensors[slot.name], slot.sizes) for slot in slots
         }
         session = open_session(self._model.SerializeToString(), threads)
-        self._graph = BoundRunner("graph", self._inputs, session, place(slots, tensors))
+        self._graph = BoundRunner("graph", self._signature.inputs, session, place(slots, tensors))
         built = engines.tensors(name, tensors)
         if own := _own_runner(engines.backend.name):
-            placed = place(engines.manifest["engines"][name].get("slots", slots), built)
-            self._engine = own(self.file, self._inputs, placed, threads)
+            placed = place(engines.slots(name), built)
+            self._engine = own(self.file, self._signature.inputs, placed, threads)
         else:
             bound: Any = engines.load(name, threads).bind(weights if built else None, built)
-            self._engine = lambda profile: HostRunner("engine", self._inputs, self._outputs, bound)
+            self._engine = lambda profile: HostRunner("engine", self._signature, bound)
         self.failures: list[str] = []
 
     def compare(self, tolerance: float) -> dict[str, Any]:
         """The engine's entry in the report."""
         runs: list[dict[str, Any]] = []
-        for case in inputs.cases(self._model, self._assembly, self._limits, self._kind):
-            feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._kind)
+        for case in inputs.cases(self._model, self._assembly, self._limits, self._variant):
+            feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._variant)
             errors = self._run(case.profile, feed, tolerance)
             about = {
                 "profile": case.profile,
@@ -224,16 +224,16 @@ def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str
     return Error(magnitude, absolute, scaled.relative_error, scaled.cosine, tolerance)
 
 
-def _place(assembly: Mapping[str, Any], name: str) -> tuple[int | None, Mapping[str, Sequence[str]]]:
+def _place(assembly: Assembly, name: str) -> tuple[int | None, Mapping[str, Sequence[str]]]:
     """(layer, its {slot: tensors}) of a class: of the first layer that has it as a block, of the last that has it as
     the exit; None is the embedding."""
-    layers = list(enumerate(assembly["layers"]))
+    layers = list(enumerate(assembly.layers))
     parts = [
-        (None, assembly["embedding"]),
-        *((i, layer["block"]) for i, layer in layers),
-        *((i, layer["exit"]) for i, layer in reversed(layers)),
+        (None, assembly.embedding),
+        *((i, layer.block) for i, layer in layers),
+        *((i, layer.exit) for i, layer in reversed(layers)),
     ]
-    return next((layer, part["slots"]) for layer, part in parts if part["class"] == name)
+    return next((layer, part.slots) for layer, part in parts if part.graph == name)
 
 
 def _own_runner(backend: str) -> Callable[..., Callable[[int], BaseRunner]] | None:
@@ -242,12 +242,3 @@ def _own_runner(backend: str) -> Callable[..., Callable[[int], BaseRunner]] | No
     for a backend whose engines run on NumPy arrays and at any size."""
     module = _COMPARISON.replace("*", backend)
     return importlib.import_module(module).open_engine if importlib.util.find_spec(module) else None
-
-
-def _io(value: onnx.ValueInfoProto) -> IO:
-    kind = value.type.tensor_type
-    return {
-        "name": value.name,
-        "dtype": dtype_name(kind.elem_type),
-        "shape": [dim.dim_param or dim.dim_value for dim in kind.shape.dim],
-    }

@@ -1,4 +1,4 @@
-"""Do the graphs compute what torch computes? An assembly and recorded sequences in, errors by layer out.
+"""Do the graphs compute what torch computes? The graphs of an assembly and recorded sequences in, errors by layer out.
 
 Teacher-forced: each block and each attention gets what torch had there, so that an error shows in the layer that makes
 it and in no later one. Free: the embedded tokens go in, and every graph takes what the one before gave. Sequences start
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.verify.metrics import Difference, difference
-from lockstep.verify.validate.graphs import Assembly
+from lockstep.verify.validate.graphs import Graphs
 from lockstep.verify.validate.torch_trace import LayerRecord, Record
 
 _STALE = 300.0  # in cache rows beyond past_lengths: what a mask must hide, yet finite and within fp16's range
@@ -31,33 +31,33 @@ class LayerErrors:
     tensors: dict[str, Difference] = field(default_factory=dict)
 
 
-def embedding_error(assembly: Assembly, records: Sequence[Record]) -> Difference:
+def embedding_error(graphs: Graphs, records: Sequence[Record]) -> Difference:
     """The embedding graph on all tokens."""
     token_ids = np.concatenate([record.token_ids for record in records])
-    found = assembly.run_block(assembly.embedding, {"token_ids": token_ids})["hidden"]
+    found = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"]
     return difference(np.concatenate([record.embedded for record in records]), found)
 
 
-def layer_errors(assembly: Assembly, records: Sequence[Record]) -> tuple[list[LayerErrors], Difference]:
+def layer_errors(graphs: Graphs, records: Sequence[Record]) -> tuple[list[LayerErrors], Difference]:
     """Errors of each layer, teacher-forced, and of the logits behind the last one. All sequences run packed, as in a
     step."""
-    errors, env = _layers_alone(assembly, records)
+    errors, env = _layers_alone(graphs, records)
     env["logit_rows"] = np.arange(len(env["position_ids"]))
-    logits = assembly.run_block(assembly.exit, env)["logits"]
+    logits = graphs.run_block(graphs.exit, env)["logits"]
     return errors, difference(np.concatenate([record.logits for record in records]), logits)
 
 
-def errors_behind(assembly: Assembly, record: Record, capacity: int) -> list[LayerErrors]:
+def errors_behind(graphs: Graphs, record: Record, capacity: int) -> list[LayerErrors]:
     """Errors of the layers of a record that comes behind a cache, teacher-forced: its tokens in one piece (`chunked`),
     and each as a row of one decode step. The graphs get a cache of at least `capacity` rows."""
-    return _layers_alone(assembly, [record], capacity)[0]
+    return _layers_alone(graphs, [record], capacity)[0]
 
 
 def _layers_alone(
-    assembly: Assembly, records: Sequence[Record], capacity: int = 0
+    graphs: Graphs, records: Sequence[Record], capacity: int = 0
 ) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
     """Errors of each layer, and what goes on from the last one to the exit."""
-    packed = lambda arrays: np.concatenate(arrays).astype(assembly.dtype)
+    packed = lambda arrays: np.concatenate(arrays).astype(graphs.dtype)
     spans = _spans(records)
     env: dict[str, np.ndarray] = {
         "hidden": packed([record.embedded for record in records]),
@@ -65,28 +65,28 @@ def _layers_alone(
     }
     errors: list[LayerErrors] = []
     for index in range(len(records[0].layers)):
-        layer = assembly.layers[index]
-        part = layer["block"]
-        outputs = assembly.run_block(part, env)
+        layer = graphs.layers[index]
+        part = layer.block
+        outputs = graphs.run_block(part, env)
         env |= outputs
-        if index and assembly.carries(part) == ["hidden"]:
+        if index and graphs.carries(part) == ["hidden"]:
             # One value crosses to the next block: the hidden state that enters this layer and left the one before.
             expected = np.concatenate([record.layers[index].hidden for record in records])
             errors[-1].tensors["hidden"] = difference(expected, env["hidden"])
-            env["hidden"] = expected.astype(assembly.dtype)
-        entry = LayerErrors(index, part["class"], layer["kind"])
+            env["hidden"] = expected.astype(graphs.dtype)
+        entry = LayerErrors(index, part.graph, layer.variant)
         layers = [record.layers[index] for record in records]
         if records[0].num_past:
-            entry.tensors |= _kind_errors_behind(assembly, layer["kind"], env, layers[0], records[0].num_past, capacity)
+            entry.tensors |= _kind_errors_behind(graphs, layer.variant, env, layers[0], records[0].num_past, capacity)
         else:
-            entry.tensors |= _kind_errors(assembly, layer["kind"], env, layers, spans)
+            entry.tensors |= _kind_errors(graphs, layer.variant, env, layers, spans)
         errors.append(entry)
         env["attention"] = packed([record.layers[index].attention for record in records])
     return errors, env
 
 
 def _kind_errors(
-    assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
+    graphs: Graphs, kind: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
 ) -> dict[str, Difference]:
     """A layer's attention three ways: whole prompts, prompts whose second half comes behind a cache, and last tokens as
     one decode step."""
@@ -96,12 +96,14 @@ def _kind_errors(
         for phase, start in (("prefill", 0), ("chunked", count // 2)):
             if phase == "chunked" and not start:
                 continue  # one token cannot be halved
-            past = _past(assembly, [layer], [start])
-            outputs = assembly.run_kind(kind, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past})
+            past = _past(graphs, [layer], [start])
+            outputs = graphs.run_attention(
+                kind, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past}
+            )
             found.add(phase, outputs, _expected(layer, slice(start, count)))
     last = np.array([span.stop - 1 for span in spans])
     lengths = [span.stop - span.start - 1 for span in spans]
-    outputs = assembly.run_kind(kind, "decode", {**_rows(env, last), **_past(assembly, layers, lengths)})
+    outputs = graphs.run_attention(kind, "decode", {**_rows(env, last), **_past(graphs, layers, lengths)})
     for row, (layer, length) in enumerate(zip(layers, lengths)):
         found.add(
             "decode",
@@ -112,7 +114,7 @@ def _kind_errors(
 
 
 def _kind_errors_behind(
-    assembly: Assembly, kind: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
+    graphs: Graphs, kind: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
 ) -> dict[str, Difference]:
     """A layer's attention behind a cache: all tokens as a chunk, and each as a request of one decode step."""
     scale = {"query": layer.query_scale, "key": layer.key_scale}
@@ -124,13 +126,13 @@ def _kind_errors_behind(
     expected = _expected(layer, slice(0, count), num_past)
     found.add(
         "chunked",
-        assembly.run_kind(kind, "prefill", {**rows, **_past(assembly, [layer], [num_past], capacity)}),
+        graphs.run_attention(kind, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)}),
         expected,
     )
     lengths = [num_past + token for token in range(count)]
     found.add(
         "decode",
-        assembly.run_kind(kind, "decode", {**rows, **_past(assembly, [layer] * count, lengths, capacity)}),
+        graphs.run_attention(kind, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)}),
         expected,
     )
     return found.errors()
@@ -155,14 +157,14 @@ class _Found:
 
 
 def _past(
-    assembly: Assembly, layers: Sequence[LayerRecord], lengths: Sequence[int], capacity: int = 0
+    graphs: Graphs, layers: Sequence[LayerRecord], lengths: Sequence[int], capacity: int = 0
 ) -> dict[str, np.ndarray]:
     """A cache with torch's keys and values of each request's first tokens, and stale numbers behind them."""
     capacity = max(capacity, max(lengths) + _SPARE)
     caches = {}
     for name in ("key", "value"):
         heads, dim = getattr(layers[0], f"{name}s").shape[1:]
-        cache = np.full((len(layers), heads, capacity, dim), _STALE, assembly.dtype)
+        cache = np.full((len(layers), heads, capacity, dim), _STALE, graphs.dtype)
         for row, (layer, length) in enumerate(zip(layers, lengths)):
             cache[row, :, :length] = getattr(layer, f"{name}s")[:length].swapaxes(0, 1)
         caches[f"past_{name}"] = cache
@@ -184,18 +186,20 @@ def _spans(records: Sequence[Record]) -> list[slice]:
     return [slice(end - len(record.token_ids), end) for record, end in zip(records, ends)]
 
 
-def forward(assembly: Assembly, hidden: np.ndarray, position_ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
+def forward(graphs: Graphs, hidden: np.ndarray, position_ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
     """Logits [len(logit_rows), vocab_size] of one whole sequence, free: `hidden` [num_tokens, hidden_size] through
     every graph."""
     env = {"hidden": hidden, "position_ids": position_ids, "logit_rows": logit_rows}
-    for layer in assembly.layers:
-        env |= assembly.run_block(layer["block"], env)
-        kind = assembly.manifest["kinds"][layer["kind"]]
-        empty = lambda dim: np.zeros((1, kind["num_kv_heads"], 1, kind[dim]), assembly.dtype)
+    for layer in graphs.layers:
+        env |= graphs.run_block(layer.block, env)
+        variant = graphs.assembly.variants[layer.variant]
+        empty = lambda dim: np.zeros((1, variant.num_kv_heads, 1, dim), graphs.dtype)
         past = {
-            "past_key": empty("head_dim"),
-            "past_value": empty("value_head_dim"),
+            "past_key": empty(variant.head_dim),
+            "past_value": empty(variant.value_head_dim),
             "past_lengths": np.zeros(1, np.int64),
         }
-        env["attention"] = assembly.run_kind(layer["kind"], "prefill", {**_rows(env, slice(None)), **past})["attention"]
-    return assembly.run_block(assembly.exit, env)["logits"]
+        env["attention"] = graphs.run_attention(layer.variant, "prefill", {**_rows(env, slice(None)), **past})[
+            "attention"
+        ]
+    return graphs.run_block(graphs.exit, env)["logits"]

@@ -25,10 +25,12 @@ from polygraphy.tools.args import OnnxrtSessionArgs
 from polygraphy.tools.check.subtool.lint import Lint
 from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
 
+from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
+from lockstep.onnx_tools.signature import signature_of
 from lockstep.verify.metrics import largest
-from lockstep.verify.validate.gate import IO, check_arrays, check_signature
+from lockstep.verify.validate.gate import check_arrays
 from lockstep.verify.validate.graphs import open_session
 
 # Sizes that lint runs a graph with; it fills inputs with random numbers.
@@ -46,15 +48,15 @@ def check_model(path: Path, model: onnx.ModelProto) -> None:
 def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> dict[str, Any]:
     """What Polygraphy reads in the graph: number of nodes, and how often each operator occurs. Its inputs and outputs
     are gated first."""
-    check_signature(str(path), model, inputs, outputs)
+    Signature(tuple(inputs), tuple(outputs)).check(signature_of(model.graph), str(path), "export again")
     with quiet():
         data = graph_data_from_onnx(model)
     for role, declared, found in (("inputs", inputs, data.graph_inputs), ("outputs", outputs, data.graph_outputs)):
         names = [tensor.name for tensor in found if not tensor.is_initializer]
-        if sorted(names) != sorted(io["name"] for io in declared):
+        if sorted(names) != sorted(io.name for io in declared):
             raise CheckError(
                 f"{path}: Polygraphy inspect: expected the {role} "
-                f"{sorted(io['name'] for io in declared)}, found {sorted(names)}"
+                f"{sorted(io.name for io in declared)}, found {sorted(names)}"
             )
     return {"nodes": len(data.nodes), "operators": dict(sorted(Counter(node.op_type for node in data.nodes).items()))}
 
@@ -67,11 +69,11 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> dict[str, Any]:
     of those, but an input without effect is how a dropped mask or a forgotten weight shows.
     """
     shapes = [
-        f"{io['name']}:[{','.join(str(_LINT_SIZES[dim] if isinstance(dim, str) else dim) for dim in io['shape'])}]"
+        f"{io.name}:[{','.join(str(_LINT_SIZES[dim] if isinstance(dim, str) else dim) for dim in io.shape)}]"
         for io in inputs
     ]
     # as indices too: every tensor that is indexed has two rows or more
-    ranges = [f"{io['name']}:[0,1]" for io in inputs]
+    ranges = [f"{io.name}:[0,1]" for io in inputs]
     tool = Lint()
     parser = tool.setup_parser()
     tool.arg_groups[OnnxrtSessionArgs] = _Sessions(file)
@@ -178,10 +180,10 @@ def _summary(
 
 def _check_metadata(runner: BaseRunner, inputs: Sequence[IO]) -> None:
     found = runner.get_input_metadata(use_numpy_dtypes=False)
-    if sorted(found) != sorted(io["name"] for io in inputs):
+    if sorted(found) != sorted(io.name for io in inputs):
         raise CheckError(
             f"Comparator: runner {runner.name}: expected the inputs "
-            f"{sorted(io['name'] for io in inputs)}, found {sorted(found)}"
+            f"{sorted(io.name for io in inputs)}, found {sorted(found)}"
         )
 
 

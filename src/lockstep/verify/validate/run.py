@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
 from polygraphy.backend.base import BaseRunner
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import BoundRunner
+from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
 from lockstep.verify.metrics import Difference, finish, largest
-from lockstep.verify.validate.graphs import Assembly, Graph
+from lockstep.verify.validate.graphs import Graph, Graphs
 from lockstep.verify.validate.parity import LayerErrors, embedding_error, errors_behind, forward, layer_errors
 from lockstep.verify.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
 from lockstep.verify.validate.torch_trace import Record, TorchModel, sequences
@@ -56,35 +57,35 @@ def run(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint, manifest = read_json(checkpoint_json, formats.CHECKPOINT), read_json(assembly_json, formats.ASSEMBLY)
-    target = {"model": model or Path(checkpoint["source"]).name, "precision": manifest["precision"], "layers": layers}
+    checkpoint, assembly = read_json(checkpoint_json, formats.CHECKPOINT), Assembly.load(assembly_json)
+    target = {"model": model or Path(checkpoint["source"]).name, "precision": assembly.precision, "layers": layers}
     report: dict[str, Any] = {"format": formats.VALIDATION, "target": target, "first_failing_layer": None}
     try:
-        assembly = Assembly(Path(assembly_json), manifest, Weights.open(weights_json), layers, threads)
-        report["unused_tensors"] = assembly.weights.unused(_bound_tensors(manifest))
+        graphs = Graphs(Path(assembly_json), assembly, Weights.open(weights_json), layers, threads)
+        report["unused_tensors"] = graphs.weights.unused(_bound_tensors(assembly))
         report["checks"] = {"checker": {}, "inspect": {}, "lint": {}}
-        for name, graph in assembly.graphs().items():
+        for name, graph in graphs.graphs().items():
             _check_graph(name, graph, report["checks"])
-        torch_model = TorchModel(checkpoint["config"], assembly.weights, layers)
-        records = [torch_model.record(token_ids) for token_ids in _sequences(assembly)]
-        _check_layers(assembly, records, tolerance, report)
+        torch_model = TorchModel(checkpoint["config"], graphs.weights, layers)
+        records = [torch_model.record(token_ids) for token_ids in _sequences(graphs)]
+        _check_layers(graphs, records, tolerance, report)
         _check_long_contexts(
-            assembly, torch_model, records[0], checkpoint["config"], max_seq_len, tolerance["block"], report
+            graphs, torch_model, records[0], checkpoint["config"], max_seq_len, tolerance["block"], report
         )
-        uncut = assembly.uncut(threads)
+        uncut = graphs.uncut(threads)
         if uncut is not None:
             _check_graph("batchful", uncut, report["checks"])
-        _check_forward(assembly, uncut, torch_model, records, tolerance["logits"], report)
+        _check_forward(graphs, uncut, torch_model, records, tolerance["logits"], report)
     except CheckError as error:
         return finish(out, report, str(error))
     return finish(out, report, None)
 
 
-def _bound_tensors(manifest: Mapping[str, Any]) -> list[str]:
+def _bound_tensors(assembly: Assembly) -> list[str]:
     """The tensors that the model's blocks take, at full depth. What else a checkpoint holds is ignored, and listed in
     the report."""
-    parts = [manifest["embedding"], *(part for layer in manifest["layers"] for part in (layer["block"], layer["exit"]))]
-    return [name for part in parts for names in part["slots"].values() for name in names]
+    parts = [assembly.embedding, *(part for layer in assembly.layers for part in (layer.block, layer.exit))]
+    return [name for part in parts for names in part.slots.values() for name in names]
 
 
 def _check_graph(name: str, graph: Graph, checks: dict[str, Any]) -> None:
@@ -98,30 +99,30 @@ def _check_graph(name: str, graph: Graph, checks: dict[str, Any]) -> None:
 
 
 def _check_layers(
-    assembly: Assembly, records: list[Record], tolerance: Mapping[str, float], report: dict[str, Any]
+    graphs: Graphs, records: list[Record], tolerance: Mapping[str, float], report: dict[str, Any]
 ) -> None:
     """The embedding and each layer, teacher-forced."""
-    embedding = embedding_error(assembly, records)
-    errors, logits = layer_errors(assembly, records)
+    embedding = embedding_error(graphs, records)
+    errors, logits = layer_errors(graphs, records)
     block, bound = tolerance["block"], tolerance["logits"]
-    report["embedding"] = {"block": assembly.embedding["class"], "tensors": {"hidden": _entry(embedding, block)}}
+    report["embedding"] = {"block": graphs.embedding.graph, "tensors": {"hidden": _entry(embedding, block)}}
     report["blocks"] = [_layer_entry(entry, block) for entry in errors]
     report["exit"] = {
-        "block": assembly.exit["class"],
-        "layer": assembly.num_layers - 1,
+        "block": graphs.exit.graph,
+        "layer": graphs.num_layers - 1,
         "tensors": {"logits": _entry(logits, bound)},
     }
     if not embedding.within_scaled(block):
-        raise CheckError(f"embedding ({assembly.embedding['class']}): {_found('hidden', embedding, block)}")
+        raise CheckError(f"embedding ({graphs.embedding.graph}): {_found('hidden', embedding, block)}")
     _check_errors(errors, block, "", report)
     if not logits.within(bound):
-        report["first_failing_layer"] = assembly.num_layers - 1
-        where = f"layer {assembly.num_layers - 1} (block {assembly.exit['class']}, behind the last attention)"
+        report["first_failing_layer"] = graphs.num_layers - 1
+        where = f"layer {graphs.num_layers - 1} (block {graphs.exit.graph}, behind the last attention)"
         raise CheckError(f"{where}: {_found('logits', logits, bound)}")
 
 
 def _check_long_contexts(
-    assembly: Assembly,
+    graphs: Graphs,
     torch_model: TorchModel,
     short: Record,
     config: Mapping[str, Any],
@@ -135,9 +136,9 @@ def _check_long_contexts(
     The layers are the first that show each block class with each kind; `short` has the shapes of their keys and values.
     Every second cache has `max_seq_len` rows, the others have just enough.
     """
-    pairs = [(layer["block"]["class"], layer["kind"]) for layer in assembly.layers]
+    pairs = [(layer.block.graph, layer.variant) for layer in graphs.layers]
     count = 1 + max(pairs.index(pair) for pair in pairs)
-    windows = {assembly.manifest["kinds"][kind]["window"] for _, kind in pairs} - {0, None}
+    windows = {graphs.assembly.variants[variant].window for _, variant in pairs} - {0, None}
     lengths = config_lengths(config) | windows
     random = np.random.default_rng(0)
     report["long_context"] = {"max_seq_len": max_seq_len, "layers": count, "caches": []}
@@ -151,8 +152,8 @@ def _check_long_contexts(
                 (layer.keys.shape[1], (layer.keys.shape[2], layer.values.shape[2])) for layer in short.layers[:count]
             ]
             past = [synthetic_past(random, num_past, heads, dims, lengths) for heads, dims in shapes]
-            record = torch_model.record(random.integers(0, assembly.manifest["vocab_size"], _NUM_BEHIND), past)
-            errors = errors_behind(assembly, record, max_seq_len if number % 2 else 0)
+            record = torch_model.record(random.integers(0, graphs.assembly.vocab_size, _NUM_BEHIND), past)
+            errors = errors_behind(graphs, record, max_seq_len if number % 2 else 0)
             worst = largest([error.relative_error for entry in errors for error in entry.tensors.values()])
             report["long_context"]["caches"].append(
                 {"num_past": num_past, "relative_error": worst, "tolerance": tolerance}
@@ -171,16 +172,15 @@ def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, repor
                 )
 
 
-def _sequences(assembly: Assembly) -> list[np.ndarray]:
-    tokenizer = tokenizers.Tokenizer.from_file(str(assembly.path.parent / assembly.manifest["tokenizer"]["file"]))
-    vocab_size = assembly.manifest["vocab_size"]
-    prompt = [token for token in tokenizer.encode(_TEXT).ids if token < vocab_size]
-    windows = [assembly.manifest["kinds"][layer["kind"]]["window"] for layer in assembly.layers]
-    return sequences(vocab_size, assembly.manifest["max_position_embeddings"] or 64, prompt, windows)
+def _sequences(graphs: Graphs) -> list[np.ndarray]:
+    vocab_size = graphs.assembly.vocab_size
+    prompt = [token for token in Tokenizer.open(graphs.path).encode(_TEXT).tolist() if token < vocab_size]
+    windows = [graphs.assembly.variants[layer.variant].window for layer in graphs.layers]
+    return sequences(vocab_size, graphs.assembly.max_position_embeddings or 64, prompt, windows)
 
 
 def _check_forward(
-    assembly: Assembly,
+    graphs: Graphs,
     uncut: Graph | None,
     torch_model: TorchModel,
     records: list[Record],
@@ -189,18 +189,19 @@ def _check_forward(
 ) -> None:
     """Whole sequences, free, through Polygraphy: the chain of split graphs, and at full depth the uncut graph, each
     against torch."""
-    inputs = assembly.forward_inputs()
-    split = lambda feed: forward(assembly, feed["hidden"], feed["position_ids"], feed["logit_rows"])
+    inputs = graphs.forward_inputs()
+    split = lambda feed: forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])
     expected = lambda feed: torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
     runners: list[BaseRunner] = [GraphRunner("split", inputs, split)]
     if uncut is not None:
-        tensors = assembly.manifest["batchful"]["tensors"]
-        weights = {slot["name"]: assembly.slot_array(tensors[slot["name"]], slot) for slot in uncut.slots}
+        assert graphs.assembly.batchful is not None  # it is open
+        tensors = graphs.assembly.batchful.tensors
+        weights = {slot.name: graphs.slot_array(tensors[slot.name], slot) for slot in uncut.slots}
         runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
     runners.append(GraphRunner("torch", inputs, expected))
     feeds = [
         {
-            "hidden": record.embedded.astype(assembly.dtype),
+            "hidden": record.embedded.astype(graphs.dtype),
             "position_ids": record.position_ids,
             "logit_rows": record.position_ids,
         }

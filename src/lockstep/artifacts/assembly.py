@@ -1,0 +1,278 @@
+"""The assembly of a model: which graph each layer runs, and which tensors of the checkpoint each weight slot takes.
+
+`graphs/assembly.json` in and out. What is loaded is checked: types, ranges, and that it agrees with itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.agreement import agrees
+from lockstep.artifacts.files import write_json
+from lockstep.artifacts.manifests import (
+    DIGEST,
+    DTYPES,
+    FILE,
+    LARGEST,
+    NAME,
+    PRECISION,
+    REMEDY,
+    SIZE,
+    SLOTS,
+    TENSORS,
+    read_checked,
+)
+from lockstep.artifacts.schema import check, either, integer, items, mapping, number, one_of, optional, record
+from lockstep.artifacts.signature import Signature
+
+PHASES = ("prefill", "decode")
+_LAYERS = 10_000  # the deepest models have some hundred
+_HEADS = ("num_heads", "num_kv_heads", "head_dim", "value_head_dim")
+
+_DIMENSION = either(
+    SIZE,
+    one_of("num_tokens", "num_requests", "past_capacity"),
+    words="a size, num_tokens, num_requests or past_capacity",
+)
+_IO = record(
+    {"name": NAME, "dtype": one_of("float32", "float16", "bfloat16", "int64"), "shape": items(_DIMENSION, most=8)}
+)
+_IOS = items(_IO, 100)
+_GRAPH = record({"graph": FILE, "sha256": DIGEST, "inputs": _IOS, "outputs": _IOS}, {"slots": SLOTS})
+_VARIANT = record(
+    {
+        **dict.fromkeys(_HEADS, SIZE),
+        "scale": number,
+        "softcap": number,
+        "window": integer(0, LARGEST),
+        "prefill": _GRAPH,
+        "decode": _GRAPH,
+    }
+)
+_PART = record({"class": NAME, "slots": mapping(TENSORS, NAME)})
+_TOKENIZER = {"tokenizer": optional(record({"file": FILE, "sha256": DIGEST}))}
+_SCHEMA = record(
+    {
+        "precision": PRECISION,
+        "dtype": one_of(*DTYPES.values()),
+        "hidden_size": SIZE,
+        "vocab_size": SIZE,
+        "num_layers": integer(1, _LAYERS),
+        "classes": mapping(_GRAPH, FILE),
+        "kinds": mapping(_VARIANT, FILE),
+        "embedding": _PART,
+        "layers": items(record({"block": _PART, "kind": NAME, "exit": _PART}), most=_LAYERS, least=1),
+        "eos_token_ids": items(integer(0, LARGEST), most=10_000),
+        "max_position_embeddings": optional(SIZE),
+    },
+    {
+        **_TOKENIZER,
+        "model_type": NAME,
+        "positions_limited_by": NAME,
+        "batchful": record(
+            {"graph": FILE, "sha256": DIGEST, "inputs": _IOS, "outputs": _IOS, "slots": items(_IO, 1_000_000)},
+            {"tensors": mapping(TENSORS, NAME)},
+        ),
+    },
+)
+
+
+@dataclass(frozen=True)
+class GraphFile:
+    """A graph of the assembly: its file beside assembly.json, that file's sha256, what it takes and gives."""
+
+    file: str
+    sha256: str
+    signature: Signature
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> GraphFile:
+        return cls(value["graph"], value["sha256"], Signature.from_json(value))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"graph": self.file, "sha256": self.sha256, **self.signature.to_json()}
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """One attention of the model: its sizes and its two graphs. Layers with the same numbers share it.
+
+    scale: of the scores. softcap: of the scores, 0 for none. window: how many tokens a token sees, 0 for all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    scale: float
+    softcap: float
+    window: int
+    prefill: GraphFile
+    decode: GraphFile
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> AttentionVariant:
+        values = {field.name: value[field.name] for field in fields(cls)}
+        return cls(**{**values, **{phase: GraphFile.from_json(value[phase]) for phase in PHASES}})
+
+    def to_json(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, **{phase: graph.to_json() for phase, graph in self.phases().items()}}
+
+    def phases(self) -> dict[str, GraphFile]:
+        """The graphs by phase: prefill, decode."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block at its place in the model: the class of its graph, and {weight slot: tensors of the checkpoint}."""
+
+    graph: str
+    slots: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Part:
+        return cls(value["class"], value["slots"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"class": self.graph, "slots": self.slots}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The block that ends at a layer's attention, the name of its attention variant, and the exit of a model that ends
+    behind this layer."""
+
+    block: Part
+    variant: str
+    exit: Part
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Layer:
+        return cls(Part.from_json(value["block"]), value["kind"], Part.from_json(value["exit"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"block": self.block.to_json(), "kind": self.variant, "exit": self.exit.to_json()}
+
+
+@dataclass(frozen=True)
+class Uncut(GraphFile):
+    """The whole model in one graph: {weight slot: tensors of the checkpoint} besides."""
+
+    tensors: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Uncut:
+        return cls(value["graph"], value["sha256"], Signature.from_json(value), value.get("tensors", {}))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"slots": [], **super().to_json(), "tensors": self.tensors}
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """The tokenizer.json beside the assembly, and its sha256."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A model in split form.
+
+    dtype: of the hidden state, as NumPy calls it. classes: the blocks' graphs by name. variants: attention by name
+    ("kinds" in the file). max_position_embeddings: None where the model has no limit; positions_limited_by: which
+    setting makes it, where that is another one. batchful: the whole model in one graph.
+    """
+
+    model_type: str
+    precision: str
+    dtype: str
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int | None
+    classes: Mapping[str, GraphFile]
+    variants: Mapping[str, AttentionVariant]
+    embedding: Part
+    layers: tuple[Layer, ...]
+    batchful: Uncut | None
+    positions_limited_by: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: TokenizerFile | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Assembly:
+        """Read assembly.json. Raises InputError for a file that is none, or whose parts do not fit together."""
+        value = read_checked(path, formats.ASSEMBLY, _SCHEMA)
+        assembly = cls.from_json(value)
+        check(assembly, lambda found, _: agrees(found, value["num_layers"]), path, REMEDY)
+        return assembly
+
+    def save(self, path: str | os.PathLike) -> None:
+        write_json(path, self.to_json())
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Assembly:
+        """Take the content of an assembly.json that is known to be one."""
+        tokenizer, batchful = value.get("tokenizer"), value.get("batchful")
+        return cls(
+            model_type=value.get("model_type", ""),
+            precision=value["precision"],
+            dtype=value["dtype"],
+            hidden_size=value["hidden_size"],
+            vocab_size=value["vocab_size"],
+            max_position_embeddings=value["max_position_embeddings"],
+            classes={name: GraphFile.from_json(entry) for name, entry in value["classes"].items()},
+            variants={name: AttentionVariant.from_json(entry) for name, entry in value["kinds"].items()},
+            embedding=Part.from_json(value["embedding"]),
+            layers=tuple(map(Layer.from_json, value["layers"])),
+            batchful=Uncut.from_json(batchful) if batchful else None,
+            positions_limited_by=value.get("positions_limited_by"),
+            eos_token_ids=tuple(value["eos_token_ids"]),
+            tokenizer=TokenizerFile(tokenizer["file"], tokenizer["sha256"]) if tokenizer else None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of assembly.json, without its seal."""
+        others = {
+            "positions_limited_by": self.positions_limited_by,
+            "batchful": self.batchful and self.batchful.to_json(),
+            "tokenizer": self.tokenizer and {"file": self.tokenizer.file, "sha256": self.tokenizer.sha256},
+        }
+        return {
+            "format": formats.ASSEMBLY,
+            "model_type": self.model_type,
+            "precision": self.precision,
+            "dtype": self.dtype,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_layers": len(self.layers),
+            "max_position_embeddings": self.max_position_embeddings,
+            "classes": {name: graph.to_json() for name, graph in self.classes.items()},
+            "kinds": {name: variant.to_json() for name, variant in self.variants.items()},
+            "embedding": self.embedding.to_json(),
+            "layers": [layer.to_json() for layer in self.layers],
+            "eos_token_ids": list(self.eos_token_ids),
+            **{key: value for key, value in others.items() if value is not None},
+        }
+
+    def graphs(self) -> Iterator[tuple[str, GraphFile]]:
+        """(name, graph) of all that run: classes by name, attention as `<variant>.decode` and `<variant>.prefill`."""
+        for name in sorted(self.classes):
+            yield name, self.classes[name]
+        for name in sorted(self.variants):
+            for phase in sorted(PHASES):
+                yield f"{name}.{phase}", self.variants[name].phases()[phase]
+
+
+def load_tokenizer(path: str | os.PathLike) -> TokenizerFile | None:
+    """Return the assembly's tokenizer alone; None where it has none. Raises InputError for a file that is no
+    assembly."""
+    entry = read_checked(path, formats.ASSEMBLY, record({}, _TOKENIZER)).get("tokenizer")
+    return TokenizerFile(entry["file"], entry["sha256"]) if entry else None

@@ -1,0 +1,104 @@
+"""What a graph takes and gives: names, dtypes and shapes of its inputs, outputs and weight slots, and the one check of
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from lockstep.artifacts.dtypes import named_dtype
+from lockstep.errors import CheckError
+
+_FEW = 16
+
+
+@dataclass(frozen=True)
+class IO:
+    """An input, output or slot of a graph.
+
+    dtype: as NumPy calls it, such as "float16". shape: dimensions are numbers or names (`num_tokens`, `num_requests`,
+    `past_capacity`).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> IO:
+        return cls(value["name"], value["dtype"], tuple(value["shape"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+
+    @property
+    def key(self) -> str:
+        """The name under which a step keeps the value: a graph that reads `hidden` has to call its result
+        `hidden_out`."""
+        return self.name.removesuffix("_out")
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return named_dtype(self.dtype)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of a slot, whose dimensions are all numbers."""
+        return cast("tuple[int, ...]", self.shape)
+
+    @property
+    def type(self) -> str:
+        """Dtype and shape in words: `float16 [num_tokens, 144]`."""
+        return f"{self.dtype} [{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs of a graph, its outputs, and those inputs that take weights: its slots."""
+
+    inputs: tuple[IO, ...]
+    outputs: tuple[IO, ...]
+    slots: tuple[IO, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Signature:
+        return cls(*(tuple(map(IO.from_json, value.get(role, ()))) for role in ("inputs", "outputs", "slots")))
+
+    def to_json(self) -> dict[str, Any]:
+        """`inputs`, `outputs`, and `slots` where there are some."""
+        found = {"inputs": self.inputs, "outputs": self.outputs} | ({"slots": self.slots} if self.slots else {})
+        return {role: [io.to_json() for io in ios] for role, ios in found.items()}
+
+    def check(self, found: Signature, where: str, remedy: str) -> None:
+        """Raise CheckError where `found` takes or gives something else; its slots may stand among its inputs.
+
+        where, remedy: how the message begins and ends.
+        """
+        for role, declared, other in (
+            ("input", (*self.inputs, *self.slots), (*found.inputs, *found.slots)),
+            ("output", self.outputs, found.outputs),
+        ):
+            check_names(where, role, [io.name for io in declared], [io.name for io in other], remedy)
+            types = {io.name: io.type for io in other}
+            for io in declared:
+                if types[io.name] != io.type:
+                    raise CheckError(
+                        f"{where}: {role} {io.name!r}: expected {io.type}, found {types[io.name]}; {remedy}"
+                    )
+
+
+def check_names(where: str, role: str, declared: Sequence[str], found: Sequence[str], remedy: str = "") -> None:
+    """Raise CheckError where the names of inputs or outputs (`role`) are not those declared, in whatever order."""
+    missing, extra = sorted(set(declared) - set(found)), sorted(set(found) - set(declared))
+    if missing or extra:
+        parts = [f"{word} {_some(names)}" for word, names in (("no", missing), ("unexpected", extra)) if names]
+        end = f"; {remedy}" if remedy else ""
+        raise CheckError(f"{where}: expected the {role}s {_some(declared)}, found {' and '.join(parts)}{end}")
+
+
+def _some(names: Sequence[str]) -> str:
+    """All of a few names; of many the first, and how many there are: the uncut graph has an input for every weight."""
+    return ", ".join(names) if len(names) <= _FEW else f"{', '.join(names[:3])} ... ({len(names)} in all)"

@@ -1,0 +1,331 @@
+// Compiled behind the words of fused_form.py, which name the sizes and types of a form.
+
+// What CUDA C++ has no words for.
+#define INFINITE __int_as_float(0x7f800000)
+
+// Loads that stay where they are written: those that go out together cost one latency. The compiler moves other loads to where their number is needed, and
+// constant ones (.nc) still behind a branch that may end the block; relaxed ones stay before it.
+#define LOADS(T, TYPE, REGISTER) \
+__device__ __forceinline__ T load_relaxed(const T* from) { \
+    T found; \
+    asm volatile("ld.relaxed.gpu.global." TYPE " %0, [%1];" : REGISTER(found) : "l"(__cvta_generic_to_global(from))); \
+    return found; \
+} \
+__device__ __forceinline__ T load_constant(const T* from) { \
+    T found; \
+    asm volatile("ld.global.nc." TYPE " %0, [%1];" : REGISTER(found) : "l"(__cvta_generic_to_global(from))); \
+    return found; \
+}
+LOADS(int, "s32", "=r")
+LOADS(float, "f32", "=f")
+LOADS(unsigned short, "u16", "=h")
+
+// 16 bytes of the cache, which are read once; zeros where not `in`.
+__device__ __forceinline__ Piece load_piece(const Bits* from, bool in) {
+    Piece piece;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+                 "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "=&r"(piece.w[0]), "=&r"(piece.w[1]), "=&r"(piece.w[2]), "=&r"(piece.w[3]) : "l"(__cvta_generic_to_global(from)), "r"((int)in));
+    return piece;
+}
+
+// What other blocks have written: past the multiprocessor's own cache.
+__device__ __forceinline__ float load_fresh(const float* from) { return __ldcg(from); }
+__device__ __forceinline__ Four load_fresh(const Four* from) {
+    float4 found = __ldcg((const float4*)from);
+    return Four{{found.x, found.y, found.z, found.w}};
+}
+
+// Adds 1; what was there before. Release and acquire: who finds all the others counted sees what they have written.
+__device__ __forceinline__ int arrive(int* counter) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ float power(float x) {  // of 2
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// c [16, 8] += a [16, 16] b [16, 8]. Lane 4g + t has c[g][2t, 2t + 1] and c[g + 8][2t, 2t + 1]; in a0 to a3 of a the pairs [g][2t], [g + 8][2t], [g][2t + 8],
+// [g + 8][2t + 8] and their right neighbours; in b0, b1 of b the pairs [2t][g], [2t + 8][g] and their lower neighbours.
+__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// A block: a request, a KV head with up to HEADS of its query heads (`chunk`), a split of the row. A unit is 16 tokens, what a warp takes at a time: unit n of the
+// row, counted from the first that the window leaves, goes to warp n % (splits * WARPS) of all splits.
+//
+// In a warp, lane 4g + t. Scores are queries (8 rows, the other 8 are nothing) times keys: lanes read 16 bytes of the key of token g and of token g + 8, dims
+// 8t to 8t + 7 of each 32. So a product's k-th dim is another one than in memory, the same one in queries and keys, which leaves the sum what it is. Outputs
+// are values (rows: dims) times weights (columns: heads): weights are in the registers where the scores' product left them, and lanes read 16 bytes of the
+// values of tokens 2t, 2t + 1, 2t + 8, 2t + 9, of dims 8g to 8g + 7 of each 64. Nothing of the cache goes through shared memory.
+constexpr int WARPS = THREADS / 32, UNIT = 16;
+constexpr int CHUNKS = (GROUP + HEADS - 1) / HEADS;       // blocks that share a KV head; HEADS: query heads of a block
+constexpr int KEY_PIECES = (DIM + 31) / 32;               // of a lane, for each of its two tokens
+constexpr int VALUE_PIECES = (VALUE_DIM + 63) / 64;       // likewise, of four tokens
+constexpr int LINE = DIM + 8;                             // of a head in shared memory, so that lanes do not meet in a bank
+constexpr int TURNED = (HEADS + 1) * DIM;                 // numbers that a block turns
+constexpr int ROUNDS = (TURNED + THREADS - 1) / THREADS;
+constexpr int ITEMS = HEADS * VALUE_DIM / 4;              // four numbers each, of what a block gives
+constexpr float LOWEST = -1e30f;                          // finite, so that a difference of two is a number
+
+__device__ __forceinline__ int page_of(const int* table, int unit, int pages_per_row) {
+    return load_relaxed(table + min(unit / (PAGE / UNIT), pages_per_row - 1));
+}
+
+// What a lane needs of the tokens base to base + 15, of those from low on and before the new one, which comes from shared memory.
+__device__ __forceinline__ void load_keys(Piece (&out)[2][KEY_PIECES], const Bits* keys, int page, int kv, int base, int low, int position,
+                                          int g, int t) {
+    const Bits* at = keys + ((long long)page * KV_HEADS + kv) * (PAGE * DIM) + ((base & (PAGE - 1)) + g) * DIM + 8 * t;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int token = base + 8 * i + g;
+        const bool in = token >= low && token < position;
+#pragma unroll
+        for (int n = 0; n < KEY_PIECES; ++n) out[i][n] = load_piece(at + 8 * i * DIM + 32 * n, in && 32 * n + 8 * t < DIM);
+    }
+}
+
+__device__ __forceinline__ void load_values(Piece (&out)[VALUE_PIECES][4], const Bits* values, int page, int kv, int base, int low, int position,
+                                            int g, int t) {
+    const Bits* at = values + ((long long)page * KV_HEADS + kv) * (PAGE * VALUE_DIM) + ((base & (PAGE - 1)) + 2 * t) * VALUE_DIM + 8 * g;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int more = i / 2 * 8 + i % 2, token = base + 2 * t + more;
+        const bool in = token >= low && token < position;
+#pragma unroll
+        for (int c = 0; c < VALUE_PIECES; ++c) out[c][i] = load_piece(at + more * VALUE_DIM + 64 * c, in && 64 * c + 8 * g < VALUE_DIM);
+    }
+}
+
+// Four numbers of a head, of several parts of a row: each part has its largest score, the sum of its weights, and its values by these.
+struct Sum {
+    float top = LOWEST, weight = 0;
+    Four values = {{0, 0, 0, 0}};
+    __device__ __forceinline__ void add(float other_top, float other_weight, const Four& other) {
+        const float higher = fmaxf(top, other_top), a = power(top - higher), b = power(other_top - higher);
+        top = higher;
+        weight = weight * a + other_weight * b;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values.w[e] = values.w[e] * a + other.w[e] * b;
+    }
+    __device__ __forceinline__ void write(Bits* out) const {
+        const float one = 1.f / weight;
+        *(uint2*)out = make_uint2(pack(values.w[0] * one, values.w[1] * one), pack(values.w[2] * one, values.w[3] * one));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+decode_attention(const Given* query, const Given* key, const Bits* value, Bits* out, Bits* keys, Bits* values, const float* own, const float* other,
+                 const int* partner, const int* rows, const void* positions, const int* pages, int pages_per_row, float scale, float* partials, float* stats,
+                 int* counters) {
+    __shared__ __align__(16) Bits turned[(HEADS + 1) * LINE];  // queries, then the new key
+    __shared__ __align__(16) Bits fresh[VALUE_DIM];            // the new value
+    __shared__ float tops[WARPS * HEADS], weights[WARPS * HEADS];
+    __shared__ __align__(16) float parts[WARPS * HEADS * VALUE_DIM];
+    __shared__ int is_last;
+    const unsigned tid = threadIdx.x;
+    const int warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    const int split = blockIdx.x, splits = gridDim.x, kv = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS, request = blockIdx.z;
+    const int stride = splits * WARPS, slot = split * WARPS + warp;
+    const int* table = pages + request * pages_per_row;  // row i is request i: nothing waits for rows[i]
+    const int first_head = kv * GROUP + chunk * HEADS, heads = min(HEADS, GROUP - chunk * HEADS);
+
+    // All loads that need no position go out at once. Heads behind the last one are turned as that.
+    const int row = load_relaxed(rows + request);
+    const int position = load_relaxed((const int*)positions + (WIDE ? 2 * request : request));  // the low half will do
+    int entries = WINDOW ? 0 : page_of(table, slot + lane * stride, pages_per_row);             // lane n: the page of this warp's n-th unit
+    auto index_of = [&](int r) { return TURNED % THREADS ? min(r * THREADS + tid, TURNED - 1u) : r * THREADS + tid; };  // the number that a thread turns
+    auto source_of = [&](unsigned i) {
+        const int head = i / DIM;
+        return head == HEADS ? key + ((long long)request * KV_HEADS + kv) * DIM
+                             : query + ((long long)request * KV_HEADS * GROUP + first_head + min(head, heads - 1)) * DIM;
+    };
+    const Given* sources[ROUNDS];
+    int partners[ROUNDS];
+    Given xs[ROUNDS], ys[ROUNDS];
+    float owns[ROUNDS], others[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const unsigned i = index_of(r);
+        partners[r] = load_relaxed(partner + i % DIM);
+        sources[r] = source_of(i);
+        xs[r] = load_relaxed(sources[r] + i % DIM);
+    }
+    const Piece new_value = load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
+    Bits* out_heads = out + ((long long)request * KV_HEADS * GROUP + first_head) * VALUE_DIM;
+    if (row < 0) {
+        if (split == 0)
+            for (unsigned item = tid; item < heads * VALUE_DIM / 4; item += THREADS) *(uint2*)(out_heads + item * 4) = make_uint2(0, 0);
+        return;
+    }
+    const int low = WINDOW && position >= WINDOW ? position - WINDOW + 1 : 0;  // the first token that is seen
+    const int first = low / UNIT, units = position / UNIT - first + 1;
+    const int active = min(splits, (units + WARPS - 1) / WARPS);  // splits that have work
+    if (split >= active) return;
+
+    // Then those that do, and the first unit.
+    if (WINDOW) entries = page_of(table, first + slot + lane * stride, pages_per_row);
+    const int new_page = load_constant(table + position / PAGE);
+    const float *own_at = own + (long long)position * DIM, *other_at = other + (long long)position * DIM;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const unsigned i = index_of(r);
+        owns[r] = load_constant(own_at + i % DIM);
+        others[r] = load_constant(other_at + i % DIM);
+        ys[r] = load_constant(sources[r] + partners[r]);
+    }
+    Piece k[2][KEY_PIECES], v[VALUE_PIECES][4];
+    if (slot < units) {
+        const int page = __shfl_sync(~0u, entries, 0), base = (first + slot) * UNIT;
+        load_keys(k, keys, page, kv, base, low, position, g, t);
+        load_values(v, values, page, kv, base, low, position, g, t);
+    }
+
+    // The rotary encoding, while they are on their way.
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const unsigned i = index_of(r);
+        if (r * THREADS + tid < TURNED) turned[i / DIM * LINE + i % DIM] = (Bits)pack(rotated(number(xs[r]), owns[r], number(ys[r]), others[r]), 0);
+    }
+    if (tid < VALUE_DIM / 8) *(Piece*)(fresh + tid * 8) = new_value;
+    __syncthreads();
+    Piece q[KEY_PIECES];
+#pragma unroll
+    for (int n = 0; n < KEY_PIECES; ++n) {
+        q[n] = Piece{{0, 0, 0, 0}};
+        if (g < HEADS && 32 * n + 8 * t < DIM) q[n] = *(const Piece*)(turned + g * LINE + 32 * n + 8 * t);
+    }
+
+    float top = LOWEST, weight = 0;          // of head g: its largest score, the sum of its weights
+    float sums[VALUE_PIECES][4][4] = {};     // [c][j]: of dim 64c + 8g + 2j (and of the next one in 2, 3), head 2t (and the next one in 1, 3)
+    int ahead = 1;                           // units whose loads have gone out
+#pragma unroll 1
+    for (int at = slot; at < units; at += stride, ++ahead) {
+        const int base = (first + at) * UNIT, next = base + stride * UNIT;
+        const bool more = at + stride < units;
+        if ((ahead & 31) == 0) entries = page_of(table, next / UNIT + lane * stride, pages_per_row);
+        const int next_page = __shfl_sync(~0u, entries, ahead & 31);
+        if (base + UNIT > position) {  // the new token: into its place in the cache too, once a KV head
+            const long long place = ((long long)new_page * KV_HEADS + kv) * PAGE + position % PAGE;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (base + 8 * i + g == position)
+#pragma unroll
+                    for (int n = 0; n < KEY_PIECES; ++n)
+                        if (32 * n + 8 * t < DIM) {
+                            k[i][n] = *(const Piece*)(turned + HEADS * LINE + 32 * n + 8 * t);
+                            if (chunk == 0) *(Piece*)(keys + place * DIM + 32 * n + 8 * t) = k[i][n];
+                        }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (base + i / 2 * 8 + 2 * t + i % 2 == position)
+#pragma unroll
+                    for (int c = 0; c < VALUE_PIECES; ++c)
+                        if (64 * c + 8 * g < VALUE_DIM) {
+                            v[c][i] = *(const Piece*)(fresh + 64 * c + 8 * g);
+                            if (chunk == 0) *(Piece*)(values + place * VALUE_DIM + 64 * c + 8 * g) = v[c][i];
+                        }
+        }
+        float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int n = 0; n < KEY_PIECES; ++n) {
+                multiply(s[i], q[n].w[0], 0, q[n].w[1], 0, k[i][n].w[0], k[i][n].w[1]);
+                multiply(s[i], q[n].w[2], 0, q[n].w[3], 0, k[i][n].w[2], k[i][n].w[3]);
+            }
+        if (more) load_keys(k, keys, next_page, kv, next, low, position, g, t);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int token = base + 8 * i + 2 * t + e;
+                s[i][e] = token >= low && token <= position ? s[i][e] * scale : -INFINITE;
+                best = fmaxf(best, s[i][e]);
+            }
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
+        best = fmaxf(best, top);
+        const float less = power(top - best);
+        top = best;
+        weight *= less;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) { s[i][e] = power(s[i][e] - top); weight += s[i][e]; }
+        const unsigned p0 = pack(s[0][0], s[0][1]), p1 = pack(s[1][0], s[1][1]);
+        const float less0 = __shfl_sync(~0u, less, 8 * t), less1 = __shfl_sync(~0u, less, 8 * t + 4);  // of heads 2t and 2t + 1
+#pragma unroll
+        for (int c = 0; c < VALUE_PIECES; ++c)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // row g: the even dim of two, row g + 8: the odd one; pairs of tokens
+                const unsigned v0 = v[c][0].w[j], v1 = v[c][1].w[j], v2 = v[c][2].w[j], v3 = v[c][3].w[j];
+                sums[c][j][0] *= less0; sums[c][j][1] *= less1; sums[c][j][2] *= less0; sums[c][j][3] *= less1;
+                multiply(sums[c][j], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632),
+                         p0, p1);
+            }
+        if (more) load_values(v, values, next_page, kv, next, low, position, g, t);
+    }
+
+    // The warps of a block put their parts together.
+    weight += __shfl_xor_sync(~0u, weight, 1);
+    weight += __shfl_xor_sync(~0u, weight, 2);
+    if (t == 0 && g < HEADS) { tops[warp * HEADS + g] = top; weights[warp * HEADS + g] = weight; }
+#pragma unroll
+    for (int c = 0; c < VALUE_PIECES; ++c)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if (2 * t + e < HEADS && 64 * c + 8 * g < VALUE_DIM) {
+                Four* to = (Four*)(parts + (warp * HEADS + 2 * t + e) * VALUE_DIM + 64 * c + 8 * g);
+                to[0] = Four{{sums[c][0][e], sums[c][0][2 + e], sums[c][1][e], sums[c][1][2 + e]}};
+                to[1] = Four{{sums[c][2][e], sums[c][2][2 + e], sums[c][3][e], sums[c][3][2 + e]}};
+            }
+    __syncthreads();
+    const long long group = (long long)request * gridDim.y + blockIdx.y, mine = group * splits + split;
+    for (unsigned item = tid; item < ITEMS; item += THREADS) {
+        const int head = item / (VALUE_DIM / 4), at = item % (VALUE_DIM / 4) * 4;
+        if (head >= heads) continue;
+        Sum sum;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum.add(tops[w * HEADS + head], weights[w * HEADS + head], *(const Four*)(parts + (w * HEADS + head) * VALUE_DIM + at));
+        if (active == 1) { sum.write(out_heads + item * 4); continue; }
+        *(Four*)(partials + (mine * ITEMS + item) * 4) = sum.values;
+        if (at == 0) { stats[(mine * HEADS + head) * 2] = sum.top; stats[(mine * HEADS + head) * 2 + 1] = sum.weight; }
+    }
+    if (active == 1) return;
+
+    // The last block of a row puts the splits together. The barrier puts what the block has written before its arrival, and the other one what it reads behind.
+    __syncthreads();
+    if (tid == 0) {
+        is_last = arrive(counters + group) == active - 1;
+        if (is_last) counters[group] = 0;  // for the next launch
+    }
+    __syncthreads();
+    if (!is_last) return;
+    for (unsigned item = tid; item < ITEMS; item += THREADS) {
+        const int head = item / (VALUE_DIM / 4);
+        if (head >= heads) continue;
+        Sum sum;
+        for (int from = 0; from < active; from += 8) {  // eight at a time on their way
+            Four some[8];
+            float some_tops[8], some_weights[8];
+#pragma unroll
+            for (int s = 0; s < 8; ++s)
+                if (from + s < active) {
+                    const long long part = group * splits + from + s;
+                    some[s] = load_fresh((const Four*)(partials + (part * ITEMS + item) * 4));
+                    some_tops[s] = load_fresh(stats + (part * HEADS + head) * 2);
+                    some_weights[s] = load_fresh(stats + (part * HEADS + head) * 2 + 1);
+                }
+#pragma unroll
+            for (int s = 0; s < 8; ++s)
+                if (from + s < active) sum.add(some_tops[s], some_weights[s], some[s]);
+        }
+        sum.write(out_heads + item * 4);
+    }
+}

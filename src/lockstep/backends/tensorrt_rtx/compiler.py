@@ -1,0 +1,149 @@
+"""TensorRT-RTX's builder in a process of its own, on a heap that makes its engines the same bytes everywhere.
+
+    python -m lockstep.backends.tensorrt_rtx.compiler < requests
+
+In: a line of JSON for each engine, {"graph", "out", "options"}. Out: the engine's file, and a line of JSON on stdout,
+{"error": class and message} or {}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from lockstep.artifacts.files import write_bytes
+from lockstep.backends.profiles import profiles
+from lockstep.backends.tensorrt.compat import GraphRefusedError
+from lockstep.backends.tensorrt.contract import check_contract, check_types, tensor_types
+from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX, RTXLibrary
+from lockstep.backends.tensorrt_rtx.monotonic_heap import FIRST, LAST, shared_object
+from lockstep.errors import CheckError, InputError, LockstepError
+
+_WORKSPACE = 4 << 30  # bytes that a kernel may use while it runs
+_LEVEL = 3  # TensorRT's default
+_MOST = 8  # engines of one process: each leaves up to 200 MB behind, for nothing is freed
+_ERRORS = {error.__name__: error for error in (InputError, CheckError, GraphRefusedError)}
+
+
+class Compiler:
+    """Builds engines in a process that is started with the first one, and ended after the last or some before it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._built = 0
+
+    def build(self, graph: Path, out: Path, options: Mapping[str, Any]) -> None:
+        """Raises CheckError where the library refuses the graph, or makes something else of it, and where it ends the
+        process."""
+        if self._process is None:
+            self._process, self._built = _start(), 0
+            weakref.finalize(self, _end, self._process)
+        process, request = self._process, {"graph": str(graph), "out": str(out), "options": dict(options)}
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        except BaseException:  # interrupted: what is built now is not wanted
+            process.kill()
+            self.end()
+            raise
+        self._built += 1
+        if not answer or self._built == _MOST:
+            self.end()
+        if not answer:
+            raise CheckError(
+                f"{out}: expected an engine, found that the builder's process ended with exit code "
+                f"{process.returncode}; its last lines say why"
+            )
+        if error := json.loads(answer).get("error"):
+            raise _ERRORS[error[0]](error[1])
+
+    def end(self) -> None:
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+
+def _start() -> subprocess.Popen[str]:
+    heap = os.memfd_create("lockstep-heap")
+    try:
+        with open(heap, "wb", closefd=False) as file:
+            file.write(shared_object())
+        preload = ":".join(filter(None, (f"/proc/self/fd/{heap}", os.environ.get("LD_PRELOAD"))))
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "LD_PRELOAD": preload, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            pass_fds=(heap,),
+        )
+    finally:
+        os.close(heap)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """It ends by itself when there is nothing more to read."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended
+        process.stdin.close()
+    process.wait()
+    process.stdout.close()
+
+
+def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any]) -> None:
+    """Build one engine in this process. What the library is given is held to the graph before: names, types, sizes and
+    profiles of inputs and outputs, and the type of each value."""
+    where, model = str(out), onnx.load(graph)
+    builder = library.create_builder()
+    library.use_one_thread(builder)
+    types, bounds = tensor_types(model), profiles(model, options)
+    network = library.create_network(builder)
+    parser = library.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
+    config = library.create_config(builder, _WORKSPACE, _LEVEL, None)
+    library.set_compute_capabilities(config, options["compute_capabilities"])
+    added = [library.add_profile(builder, config, profile) for profile in bounds]
+    check_contract(library.network_tensors(network, added), model, bounds, True, where)
+    check_types(library.network_types(network), types, where)
+    write_bytes(out, library.build_plan(builder, network, config, where))
+
+
+def _check_heap() -> None:
+    """Raises CheckError where this process allocates elsewhere: its engines would be other bytes."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    if not FIRST <= (libc.malloc(1) or 0) < LAST:
+        raise CheckError(
+            "backend tensorrt_rtx: expected a builder on a heap of its own, by LD_PRELOAD and with 128 GiB of "
+            "addresses, found the C library's; raise what limits them (ulimit -v)"
+        )
+
+
+def main() -> None:
+    for line in sys.stdin:
+        request, answer = json.loads(line), {}
+        try:
+            _check_heap()
+            build(TENSORRT_RTX, Path(request["graph"]), Path(request["out"]), request["options"])
+        except LockstepError as error:
+            answer = {"error": [type(error).__name__, str(error)]}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""What an ONNX graph takes and gives, as the assembly writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx
+
+from lockstep.artifacts.signature import IO, Signature
+
+
+def signature_of(graph: onnx.GraphProto, slots: Collection[str] = ()) -> Signature:
+    """Return the graph's inputs, outputs, and those inputs that are named in `slots`. Constants are no inputs."""
+    constants = {tensor.name for tensor in graph.initializer}
+    given = [io_of(value) for value in graph.input if value.name not in constants]
+    return Signature(
+        inputs=tuple(io for io in given if io.name not in slots),
+        outputs=tuple(map(io_of, graph.output)),
+        slots=tuple(io for io in given if io.name in slots),
+    )
+
+
+def io_of(value: onnx.ValueInfoProto) -> IO:
+    """Return an input or output; its dynamic dimensions by name."""
+    tensor = value.type.tensor_type
+    shape = tuple(dim.dim_param if dim.HasField("dim_param") else dim.dim_value for dim in tensor.shape.dim)
+    return IO(value.name, dtype_name(tensor.elem_type), shape)
+
+
+def dtype_name(element: int) -> str:
+    """An ONNX element type as NumPy calls it. (Older ONNX packages give float32 for bfloat16 as a NumPy type.)"""
+    name = onnx.TensorProto.DataType.Name(element).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)

@@ -1,0 +1,46 @@
+"""Commands of Snakemake and `lockstep` in the process of the test, which has imported what they need."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+# Where a module has the function that is given its arguments.
+MAINS = {"snakemake": "snakemake.cli", "lockstep": "lockstep.cli.main"}
+
+
+def call(
+    module: str, arguments: tuple[str, ...], folder: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess:
+    """What `python -m module arguments` in `folder` ends with and prints, without the start of a process."""
+    main, out, err = importlib.import_module(MAINS[module]).main, io.StringIO(), io.StringIO()
+    with _inside(folder, environment, [module, *arguments]):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main(list(arguments))
+                code = 0
+            except SystemExit as ended:
+                code = ended.code or 0
+    return subprocess.CompletedProcess([module, *arguments], code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def _inside(folder: Path, environment: Mapping[str, str], argv: list[str]) -> Iterator[None]:
+    """This process in the place of one that is started in `folder` with this environment."""
+    before, path, own = dict(os.environ), list(sys.path), sys.argv
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = argv
+        with contextlib.chdir(folder):
+            yield
+    finally:
+        sys.path[:], sys.argv = path, own
+        os.environ.clear()
+        os.environ.update(before)
