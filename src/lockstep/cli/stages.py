@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.terminal import working
+from lockstep.errors import InputError
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
@@ -84,14 +85,17 @@ def _command(name: str) -> click.Command:
 
 
 def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tuple[Any, ...]]:
-    """Values of the stage's wildcards. Without those of engines that cannot run here, unless nothing else is asked
-    for: then the stage says why not."""
+    """Values of the stage's wildcards. Without those of engines that cannot run here, where the stage runs them; raises
+    InputError where nothing else is asked for."""
     chosen = [target for target in config.targets() if not targets or any(_matches(target, text) for text in targets)]
     for text in targets:
         if not any(_matches(target, text) for target in chosen):
             config.parse_target(text)  # says which there are
     if "backend" in entry.wildcards:
-        chosen = [target for target in chosen if entry.needed(config, target)] or chosen
+        needed = [target for target in chosen if entry.needed(config, target)]
+        if not needed and (reason := config.cannot_run(chosen[0].backend)):
+            raise InputError(f"{entry.name}: {chosen[0]}: {reason}; these engines can be built here, not run")
+        chosen = needed or chosen
     return list(dict.fromkeys(tuple(getattr(target, field) for field in entry.wildcards) for target in chosen))
 
 
