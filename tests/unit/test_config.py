@@ -99,7 +99,7 @@ MISTAKES = [
     (
         "[onnxruntime]",
         "[tensorflow]",
-        "models.demo-llama.backends[0]: expected one of onnxruntime, tensorrt; found 'tensorflow'",
+        "models.demo-llama.backends[0]: expected one of onnxruntime, tensorrt, tensorrt_rtx; found 'tensorflow'",
     ),
     (
         "[onnxruntime]",
@@ -124,13 +124,13 @@ MISTAKES = [
         "layers:",
         "layer:",
         "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, "
-        "backends, golden, tolerances",
+        "backends, backend_precisions, golden, tolerances",
     ),
     (
         "golden:",
         "goldn:",
         "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, "
-        "backends, golden, tolerances (and 1 more)",
+        "backends, backend_precisions, golden, tolerances (and 1 more)",
     ),
     ("source: checkpoint", "source: ''", "models.demo-llama.source: expected text that is not empty; found ''"),
     ("source: checkpoint", "source: 7", "models.demo-llama.source: expected text; found 7 (put it in quotes)"),
@@ -303,7 +303,7 @@ MISTAKES = [
     (
         "models:",
         "modles:",
-        "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, backends (and 1 more)",
+        "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, skip_missing_backends, require_run, backends (and 1 more)",
     ),
 ]
 
@@ -317,18 +317,27 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "expected a mapping of models, limits, tolerances, cache, backends; found an empty file"),
+        (
+            "",
+            "expected a mapping of models, limits, tolerances, cache, skip_missing_backends, require_run, backends; found an empty file",
+        ),
         (
             "# only a comment\n",
-            "expected a mapping of models, limits, tolerances, cache, backends; found an empty file",
+            "expected a mapping of models, limits, tolerances, cache, skip_missing_backends, require_run, backends; found an empty file",
         ),
-        ("- a\n- b\n", "expected a mapping of models, limits, tolerances, cache, backends; found a list"),
-        ("just text\n", "expected a mapping of models, limits, tolerances, cache, backends; found 'just text'"),
+        (
+            "- a\n- b\n",
+            "expected a mapping of models, limits, tolerances, cache, skip_missing_backends, require_run, backends; found a list",
+        ),
+        (
+            "just text\n",
+            "expected a mapping of models, limits, tolerances, cache, skip_missing_backends, require_run, backends; found 'just text'",
+        ),
         ("models:\n", "models: expected a mapping; found nothing"),
         ("models: {}\n", "models: expected at least one item; found an empty mapping"),
         (
             "models:\n  m:\n",
-            "models.m: expected a mapping of source, layers, precisions, backends, golden, tolerances; found nothing",
+            "models.m: expected a mapping of source, layers, precisions, backends, backend_precisions, golden, tolerances; found nothing",
         ),
         ("limits: {}\n", "models: expected this key; found nothing"),
     ],
@@ -359,7 +368,7 @@ def test_a_mapping_is_called_config_and_a_given_name_wins():
     with pytest.raises(
         InputError,
         match=r"^config: foo: unknown key, allowed: models, limits, tolerances, "
-        r"cache, backends$",
+        r"cache, skip_missing_backends, require_run, backends$",
     ):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
     with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):

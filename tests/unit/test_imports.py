@@ -64,7 +64,8 @@ def name(path: Path) -> str:
 
 def layer(path: Path) -> int:
     first, *rest = path.relative_to(PACKAGE).parts
-    is_settings = first == "backends" and rest[1:] == ["settings.py"]  # what a backend brings to the config
+    # What a backend brings to the config: whether its engines run here is asked of the device, without its library.
+    is_settings = first == "backends" and rest[1:] in (["settings.py"], ["gpu.py"])
     return LAYERS.index("config" if is_settings else first.removesuffix(".py"))
 
 

@@ -154,7 +154,7 @@ def test_what_has_not_run_is_not_run(results: Results, capsys: pytest.CaptureFix
     first, second = (results.golden("m", "fp16", layers, "onnxruntime") for layers in (2, "all"))
     first.unlink()
     record_path(second).unlink()
-    assert [line.partition(": golden: ")[2] for line in lines(results, capsys)[3:]] == [
+    assert [line.partition(": golden not run: ")[2] for line in lines(results, capsys)[3:]] == [
         f"{first} is not there",
         f"no record says how {second} was made",
     ]
@@ -165,7 +165,7 @@ def test_a_pass_of_other_engines_is_none(results: Results, capsys: pytest.Captur
     engines = results.engines("m", "fp16", "onnxruntime")
     write_json(engines, {**json.loads(engines.read_text()), "backend_version": "2.0"})
     assert [row["golden"] for row in summary.collect(results, TARGETS)["targets"]] == ["not run"] * 2
-    assert lines(results, capsys)[3] == f"m/fp16/2/onnxruntime: golden: {engines} is another since"
+    assert lines(results, capsys)[3] == f"m/fp16/2/onnxruntime: golden not run: {engines} is another since"
 
 
 def test_nothing_at_all_is_a_table_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -74,12 +74,12 @@ with guard():
     } | {(rule, None): stage_key(code) for rule, code in REPORT_STAGES.items()}
 
 TARGETS = CONFIG.targets()
+NOT_RUN = CONFIG.not_run()
 if workflow.is_main_process:
     for backend, reason in CONFIG.skipped_backends().items():
         logger.info(f"Left out: the targets of {backend}, for {reason}")
-    for backend in sorted({target.backend for target in TARGETS}):
-        if reason := CONFIG.cannot_run(backend):
-            logger.info(f"Built, not run: the targets of {backend}, for {reason}")
+    for backend, reason in NOT_RUN.items():
+        logger.info(f"Built, not run: the targets of {backend}, for {reason}")
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
 RANDOM = sorted(model for model, kind in KINDS.items() if kind is RandomSource)
 # Bytes of weights: a smaller model is computed before more threads would pay.
@@ -178,7 +178,7 @@ def end_as_by_hand():
 def summarise_failed_run():
     """The job below does not run then; what failed, and what has not run, stands in the table all the same."""
     try:
-        logger.info(f"Summary of what has run: {summarise(PLACE, TARGETS)}")
+        logger.info(f"Summary of what has run: {summarise(PLACE, TARGETS, NOT_RUN)}")
     except (LockstepError, OSError) as error:
         logger.error(f"no summary of what has run: {error}")
 

@@ -36,6 +36,7 @@ rule summary:
         "../../envs/report.yaml"
     params:
         targets=[str(target) for target in TARGETS],
+        not_run=NOT_RUN,
         key=KEYS["summary", None],
     message:
         "Summary of all targets"

@@ -10,4 +10,5 @@ def summary():
     from lockstep.report import renew
     from lockstep.targets import Results, Target
 
-    renew.write(Results(Path(snakemake.output[0]).parent), [Target.parse(name) for name in snakemake.params.targets])
+    targets = [Target.parse(name) for name in snakemake.params.targets]
+    renew.write(Results(Path(snakemake.output[0]).parent), targets, not_run=dict(snakemake.params.not_run))

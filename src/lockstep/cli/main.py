@@ -58,7 +58,8 @@ def summary(as_json: bool, results: Path) -> None:
     from lockstep.report import summary as stage
 
     tree = Results(results)
-    found = stage.collect(tree, _used_config(tree).targets())
+    config = _used_config(tree)
+    found = stage.collect(tree, config.targets(), config.not_run())
     if as_json:
         return echo_json(found)
     stage.print_table(found)
@@ -75,7 +76,8 @@ def report(results: Path) -> None:
     from lockstep.report.renew import summarise
 
     tree = Results(results)
-    summarise(tree, _used_config(tree).targets())
+    config = _used_config(tree)
+    summarise(tree, config.targets(), config.not_run())
     click.echo(tree.report_page())
 
 

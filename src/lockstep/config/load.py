@@ -126,6 +126,11 @@ class Config(Section):
         """Why engines of a backend cannot run here, though they can be built; None where they can."""
         return backends()[backend].cannot_run(self.build_options(backend))
 
+    def not_run(self) -> dict[str, str]:
+        """Why engines cannot run here, by backend of the targets; those that can are left out."""
+        reasons = {backend: self.cannot_run(backend) for backend in sorted({one.backend for one in self.targets()})}
+        return {backend: reason for backend, reason in reasons.items() if reason}
+
     def check_backends(self, where: str = "config") -> None:
         """Raises InputError where a backend is not installed that the config does not skip then, and where it asks for
         checks that cannot run here."""

@@ -16,7 +16,6 @@ from typing import Any
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import manifest_entries
-from lockstep.config.backends import backends
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
@@ -97,6 +96,8 @@ def _runs(section: Section) -> bool:
     """Whether it is of engines that run here."""
     if section.stage != "build":
         return False
+    from lockstep.config.backends import backends  # loads pydantic, which verify does without
+
     options, backend = section.record["options"]["options"], section.record["names"]["backend"]
     return backends()[backend].cannot_run(options) is None
 

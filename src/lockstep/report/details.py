@@ -14,7 +14,6 @@ from typing import Any
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.manifest_files import content, failed_path, record_path
-from lockstep.config.backends import backends
 from lockstep.errors import InputError
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS
 from lockstep.targets import Results, Target
@@ -67,8 +66,8 @@ class Details:
     reproduction: Mapping[str, Any]
 
 
-def details(results: Results, target: Target) -> Details:
-    """What lies there of a target now."""
+def details(results: Results, target: Target, cannot_run: str | None = None) -> Details:
+    """What lies there of a target now. cannot_run: why its engines do not run here, where they do not."""
     names = (target.model, target.precision, target.layers, target.backend)
     model, precision, layers, backend = names
     graphs = {"assembly": results.assembly(model, precision), "weights": results.weights(model, precision)}
@@ -83,8 +82,8 @@ def details(results: Results, target: Target) -> Details:
     )
     comparison = _checked(results.comparison(model, precision, backend), formats.COMPARISON, {**graphs, **engines})
     built = _entries(engines["engines"])
-    if golden.result == NOT_RUN and not results.golden(*names).is_file() and (why := _cannot_run(backend, built)):
-        golden = Checked(NOT_RUN, why)
+    if golden.result == NOT_RUN and cannot_run and not results.golden(*names).is_file():
+        golden = Checked(NOT_RUN, cannot_run)
     checks = {"validate": validation, "golden": golden}
     if comparison.result != NOT_RUN:  # only some backends are compared, and not always
         checks["compare"] = comparison
@@ -96,12 +95,6 @@ def details(results: Results, target: Target) -> Details:
         _entries(results.speed(*names)) if golden.result == PASS else {},
         reproduction if digest and reproduction.get("engine_digest") == digest else {},
     )
-
-
-def _cannot_run(backend: str, built: Mapping[str, Any]) -> str | None:
-    """Why engines that are there cannot run here; None where they can, or are not there."""
-    known = backends().get(backend)
-    return known.cannot_run(built["options"]) if known and isinstance(built.get("options"), dict) else None
 
 
 def _entries(path: Path) -> Mapping[str, Any]:

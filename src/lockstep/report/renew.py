@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.errors import LockstepError
@@ -13,19 +13,23 @@ from lockstep.report.since_lock import since_lock
 from lockstep.targets import Results, Target
 
 
-def summarise(results: Results, targets: Sequence[Target]) -> Path:
-    """Write the summary of what is there, as the rule does; gives its path."""
+def summarise(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Path:
+    """Write the summary of what is there, as the rule does; gives its path. not_run: see `summary.write`."""
     made = results.summary()
     shown = [str(path) for target in targets for path in summary.sources(results, target) if path.is_file()]
     outputs = [str(path) for path in summary.outputs(results, targets)]
-    step = from_rule("summary", {}, {"shown": shown}, {"targets": list(map(str, targets))}, outputs)
-    run(step, lambda: write(results, targets))
+    not_run = dict(summary.known_not_run(results) if not_run is None else not_run)
+    options = {"targets": list(map(str, targets)), "not_run": not_run}
+    step = from_rule("summary", {}, {"shown": shown}, options, outputs)
+    run(step, lambda: write(results, targets, not_run=not_run))
     return made
 
 
-def write(results: Results, targets: Sequence[Target], locks: Path = Path("locks")) -> None:
+def write(
+    results: Results, targets: Sequence[Target], locks: Path = Path("locks"), not_run: Mapping[str, str] | None = None
+) -> None:
     """Write the summary and its pages, with what differs from the locks in `locks`."""
-    summary.write(results, targets, since_lock(results, [target.model for target in targets], locks))
+    summary.write(results, targets, since_lock(results, [target.model for target in targets], locks), not_run)
 
 
 def refresh(results: Results) -> None:

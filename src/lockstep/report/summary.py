@@ -42,15 +42,20 @@ def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
 
 
 def write(
-    results: Results, targets: Sequence[Target], since_lock: Mapping[str, Sequence[str]] | None = None
+    results: Results,
+    targets: Sequence[Target],
+    since_lock: Mapping[str, Sequence[str]] | None = None,
+    not_run: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Collect the checks of `targets`, write summary.json, summary.csv and the report's pages, and give the summary.
 
-    since_lock: what differs from the lock, a line each, by model; models without a lock are left out.
+    since_lock: what differs from the lock, a line each, by model; models without a lock are left out. not_run: why
+    engines do not run here, by backend; None: as in the summary that is there.
     """
-    found = {target: details(results, target) for target in targets}
+    not_run = known_not_run(results) if not_run is None else not_run
+    found = {target: details(results, target, not_run.get(target.backend)) for target in targets}
     rows = _rows(results, found)
-    summary = {"format": formats.SUMMARY, "targets": rows}
+    summary = {"format": formats.SUMMARY, "targets": rows, "not_run": dict(not_run)}
     write_json(results.summary(), summary)
     write_bytes(results.summary().with_suffix(".csv"), _csv(rows).encode())
     for path in sorted(results.report_page().parent.glob("*.html")):
@@ -64,13 +69,21 @@ def write(
     return summary
 
 
-def collect(results: Results, targets: Sequence[Target]) -> dict[str, Any]:
+def known_not_run(results: Results) -> Mapping[str, str]:
+    """Why engines do not run here, by backend, as the summary that is there says."""
+    try:
+        found = read_json(results.summary(), formats.SUMMARY).get("not_run", {})
+    except InputError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> dict[str, Any]:
     """{"format", "targets": a row of COLUMNS' keys and more for each target, in their order}. Raises InputError for a
-    manifest with entries of another type."""
-    return {
-        "format": formats.SUMMARY,
-        "targets": _rows(results, {target: details(results, target) for target in targets}),
-    }
+    manifest with entries of another type. not_run: as for `write`."""
+    not_run = known_not_run(results) if not_run is None else not_run
+    found = {target: details(results, target, not_run.get(target.backend)) for target in targets}
+    return {"format": formats.SUMMARY, "targets": _rows(results, found), "not_run": dict(not_run)}
 
 
 def _rows(results: Results, found: Mapping[Target, Details]) -> list[dict[str, Any]]:
