@@ -41,7 +41,21 @@ class Checkout:
             else:
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, folder / part)
-        return cls(folder, variables)
+        made = cls(folder, variables)
+        made.leave_out_tensorrt_rtx()
+        return made
+
+    def leave_out_tensorrt_rtx(self) -> None:
+        """Half of the demo's targets, which most tests have no use for: they take a run twice as long. As text, so that
+        lines keep their numbers' order and comments stay."""
+        path = self.folder / "config" / "config.yaml"
+        text, lines = path.read_text(), "    backend_precisions:\n      tensorrt_rtx: [fp16, bf16]\n"
+        assert "[onnxruntime, tensorrt_rtx]" in text and lines in text
+        path.write_text(text.replace("[onnxruntime, tensorrt_rtx]", "[onnxruntime]").replace(lines, ""))
+
+    def take_whole_demo(self) -> None:
+        """The demo's config as it is in the repository."""
+        shutil.copy2(REPOSITORY / "config" / "config.yaml", self.folder / "config" / "config.yaml")
 
     def copy(self, folder: Path) -> Checkout:
         """Results and Snakemake's records too, with the times of their files."""

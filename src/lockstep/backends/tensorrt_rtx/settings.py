@@ -52,6 +52,7 @@ SETTINGS = BackendSettings(
     precisions=("fp32", "fp16", "bf16"),
     section=TensorRTRTXConfig,
     takes_limits=True,
+    gpus=1,
     unpinned=(_MODULE, "cuda"),
     missing=_missing,
     cannot_run=_cannot_run,
