@@ -10,7 +10,8 @@ What is imitated, strictly:
 - Streams (`device`). They do nothing until the host waits for just them, so that whatever relies on an order which
   nothing holds is wrong. A captured graph replays the addresses that it was captured with, and asks that its contexts
   still live and have the shapes of then.
-- TensorRT (`tensorrt`), by its name or another's, such as `tensorrt_rtx`. An engine plan is the ONNX graph that the
+- TensorRT (`tensorrt`), by its name or another's, such as `tensorrt_rtx`, of which it has the runtime cache, and the
+  compute capability 8.9 (`CAPABILITY`). An engine plan is the ONNX graph that the
   builder asked for (lowered, fused), run by ONNX Runtime. As 8.6 does, integers are int32, later int64; shapes outside
   of the profile that is set are refused.
 - Kernels (`kernels`) and cuDNN's attention over pages (`cudnn`), in NumPy. What cuDNN spoils is NaN.
@@ -33,8 +34,11 @@ import onnx
 
 from fake_gpu import cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
+from lockstep.backends.tensorrt_rtx import gpu as rtx_gpu
 
 __all__ = ["Fault", "Gpu", "installed"]
+
+CAPABILITY = "8.9"  # as TensorRT-RTX asks the driver; what only TensorRT reads says 9.8
 
 # Modules of a backend that cannot be imported without CUDA: bound to the fake one for as long as it is installed.
 BOUND = (
@@ -74,12 +78,16 @@ def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     old = dict(vars(library))
     sys.modules.update(modules)
     vars(library).update(api=trt, _logger=None, _runtime=None)
+    if name == "tensorrt_rtx":
+        vars(library).update(_caches={})
+    capability = rtx_gpu.compute_capability
+    rtx_gpu.compute_capability = lambda: CAPABILITY
     backend.build = lambda self, graph, out, options: _build(self, build, graph, out, options)
     _reload_in_polygraphy()
     try:
         yield gpu
     finally:
-        backend.build = build
+        backend.build, rtx_gpu.compute_capability = build, capability
         vars(library).clear()
         vars(library).update(old)
         for name, held in before.items():
@@ -115,7 +123,7 @@ def _reload_in_polygraphy() -> None:
 def _build(backend: object, real: Callable, graph: Path, out: Path, options: dict):
     """What TensorRTBackend.build does, without TensorRT's builder: the plan is the graph, with the limits of its
     profiles. A build again, in a folder `again`, chooses another tactic for one layer of `middle`."""
-    from lockstep.artifacts.files import sha256_file
+    from lockstep.artifacts.files import sha256_file, write_bytes
     from lockstep.backends.base import Built
     from lockstep.backends.profiles import LIMITS
 
@@ -123,7 +131,9 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
         return real(backend, graph, out, options)
     model = onnx.load(graph)
     model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
-    out.write_bytes(model.SerializeToString())
+    write_bytes(out, model.SerializeToString())
+    if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none
+        return Built()
     product = {
         "name": "product",
         "kind": "gemm",

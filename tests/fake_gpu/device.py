@@ -30,6 +30,7 @@ class Gpu:
         self.launches = 0  # of graphs
         self.plain = 0  # of kernels and engines outside of graphs
         self.profiles = []  # that contexts were set to, in order
+        self.specializations = []  # how contexts of TensorRT-RTX were told to compile kernels, in order
         self.lock = threading.RLock()
         self._next, self._starts, self._blocks = 1 << 44, [], {}
         self._host: dict[int, tuple[np.ndarray, ctypes.Array]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import importlib.machinery
 import json
 import weakref
@@ -59,8 +60,55 @@ class Engine:
         return Context(self)
 
     def create_execution_context(self, strategy=None):
-        """Without a strategy, in memory of its own."""
+        """Without a strategy, in memory of its own. TensorRT-RTX takes a configuration with one."""
+        if isinstance(strategy, RuntimeConfig):
+            strategy.engine.gpu.specializations.append(strategy.dynamic_shapes_kernel_specialization_strategy)
+            strategy.cache.add(self)
+            strategy = strategy.allocation
         return Context(self, strategy is None)
+
+    def create_runtime_config(self):
+        return RuntimeConfig(self)
+
+
+class RuntimeConfig:
+    """IRuntimeConfig of TensorRT-RTX: a context wants a runtime cache, which an engine adds its kernels to."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.allocation, self.cache = engine, None, None
+        self.dynamic_shapes_kernel_specialization_strategy = "lazy"
+
+    def set_execution_context_allocation_strategy(self, strategy):
+        self.allocation = strategy
+
+    def create_runtime_cache(self):
+        return RuntimeCache()
+
+    def set_runtime_cache(self, cache):
+        self.cache = cache
+        return True
+
+
+class RuntimeCache:
+    """IRuntimeCache: the digests of the engines that were loaded with it; refuses other bytes."""
+
+    MAGIC = b"fake runtime cache "
+
+    def __init__(self):
+        self.kernels: set[str] = set()
+
+    def add(self, engine: Engine):
+        self.kernels.add(hashlib.sha256(engine.model.SerializeToString()).hexdigest())
+
+    def serialize(self):
+        return self.MAGIC + json.dumps(sorted(self.kernels)).encode()
+
+    def deserialize(self, data):
+        try:
+            self.kernels |= set(json.loads(data.removeprefix(self.MAGIC)))
+        except ValueError:
+            return False
+        return True
 
 
 class Context:
@@ -91,7 +139,12 @@ class Context:
         return True
 
     def get_tensor_shape(self, name):
-        return self.shapes.get(name, self.engine.get_tensor_shape(name))
+        """Of outputs too, once their dimensions are known from inputs."""
+        if self.engine.get_tensor_mode(name) == MODES.INPUT:
+            return self.shapes.get(name, self.engine.get_tensor_shape(name))
+        dims = lambda tensor: self.engine.values[tensor].type.tensor_type.shape.dim
+        sizes = {dim.dim_param: size for given, shape in self.shapes.items() for dim, size in zip(dims(given), shape)}
+        return tuple(sizes.get(dim.dim_param, -1) if dim.dim_param else dim.dim_value for dim in dims(name))
 
     def get_tensor_address(self, name):
         return self.addresses.get(name, 0)
@@ -176,6 +229,7 @@ def tensorrt(gpu: Gpu, version: str, name: str = "tensorrt") -> ModuleType:
         Runtime=Runtime,
         ILogger=logger,
         ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=2),
+        DynamicShapesKernelSpecializationStrategy=SimpleNamespace(LAZY="lazy", EAGER="eager"),
         float32=KINDS.FLOAT,
         float16=KINDS.HALF,
         int32=KINDS.INT32,

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 Location = tuple[Any, ...]
 
 _EXPECTED = {
+    "bool_type": "true or false",
     "int_type": "an integer",
     "int_parsing_size": "an integer of a sensible size",
     "float_type": "a number",

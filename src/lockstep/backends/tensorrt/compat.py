@@ -463,6 +463,10 @@ class Library:
         if not context.set_input_shape(name, tuple(shape)):
             raise CheckError(f"input {name}: {self.title} refuses the shape {list(shape)}: {self.log.first_error()}")
 
+    def shape(self, context: trt.IExecutionContext, name: str) -> tuple[int, ...]:
+        """The shape of an input or output, once the shapes of all inputs are set."""
+        return tuple(context.get_tensor_shape(name))
+
     def set_tensor_address(self, context: trt.IExecutionContext, name: str, address: int) -> None:
         self.log.clear()
         if not context.set_tensor_address(name, address):

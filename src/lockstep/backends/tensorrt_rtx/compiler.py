@@ -3,7 +3,7 @@
     python -m lockstep.backends.tensorrt_rtx.compiler < requests
 
 In: a line of JSON for each engine, {"graph", "out", "options"}. Out: the engine's file, and a line of JSON on stdout,
-{"error": class and message} or {}.
+{"error": class and what it is made of} or {}.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lockstep.errors import CheckError, InputError, LockstepError
 _WORKSPACE = 4 << 30  # bytes that a kernel may use while it runs
 _LEVEL = 3  # TensorRT's default
 _MOST = 8  # engines of one process: each leaves up to 200 MB behind, for nothing is freed
-_ERRORS = {error.__name__: error for error in (InputError, CheckError, GraphRefusedError)}
+_ERRORS = {error.__name__: error for error in (InputError, CheckError, GraphRefusedError, OSError)}
 
 
 class Compiler:
@@ -44,7 +44,7 @@ class Compiler:
 
     def build(self, graph: Path, out: Path, options: Mapping[str, Any]) -> None:
         """Raises CheckError where the library refuses the graph, or makes something else of it, and where it ends the
-        process."""
+        process; OSError where the engine cannot be written."""
         if self._process is None:
             self._process, self._built = _start(), 0
             weakref.finalize(self, _end, self._process)
@@ -69,7 +69,7 @@ class Compiler:
                 f"{process.returncode}; its last lines say why"
             )
         if error := json.loads(answer).get("error"):
-            raise _ERRORS[error[0]](error[1])
+            raise _ERRORS[error[0]](*error[1:])
 
     def end(self) -> None:
         if self._process is not None:
@@ -136,12 +136,15 @@ def _check_heap() -> None:
 
 def main() -> None:
     for line in sys.stdin:
-        request, answer = json.loads(line), {}
+        request = json.loads(line)
+        answer: dict[str, Any] = {}
         try:
             _check_heap()
             build(TENSORRT_RTX, Path(request["graph"]), Path(request["out"]), request["options"])
         except LockstepError as error:
             answer = {"error": [type(error).__name__, str(error)]}
+        except OSError as error:  # a full disk, say
+            answer = {"error": ["OSError", error.errno, error.strerror, error.filename or request["out"]]}
         print(json.dumps(answer), flush=True)
 
 

@@ -1,0 +1,79 @@
+"""Polygraphy's runner for engines on a GPU, called as the runtime calls them. Polygraphy's own is for TensorRT alone.
+
+Needs tensorrt-rtx, cuda-python, polygraphy and a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from polygraphy.backend.base import BaseRunner
+from polygraphy.common import TensorMetadata
+
+from lockstep.artifacts.signature import IO
+from lockstep.backends.tensorrt import cuda
+from lockstep.backends.tensorrt.program import TensorRTProgram
+from lockstep.backends.tensorrt_rtx.backend import TensorRTRTXBackend
+from lockstep.onnx_tools.comparator import metadata
+
+
+def open_engine(
+    file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
+) -> Callable[[int], EngineRunner]:
+    """What makes the engine's runner for an optimization profile: see `lockstep.verify.compare.run`.
+
+    Raises InputError where no GPU here runs the engine.
+    """
+    backend = TensorRTRTXBackend()
+    backend.require_gpu()
+    program = TensorRTProgram(backend.library, file, ())
+    placed = _upload(program, weights)
+    return lambda profile: EngineRunner("engine", inputs, program, placed, profile)
+
+
+class EngineRunner(BaseRunner):
+    """Runs an engine on one of its optimization profiles; weights are on the device, beside what the caller gives."""
+
+    def __init__(
+        self, name: str, inputs: Sequence[IO], program: TensorRTProgram, weights: Mapping[str, cuda.Array], profile: int
+    ):
+        super().__init__(name=name)
+        self._declared, self._program, self._weights, self._profile = inputs, program, weights, profile
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        return metadata(self._declared)
+
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        program, library = self._program, self._program.library
+        # A context of its own for these shapes, as a step has: with the kernels that are compiled for them.
+        context, scratch = program.device.context(library, program.engine, self._profile, str(program.path), True)
+        given = {**_upload(program, feed_dict), **self._weights}
+        for name, array in given.items():
+            library.set_input_shape(context, name, array.shape)
+        outputs = [tensor for tensor in program.tensors.values() if not tensor.is_input]
+        made = {tensor.name: cuda.empty(library.shape(context, tensor.name), tensor.dtype) for tensor in outputs}
+        found = {name: np.empty(array.shape, array.dtype) for name, array in made.items()}
+        for name, array in {**given, **made}.items():
+            library.set_tensor_address(context, name, array.address)
+        start = time.perf_counter()
+        library.enqueue(context, program.device.stream.handle)
+        for name, array in made.items():
+            program.device.stream.download(found[name], array)
+        program.device.stream.synchronize()
+        del scratch  # which had to live until here
+        self.inference_time = time.perf_counter() - start  # Polygraphy adds them up
+        return found
+
+
+def _upload(program: TensorRTProgram, arrays: Mapping[str, np.ndarray]) -> dict[str, cuda.Array]:
+    """Copies on the device, of the engine's dtypes."""
+    found, stream = {}, program.device.stream
+    for name, array in arrays.items():
+        host = np.ascontiguousarray(array, program.tensors[name].dtype)
+        found[name] = cuda.empty(host.shape, host.dtype)
+        stream.upload(found[name], host)
+    stream.synchronize()
+    return found
