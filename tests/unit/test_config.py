@@ -303,7 +303,8 @@ MISTAKES = [
     (
         "models:",
         "modles:",
-        "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, skip_missing_backends, require_run, backends (and 1 more)",
+        "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, "
+        "skip_missing_backends, require_run, backends (and 1 more)",
     ),
 ]
 
@@ -319,25 +320,30 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
     [
         (
             "",
-            "expected a mapping of models, limits, tolerances, cache, skip_missing_backends, require_run, backends; found an empty file",
+            "expected a mapping of models, limits, tolerances, cache, "
+            "skip_missing_backends, require_run, backends; found an empty file",
         ),
         (
             "# only a comment\n",
-            "expected a mapping of models, limits, tolerances, cache, skip_missing_backends, require_run, backends; found an empty file",
+            "expected a mapping of models, limits, tolerances, cache, "
+            "skip_missing_backends, require_run, backends; found an empty file",
         ),
         (
             "- a\n- b\n",
-            "expected a mapping of models, limits, tolerances, cache, skip_missing_backends, require_run, backends; found a list",
+            "expected a mapping of models, limits, tolerances, cache, "
+            "skip_missing_backends, require_run, backends; found a list",
         ),
         (
             "just text\n",
-            "expected a mapping of models, limits, tolerances, cache, skip_missing_backends, require_run, backends; found 'just text'",
+            "expected a mapping of models, limits, tolerances, cache, "
+            "skip_missing_backends, require_run, backends; found 'just text'",
         ),
         ("models:\n", "models: expected a mapping; found nothing"),
         ("models: {}\n", "models: expected at least one item; found an empty mapping"),
         (
             "models:\n  m:\n",
-            "models.m: expected a mapping of source, layers, precisions, backends, backend_precisions, golden, tolerances; found nothing",
+            "models.m: expected a mapping of source, layers, precisions, backends, "
+            "backend_precisions, golden, tolerances; found nothing",
         ),
         ("limits: {}\n", "models: expected this key; found nothing"),
     ],
