@@ -20,17 +20,26 @@ from pathlib import Path
 
 import onnx
 import pytest
-from demo_model import DEMO
+from demo_model import CONFIG, DEMO, ROOT
 from onnx import TensorProto, helper
+from test_tensorrt_compat import uses_of
 
+from calls import call
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import EngineSet, build, get_backend
+from lockstep.backends.profiles import profiles
+from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.compat import GraphRefusedError
-from lockstep.backends.tensorrt_rtx import compiler, gpu
+from lockstep.backends.tensorrt_rtx import compiler, gpu, library
 from lockstep.backends.tensorrt_rtx.compiler import Compiler
+from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
 from lockstep.backends.tensorrt_rtx.monotonic_heap import shared_object
 from lockstep.config.load import load
 from lockstep.errors import CheckError, InputError
+from lockstep.pipeline.stages import STAGES
+from lockstep.provenance import against
+from lockstep.provenance.reproduce import make_again, reproduce
+from lockstep.targets import Results, Target
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="TensorRT-RTX is not installed"
@@ -644,3 +653,128 @@ def test_what_the_backend_says_of_an_engine_is_its_bytes(engine_sets):
     told = {"serialization": sha256_file(file)}
     assert backend.choices(file) == backend.layer_information(file) == told
     assert backend.canonical_bytes(file).data == file.read_bytes()
+
+
+# --- the library's Python API
+
+
+@pytest.mark.parametrize("module", [compat, library], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_attribute_that_is_named_is_in_the_library(module):
+    """Where the line runs with this library's version of the API."""
+    found, absent = uses_of(Path(module.__file__).read_text()).found, []
+    for name, versions, line in found:
+        if TENSORRT_RTX.api_version() not in versions:
+            continue
+        here = TENSORRT_RTX.api
+        for part in name.split("."):
+            here = getattr(here, part, None)
+        if here is None:
+            absent.append((line, name))
+    assert len(found) > (60 if module is compat else 10) and not absent
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_network_is_of_the_types_sizes_and_profiles_of_its_graph(assemblies, precision):
+    """Read from the library itself, which types it strongly."""
+    source = onnx.load(assemblies[precision].parent / "middle.onnx")
+    builder = TENSORRT_RTX.create_builder()
+    TENSORRT_RTX.use_one_thread(builder)
+    network = TENSORRT_RTX.create_network(builder)
+    assert network.get_flag(TENSORRT_RTX.api.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    parser = TENSORRT_RTX.parse(network, source.SerializeToString(), "middle")
+    settings = TENSORRT_RTX.create_config(builder, 1 << 30, 3, None)
+    TENSORRT_RTX.set_compute_capabilities(settings, ["8.6", "12.0"])
+    assert settings.num_compute_capabilities == 2
+    assert not settings.get_flag(TENSORRT_RTX.api.BuilderFlag.TF32)
+    bounds = profiles(source, OPTIONS)
+    added = [TENSORRT_RTX.add_profile(builder, settings, profile) for profile in bounds]
+    tensors = {tensor.name: tensor for tensor in TENSORRT_RTX.network_tensors(network, added)}
+    assert set(tensors) == {value.name for value in (*source.graph.input, *source.graph.output)}
+    kind = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision]
+    types = TENSORRT_RTX.network_types(network)
+    for number, profile in enumerate(bounds):
+        for name, shapes in profile.items():
+            assert tensors[name].profiles[number] == shapes
+    assert len(bounds) == 3 and kind in types.values() and parser.num_errors == 0
+    assert {tensor.dtype.name for tensor in tensors.values() if tensor.dtype.kind in "fV"} <= {kind, "float32"}
+    with pytest.raises(CheckError, match="TensorRT-RTX 1.* does not build for compute capability 9.0$"):
+        TENSORRT_RTX.set_compute_capabilities(settings, ["9.0"])
+
+
+# --- built again, here and against another machine's lock
+
+TARGET = Target(MODEL, "fp16", 2, BACKEND)
+
+
+@pytest.fixture(scope="session")
+def made(shared) -> Path:
+    """A folder whose results/ has the target, recorded, as fresh processes make it; not to be changed."""
+    stages = [name for name, entry in STAGES.items() if entry.is_reproduced and name != "golden"]
+
+    def make(folder: Path) -> None:
+        make_again(CONFIG.dump(), DEMO, TARGET, folder, stages, lambda line: None)
+
+    return shared.folder("made_tensorrt_rtx", make)
+
+
+def held(made, monkeypatch, lock: Path) -> dict[str, against.Held]:
+    """What `lockstep reproduce --against` holds beside the lock, by its place there."""
+    on(monkeypatch, None)
+
+    def take(config, checkpoint, target, folder, stages, tell):
+        assert not {"golden", "reference"} & set(stages)
+        shutil.copytree(made / "results", folder / "results")
+
+    monkeypatch.setattr(against, "make_again", take)
+    return {found.where: found for found in against.against(CONFIG.dump(), DEMO, TARGET, lock, lambda line: None)}
+
+
+LOCK = ROOT / "locks" / "demo-llama.lock.json"
+(DEVICE,) = json.loads(LOCK.read_text())["precisions"]["fp16"]["engines"][BACKEND]
+ENGINES = f"precisions/fp16/engines/{BACKEND}/{DEVICE}"
+
+
+def test_engines_are_those_of_the_committed_lock(made, monkeypatch):
+    """Which another machine made."""
+    found = held(made, monkeypatch, LOCK)
+    assert ENGINES in found and all(each.is_locked and each.differs is None for each in found.values()), found
+
+
+def command(folder: Path) -> subprocess.CompletedProcess:
+    """Of a folder with a lock, which `held` has made ready."""
+    arguments = ("reproduce", str(TARGET), "--against", str(folder / "lock.json"), "--results", str(folder / "none"))
+    return call("lockstep", arguments, ROOT, os.environ)
+
+
+def test_an_engine_that_is_not_the_locks_is_named_and_one_that_it_lacks_too(made, monkeypatch, tmp_path):
+    lock = json.loads(LOCK.read_text())
+    engines = lock["precisions"]["fp16"]["engines"]
+    text = json.dumps(engines[BACKEND])
+    digest = sha256_file(Results(made / "results").engines(MODEL, "fp16", BACKEND).with_name("middle.engine"))
+    assert digest in text
+    engines[BACKEND] = json.loads(text.replace(digest, "0" * 64))
+    write_json(tmp_path / "lock.json", lock)
+    found = held(made, monkeypatch, tmp_path / "lock.json")
+    assert [where for where, each in found.items() if each.differs] == [ENGINES]
+    said = f"build: middle.engine differs: {12 * '0'} -> {digest[:12]}"
+    assert found[ENGINES].is_locked and found[ENGINES].differs.startswith(said)
+    ended = command(tmp_path)
+    assert ended.returncode == 1 and f"different   {ENGINES}: {said}" in ended.stdout
+    assert "same        precisions/fp16/graphs\n" in ended.stdout
+    assert f"1 of {len(found)} artefacts are not as in" in ended.stderr
+    del engines[BACKEND]
+    write_json(tmp_path / "lock.json", lock)
+    found = held(made, monkeypatch, tmp_path / "lock.json")
+    assert [where for where, each in found.items() if not each.is_locked] == [ENGINES] and found[ENGINES].differs
+    ended = command(tmp_path)
+    assert ended.returncode == 1 and f"not locked  {ENGINES}\n" in ended.stdout
+
+
+def test_engines_that_cannot_run_here_are_reproduced_without_golden_tokens(made, monkeypatch, tmp_path):
+    on(monkeypatch, None)
+    shutil.copytree(made / "results", tmp_path / "results")
+    record = reproduce(CONFIG.dump(), Results(tmp_path / "results"), TARGET, 1)
+    assert {level: entry["same_rounds"] for level, entry in record["levels"].items()} == dict.fromkeys(
+        ("R0", "R1", "R2", "R4"), 1
+    ), record["levels"]
+    assert record["level"] == "R4"

@@ -1,0 +1,29 @@
+"""TensorRT-RTX for real: what the demo's engines compute and decode is what ONNX Runtime does, and kernels are kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_gpu_run import PROMPTS, decode
+
+from lockstep import backends
+from lockstep.backends.tensorrt_rtx.gpu import why_not
+from lockstep.runtime import Model, Tokenizer
+from lockstep.verify import compare
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("fp16", 1e-2)])
+def test_tokens_and_numbers_are_those_of_onnx_runtime(demo, tmp_path, precision, tolerance):
+    if reason := why_not(None):
+        pytest.skip(reason)
+    assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
+    built = [
+        backends.build(assembly, name, tmp_path / name / "engines.json") for name in ("onnxruntime", "tensorrt_rtx")
+    ]
+    tokenizer = Tokenizer.open(assembly)
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    expected, found = (decode(Model.open(engines, assembly, tensors), prompts) for engines in built)
+    assert np.array_equal(found, expected)
+    compare.run(assembly, tensors, built[1], tolerance, {}, tmp_path / "compare.json")
