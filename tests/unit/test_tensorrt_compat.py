@@ -130,6 +130,27 @@ def test_every_attribute_is_in_every_version_in_which_its_line_runs():
     assert not uses.unknown, "annotate the object with its TensorRT class, so that its members can be looked up"
 
 
+@pytest.mark.parametrize("path", [FOLDER / "compat.py", FOLDER.with_name("tensorrt_rtx") / "library.py"], ids=str)
+def test_the_module_for_annotations_is_used_in_annotations_only(path):
+    """`trt` is imported for type checkers: at run time there is `self.api`."""
+    tree = ast.parse(path.read_text())
+    annotations = {
+        id(name)
+        for node in ast.walk(tree)
+        for part in (getattr(node, "annotation", None), getattr(node, "returns", None))
+        if part is not None
+        for name in ast.walk(part)
+    }
+    bound = {  # `trt: Any = self.api`, in the function that makes a class of the library's
+        id(name)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.name == "logger"
+        for name in ast.walk(function)
+    }
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "trt"]
+    assert not [name.lineno for name in names if id(name) not in annotations | bound]
+
+
 @pytest.mark.parametrize(
     ("source", "problem"),
     [

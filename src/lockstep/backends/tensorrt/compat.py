@@ -261,7 +261,7 @@ class Library:
             return  # nothing but fp32 is allowed without the flag
         config.set_flag(self.api.BuilderFlag.FP16)
         config.set_flag(self.api.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-        kinds = {"float32": trt.DataType.FLOAT, "float16": trt.DataType.HALF}
+        kinds = {"float32": self.api.DataType.FLOAT, "float16": self.api.DataType.HALF}
         # None: integers and truth values, which have no precision
         known = {name: kinds.get(dtype) for name, dtype in types.items()}
         for number in range(network.num_layers):
