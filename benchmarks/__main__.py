@@ -91,6 +91,25 @@ def export(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | No
 
 
 @bench.command()
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    default=("llama-2-7b", "llama-3-70b"),
+    show_default=True,
+    help="A shape that comes with the benchmark.",
+)
+@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp16", show_default=True)
+@_ROUNDS
+@_DOCS
+def builds(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | None) -> None:
+    """Engine sets of TensorRT-RTX for a model's shape, without a GPU: seconds, bytes, and that they are the same."""
+    from benchmarks.builds import run
+
+    _deliver(run(shapes, precision, "tensorrt_rtx", rounds), docs)
+
+
+@bench.command()
 @click.option("--cores", default="all", show_default=True, help="As Snakemake's --cores.")
 @_ROUNDS
 @_DOCS

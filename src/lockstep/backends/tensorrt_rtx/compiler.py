@@ -66,7 +66,7 @@ class Compiler:
         if not answer:
             raise CheckError(
                 f"{out}: expected an engine, found that the builder's process ended with exit code "
-                f"{process.returncode}; its last lines say why"
+                f"{process.returncode}; below 0 it is the signal that ended it (memory ran out?)"
             )
         if error := json.loads(answer).get("error"):
             raise _ERRORS[error[0]](*error[1:])

@@ -26,7 +26,7 @@ class TensorRTRTXConfig(Section):
         default=None,
         json_schema_extra=UNIQUE,
         description="Compute capabilities of the GPUs that engines are built for; none: portable, which is "
-        f"{PORTABLE}. Fewer make smaller engines.",
+        f"{PORTABLE}.",
     )
 
     @model_validator(mode="after")
