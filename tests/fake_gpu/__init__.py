@@ -54,6 +54,9 @@ BOUND = (
     "comparison",
 )
 
+# What a `Library` keeps of the module that it has loaded.
+OWN = ("api", "_logger", "_runtime", "_caches")
+
 
 @contextlib.contextmanager
 def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
@@ -88,8 +91,10 @@ def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
         yield gpu
     finally:
         backend.build, rtx_gpu.compute_capability = build, capability
-        vars(library).clear()
-        vars(library).update(old)
+        for key in {*vars(library)} - {*old}:
+            if key in OWN:
+                del vars(library)[key]
+        vars(library).update({key: value for key, value in old.items() if key in OWN})
         for name, held in before.items():
             _remove(name)
             if held is not None:

@@ -14,6 +14,7 @@ from benchmarks.child import run_child
 from click.testing import CliRunner
 
 import fake_gpu
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
 from lockstep.errors import InputError
@@ -186,7 +187,7 @@ def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(
     """All but the GPU: what the benchmark makes opens and steps, and its weights are as their manifest says."""
     assembly = tmp_path / "graphs" / "assembly.json"
     export_config({**TINY, "eos_token_id": [7, 2]}, "fp16", assembly.parent)
-    weights = gpu.random_weights(read_json(assembly), tmp_path / "weights")
+    weights = gpu.random_weights(Assembly.load(assembly), tmp_path / "weights")
     model = Model.open(
         build(assembly, "onnxruntime", tmp_path / "engines" / "engines.json"), assembly, weights, "all", 2, 16
     )
@@ -210,7 +211,7 @@ def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_p
         "tie_word_embeddings": tied,
     }
     assembly = shared.exported(config, "fp16") / "assembly.json"
-    weights = gpu.random_weights(read_json(assembly), tmp_path / "weights")
+    weights = gpu.random_weights(Assembly.load(assembly), tmp_path / "weights")
     request = {
         "weights": str(weights),
         "work": str(tmp_path),
@@ -404,7 +405,7 @@ def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     # rest of it and lm_head.
     qkv, rest, head = 64 * (64 + 2 * 32), 64 * 64 + 3 * 64 * 96, 64 * 256
     seen = 4 * (16 + 16) * 3 * sum(range(1, 11))  # heads, the two products of a layer, layers, tokens
-    assert gpu.operations(read_json(work / "graphs" / "assembly.json"), 10) == (
+    assert gpu.operations(Assembly.load(work / "graphs" / "assembly.json"), 10) == (
         2 * 10 * (3 * qkv + 2 * rest),
         2 * seen + 2 * (rest + head),
     )

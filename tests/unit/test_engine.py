@@ -161,7 +161,7 @@ def test_an_opset_that_nothing_is_lowered_to_is_a_mistake_of_the_user(demo, tmp_
         ({"device": {"architecture": "riscv64", "isa": []}}, "device: made for architecture riscv64"),
         ({"precision": "fp16"}, "precision: made for fp16, found fp32"),
         ({"engines": {}}, "engines: made for , found attention.decode attention.prefill"),
-        ({"backend": "abacus"}, "backend: expected one of onnxruntime, tensorrt, found 'abacus'"),
+        ({"backend": "abacus"}, "backend: expected one of onnxruntime, tensorrt, tensorrt_rtx, found 'abacus'"),
         ({"format": "lockstep.engines/9"}, "expected format 'lockstep.engines/1', found 'lockstep.engines/9'"),
     ],
 )

@@ -96,7 +96,7 @@ class Checkout:
 
     def would_run(self, *arguments: str) -> Counter[str]:
         """Jobs by rule that a run would start, `all` left out."""
-        output = self.call("snakemake", "--dry-run", "--quiet", "host", "reason", *arguments)
+        output = self.call("snakemake", *arguments, "--dry-run", "--quiet", "host", "reason")
         text = output.stdout + output.stderr
         if "Nothing to be done" in text:
             return Counter()

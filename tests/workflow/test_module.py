@@ -37,6 +37,9 @@ def outer(folder: Path, prefix: str = "", change: Callable[[dict], object] = lam
         SNAKEFILE.format(repository=REPOSITORY, prefix=f'    prefix:\n        "{prefix}"\n' if prefix else "")
     )
     config = yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text())
+    demo = config["models"]["demo-llama"]
+    demo["backends"] = ["onnxruntime"]
+    demo.pop("backend_precisions")
     change(config)
     (folder / "my.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
     return Checkout(folder, {"PYTHONPATH": str(REPOSITORY / "src")})

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from polygraphy.backend.base import BaseRunner
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json
-from lockstep.errors import CheckError
+from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner
-from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
 from lockstep.verify.metrics import Difference, finish, largest
 from lockstep.verify.validate.graphs import Graph, Graphs
@@ -174,7 +174,10 @@ def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, repor
 
 def _sequences(graphs: Graphs) -> list[np.ndarray]:
     vocab_size = graphs.assembly.vocab_size
-    prompt = [token for token in Tokenizer.open(graphs.path).encode(_TEXT).tolist() if token < vocab_size]
+    if graphs.assembly.tokenizer is None:
+        raise InputError(f"{graphs.path}: expected a tokenizer, found none; put tokenizer.json beside the checkpoint")
+    tokenizer = tokenizers.Tokenizer.from_file(str(graphs.path.with_name(graphs.assembly.tokenizer.file)))
+    prompt = [token for token in tokenizer.encode(_TEXT).ids if token < vocab_size]
     windows = [graphs.assembly.variants[layer.variant].window for layer in graphs.layers]
     return sequences(vocab_size, graphs.assembly.max_position_embeddings or 64, prompt, windows)
 
