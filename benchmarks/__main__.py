@@ -37,6 +37,15 @@ def _deliver(record: Mapping[str, Any], docs: Path | None) -> None:
         click.echo(docs / "bench" / f"{record['benchmark']}.json")
 
 
+_SHAPES = click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    default=("llama-2-7b", "llama-3-70b"),
+    show_default=True,
+    help="A shape that comes with the benchmark.",
+)
+_PRECISION = click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp16", show_default=True)
 _ROUNDS = click.option(
     "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds that count; medians are taken."
 )
@@ -72,15 +81,8 @@ def decode(
 
 
 @bench.command()
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    default=("llama-2-7b", "llama-3-70b"),
-    show_default=True,
-    help="A shape that comes with the benchmark.",
-)
-@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp16", show_default=True)
+@_SHAPES
+@_PRECISION
 @_ROUNDS
 @_DOCS
 def export(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | None) -> None:
@@ -91,15 +93,8 @@ def export(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | No
 
 
 @bench.command()
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    default=("llama-2-7b", "llama-3-70b"),
-    show_default=True,
-    help="A shape that comes with the benchmark.",
-)
-@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp16", show_default=True)
+@_SHAPES
+@_PRECISION
 @_ROUNDS
 @_DOCS
 def builds(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | None) -> None:

@@ -135,14 +135,15 @@ class Config(Section):
         """Raises InputError where a backend is not installed that the config does not skip then, and where it asks for
         checks that cannot run here."""
         problems: list[Problem] = []
-        missing = {} if self.skip_missing_backends else self._missing_backends()
+        absent = self._missing_backends()
+        skipped, missing = (absent, {}) if self.skip_missing_backends else ({}, absent)
         for name, model in self.models.items():
             for index, backend in enumerate(model.backends):
                 here = ("models", name, "backends", index)
                 if reason := missing.get(backend):
                     text = f"expected backends that are installed, or skip_missing_backends: true; {backend}: {reason}"
                     problems.append(Problem(here, text))
-                elif self.require_run and backend not in self.skipped_backends() and (why := self.cannot_run(backend)):
+                elif self.require_run and backend not in skipped and (why := self.cannot_run(backend)):
                     problems.append(Problem(here, f"expected to run its engines (require_run: true); {backend}: {why}"))
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")

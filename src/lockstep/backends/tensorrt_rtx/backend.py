@@ -17,6 +17,7 @@ from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes, Program
+from lockstep.backends.profiles import LIMITS
 from lockstep.backends.tensorrt_rtx.compiler import Compiler
 from lockstep.backends.tensorrt_rtx.gpu import why_not
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
@@ -54,9 +55,7 @@ class TensorRTRTXBackend:
 
     def default_options(self) -> dict[str, Any]:
         """compute_capabilities: None is portable. Limits: what the profiles are made for."""
-        limits = Limits()
-        sizes = {name: getattr(limits, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
-        return {"compute_capabilities": None, **sizes}
+        return {"compute_capabilities": None, **{name: getattr(Limits(), name) for name in LIMITS}}
 
     def options_key(self, options: Mapping[str, Any]) -> Any:
         return dict(options)
