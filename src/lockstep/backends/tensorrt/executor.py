@@ -22,7 +22,9 @@ from lockstep.backends.tensorrt.kernels import Kernels
 from lockstep.backends.tensorrt.program import Device, TensorRTExecutable
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import Advance
+from lockstep.step.greedy import most_likely
 from lockstep.step.network import Block, Network
+from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
 Call = Callable[[], None]
 _ROUNDS = 20  # of what is timed
@@ -64,6 +66,8 @@ class GpuExecutor:
 
     def __init__(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int):
         self.rows, self.max_seq_len = rows, max_seq_len
+        self.num_slots = rows
+        self.tables = PageTables(PagePool(rows * -(-max_seq_len // PAGE_SIZE), 0), rows, shares=None)
         self.lengths = np.zeros(rows, np.int64)
         # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
         self._written: set[int] = set()
@@ -112,6 +116,7 @@ class GpuExecutor:
             for attention in self._forms:
                 attention.reset(slot, self._stream)
         self._written.discard(slot)
+        self.tables.release(slot)
         self.lengths[slot] = 0
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
@@ -126,11 +131,13 @@ class GpuExecutor:
         return host[order].astype(np.float32)
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
-        """As `logits`, for a step that only decodes: just the most likely tokens come back, [len(advances)] int64; -1
+        """As `logits`, but of a step that only decodes just the most likely tokens come back, [len(advances)] int64; -1
         where its logit is NaN or infinite.
 
         more: the next step goes on with these tokens, in these rows or some of them, as far as the caller knows.
         """
+        if any(len(advance.tokens) > 1 for advance in advances):
+            return most_likely(self.logits(advances))
         flight = self._asked_for(advances)
         if flight is None:
             plan, order = self._run(advances)
@@ -180,6 +187,21 @@ class GpuExecutor:
         plan = self._decode_plan(len(self._expected.rows))
         self._launch(plan)
         return self._fetch(plan, flight.order)
+
+    def share(self, slot: int, pages: Sequence[int]) -> None:
+        raise InputError("prefix: not with this attention")
+
+    def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        raise InputError("prefix: not with this attention")
+
+    def fork(self, slot: int, other: int) -> None:
+        raise InputError("fork: not with this attention")
+
+    def swap_out(self, slot: int) -> None:
+        raise InputError("swap: not with this attention")
+
+    def swap_in(self, slot: int, swapped: object) -> None:
+        raise InputError("swap: not with this attention")
 
     def wait(self) -> None:
         """Until all weights are on the device. Raises what an upload raised."""
