@@ -1,10 +1,11 @@
 """The page pool and the scheduler: what is given out comes back, whatever happens; everybody gets on; cuts stay."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError
+from lockstep.runtime import scheduler as policy
 from lockstep.runtime.scheduler import Scheduled, Scheduler, Status
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
@@ -89,9 +90,7 @@ def test_prefixes_go_least_recently_used_first_and_leaves_before_roots():
 
 def test_a_request_that_could_never_fit_is_refused_with_both_numbers():
     scheduler = make(pages=3)
-    with pytest.raises(
-        InputError, match=r"at most 192 tokens .* \(3 pages of 64\), found a need for 256: 100 prompt"
-    ):
+    with pytest.raises(InputError, match=r"at most 192 tokens .* \(3 pages of 64\), found a need for 256: 100 prompt"):
         scheduler.add(Scheduled(100, 193))
     scheduler.add(Scheduled(100, 192))
     assert len(run(scheduler)) == 93
@@ -194,19 +193,27 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.fixture
+def lookahead_stays(monkeypatch):
+    monkeypatch.setattr(policy, "LOOKAHEAD", policy.LOOKAHEAD)
+
+
+@pytest.mark.usefixtures("lookahead_stays")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests,
     st.integers(1, 4),
-    st.integers(14, 40),
+    st.integers(6, 40),
     st.sampled_from([CHUNK + 3, 512, 2048]),
     st.booleans(),
     st.sampled_from(["guaranteed", "optimistic"]),
     st.integers(0, 3),
+    st.sampled_from([16, 64, 256]),
 )
 def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
-    given_requests, num_slots, pages, max_num_tokens, shares, admission, every
+    given_requests, num_slots, pages, max_num_tokens, shares, admission, every, lookahead
 ):
+    policy.LOOKAHEAD = lookahead
     scheduler = make(num_slots, pages, max_num_tokens, shares, admission)
     waiting, aborts, cuts, count = list(given_requests), {}, {}, 0
     while waiting or scheduler.num_running or scheduler.num_waiting:
@@ -249,3 +256,18 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
         # one token of a prompt comes alone exactly where its last chunk has no more
         assert all((end - start == 1) == (end % CHUNK == 1 and start == end - 1) for start, end in found)
     assert scheduler.tables.pool.num_available == pages
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_is_swapped_out_does_not_take_the_pages_back_that_others_were_short_of(shares, monkeypatch):
+    monkeypatch.setattr(policy, "LOOKAHEAD", 16)
+    scheduler = make(num_slots=4, pages=7, shares=shares, admission="optimistic")
+    requests = [Scheduled(60, 160) for _ in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    ends = {}
+    for number, shares_of_step in enumerate(run(scheduler)):
+        ends.update({request: number for request, _, _ in shares_of_step})
+    assert scheduler.num_swaps >= 1
+    assert sorted(ends, key=ends.get) == requests  # the youngest gives way
+    scheduler.check()

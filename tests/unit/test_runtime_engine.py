@@ -1,0 +1,289 @@
+"""The engine over real models: what a request gives does not depend on its company, on reuse, on swapping or on an
+interruption, to the bit; and memory comes back in every state."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lockstep.errors import InputError
+from lockstep.runtime import Advance, Engine, Model, Request, Sampling, scheduler
+from lockstep.runtime.prefix import root_key
+
+CHUNK = 64
+
+
+def open_model(demo, precision="fp32", **options):
+    paths = (
+        demo.engines("demo-llama", precision, "onnxruntime"),
+        demo.assembly("demo-llama", precision),
+        demo.weights("demo-llama", precision),
+    )
+    return Model.open(*paths, **({"max_batch_size": 4, "max_seq_len": 256, "chunk_size": CHUNK} | options))
+
+
+@pytest.fixture(scope="module")
+def model(demo):
+    return open_model(demo)
+
+
+def ids(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 500, length)
+
+
+def with_logits(engine, *requests, arrivals=None):
+    """Tokens and logits by request; request i is added before step `arrivals[i]`."""
+    waiting, found, count = list(enumerate(requests)), {}, 0
+    while waiting or engine.has_work:
+        while waiting and (arrivals is None or arrivals[waiting[0][0]] <= count):
+            engine.add(waiting.pop(0)[1])
+        for made in engine.step():
+            tokens, logits = found.setdefault(made.request, ([], []))
+            tokens.append(made.token)
+            logits.append(made.logits)
+        count += 1
+    engine.scheduler.check()
+    return found
+
+
+def argmax(logits):
+    return int(logits.argmax())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_request_gives_the_same_bits_in_any_company(demo, precision):
+    model = open_model(demo, precision)
+    lengths = (9, 100, 64, 129, 200, 1, 65, 30)
+    requests = [Request(ids(length, seed), 12, argmax) for seed, length in enumerate(lengths)]
+    alone = [with_logits(Engine(model, prefix_caching=False), request)[0] for request in requests]
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        order = random.permutation(len(requests))
+        arrivals = np.sort(random.integers(0, 30, len(requests)))
+        engine = Engine(model, prefix_caching=False, max_num_tokens=int(random.choice([CHUNK + 3, 200, 512])))
+        found = with_logits(engine, *(requests[i] for i in order), arrivals=arrivals)
+        for number, i in enumerate(order):
+            assert found[number][0] == alone[i][0], (seed, lengths[i])
+            np.testing.assert_array_equal(found[number][1], alone[i][1])
+
+
+def test_a_prefix_that_is_reused_gives_the_bits_of_one_that_is_computed(demo):
+    model = open_model(demo)
+    prefix = ids(2 * CHUNK)
+    requests = [Request(np.concatenate([prefix, ids(count, count)]), 8, argmax) for count in (1, 5, CHUNK, 70)]
+    cold = [with_logits(Engine(model, prefix_caching=False), request)[0] for request in requests]
+    engine = Engine(model)
+    for number, request in enumerate(requests):
+        pool, cached = model.tables.pool, model.tables.pool.num_cached
+        engine.add(request)
+        engine.step()
+        # all but the first compute what is behind the prefix only; of the second prompt just its last token is left
+        assert (model.length(0) >= 2 * CHUNK) and (cached > 0) == (number > 0)
+        with_logits(engine)
+        assert pool.num_available == pool.num_pages
+    warm = Engine(model)
+    for number, request in enumerate(requests):
+        tokens, logits = with_logits(warm, request)[number]
+        assert tokens == cold[number][0]
+        np.testing.assert_array_equal(logits, cold[number][1])
+
+
+def test_prefixes_are_shared_within_a_salt_a_model_and_a_depth_only(demo):
+    model, prompt = open_model(demo), ids(150)
+    engine = Engine(model)
+    steps = []
+    for salt in ("", "", "a", "a"):
+        engine.add(Request(prompt, 1, cache_salt=salt))
+        tokens = model.tables.pool.num_cached
+        while engine.has_work:
+            engine.step()
+        steps.append(model.tables.pool.num_cached - tokens)
+    assert [count > 0 for count in steps] == [True, False, True, False]
+    shallow = open_model(demo, layers=2)
+    assert (
+        len({root_key(model), root_key(model, "a"), root_key(shallow), root_key(open_model(demo, chunk_size=128))}) == 4
+    )
+
+
+def test_the_same_prompt_twice_in_one_step(model):
+    prompt = ids(150)
+    found = with_logits(Engine(model), *[Request(prompt, 4, argmax)] * 3)
+    assert found[0][0] == found[1][0] == found[2][0]
+    np.testing.assert_array_equal(found[0][1], found[2][1])
+
+
+def test_choices_of_a_prompt_draw_for_themselves_and_share_its_computation(model):
+    request = Request(ids(70), 10, sampling=Sampling(1.0, seed=5), n=4)
+    engine = Engine(model, prefix_caching=False)
+    engine.add(request)
+    found = {}
+    for made in engine.run():
+        found.setdefault(made.choice, []).append(made.token)
+    assert engine.speed.prefill_tokens == 70
+    assert sorted(found) == [0, 1, 2, 3] and len({tuple(tokens) for tokens in found.values()}) == 4
+    alone = Engine(model, prefix_caching=False)
+    alone.add(dataclasses.replace(request, n=1))
+    assert [made.token for made in alone.run()] == found[0]
+    engine.scheduler.check()
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company_and_order(model):
+    sampling = Sampling(0.9, top_p=0.95, seed=2**63 + 11, frequency_penalty=0.3)
+    request = Request(ids(20), 16, sampling=sampling)
+    alone = [made.token for made in Engine(model).run([request])]
+    others = [Request(ids(length, length), 9, sampling=Sampling(1.0, seed=length)) for length in (7, 40, 130)]
+    found = [made.token for made in Engine(model).run([*others, request]) if made.request == 3]
+    assert found == alone and len(set(alone)) > 4
+
+
+@pytest.mark.parametrize("given", [1, 7, 15])
+def test_an_interrupted_request_goes_on_to_the_bit(model, given):
+    for sampling, choose in ((Sampling(1.0, seed=3, presence_penalty=0.5), None), (Sampling(), argmax)):
+        request = Request(ids(100), 16, choose, sampling=sampling)
+        whole = list(Engine(model, prefix_caching=False).run([request]))
+        again = dataclasses.replace(request, answer_ids=[made.token for made in whole[:given]])
+        rest = list(Engine(model, prefix_caching=False).run([again]))
+        assert [made.token for made in rest] == [made.token for made in whole[given:]]
+        for one, other in zip(rest, whole[given:]):
+            np.testing.assert_array_equal(one.logits, other.logits)
+
+
+def test_requests_that_are_swapped_out_come_back_with_the_same_bits(demo, monkeypatch):
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 16)
+    requests = [Request(ids(60, seed), 100, argmax) for seed in range(4)]
+    roomy = open_model(demo)
+    alone = [with_logits(Engine(roomy, prefix_caching=False), request)[0] for request in requests]
+    pool = roomy.tables.pool
+    tight = open_model(demo, kv_bytes=9 * pool.page_nbytes)
+    engine = Engine(tight, admission="optimistic")
+    found = with_logits(engine, *requests)
+    assert engine.scheduler.num_swaps > 0
+    for number in range(len(requests)):
+        assert found[number][0] == alone[number][0]
+        np.testing.assert_array_equal(found[number][1], alone[number][1])
+    assert tight.tables.pool.num_available == 9
+
+
+def test_more_rows_than_memory_for_their_longest_share_what_there_is(demo):
+    pool = open_model(demo).tables.pool
+    model = open_model(demo, max_batch_size=64, kv_bytes=70 * pool.page_nbytes)  # 64 rows of 256 tokens are 256 pages
+    engine, most = Engine(model), 0
+    for number in range(100):
+        engine.add(Request(ids(5 + number % 50, number), 3))
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.scheduler.num_running)
+    assert most == 64
+    engine.scheduler.check()
+
+
+@pytest.mark.parametrize("state", ["waiting", "in a prompt", "decoding", "swapped", "forking"])
+def test_an_abort_frees_everything_in_every_state(demo, state, monkeypatch):
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 64)
+    page = open_model(demo).tables.pool.page_nbytes
+    model = open_model(demo, kv_bytes=9 * page)
+    engine = Engine(model, max_num_tokens=CHUNK + 3, admission="optimistic")
+    expected = [made.token for made in Engine(model).run([Request(ids(30), 20)])]
+    other = engine.add(Request(ids(30), 20))
+    n = 2 if state == "forking" else 1
+    length, new = {"waiting": (30, 9), "swapped": (60, 150), "decoding": (30, 100)}.get(state, (190, 30))
+    index = engine.add(Request(ids(length, 1), new if n == 1 else 2, n=n))
+    made = [] if state == "waiting" else engine.step()
+    if state == "decoding":
+        made += engine.step()
+    if state == "swapped":
+        for seed in range(2):
+            engine.add(Request(ids(60, 7 + seed), 150))
+        for _ in range(200):
+            if engine.scheduler.num_swaps:
+                break
+            made += engine.step()
+        index = next(i.index for i in engine._choices.values() if i.scheduled in engine._swapped)
+    assert engine.abort(index) and not engine.abort(index) and not engine.abort(99)
+    if state == "swapped":
+        for choice in {choice.index for choice in engine._choices.values()} - {other}:
+            engine.abort(choice)
+    made += list(engine.run())
+    assert [token.token for token in made if token.request == other] == expected
+    engine.scheduler.check()
+    assert model.tables.pool.num_available == 9 and not engine.has_work
+    assert [model.length(slot) for slot in range(4)] == [0] * 4
+
+
+def test_logits_that_are_not_finite_end_their_request_only(model, monkeypatch):
+    step = Model.step
+
+    def poisoned(self, advances):
+        logits = step(self, advances)
+        for row, advance in zip(logits, advances):
+            if advance.start + len(advance.tokens) == 13:
+                row[5] = np.nan
+        return logits
+
+    monkeypatch.setattr(Model, "step", poisoned)
+    choose = Sampling(1e-9)  # by the host
+    engine = Engine(model)
+    good, bad = (list(ids(length, length)) for length in (20, 12))
+    ended = list(engine.run([Request(good, 6, sampling=choose), Request(bad, 6, sampling=choose)]))
+    assert [(made.request, made.token) for made in ended if made.finish == "error"] == [(1, -1)]
+    assert [made.finish for made in ended if made.request == 0][-1] == "max_new_tokens"
+    engine.scheduler.check()
+
+
+def test_a_step_that_fails_ends_all_and_leaves_the_pool_whole(demo, monkeypatch):
+    model = open_model(demo)
+    engine = Engine(model)
+    for length in (10, 100):
+        engine.add(Request(ids(length), 5))
+    engine.step()
+    monkeypatch.setattr(model._executor, "logits", lambda advances: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.undo()
+    engine.scheduler.check()
+    assert not engine.has_work and model.tables.pool.num_available == model.tables.pool.num_pages
+    assert len(list(engine.run([Request(ids(10), 5)]))) == 5
+
+
+def test_a_prompt_of_just_the_longest_length_gives_one_token(model):
+    (made,) = Engine(model).run([Request(ids(256), 9)])
+    assert made.finish == "max_seq_len"
+    (made,) = Engine(model).run([Request(ids(256), 1)])
+    assert made.finish == "max_new_tokens"
+
+
+def test_pages_that_are_short_are_one_line_before_the_step_and_change_nothing(demo):
+    page = open_model(demo).tables.pool.page_nbytes
+    model = open_model(demo, kv_bytes=2 * page + 5)
+    (expected,) = model.step([Advance(0, ids(60), 0)])
+    with pytest.raises(InputError, match=r"KV cache: expected 2 free pages of 64 tokens, found 1 of 2; raise kv_bytes"):
+        model.step([Advance(1, ids(70), 0)])
+    assert model.length(0) == 60 and model.length(1) == 0
+    model.release(0)
+    np.testing.assert_array_equal(model.step([Advance(1, ids(60), 0)]), [expected])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_ids": []}, "prompt 1: expected 1 to 256 tokens"),
+        ({"prompt_ids": [5, 768 * 9]}, "prompt 1: prompt_ids: expected tokens 0 to [0-9]+, found 6912"),
+        ({"n": 0}, "prompt 1: n: expected at least 1, found 0"),
+        ({"n": 5}, "n: expected at most 4 choices .max_batch_size., found 5"),
+        ({"answer_ids": [1, 2, 3]}, "answer_ids: expected fewer than max_new_tokens .3., .* found 3 and n 1"),
+        ({"answer_ids": [-1]}, "answer_ids: expected tokens 0 to [0-9]+, found -1"),
+        ({"sampling": Sampling(logit_bias={99999: 1.0})}, "logit_bias: expected tokens 0 to [0-9]+, found 99999"),
+    ],
+)
+def test_requests_that_cannot_be_are_refused_and_nothing_is_queued(model, arguments, message):
+    engine = Engine(model)
+    with pytest.raises(InputError, match=message):
+        engine.add(Request(**({"prompt_ids": [1, 2], "max_new_tokens": 3} | arguments)))
+    assert not engine.has_work and engine.scheduler.num_waiting == 0
+
+
+def test_limits_that_cannot_be_are_refused(demo):
+    with pytest.raises(InputError, match="kv_bytes: expected at least 1, found 0"):
+        open_model(demo, kv_bytes=0)
+    with pytest.raises(InputError, match="chunk_size: expected at least 1, found 0"):
+        open_model(demo, chunk_size=0)
