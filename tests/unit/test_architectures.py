@@ -20,7 +20,7 @@ from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.export import export
 from lockstep.export.random_model import make
 from lockstep.export.torch_model import cut_config, load_folder
-from lockstep.runtime import Advance, Decoding, Model, Request
+from lockstep.runtime import Advance, Decoding, Engine, Model, Request
 from lockstep.targets import Results, Target
 from lockstep.verify import golden, validate
 from lockstep.weights import convert
@@ -163,6 +163,31 @@ def test_a_step_that_mixes_prefill_and_decode_gives_what_each_gives_alone(built)
     assert abs(found - expected).max() < TOLERANCE
     found = model.step([Advance(2, two[18:], 18), Advance(0, three[9:], 9)])
     assert abs(found - [built.logits(two)[18], built.logits(three)[10]]).max() < TOLERANCE
+
+
+def test_each_request_gives_the_same_bits_in_any_company(built):
+    """Chunks end at multiples of 8 tokens; requests of all lengths come and go beside each other."""
+    model = built.open(chunk_size=8)
+    prompts = [
+        np.random.default_rng(seed).integers(3, 256, length) for seed, length in enumerate((5, 19, 9, 33, 16, 1))
+    ]
+
+    def run(order, steps):
+        engine = Engine(model, max_num_tokens=10, prefix_caching=False)
+        waiting, found = list(order), {i: [] for i in order}
+        while waiting or engine.has_work:
+            for _ in range(steps.integers(0, 3)):
+                if waiting:
+                    engine.add(Request(prompts[waiting.pop(0)], 8, argmax))
+            for made in engine.step() if engine.has_work else ():
+                found[order[made.request]].append(made.logits)
+        return found
+
+    alone = {i: run([i], np.random.default_rng(0))[i] for i in range(len(prompts))}
+    for seed in range(2):
+        random = np.random.default_rng(seed)
+        for i, logits in run(random.permutation(len(prompts)).tolist(), random).items():
+            np.testing.assert_array_equal(logits, alone[i], err_msg=f"schedule {seed}, prompt of {len(prompts[i])}")
 
 
 @pytest.mark.parametrize("layers", [1, 2])

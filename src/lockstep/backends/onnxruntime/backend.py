@@ -24,6 +24,7 @@ from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes
 from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_count
+from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools import saved_graph
 from lockstep.step.executable import Run
@@ -49,7 +50,7 @@ class OnnxRuntimeBackend:
 
     name = "onnxruntime"
     suffixes = (".onnx",)
-    revision = 1
+    revision = 2
     precisions = ("fp32", "fp16")
     takes_long = False
 
@@ -92,10 +93,10 @@ class OnnxRuntimeBackend:
         with tempfile.TemporaryDirectory(dir=out_path.parent, prefix=f".{out_path.name}.", suffix=".tmp") as folder:
             saved = Path(folder) / "optimized.onnx"
             settings.optimized_model_filepath = str(saved)
+            model = onnx.load(graph_path, load_external_data=False)
+            source = model.SerializeToString() if pad_angles(model) else str(graph_path)
             try:
-                _session(
-                    str(graph_path), settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph"
-                )
+                _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")
             except CheckError:
                 # ONNX Runtime calls it "Protobuf serialization failed"
                 if shutil.disk_usage(folder).free < _FULL_DISK_BYTES:

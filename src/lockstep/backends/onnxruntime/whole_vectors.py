@@ -1,0 +1,50 @@
+"""Cosines and sines in whole vectors: a graph in, one out whose angles have a row length that SIMD registers divide.
+
+ONNX Runtime computes the elements behind the last whole vector of a Cos or Sin by another function, which differs in
+the last bit. Where a row of angles is no multiple of a vector, which elements these are depends on the number of rows:
+a request's keys would depend on how many others decode beside it. So such rows are padded before, and cut behind.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+VECTOR = 16  # float32 numbers in the widest register
+
+
+def pad_angles(model: onnx.ModelProto) -> bool:
+    """Pad the inputs of Cos and Sin, in place; False where all rows are whole vectors already."""
+    inferred = onnx.shape_inference.infer_shapes(model)
+    sizes = {
+        value.name: value.type.tensor_type.shape.dim[-1].dim_value
+        for value in (*inferred.graph.value_info, *inferred.graph.input)
+        if value.type.tensor_type.shape.dim
+    }
+    graph, nodes, padded = model.graph, [], {}
+    for node in graph.node:
+        size = sizes.get(node.input[0], 0) if node.op_type in ("Cos", "Sin") else 0
+        if size % VECTOR == 0:
+            nodes.append(node)
+            continue
+        angles, found = node.input[0], node.output[0]
+        if angles not in padded:
+            padded[angles] = f"{angles}/padded"
+            ends = next(
+                len(value.type.tensor_type.shape.dim) for value in inferred.graph.value_info if value.name == angles
+            )
+            pads = np.zeros(2 * ends, np.int64)
+            pads[-1] = -size % VECTOR
+            graph.initializer.append(numpy_helper.from_array(pads, f"{angles}/pads"))
+            nodes.append(helper.make_node("Pad", [angles, f"{angles}/pads"], [padded[angles]]))
+            for name, value in (("first", 0), ("size", size), ("axis", -1)):
+                graph.initializer.append(numpy_helper.from_array(np.array([value], np.int64), f"{angles}/{name}"))
+        node.input[0], node.output[0] = padded[angles], f"{found}/padded"
+        cut = [f"{angles}/first", f"{angles}/size", f"{angles}/axis"]
+        nodes += [node, helper.make_node("Slice", [node.output[0], *cut], [found])]
+    if padded:
+        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        del graph.node[:]
+        graph.node.extend(nodes)
+    return bool(padded)
