@@ -58,7 +58,7 @@ class TensorRTBackend:
     library = TENSORRT
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 6
+    revision = 7
     takes_long = True
 
     def __init__(self) -> None:
