@@ -234,7 +234,7 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
         "a launch a step, before its tokens are waited for"
     )
     both.step(2, 0)  # some of its rows
-    assert not both.found.ahead and gpu.launches == launches + 1
+    assert both.found.ahead and gpu.launches == launches + 2, "the next one without the row that ended"
     for _ in range(2):
         both.step(2, 0)
     both.step(2, 1)  # a row that it has not
@@ -310,8 +310,8 @@ def test_decoding_goes_ahead_while_no_request_waits_and_ends_with_nothing_under_
     assert [ahead for request, ahead in seen if request in (0, 1, 2)] == [False] * 12, (
         "the last request waits for a slot"
     )
-    # Its prompt; beside another, which ends; the first step alone; on; the end.
-    assert [ahead for request, ahead in seen if request == 4] == [False, *[True] * 4, False, *[True] * 5, False]
+    # Its prompt; beside another, which ends; on alone; the end.
+    assert [ahead for request, ahead in seen if request == 4] == [False, *[True] * 10, False]
 
 
 def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
@@ -346,6 +346,132 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     assert [model.length(slot) for slot in range(2)] == [0, 0]
 
 
+def test_rows_decode_beside_prompts_as_they_do_alone(demo, open_model, form, gpu, monkeypatch):
+    """By the graph of their rows; only tokens come back, and the step behind sends no token or position."""
+    from lockstep.backends.tensorrt import cuda
+
+    both, sent, fetched = Both(demo, open_model, form[1]), [], []
+    both.step(prompts=[(0, 8), (1, 5)])
+    for _ in range(3):
+        both.step(0, 1)
+    upload, download = cuda.Stream.upload, cuda.Stream.download
+    monkeypatch.setattr(cuda.Stream, "upload", lambda *given: (sent.append(given[1]), upload(*given))[1])
+    monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2]), download(*given))[1])
+    launches, state = gpu.launches, both.found._executor._state
+    both.step(0, 1, prompts=[(2, 30), (3, 5)])
+    assert gpu.launches == launches + 1 and [array.address for array in fetched] == [state.found.address]
+    assert state.token_ids.address not in [array.address for array in sent]
+    for slots in ((0, 1, 2, 3), (0, 1, 2, 3), (1, 3), (0, 1, 2, 3)):
+        sent.clear()
+        both.step(*slots)
+        assert {array.address for array in sent} <= {state.rows.address, *tables(both.found)}
+    sent.clear()
+    both.next[1] = 5  # another token than the one that was found
+    both.step(0, 1)
+    assert {state.token_ids.address, state.positions.address} <= {array.address for array in sent}
+
+
+def tables(model):
+    """Addresses of the page tables of a model."""
+    return {attention._table.address for attention in model._executor._forms if hasattr(attention, "_table")}
+
+
+def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model, form, gpu):
+    """It is not taken again; and the step behind both goes ahead too."""
+    both = Both(demo, open_model, form[1], more=True)
+    both.step(prompts=[(0, 8), (1, 63)])  # a cache of 64, where the step under way writes the last token
+    assert both.found.ahead, "the prompts' next tokens are on the device"
+    for _ in range(3):
+        both.step(0, 1)
+    launches = gpu.launches
+    both.step(0, 1, prompts=[(2, 100)])  # the cache grows
+    assert both.found.ahead and gpu.launches <= launches + 1, "no launch but the one ahead"
+    both.step(0, 1, 2)
+    launches = gpu.launches
+    both.step(0, 2, prompts=[(1, 7), (3, 2)])  # a row of the step goes on with other tokens
+    both.step(0, 1, 2, 3)
+    both.step(0, 2, prompts=[(3, 40)])
+    both.step(0, 2)  # while slot 3 is in the middle of its prompt
+    both.step(0, 2, prompts=[(3, 20)])
+    both.step(0, 2, 3)
+    both.step(prompts=[(1, 9)])  # none of the rows under way
+    for _ in range(2):
+        both.step(0, 1, 2, 3)
+    both.step(0, 1, prompts=[(2, 9)], tokens=False)
+    both.step(0, 1, 2)
+
+
+def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, open_model, form, gpu, monkeypatch):
+    from lockstep.backends.tensorrt import cuda
+
+    both = Both(demo, open_model, form[1], more=True)
+    both.found._executor.warm_up()
+    captures, contexts = [], len(gpu.profiles)
+    capture = cuda.Stream.capture
+    monkeypatch.setattr(cuda.Stream, "capture", lambda stream: (captures.append(1), capture(stream))[1])
+    if form[2] == "fused":
+        from lockstep.backends.tensorrt import prompt_attention
+
+        monkeypatch.setattr(prompt_attention, "_Plan", None)
+    both.step(prompts=[(0, 8), (1, 5), (2, 3)])
+    for _ in range(3):
+        both.step(0, 1, 2)
+    both.step(0, 1, 2, prompts=[(3, 30)])
+    for _ in range(3):
+        both.step(3, 2)
+    if form[2] == "fused":  # traced attention has contexts and graphs by the capacity of its cache
+        both.step(2, prompts=[(0, 190), (1, 240), (3, 33)])
+    assert not captures and (form[2] == "traced" or len(gpu.profiles) == contexts)
+    for slot in range(4):
+        both.release(slot)
+    both.step(prompts=[(3, 2)])
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("refused", [False, True])
+def test_prompts_of_one_length_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, refused):
+    from lockstep.backends.tensorrt import prompt_attention
+
+    made, init = [], prompt_attention._Plan.__init__
+
+    def plan(self, size, stream):
+        if refused and size.batch > 1:
+            raise CheckError("no attention for several")
+        init(self, size, stream)
+
+    monkeypatch.setattr(prompt_attention._Plan, "__init__", plan)
+    call = prompt_attention._Plan.call
+    monkeypatch.setattr(
+        prompt_attention._Plan, "call", lambda self, *given: (made.append(len(given[4].shape)), call(self, *given))[1]
+    )
+    prompt_attention._batch_plan.cache_clear()
+    both = Both(demo, open_model, "fp16")
+    both.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)  # three of 16, one of 64
+    assert len(made) == 2 * (4 if refused else 3)
+    both.step(prompts=[(2, 20), (1, 17), (3, 30), (0, 32)], tokens=False)  # behind what the rows hold
+    assert len(made) == 2 * (8 if refused else 4)
+    for _ in range(2):
+        both.step(0, 1, 2, 3)
+    prompt_attention._batch_plan.cache_clear()
+
+
+@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
+    """However far the host is ahead of the device."""
+    from lockstep.backends.tensorrt import cuda, staging
+
+    stream, sender = cuda.Stream(), staging.Staging(20, 2)
+    arrays = [(cuda.zeros((3,), "i4"), cuda.zeros((1,), "i8")) for _ in range(6)]
+    values = np.arange(3)
+    for first, second in arrays:
+        sender.send(stream, [(first, values), (second, values[:1])])
+        values += 10
+    stream.synchronize()
+    for number, (first, second) in enumerate(arrays):
+        assert down(first).tolist() == [10 * number, 10 * number + 1, 10 * number + 2]
+        assert down(second).tolist() == [10 * number]
+
+
 @pytest.mark.parametrize("fails", [1, 4])
 def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     demo, open_model, form, gpu, monkeypatch, fails
@@ -363,11 +489,12 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
         made.append(arguments)
         return prepare(*arguments)
 
+    both.step(0)  # which makes the plan of one row
     before, held = gpu.plain, [both.found.length(slot) for slot in range(3)]
     with monkeypatch.context() as patched:
         patched.setattr(executor, "_block", broken)
         with pytest.raises(CheckError, match="no more memory"):
-            both.found.step([Advance(0, np.array([3]), 8), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
+            both.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
     assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held
     # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
     if form[2] == "traced":
@@ -568,9 +695,8 @@ def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
         model.release(3)
     both.step(0, prompts=[(3, 20)])
     assert {"embedding", "block", "attention", "exit"} < set(both.found._executor.breakdown_prefill())
-    assert [both.found.length(slot) for slot in range(4)] == [0, 56, 35, 0]
-    for slot in (0, 3):
-        both.reference.release(slot)
+    assert [both.found.length(slot) for slot in range(4)] == [47, 56, 35, 0]
+    both.reference.release(3)
     both.step(1, prompts=[(0, 43), (3, 5)], tokens=False)
     for _ in range(3):
         both.step(0, 1, 2, tokens=False)

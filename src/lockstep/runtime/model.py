@@ -12,7 +12,6 @@ from lockstep.backends import EngineSet
 from lockstep.errors import InputError
 from lockstep.runtime.binding import open_network
 from lockstep.step.advance import Advance, Executor, check
-from lockstep.step.greedy import most_likely
 from lockstep.step.host import HostExecutor
 from lockstep.targets import Limits
 
@@ -85,8 +84,6 @@ class Model:
         more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU may begin it
         at once, before the tokens are back; any other step may follow all the same, a step later.
         """
-        if any(len(advance.tokens) > 1 for advance in advances):
-            return most_likely(self.step(advances))
         return self._take(advances, lambda advances: self._executor.tokens(advances, more))
 
     @property

@@ -60,8 +60,8 @@ class Executor(Protocol):
         ...
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
-        """Take a step of one token for each request; its most likely next one, [len(advances)] int64; -1 where that
-        logit is NaN or infinite. more: `Model.step_tokens`."""
+        """Take a step; each request's most likely next token, [len(advances)] int64; -1 where that logit is NaN or
+        infinite. more: `Model.step_tokens`."""
         ...
 
 

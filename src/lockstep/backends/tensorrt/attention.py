@@ -1,4 +1,4 @@
-"""Attention over the KV cache on a GPU. Both forms have one signature: `reserve`, `reset`, `calls`.
+"""Attention over the KV cache on a GPU. Both forms have one signature: `reserve`, `reset`, `begin`, `calls`.
 
 TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any kind, any version,
 three to ten times slower than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads,
@@ -20,8 +20,14 @@ from lockstep.step.network import Kind, Network
 
 FIRST_CAPACITY = 64
 SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
+LARGEST_BATCH = 4  # prompts that fused attention takes in one call, a power of two
 Call = Callable[[], None]
 Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
+
+
+def padded(tokens: int) -> int:
+    """The size that fused attention takes a chunk of so many tokens as."""
+    return max(SMALLEST_CHUNK, 1 << (tokens - 1).bit_length())
 
 
 class Attention(Protocol):
@@ -38,8 +44,8 @@ class Attention(Protocol):
         """Forget a row."""
         ...
 
-    def begin(self, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
-        """The calls of a step before its first layer: the lengths of its chunks."""
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
+        """Prepare a pass of chunks, before its first layer."""
         ...
 
     def calls(
@@ -48,14 +54,13 @@ class Attention(Protocol):
         kind: Kind,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
-        num_decode: int,
         chunks: Chunks,
         buffer: Callable[..., cuda.Array],
         stream: cuda.Stream,
         own: bool,
     ) -> list[tuple[str, Call]]:
-        """The calls of one layer, each with what its time goes to ("attention" ...): attention of the packed tokens
-        (`num_decode` rows of one, request i in row i, then chunks), keys and values into the cache."""
+        """The calls of one layer, each with what its time goes to ("attention" ...): attention of the packed tokens,
+        keys and values into the cache. Without chunks each token is of a request of its own, that of row `i` at i."""
         ...
 
 
@@ -85,7 +90,7 @@ class TracedAttention:
         self._cache: dict[int, tuple[cuda.Array, cuda.Array]] = {}
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
-        needed = max(*ends.values(), int(lengths.max()))
+        needed = max([*ends.values(), int(lengths.max())])
         bucket = FIRST_CAPACITY
         while bucket < needed:
             bucket *= 2
@@ -116,8 +121,8 @@ class TracedAttention:
             row_array = array[row : row + 1]
             stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
 
-    def begin(self, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
-        return []
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
+        """Nothing: a chunk's first position is the length of its past."""
 
     def calls(
         self,
@@ -125,7 +130,6 @@ class TracedAttention:
         kind: Kind,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
-        num_decode: int,
         chunks: Chunks,
         buffer: Callable[..., cuda.Array],
         stream: cuda.Stream,
@@ -149,10 +153,10 @@ class TracedAttention:
             engine = cast(TensorRTExecutable, kind.engines[phase])  # this backend made the network's engines
             calls.append(("attention", engine.prepare(inputs, outputs, own)))
 
-        if num_decode:
-            decoding = slice(0, num_decode)
+        if not chunks:
+            decoding = slice(0, total)
             # a token's position is the length of its past
-            add("decode", decoding, (keys[decoding], cached[decoding]), values["position_ids"][decoding])
+            add("decode", decoding, (keys[decoding], cached[decoding]), values["position_ids"])
         for row, _start, low, high in chunks:
             past = (keys[row : row + 1], cached[row : row + 1])
             # likewise: that of a chunk's first token
