@@ -21,7 +21,6 @@ from lockstep.export import export
 from lockstep.export.random_model import make
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Advance, Decoding, Model, Request
-from lockstep.runtime.sampling import greedy
 from lockstep.targets import Results, Target
 from lockstep.verify import golden, validate
 from lockstep.weights import convert
@@ -114,7 +113,7 @@ def test_twenty_tokens_of_three_requests_are_those_of_generate(built):
     expected = [generate(built.reference, prompt) for prompt in PROMPTS]
     for budget in (None, 7):  # 7 tokens a step: prompts in pieces beside requests that decode already
         decoding = Decoding(
-            built.open(), [Request(prompt, NEW_TOKENS, greedy) for prompt in PROMPTS], max_num_tokens=budget
+            built.open(), [Request(prompt, NEW_TOKENS, argmax) for prompt in PROMPTS], max_num_tokens=budget
         )
         found = [[], [], []]
         for made in decoding:
@@ -123,6 +122,10 @@ def test_twenty_tokens_of_three_requests_are_those_of_generate(built):
             found[made.request].append(made.token)
             assert abs(made.logits - logits[at]).max() < TOLERANCE, (budget, made.request, at)
         assert found == [tokens for tokens, _ in expected], budget
+
+
+def argmax(logits) -> int:
+    return int(logits.argmax())
 
 
 def generate(model, prompt) -> tuple[list[int], list[np.ndarray]]:

@@ -130,7 +130,8 @@ def test_values_that_are_not_finite_do_not_outlive_their_request(tiny):
     model = open_model(tiny)
     expected = model.step([Advance(0, tokens(6), 0)]), model.step([Advance(0, tokens(1), 6)])
     model.step([Advance(0, tokens(40), 0)])
-    for array in (*model._executor._cache.keys, *model._executor._cache.values):
+    rows = model._executor._cache._rows[64]
+    for array in (*rows.keys, *rows.values):
         array[:, 0, :, :40] = np.nan
     np.testing.assert_array_equal(model.step([Advance(0, tokens(6), 0)]), expected[0])
     np.testing.assert_array_equal(model.step([Advance(0, tokens(1), 6)]), expected[1])
@@ -145,11 +146,11 @@ def test_the_cache_grows_up_to_the_limit_and_shrinks_again(tiny):
     for i in range(60, 200):
         found = model.step([Advance(1, sequence[i : i + 1], i)])
         assert abs(found[0] - expected[i]).max() < TOLERANCE["fp32"], i
-        capacities.append(model._executor._cache.capacity)
+        capacities.append(model._executor._cache.place(1).capacity)
     assert sorted(set(capacities)) == [64, 128, 200]
     model.release(1)
     model.step([Advance(0, sequence[:5], 0)])
-    assert model._executor._cache.capacity == 64
+    assert sorted(model._executor._cache._rows) == [64]
     with pytest.raises(InputError, match=r"at most 200 tokens \(max_seq_len\), found 201"):
         model.step([Advance(1, tokens(201), 0)])
 

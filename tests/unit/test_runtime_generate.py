@@ -10,10 +10,13 @@ import pytest
 
 from lockstep.errors import InputError
 from lockstep.runtime import Decoding, Model, Request, Sampling, Tokenizer, generate
-from lockstep.runtime.sampling import greedy
 
 EXPECTED = json.loads((Path(__file__).parents[2] / "resources" / "demo-llama" / "expected.json").read_text())
 PROMPTS = [entry["text"] for entry in EXPECTED]
+
+
+def argmax(logits):
+    return int(logits.argmax())
 
 
 def open_model(demo, precision="fp32", layers="all", **limits):
@@ -127,7 +130,7 @@ def test_a_run_left_early_leaves_its_slots_free(model, tokenizer):
 
 def test_tokens_come_with_their_logits_and_can_be_forced(model, tokenizer):
     prompt, forced = tokenizer.encode(PROMPTS[0]), iter([5, 6, 7])
-    made = list(Decoding(model, [Request(prompt, 3, lambda logits: next(forced)), Request(prompt, 2, greedy)]))
+    made = list(Decoding(model, [Request(prompt, 3, lambda logits: next(forced)), Request(prompt, 2, argmax)]))
     assert [token.token for token in made if token.request == 0] == [5, 6, 7]
     assert [token.finish for token in made if token.request == 1] == [None, "max_new_tokens"]
     first = [token.logits for token in made[:2]]
@@ -138,7 +141,7 @@ def test_tokens_come_with_their_logits_and_can_be_forced(model, tokenizer):
 def test_where_all_take_the_most_likely_token_only_tokens_come_back(model, tokenizer):
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     alone, chosen = (
-        list(Decoding(model, [Request(prompt, 6, choose) for prompt in prompts])) for choose in (None, greedy)
+        list(Decoding(model, [Request(prompt, 6, choose) for prompt in prompts])) for choose in (None, argmax)
     )
     assert [(made.request, made.token, made.finish) for made in alone] == [
         (made.request, made.token, made.finish) for made in chosen

@@ -1,4 +1,4 @@
-"""Sampling: greedy, temperature, top-k and top-p; seeded; and what is refused."""
+"""Sampling: greedy, temperature, top-k, top-p, min-p, penalties, lists; seeded without state; and what is refused."""
 
 import numpy as np
 import pytest
@@ -6,28 +6,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from lockstep.errors import CheckError, InputError
-from lockstep.runtime.sampling import Sampler, Sampling, greedy, probabilities
+from lockstep.errors import InputError
+from lockstep.step.sampling import Sampler, Sampling, exponential_noise, probabilities
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05], np.float32))
 any_logits = arrays(np.float32, st.integers(1, 40), elements=st.floats(-100, 100, width=32))
 
 
-def draw(sampling, count, logits=LOGITS, index=0):
-    sampler = Sampler(sampling, index)
-    return [sampler(logits) for _ in range(count)]
+def draw(sampling, count, logits=LOGITS, **of):
+    sampler = Sampler(sampling, **of)
+    return [sampler(logits, position).token for position in range(count)]
 
 
 def test_greedy_takes_the_largest_and_the_lowest_of_equals():
-    assert greedy(np.array([1, 3, 3, 2], np.float32)) == 1
+    assert Sampler()(np.array([1, 3, 3, 2], np.float32), 0).token == 1
     assert draw(Sampling(), 5) == [1] * 5
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_refused(bad, temperature):
-    with pytest.raises(CheckError, match=f"expected finite numbers, found {bad} for token 2"):
-        Sampler(Sampling(temperature=temperature))(np.array([1, 2, bad, 0], np.float32))
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(presence_penalty=1.0)])
+def test_logits_that_are_not_finite_give_no_token(bad, sampling):
+    assert Sampler(sampling)(np.array([1, 2, bad, 0], np.float32), 0).token == -1
 
 
 def test_frequencies_are_the_probabilities():
@@ -37,9 +36,36 @@ def test_frequencies_are_the_probabilities():
     np.testing.assert_allclose(found, np.exp(LOGITS), atol=0.017)
 
 
+def test_noise_is_exponential_in_the_tails_too():
+    noise = np.concatenate([exponential_noise(3, 0, position, 100_003) for position in range(40)])
+    assert (noise > 0).all()
+    for below in (1e-5, 1e-3, 0.1, 1.0, 5.0):  # of n draws n (1 - exp(-below)), within five standard deviations
+        expected = len(noise) * -np.expm1(-below)
+        assert abs((noise < below).sum() - expected) < 5 * expected**0.5, below
+
+
+def test_noise_is_the_published_generator():
+    """Philox4x64-10 by its definition (Salmon et al. 2011), in Python integers."""
+
+    def philox(counter, key):
+        counter, key, mask = list(counter), list(key), 2**64 - 1
+        for round_ in range(10):
+            if round_:
+                key = [(key[0] + 0x9E3779B97F4A7C15) & mask, (key[1] + 0xBB67AE8584CAA73B) & mask]
+            a, b = 0xD2E7470EE14C6C93 * counter[0], 0xCA5A826395121157 * counter[2]
+            counter = [(b >> 64) ^ counter[1] ^ key[0], b & mask, (a >> 64) ^ counter[3] ^ key[1], a & mask]
+        return counter
+
+    seed, choice, position = 2**63 + 5, 2, 700
+    words = [word for block in (1, 2, 3) for word in philox((block, position, 0, 0), (seed, choice))]
+    halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
+    expected = -np.log1p(-(np.array(halves[:21], np.float64) + 0.5) / 2**32)
+    np.testing.assert_allclose(exponential_noise(seed, choice, position, 21), expected, rtol=1e-5)
+
+
 def test_temperature_sharpens_and_flattens():
     hot, cold = (probabilities(LOGITS, Sampling(temperature=t)) for t in (100.0, 0.01))
-    np.testing.assert_allclose(hot, 0.2, atol=0.01)  # exp(log 8 / 100) is 2 % from flat
+    np.testing.assert_allclose(hot / hot.sum(), 0.2, atol=0.01)  # exp(log 8 / 100) is 2 % from flat
     np.testing.assert_allclose(cold, np.eye(5)[1], atol=1e-12)
     assert np.isfinite(probabilities(LOGITS, Sampling(temperature=1e-300))).all()
 
@@ -55,48 +81,114 @@ def test_temperature_sharpens_and_flattens():
         (Sampling(1.0, top_p=0.7), {1, 3, 2}),
         (Sampling(1.0, top_k=2, top_p=0.6), {1}),  # of the two that top-k leaves, the first has 0.4 / 0.65 = 0.62
         (Sampling(1.0, top_p=1e-9), {1}),
+        (Sampling(1.0, min_p=0.49), {1, 3, 2}),  # 0.2 of 0.4 is 0.5
+        (Sampling(1.0, min_p=1.0), {1}),
     ],
 )
-def test_top_k_and_top_p_keep_the_likeliest(sampling, kept):
-    assert set(np.flatnonzero(probabilities(LOGITS, sampling))) == kept
-    assert set(draw(sampling, 300)) <= kept
+def test_top_k_top_p_and_min_p_keep_the_likeliest(sampling, kept):
+    assert set(np.flatnonzero(probabilities(LOGITS, sampling)).tolist()) == kept
+    assert set(draw(sampling, 300)) == kept
 
 
-def test_top_k_keeps_no_more_among_equals():
+def test_of_equals_at_the_edge_the_lower_ids_stay():
     assert np.flatnonzero(probabilities(np.zeros(6, np.float32), Sampling(1.0, top_k=2))).tolist() == [0, 1]
+    assert np.flatnonzero(probabilities(np.zeros(6, np.float32), Sampling(1.0, top_p=0.5))).tolist() == [0, 1, 2]
 
 
-def test_the_same_seed_draws_the_same_and_each_request_its_own():
+@pytest.mark.parametrize("size", [100, 5000, 32_000])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_nucleus_is_that_of_a_whole_sort(size, spread):
+    logits = (np.random.default_rng(size).standard_normal(size) * spread).astype(np.float32)
+    for top_p in (0.1, 0.5, 0.9, 0.999):
+        weights = np.exp(logits - logits.max())
+        order = np.argsort(-weights, kind="stable")
+        before = np.cumsum(weights[order], dtype=np.float64) - weights[order]
+        expected = set(order[before < top_p * weights.sum(dtype=np.float64)].tolist())
+        found = set(np.flatnonzero(probabilities(logits, Sampling(1.0, top_p=top_p))).tolist())
+        # one token at the edge is a matter of the last bit of a sum
+        assert len(found ^ expected) <= 1 and found >= {order[0]}
+
+
+def test_a_draw_depends_on_seed_choice_and_position_alone():
     sampling = Sampling(1.0, seed=7)
-    assert draw(sampling, 50) == draw(sampling, 50)
-    assert draw(sampling, 50) != draw(sampling, 50, index=1)
-    assert draw(sampling, 50) != draw(Sampling(1.0, seed=8), 50)
+    tokens = draw(sampling, 50)
+    assert tokens == draw(sampling, 50)
+    assert [Sampler(sampling)(LOGITS, position).token for position in reversed(range(50))] == tokens[::-1]
+    assert tokens != draw(sampling, 50, choice=1)
+    assert tokens != draw(Sampling(1.0, seed=8), 50) != draw(Sampling(1.0, seed=2**64 - 1), 50)
 
 
-@settings(deadline=None)
-@given(any_logits, st.floats(1e-3, 1e3), st.integers(0, 50), st.floats(1e-6, 1.0))
-def test_any_logits_give_probabilities_and_a_token_among_them(logits, temperature, top_k, top_p):
-    sampling = Sampling(temperature, top_k, top_p)
+def test_penalties_count_prompt_and_answer_as_vllm_does():
+    flat = np.array([1.0, 1.0, -1.0, 1.0], np.float32)
+    sampler = Sampler(Sampling(repetition_penalty=2.0), [0, 2])
+    assert sampler(flat, 2).token == 1  # the prompt's token 0 has 0.5
+    assert sampler(flat, 3).token == 3  # now 1 has, too
+    presence = Sampler(Sampling(presence_penalty=0.5), [0])
+    assert [presence(flat, i).token for i in range(4)] == [0, 1, 3, 0]  # the prompt does not count
+    often = Sampler(Sampling(frequency_penalty=0.5), [0])
+    assert [often(np.array([1.2, 1.0], np.float32), i).token for i in range(4)] == [0, 1, 0, 1]
+
+
+def test_an_answer_that_was_interrupted_counts_as_answer():
+    flat = np.array([1.0, 0.9], np.float32)
+    sampling = Sampling(presence_penalty=0.5)
+    assert Sampler(sampling, [1, 0], num_prompt_tokens=1)(flat, 2).token == 1
+    assert Sampler(sampling, [1, 0])(flat, 2).token == 0
+
+
+def test_lists_move_and_ban_tokens():
+    assert draw(Sampling(logit_bias={4: 10.0}), 2) == [4, 4]
+    assert draw(Sampling(logit_bias={1: -100.0}), 1) == [3]
+    assert draw(Sampling(bad_words=((1,),)), 2) == [3, 3]
+    assert draw(Sampling(bad_words=((1, 1),)), 4) == [1, 3, 1, 3]
+    assert draw(Sampling(min_tokens=2), 4, stop_ids=frozenset({1})) == [3, 3, 1, 1]
+
+
+def test_log_probabilities_are_those_of_the_model():
+    found = Sampler(Sampling(logprobs=2, logit_bias={4: 10.0}))(LOGITS, 0)
+    assert found.token == 4
+    np.testing.assert_allclose(found.logprobs.chosen, np.log(0.05), atol=1e-6)
+    assert [token for token, _ in found.logprobs.top] == [1, 3]
+    np.testing.assert_allclose([value for _, value in found.logprobs.top], np.log([0.4, 0.25]), atol=1e-6)
+    assert Sampler(Sampling(logprobs=0))(LOGITS, 0).logprobs.top == ()
+    assert len(Sampler(Sampling(logprobs=20))(LOGITS, 0).logprobs.top) == 5
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_logits, st.floats(0.01, 10), st.integers(0, 50), st.floats(0.01, 1), st.floats(0, 1))
+def test_the_token_is_one_of_those_that_are_left(logits, temperature, top_k, top_p, min_p):
+    sampling = Sampling(temperature, top_k, top_p, min_p)
     found = probabilities(logits, sampling)
-    assert found.dtype == np.float64 and (found >= 0).all()
-    assert abs(found.sum() - 1) < 1e-12  # float64 rounding of 40 terms
-    assert found[np.argmax(logits)] > 0
-    assert top_k == 0 or np.count_nonzero(found) <= top_k
-    assert found[Sampler(sampling)(logits)] > 0
+    assert np.isfinite(found).all() and found.max() > 0
+    assert found[logits.argmax()] > 0 or (logits == logits.max()).sum() > 1  # of equals the lowest
+    if top_k:
+        assert (found > 0).sum() <= top_k
+    assert found[Sampler(sampling)(logits, 3).token] > 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"temperature": -1.0}, "temperature: expected 0 or more, found -1.0"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"top_k": -1}, "top_k: expected 0"),
-        ({"top_p": 0.0}, "top_p: expected above 0 and up to 1, found 0.0"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"seed": -1}, "seed"),
+        ({"temperature": float("nan")}, "temperature: expected 0 or more, found nan"),
+        ({"temperature": float("inf")}, "temperature: expected 0 or more, found inf"),
+        ({"temperature": "hot"}, "temperature: expected a number, found hot"),
+        ({"top_k": -1}, "top_k: expected 0 .all. or more, found -1"),
+        ({"top_k": 1.5}, "top_k: expected a whole number, found 1.5"),
+        ({"top_p": 0.0}, "top_p: expected above 0 and up to 1, found 0"),
+        ({"top_p": 1.1}, "top_p: expected above 0 and up to 1, found 1.1"),
+        ({"min_p": 1.5}, "min_p: expected 0 to 1, found 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: expected above 0, found 0.0"),
+        ({"presence_penalty": 2.5}, "presence_penalty: expected -2 to 2, found 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty: expected -2 to 2, found nan"),
+        ({"logit_bias": {3: float("inf")}}, "logit_bias: expected finite numbers by token id"),
+        ({"bad_words": ((),)}, "bad_words: expected sequences of at least one token"),
+        ({"min_tokens": -1}, "min_tokens: expected 0 or more, found -1"),
+        ({"seed": -1}, r"seed: expected 0 to 2\*\*64-1, found -1"),
+        ({"seed": 2**64}, r"seed: expected 0 to 2\*\*64-1, found 18446744073709551616"),
+        ({"logprobs": 21}, "logprobs: expected 0 to 20, or none, found 21"),
     ],
 )
-def test_settings_out_of_range_are_refused(arguments, message):
+def test_values_out_of_range_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         Sampling(**arguments)

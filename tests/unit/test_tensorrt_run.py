@@ -20,7 +20,7 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer, generate
+from lockstep.runtime import Advance, Decoding, Engine, Model, Request, Tokenizer, generate, scheduler
 from lockstep.targets import Target
 from lockstep.verify import golden
 from lockstep.verify.bisect.explain import engine_report
@@ -209,6 +209,8 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     # -1 is no token that a step could go on with
     assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.ahead
     assert model.step_tokens([Advance(1, np.arange(5), 0)]).tolist() == [-1]
+    for slot in range(2):
+        model.release(slot)
     with pytest.raises(
         CheckError, match="prompt 1: logits: expected finite numbers, found NaN or infinity as the largest"
     ):
@@ -303,15 +305,11 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
         both.step(0, 1)
 
 
-def test_decoding_goes_ahead_while_no_request_waits_and_ends_with_nothing_under_way(open_model, form, gpu):
+def test_decoding_goes_ahead_whatever_comes_and_goes_and_ends_with_nothing_under_way(open_model, form, gpu):
     model = open_model()
     requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
     seen = [(made.request, model.ahead) for made in Decoding(model, requests)]
-    assert [ahead for request, ahead in seen if request in (0, 1, 2)] == [False] * 12, (
-        "the last request waits for a slot"
-    )
-    # Its prompt; beside another, which ends; on alone; the end.
-    assert [ahead for request, ahead in seen if request == 4] == [False, *[True] * 10, False]
+    assert len(seen) == 33 and not seen[-1][1] and all(ahead for _, ahead in seen[:-1])
 
 
 def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
@@ -561,6 +559,65 @@ def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engi
         model.step([Advance(slot, np.arange(most + (slot == 3)), 0) for slot in range(LIMITS["max_batch_size"])])
 
 
+def tokens_of(engine, requests) -> dict[tuple[int, int], list[int]]:
+    """By request, from 0, and choice."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for made in engine.run(requests):
+        found.setdefault((made.request, made.choice), []).append(made.token)
+    assert not engine.has_work
+    engine.scheduler.check()
+    first = min(number for number, _ in found)
+    return {(number - first, choice): tokens for (number, choice), tokens in found.items()}
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_requests_share_pages_fork_and_are_swapped_out_with_the_tokens_that_they_have_alone(
+    open_model, form, gpu, monkeypatch
+):
+    random = np.random.default_rng(0)
+    shared = random.integers(0, 768, 150)
+    prompts = [np.append(shared, random.integers(0, 768, count)) for count in (3, 1, 20, 45)]
+    prompts += [random.integers(0, 768, count) for count in (70, 9)]
+    model = open_model(chunk_size=64)
+    alone = [tokens_of(Engine(model, prefix_caching=False), [Request(prompt, 30)])[0, 0] for prompt in prompts]
+    engine = Engine(model)
+    for _ in range(2):  # the second time all chunks of all prompts are there
+        found = tokens_of(engine, [Request(prompt, 30) for prompt in prompts])
+        assert [found[number, 0] for number in range(6)] == alone
+    assert model.tables.pool.num_cached
+    found = tokens_of(engine, [Request(prompts[2], 30, n=3), Request(prompts[5], 30)])  # 170 tokens: not whole pages
+    assert [found[0, choice] for choice in range(3)] == 3 * [alone[2]] and found[1, 0] == alone[5]
+    page_nbytes = model.tables.pool.page_nbytes
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
+    small = open_model(chunk_size=64, kv_bytes=6 * page_nbytes)
+    engine = Engine(small, admission="optimistic", prefix_caching=False)
+    found = tokens_of(engine, [Request(prompt[-60:], 30) for prompt in prompts for _ in range(2)])
+    expected = tokens_of(Engine(model, prefix_caching=False), [Request(prompt[-60:], 30) for prompt in prompts])
+    assert [found[2 * number + 1, 0] for number in range(6)] == [expected[number, 0] for number in range(6)]
+    assert engine.scheduler.num_swaps and small.tables.pool.num_pages == 6 == small.tables.pool.num_available
+    with pytest.raises(InputError, match="expected 3 free pages of 64 tokens, found 2 of 2; raise kv_bytes"):
+        open_model(kv_bytes=2 * page_nbytes).step([Advance(0, np.arange(129), 0)])
+    with pytest.raises(CheckError, match="KV cache: expected room for a page of 64 tokens, .* raise kv_bytes"):
+        open_model(kv_bytes=page_nbytes - 1)
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_what_is_swapped_out_comes_back_in_other_pages(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1], more=True)
+    both.step(prompts=[(0, 8), (1, 100), (2, 64)])
+    both.step(0, 1, 2)
+    model = both.found
+    before, swapped = list(model.tables[1]), model.swap_out(1)
+    assert model.length(1) == 0 and not model.tables[1]
+    both.step(0, 2, prompts=[(3, 150)])  # takes its pages
+    model.tables.reserve({1: 102})
+    assert list(model.tables[1]) != before
+    model.swap_in(1, swapped)
+    both.step(0, 1, 2, 3)
+    both.step(1, 2)
+    both.step(0, prompts=[(1, 30)])
+
+
 def down(array) -> np.ndarray:
     """What a device array holds, once the uploads before are through."""
     from lockstep.backends.tensorrt import cuda
@@ -671,12 +728,14 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
 
     executor, lengths, table = open_model()._executor, np.zeros(4, np.int64), cuda.pinned((4, 4), "i4")
     (attention,) = executor._forms
-    attention.reserve({1: 65}, lengths, executor._stream)
-    executor._stream.download(table, attention._table)
-    attention.reserve({0: 1, 2: 130, 1: 128}, lengths, executor._stream)
+    held = [list(executor.tables[slot]) for slot in range(4)]
+    for ends in ({1: 65}, {0: 1, 2: 130, 1: 128}):
+        executor._reserve(ends, lengths)
+        held.append([[*executor.tables[slot], 0, 0, 0, 0][:4] for slot in range(4)])
+        if len(held) == 5:
+            executor._stream.download(table, attention._table)
     executor._stream.synchronize()
-    assert table.tolist() == [[0] * 4, [0, 1, 0, 0], [0] * 4, [0] * 4]
-    assert down(attention._table).tolist() == [[2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 5, 0], [0] * 4]
+    assert table.tolist() == held[4] and held[4] != held[5] == down(attention._table).tolist()
 
 
 def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):

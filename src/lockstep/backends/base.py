@@ -149,7 +149,9 @@ class Backend(Protocol):
         """A contiguous buffer, not initialised."""
         ...
 
-    def executor(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Executor | None:
+    def executor(
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None
+    ) -> Executor | None:
         """What runs steps of a network of this backend's engines; None: the runtime's own, on host arrays."""
         ...
 

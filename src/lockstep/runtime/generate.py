@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.errors import InputError
-from lockstep.runtime.decoding import Decoding, Request, Speed
+from lockstep.runtime.engine import Decoding, Request, Speed
 from lockstep.runtime.model import Model
-from lockstep.runtime.sampling import Sampler, Sampling
 from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.step.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def generate(
         Request(
             tokenizer.encode(prompt),
             max_new_tokens,
-            Sampler(sampling, i) if sampling.temperature else None,
-            frozenset(model.eos_token_ids),
+            stop_ids=frozenset(model.eos_token_ids),
+            sampling=replace(sampling, seed=(sampling.seed + i) % 2**64),
         )
         for i, prompt in enumerate(prompts)
     ]

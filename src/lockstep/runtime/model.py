@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.artifacts.files import sha256_file
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
 from lockstep.runtime.binding import open_network
 from lockstep.step.advance import Advance, Executor, check
 from lockstep.step.host import HostExecutor
+from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.targets import Limits
 
 _DEFAULTS = {
@@ -20,17 +22,28 @@ _DEFAULTS = {
     "max_seq_len": Limits().max_seq_len,
     "max_num_tokens": None,  # any number
 }
+CHUNK_SIZE = 256  # tokens of a prompt that are computed together, unless a step has less room
 
 
 class Model:
     """Requests live in slots 0 to max_batch_size-1. Not for several threads at once: the backend itself uses all that
     it is given."""
 
-    def __init__(self, executor: Executor, max_num_tokens: int | None, engines: EngineSet, layers: int):
+    def __init__(
+        self,
+        executor: Executor,
+        max_num_tokens: int | None,
+        engines: EngineSet,
+        layers: int,
+        chunk_size: int,
+        weights_sha256: str,
+    ):
         self.engines = engines
+        self.chunk_size = chunk_size
+        self.weights_sha256 = weights_sha256
         self.layers = layers
         self.vocab_size = engines.assembly.vocab_size
-        self.max_batch_size = executor.rows
+        self.max_batch_size = executor.num_slots
         self.max_seq_len = executor.max_seq_len
         self.max_num_tokens = max_num_tokens
         self.eos_token_ids = engines.assembly.eos_token_ids
@@ -48,12 +61,16 @@ class Model:
         max_num_tokens: int | None = None,
         threads: int | None = None,
         low_memory: bool = False,
+        kv_bytes: int | None = None,
+        chunk_size: int | None = None,
     ) -> Model:
         """Open engines, weights and cache for the first `layers` layers.
 
         Limits that are not given are those that the engines were built for; engines that are built for any take 4
         requests, 256 tokens of each, and any number of tokens in a step. `low_memory` reads the weights from the mapped
-        files at each step instead of a repacked copy: slower, no copy.
+        files at each step instead of a repacked copy: slower, no copy. `kv_bytes`: memory for keys and values of all
+        requests; on a CPU a quarter of the machine's, unless given. `chunk_size`: long prompts are computed in pieces
+        that end at multiples of it.
         Raises InputError for limits or a layer count that the model does not allow, CheckError for engines that do not
         fit here.
         """
@@ -64,8 +81,15 @@ class Model:
             {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens},
         )
         network = open_network(engines, weights_json, layers, threads, low_memory)
-        executor = engines.backend.executor(network, rows, length, tokens) or HostExecutor(network, rows, length)
-        return cls(executor, tokens, engines, len(network.layers))
+        chunk_size = default_chunk_size(rows, tokens) if chunk_size is None else chunk_size
+        if chunk_size < 1:
+            raise InputError(f"chunk_size: expected at least 1, found {chunk_size}")
+        if kv_bytes is not None and kv_bytes < 1:
+            raise InputError(f"kv_bytes: expected at least 1, found {kv_bytes}")
+        executor = engines.backend.executor(network, rows, length, tokens, kv_bytes) or HostExecutor(
+            network, rows, length, chunk_size, _quarter_of_memory() if kv_bytes is None else kv_bytes
+        )
+        return cls(executor, tokens, engines, len(network.layers), chunk_size, sha256_file(weights_json))
 
     def step(self, advances: Sequence[Advance]) -> np.ndarray:
         """Advance any mix of requests by one or several tokens each.
@@ -82,7 +106,7 @@ class Model:
         comes back. -1 where that one's logit is NaN or infinite.
 
         more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU may begin it
-        at once, before the tokens are back; any other step may follow all the same, a step later.
+        at once, before the tokens are back; any other step may follow all the same.
         """
         return self._take(advances, lambda advances: self._executor.tokens(advances, more))
 
@@ -91,14 +115,26 @@ class Model:
         """A step was begun before it was asked for: see `step_tokens`."""
         return self._executor.ahead
 
+    @property
+    def tables(self) -> PageTables:
+        """Which pages of the KV cache each slot has, and the pool that they are from."""
+        return self._executor.tables
+
     def _take(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], np.ndarray]) -> np.ndarray:
         check(advances, self._executor, self.vocab_size, self.max_num_tokens)
+        lengths = self._executor.lengths
         for advance in advances:
-            if not advance.start:
+            if not advance.start and lengths[advance.slot]:
                 self._executor.reset(advance.slot)
-        taken = run(advances)
+        try:
+            taken = run(advances)
+        except BaseException:
+            for advance in advances:  # what a step that failed wrote there is nobody's
+                if not advance.start:
+                    self._executor.reset(advance.slot)
+            raise
         for advance in advances:
-            self._executor.lengths[advance.slot] = advance.start + len(advance.tokens)
+            lengths[advance.slot] = advance.start + len(advance.tokens)
         return taken
 
     def length(self, slot: int) -> int:
@@ -106,8 +142,47 @@ class Model:
         return int(self._executor.lengths[slot])
 
     def release(self, slot: int) -> None:
-        """Forget what the slot holds, so that its memory may shrink. A new request at start 0 does the same."""
+        """Forget what the slot holds, so that its memory may be used again. A new request at start 0 does the same."""
         self._executor.reset(slot)
+
+    def share(self, slot: int, pages: Sequence[int]) -> None:
+        """Begin a slot that holds nothing with the pages of a prefix: see `Executor.share`."""
+        self._executor.share(slot, pages)
+        self._executor.lengths[slot] = len(pages) * PAGE_SIZE
+
+    def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        """Copy the slot's tokens from `start` on into pages: see `Executor.store`."""
+        self._executor.store(slot, start, pages)
+
+    def fork(self, slot: int, other: int) -> None:
+        """Make another slot, which has pages and holds nothing, hold what a slot holds."""
+        self._executor.fork(slot, other)
+        self._executor.lengths[other] = self._executor.lengths[slot]
+
+    def swap_out(self, slot: int) -> tuple[Any, int]:
+        """Bring what a slot holds to the host's memory and reset the slot; gives what `swap_in` takes."""
+        length = self.length(slot)
+        if not length:
+            self.release(slot)
+            return None, 0
+        return self._executor.swap_out(slot), length
+
+    def swap_in(self, slot: int, swapped: tuple[Any, int]) -> None:
+        """Make a slot, which has pages and holds nothing, hold what was swapped out."""
+        if swapped[1]:
+            self._executor.swap_in(slot, swapped[0])
+        self._executor.lengths[slot] = swapped[1]
+
+
+def default_chunk_size(num_slots: int, max_num_tokens: int | None) -> int:
+    """256 tokens, or what a step has room for beside a token of each other request: in whole pages where that is at
+    least one."""
+    room = CHUNK_SIZE if max_num_tokens is None else min(CHUNK_SIZE, max(1, max_num_tokens - num_slots + 1))
+    return room // PAGE_SIZE * PAGE_SIZE or room
+
+
+def _quarter_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 def _limits(

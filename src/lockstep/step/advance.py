@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from lockstep.errors import InputError
-from lockstep.step.plan import Chunk, Layout
+from lockstep.step.pages import PageTables
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,15 @@ class Advance:
 
 class Executor(Protocol):
     """What runs steps on a device. `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`; slots are 0 to
-    `rows`-1.
+    `num_slots`-1. `tables` names the pages that the cache is made of.
 
-    `Model` checks a step before it, has slots forgotten that new requests take, and sets `lengths` behind it.
+    `Model` checks a step before it, has slots forgotten that new requests take, and sets `lengths` behind it. `share`
+    to `swap_in` are asked for only where `tables.shares` is not None.
     """
 
-    rows: int
+    num_slots: int
     max_seq_len: int
+    tables: PageTables
 
     @property
     def lengths(self) -> np.ndarray: ...
@@ -52,16 +54,40 @@ class Executor(Protocol):
         """A step was begun that nobody has asked for yet."""
         ...
 
-    def reset(self, slot: int) -> None: ...
+    def reset(self, slot: int) -> None:
+        """Forget what a slot holds; its pages go back."""
+        ...
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         """Take a step; the logits behind each request's last token, [len(advances), vocab_size] float32, in the order
-        of the list."""
+        of the list. Raises InputError, and changes nothing, when the pool lacks pages for it."""
         ...
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
         """Take a step; each request's most likely next token, [len(advances)] int64; -1 where that logit is NaN or
         infinite. more: `Model.step_tokens`."""
+        ...
+
+    def share(self, slot: int, pages: Sequence[int]) -> None:
+        """Make a slot that holds nothing hold the tokens of `pages`, which are a prefix. Where `tables.shares`, its
+        table begins with them; else they are copied."""
+        ...
+
+    def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        """Copy the slot's tokens from `start` on into `pages`. Not asked for where `tables.shares`."""
+        ...
+
+    def fork(self, slot: int, other: int) -> None:
+        """Make another slot hold what a slot holds. Where `tables.shares`, the other's table begins with the slot's
+        full pages already; what is behind them is copied."""
+        ...
+
+    def swap_out(self, slot: int) -> Any:
+        """Copy what a slot holds to the host's memory, and reset it; gives what `swap_in` takes."""
+        ...
+
+    def swap_in(self, slot: int, swapped: Any) -> None:
+        """Make a slot, which has pages and holds nothing, hold what was swapped out."""
         ...
 
 
@@ -71,8 +97,8 @@ def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num
     total = 0
     for advance in advances:
         slot, start, count = advance.slot, advance.start, len(advance.tokens)
-        if not 0 <= slot < cache.rows:
-            raise InputError(f"step: slot: expected 0 to {cache.rows - 1}, found {slot}")
+        if not 0 <= slot < cache.num_slots:
+            raise InputError(f"step: slot: expected 0 to {cache.num_slots - 1}, found {slot}")
         if slot in seen:
             raise InputError(f"step: slot {slot}: expected once in a step, found twice")
         seen.add(slot)
@@ -99,13 +125,3 @@ def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num
             f"step: expected at most {max_num_tokens} tokens (max_num_tokens), found {total}; "
             f"bring long prompts in chunks"
         )
-
-
-def lay_out(advances: Sequence[Advance]) -> Layout:
-    """Requests of one token decode, in the order of their rows; the others follow as chunks, in the order of the
-    list."""
-    rows = [advance.slot for advance in advances if len(advance.tokens) == 1]
-    chunks = tuple(
-        Chunk(advance.slot, advance.start, len(advance.tokens)) for advance in advances if len(advance.tokens) > 1
-    )
-    return Layout(min(rows, default=0), max(rows, default=-1) + 1, chunks, len(advances))

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
 
 from lockstep.artifacts.signature import IO, Signature
-from lockstep.step.advance import Advance, lay_out
+from lockstep.step.advance import Advance
 from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
 from lockstep.step.kv_cache import KVCache
 from lockstep.step.network import Network
-from lockstep.step.plan import Layout, Plan
+from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
+from lockstep.step.plan import Chunk, Layout, Plan, Rows
 
 _KEPT_PLANS = 8
 
 
 class HostExecutor:
-    """Runs steps that are checked already. `lengths[slot]`: tokens that a slot holds."""
+    """Runs steps that are checked already. `lengths[slot]`: tokens that a slot holds.
+
+    A request's pages are counted, not addressed: its keys and values lie in a row of `KVCache`. Pages of a prefix hold
+    copies, which `share` copies back.
+    """
 
     ahead = False
 
-    def __init__(self, network: Network, rows: int, max_seq_len: int):
+    def __init__(self, network: Network, num_slots: int, max_seq_len: int, chunk_size: int, kv_bytes: int):
+        """chunk_size: tokens brought together are cut at multiples of it. kv_bytes: for the pages of all requests."""
         _check_declared(network)
-        self.rows, self.max_seq_len = rows, max_seq_len
+        self.num_slots, self.max_seq_len, self.chunk_size = num_slots, max_seq_len, chunk_size
         self._network = network
-        self._cache = KVCache([kind.cache for _, kind in network.layers], rows, max_seq_len, network.dtype)
+        self._cache = KVCache([kind.cache for _, kind in network.layers], num_slots, max_seq_len, network.dtype)
+        page_nbytes = PAGE_SIZE * self._cache.token_nbytes
+        pages_for = lambda length: -(-self._cache.capacity_for(length) // PAGE_SIZE)
+        self._stored: dict[int, list[np.ndarray]] = {}  # by page
+        pool = PagePool(kv_bytes // page_nbytes, page_nbytes, self._drop_stored)
+        self.tables = PageTables(pool, num_slots, pages_for, shares=False)
         self._plans: dict[Layout, Plan] = {}
 
     @property
@@ -35,23 +46,84 @@ class HostExecutor:
         return self._cache.lengths
 
     def reset(self, slot: int) -> None:
-        """Forget what the slot holds, so that its memory may shrink."""
+        """Forget what the slot holds, so that its memory may be used again."""
         self._cache.reset(slot)
+        self.tables.release(slot)
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
-        """Take a step; the logits that follow each request's last token, [len(advances), vocab_size] float32, in the
-        order of the list."""
-        if self._cache.reserve(max(advance.start + len(advance.tokens) for advance in advances)):
-            self._plans.clear()
-        plan = self._plan(lay_out(advances))
-        rows = _pack(plan, advances)
+        ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
+        self.tables.reserve(ends)
+        for slot, end in ends.items():
+            self._reserve_row(slot, end)
+        plan = self._plan(self._lay_out(advances))
+        decoded = self._pack(plan, advances)
         plan.run()
-        plan.write_decoded(rows)
+        plan.write_decoded(decoded)
         return plan.logits.astype(np.float32)
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
-        """As `logits`: the most likely tokens, [len(advances)] int64; -1 where its logit is NaN or infinite."""
         return most_likely(self.logits(advances))
+
+    def share(self, slot: int, pages: Sequence[int]) -> None:
+        self._reserve_row(slot, len(pages) * PAGE_SIZE)
+        for number, page in enumerate(pages):
+            self._cache.copy_in(slot, number * PAGE_SIZE, self._stored[page])
+        self._cache.lengths[slot] = len(pages) * PAGE_SIZE
+
+    def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        for number, page in enumerate(pages):
+            first = start + number * PAGE_SIZE
+            self._stored[page] = self._cache.copy_out(slot, first, first + PAGE_SIZE)
+
+    def _drop_stored(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            del self._stored[page]
+
+    def fork(self, slot: int, other: int) -> None:
+        length = int(self._cache.lengths[slot])
+        self._put(other, self._cache.copy_out(slot, 0, length), length)
+
+    def swap_out(self, slot: int) -> list[np.ndarray]:
+        arrays = self._cache.copy_out(slot, 0, int(self._cache.lengths[slot]))
+        self.reset(slot)
+        return arrays
+
+    def swap_in(self, slot: int, swapped: list[np.ndarray]) -> None:
+        self._put(slot, swapped, swapped[0].shape[2])
+
+    def _put(self, slot: int, arrays: Sequence[np.ndarray], length: int) -> None:
+        self.tables.reserve({slot: length})
+        self._reserve_row(slot, length)
+        self._cache.copy_in(slot, 0, arrays)
+        self._cache.lengths[slot] = length
+
+    def _reserve_row(self, slot: int, length: int) -> None:
+        if self._cache.reserve(slot, length):
+            self._plans.clear()
+
+    def _lay_out(self, advances: Sequence[Advance]) -> Layout:
+        """Requests of one token decode, in the order of their rows; the others follow, in the order of the list."""
+        places = [self._cache.place(advance.slot) for advance in advances]
+        rows: dict[int, list[int]] = {}
+        for advance, place in zip(advances, places):
+            if len(advance.tokens) == 1:
+                rows.setdefault(place.capacity, []).append(place.row)
+        chunks = [
+            Chunk(place, start, end - start)
+            for advance, place in zip(advances, places)
+            if len(advance.tokens) > 1
+            for start, end in self._pieces(advance)
+        ]
+        decoding = [Rows(capacity, min(found), max(found) + 1) for capacity, found in sorted(rows.items())]
+        return Layout(tuple(decoding), tuple(chunks), len(advances))
+
+    def _pieces(self, advance: Advance) -> Iterator[tuple[int, int]]:
+        """First token, and token behind the last, of the parts that multiples of `chunk_size` cut an advance into."""
+        start, end = advance.start, advance.start + len(advance.tokens)
+        while start < end:
+            stop = min(end, (start // self.chunk_size + 1) * self.chunk_size)
+            yield start, stop
+            start = stop
 
     def _plan(self, layout: Layout) -> Plan:
         """Decode steps come again and again with one layout: their plans are kept. A prompt's is used once."""
@@ -63,6 +135,30 @@ class HostExecutor:
                     del self._plans[next(iter(self._plans))]
                 self._plans[layout] = plan
         return plan
+
+    def _pack(self, plan: Plan, advances: Sequence[Advance]) -> dict[int, np.ndarray]:
+        """Fill the plan's token ids, positions and logit rows; gives by capacity the cache rows that decode,
+        ascending."""
+        layout = plan.layout
+        first_of = {part.capacity: at.start - part.low for part, at in zip(layout.decoding, layout.slices())}
+        decoded: dict[int, list[int]] = {capacity: [] for capacity in first_of}
+        offset = layout.num_decode
+        if offset > sum(len(advance.tokens) == 1 for advance in advances):
+            plan.token_ids[:offset] = 0  # rows between that do not decode: token 0 at position 0, past length 0
+            plan.position_ids[:offset] = 0
+        for i, advance in enumerate(advances):
+            count = len(advance.tokens)
+            if count == 1:
+                place = self._cache.place(advance.slot)
+                decoded[place.capacity].append(place.row)
+                first = first_of[place.capacity] + place.row
+                plan.token_ids[first], plan.position_ids[first] = advance.tokens[0], advance.start
+            else:
+                first, offset = offset, offset + count
+                plan.token_ids[first:offset] = advance.tokens
+                plan.position_ids[first:offset] = np.arange(advance.start, advance.start + count)
+            plan.logit_rows[i] = first + count - 1
+        return {capacity: np.array(sorted(rows), np.int64) for capacity, rows in decoded.items()}
 
 
 def _check_declared(network: Network) -> None:
@@ -89,24 +185,3 @@ def _check_declared(network: Network) -> None:
 
 def _any_name(shape: Sequence[int | str]) -> tuple[int | str, ...]:
     return tuple(size if isinstance(size, int) else "any" for size in shape)
-
-
-def _pack(plan: Plan, advances: Sequence[Advance]) -> np.ndarray:
-    """Fill the plan's token ids, positions and logit rows; gives the cache rows that decode, ascending."""
-    layout, rows, offset = plan.layout, [], plan.layout.num_decode
-    if layout.num_decode > sum(len(advance.tokens) == 1 for advance in advances):
-        plan.token_ids[: layout.num_decode] = 0  # rows between that do not decode: token 0 at position 0, past length 0
-        plan.position_ids[: layout.num_decode] = 0
-    for i, advance in enumerate(advances):
-        count = len(advance.tokens)
-        if count == 1:
-            first = advance.slot - layout.low
-            rows.append(advance.slot)
-            plan.token_ids[first] = advance.tokens[0]
-            plan.position_ids[first] = advance.start
-        else:
-            first, offset = offset, offset + count
-            plan.token_ids[first:offset] = advance.tokens
-            plan.position_ids[first:offset] = np.arange(advance.start, advance.start + count)
-        plan.logit_rows[i] = first + count - 1
-    return np.array(sorted(rows), np.int64)

@@ -1,7 +1,11 @@
-"""Keys and values of all requests: one contiguous array for each kind of layer, that engines read without a copy.
+"""Keys and values of all requests: contiguous arrays that engines read without a copy.
 
-`keys` of a group is [layers, rows, num_kv_heads, capacity, head_dim]: one layer's rows `lo:hi` are a contiguous view,
-which is what the decode graph takes, and one assignment writes a decode step's new keys of all layers.
+Rows are kept by capacity, a power of two of tokens: a request that outgrows its row is copied into one of the next
+capacity. So a row's capacity follows from its own length alone, a short request never reads, or pays for, the length
+of a long one beside it, and what a decode graph computes for a request does not depend on its company.
+
+`keys` of rows of one capacity and one kind of layer are [layers, rows, num_kv_heads, capacity, head_dim]: one layer's
+rows `low:high` are a contiguous view, which is what the decode graph takes.
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.errors import InputError
-
-FIRST_CAPACITY = 64
+from lockstep.step.pages import PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -26,93 +29,168 @@ class LayerShape:
     head_dim: int
     value_head_dim: int
 
+    @property
+    def size(self) -> int:
+        """Numbers of a token's key and value."""
+        return self.num_kv_heads * (self.head_dim + self.value_head_dim)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request's row lies: row `row` of those of `capacity` tokens."""
+
+    capacity: int
+    row: int
+
+
+class _Rows:
+    """Rows of one capacity. For each kind of layer keys and values; `slots[row]`: whose it is, None for a free one."""
+
+    def __init__(self) -> None:
+        self.slots: list[int | None] = []
+        self.keys: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []
+
 
 class KVCache:
-    """Rows of keys and values that grow together. `lengths[row]` tokens of a row are valid; the rest is zero or stale,
-    but finite."""
+    """Rows for slots 0 to `num_slots`-1. `lengths[slot]` tokens of a slot are valid; the rest of its row is zero or
+    stale, but finite."""
 
-    def __init__(self, layers: Sequence[LayerShape], rows: int, max_seq_len: int, dtype: np.dtype):
-        self.rows = rows
-        self.max_seq_len = max_seq_len
-        self.lengths = np.zeros(rows, np.int64)
-        self.capacity = 0
-        self.dtype = np.dtype(dtype)
+    def __init__(self, layers: Sequence[LayerShape], num_slots: int, max_seq_len: int, dtype: np.dtype):
+        self.num_slots, self.max_seq_len, self.dtype = num_slots, max_seq_len, np.dtype(dtype)
+        self.lengths = np.zeros(num_slots, np.int64)
         shapes = sorted(set(layers), key=layers.index)
         self._groups = [(shape, sum(other == shape for other in layers)) for shape in shapes]
         # layer -> (group, index in it)
-        self._place = [(shapes.index(shape), layers[:i].count(shape)) for i, shape in enumerate(layers)]
-        self.keys: list[np.ndarray] = []
-        self.values: list[np.ndarray] = []
-        self._resize(self._bucket(1))
+        self._layers = [(shapes.index(shape), layers[:i].count(shape)) for i, shape in enumerate(layers)]
+        self._places: dict[int, Place] = {}
+        self._rows: dict[int, _Rows] = {}  # by capacity
 
-    def reserve(self, length: int) -> bool:
-        """Make room for rows of `length` tokens; gives True when arrays moved, so that views must be taken again.
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token's keys and values, all layers together."""
+        return sum(shape.size * count for shape, count in self._groups) * self.dtype.itemsize
 
-        Capacity doubles, and falls back when a third would do: a decode step reads all of it, masked or not.
-        """
-        bucket = self._bucket(max(length, int(self.lengths.max())))
-        if self.capacity < 3 * bucket and bucket <= self.capacity:
+    def capacity_for(self, length: int) -> int:
+        """The capacity of a row that holds `length` tokens."""
+        capacity = PAGE_SIZE
+        while capacity < length:
+            capacity *= 2
+        return min(capacity, self.max_seq_len)
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """Make room for `length` tokens of a slot; True when arrays moved, so that views must be taken again."""
+        capacity, old = self.capacity_for(length), self._places.get(slot)
+        if old is not None and capacity <= old.capacity:
             return False
-        self._resize(bucket)
-        return True
+        moved = self._take_row(slot, capacity)
+        if old is not None:
+            used = int(self.lengths[slot])
+            for (keys, values), (old_keys, old_values) in zip(self._row(self._places[slot]), self._row(old)):
+                keys[:, :, :used], values[:, :, :used] = old_keys[:, :, :used], old_values[:, :, :used]
+            self._drop_row(old)
+        return moved
 
-    def place(self, layer: int) -> tuple[int, int]:
+    def place(self, slot: int) -> Place:
+        """Where the slot's row lies: `reserve` first."""
+        return self._places[slot]
+
+    def layer(self, index: int) -> tuple[int, int]:
         """(group, index in the group) of a layer."""
-        return self._place[layer]
+        return self._layers[index]
 
     def group_shapes(self) -> list[tuple[LayerShape, int]]:
         """(shape, number of layers) of each group."""
         return self._groups
 
-    def view(self, layer: int, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+    def view(self, layer: int, capacity: int, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys [high-low, num_kv_heads, capacity, head_dim] and values of rows `low:high`, contiguous, no copy."""
-        group, index = self._place[layer]
-        return self.keys[group][index, low:high], self.values[group][index, low:high]
+        (group, index), rows = self._layers[layer], self._rows[capacity]
+        return rows.keys[group][index, low:high], rows.values[group][index, low:high]
 
-    def write(self, layer: int, row: int, start: int, key: np.ndarray, value: np.ndarray) -> None:
+    def write(self, layer: int, place: Place, start: int, key: np.ndarray, value: np.ndarray) -> None:
         """Put key and value [num_tokens, num_kv_heads, head_dim] of one row at `start`."""
-        group, index = self._place[layer]
+        keys, values = self.view(layer, place.capacity, place.row, place.row + 1)
         end = start + len(key)
-        self.keys[group][index, row, :, start:end] = key.swapaxes(0, 1)
-        self.values[group][index, row, :, start:end] = value.swapaxes(0, 1)
+        keys[0, :, start:end] = key.swapaxes(0, 1)
+        values[0, :, start:end] = value.swapaxes(0, 1)
 
-    def write_each(self, group: int, rows: np.ndarray, starts: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    def write_each(
+        self, group: int, capacity: int, rows: np.ndarray, starts: np.ndarray, key: np.ndarray, value: np.ndarray
+    ) -> None:
         """Put one token a row, for all layers of a group: key and value [layers, len(rows), num_kv_heads, head_dim]."""
-        self.keys[group][:, rows, :, starts] = key.swapaxes(0, 1)
-        self.values[group][:, rows, :, starts] = value.swapaxes(0, 1)
+        arrays = self._rows[capacity]
+        arrays.keys[group][:, rows, :, starts] = key.swapaxes(0, 1)
+        arrays.values[group][:, rows, :, starts] = value.swapaxes(0, 1)
 
-    def reset(self, row: int) -> None:
-        """Forget a row. Its memory is cleared: masked entries weigh 0, but 0 times a stale infinity would be NaN."""
-        used = int(self.lengths[row])
-        if used:
-            for array in (*self.keys, *self.values):
-                array[:, row, :, :used] = 0
-        self.lengths[row] = 0
+    def copy_out(self, slot: int, start: int, end: int) -> list[np.ndarray]:
+        """Copies of tokens `start` to `end`-1 of a slot: of each group keys, then values, [layers, num_kv_heads,
+        end-start, head_dim]."""
+        return [array[:, :, start:end].copy() for pair in self._row(self._places[slot]) for array in pair]
 
-    def _bucket(self, length: int) -> int:
-        capacity = FIRST_CAPACITY
-        while capacity < length:
-            capacity *= 2
-        return min(capacity, self.max_seq_len)
+    def copy_in(self, slot: int, start: int, arrays: Sequence[np.ndarray]) -> None:
+        """Put what `copy_out` gave at `start` of a slot that has room for it."""
+        own = [array for pair in self._row(self._places[slot]) for array in pair]
+        for array, given in zip(own, arrays, strict=True):
+            array[:, :, start : start + given.shape[2]] = given
 
-    def _resize(self, capacity: int) -> None:
-        used = min(int(self.lengths.max()), self.capacity)
-        for arrays, dim in ((self.keys, "head_dim"), (self.values, "value_head_dim")):
-            old = arrays[:]
-            arrays.clear()
-            for i, (shape, count) in enumerate(self._groups):
-                new = self._zeros((count, self.rows, shape.num_kv_heads, capacity, getattr(shape, dim)))
-                if used:
-                    new[:, :, :, :used] = old[i][:, :, :, :used]
-                arrays.append(new)
-        self.capacity = capacity
+    def reset(self, slot: int) -> None:
+        """Forget a slot."""
+        place = self._places.pop(slot, None)
+        if place is not None:
+            self._drop_row(place)
+        self.lengths[slot] = 0
 
-    def _zeros(self, sizes: tuple[int, ...]) -> np.ndarray:
-        try:
-            return np.zeros(sizes, self.dtype)
-        except (MemoryError, ValueError):  # ValueError: more than any memory
-            number = math.prod(sizes) * self.dtype.itemsize
-            raise InputError(
-                f"max_batch_size {self.rows}, {sizes[3]} tokens: expected a KV cache that fits in memory, "
-                f"found {number} bytes for keys or values; lower the limits"
-            ) from None
+    def _row(self, place: Place) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each group keys and values [layers, num_kv_heads, capacity, head_dim] of a row."""
+        rows = self._rows[place.capacity]
+        return [(keys[:, place.row], values[:, place.row]) for keys, values in zip(rows.keys, rows.values)]
+
+    def _take_row(self, slot: int, capacity: int) -> bool:
+        """Give a slot the lowest free row of this capacity; True when the arrays had to grow."""
+        rows = self._rows.get(capacity)
+        if rows is None:
+            rows = self._rows[capacity] = _Rows()
+        moved = None not in rows.slots
+        if moved:
+            count = min(max(1, 2 * len(rows.slots)), self.num_slots)
+            olds: list[Sequence[np.ndarray | None]] = [[*rows.keys], [*rows.values]]
+            try:
+                grown = [
+                    [
+                        self._grown(array, (layers, count, shape.num_kv_heads, capacity, getattr(shape, dim)))
+                        for (shape, layers), array in zip(self._groups, old or (None,) * len(self._groups))
+                    ]
+                    for old, dim in zip(olds, ("head_dim", "value_head_dim"))
+                ]
+            except (MemoryError, ValueError):  # ValueError: more than any memory
+                if not rows.slots:
+                    del self._rows[capacity]
+                raise InputError(
+                    f"{count} requests of {capacity} tokens: expected a KV cache that fits in memory, found "
+                    f"{count * capacity * self.token_nbytes} bytes; lower the limits"
+                ) from None
+            rows.keys, rows.values = grown
+            rows.slots += [None] * (count - len(rows.slots))
+        row = rows.slots.index(None)
+        rows.slots[row] = slot
+        self._places[slot] = Place(capacity, row)
+        return moved
+
+    def _drop_row(self, place: Place) -> None:
+        """Its memory is cleared: masked entries weigh 0, but 0 times a stale infinity would be NaN."""
+        rows = self._rows[place.capacity]
+        rows.slots[place.row] = None
+        if any(slot is not None for slot in rows.slots):
+            for keys, values in self._row(place):
+                keys[:], values[:] = 0, 0
+        else:
+            del self._rows[place.capacity]
+
+    def _grown(self, old: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
+        if math.prod(shape) * self.dtype.itemsize > np.iinfo(np.int64).max:
+            raise MemoryError
+        new = np.zeros(shape, self.dtype)
+        if old is not None:
+            new[:, : old.shape[1]] = old
+        return new

@@ -1,8 +1,12 @@
 """A plan: all calls of one step, bound to buffers, for one layout of requests. Running it allocates nothing.
 
-Tokens are packed with the decoding rows first, one token a row, `low` to `high` without a gap, so that queries, the
-cache and the attention's result are plain slices; a row in between that does not decode carries a dummy token of past
-length 0, which costs less than gathering. Behind them come the prompts (or chunks), one after another.
+Tokens are packed with the decoding rows first, one token a row. Rows of one capacity of the cache lie together, `low`
+to `high` without a gap, so that queries, the cache and the attention's result are plain slices; a row in between that
+does not decode carries a dummy token of past length 0, which costs less than gathering. Behind them come the prompts
+(or chunks), one after another.
+
+A chunk reads just its own past, not the row's whole capacity, and is one call of its own: what it computes depends on
+its request alone, to the bit.
 """
 
 from __future__ import annotations
@@ -14,42 +18,54 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.artifacts.signature import IO
-from lockstep.step.kv_cache import KVCache
+from lockstep.step.kv_cache import KVCache, Place
 from lockstep.step.network import Block, Kind, Network
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Several tokens of one request: `count` of them for cache row `row`, behind the `start` that it holds."""
+class Rows:
+    """Rows `low` to `high`-1 of one capacity of the cache, which bring one token each."""
 
-    row: int
+    capacity: int
+    low: int
+    high: int
+
+    @property
+    def count(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`count` tokens of one request for the row at `place`, behind the `start` tokens that it holds."""
+
+    place: Place
     start: int
     count: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a step lie: decoding rows `low:high`, then chunks. `num_logits` rows reach lm_head."""
+    """Where the tokens of a step lie: decoding rows, then chunks. `num_logits` rows reach lm_head."""
 
-    low: int
-    high: int
+    decoding: tuple[Rows, ...]
     chunks: tuple[Chunk, ...]
     num_logits: int
 
     @property
     def num_decode(self) -> int:
-        return self.high - self.low
+        return sum(rows.count for rows in self.decoding)
 
     @property
     def num_tokens(self) -> int:
         return self.num_decode + sum(chunk.count for chunk in self.chunks)
 
-    def offsets(self) -> list[int]:
-        """The first packed token of each chunk."""
-        found, offset = [], self.num_decode
-        for chunk in self.chunks:
-            found.append(offset)
-            offset += chunk.count
+    def slices(self) -> list[slice]:
+        """The packed tokens of each of `decoding`, then of each of `chunks`."""
+        found, offset = [], 0
+        for count in (*(rows.count for rows in self.decoding), *(chunk.count for chunk in self.chunks)):
+            found.append(slice(offset, offset + count))
+            offset += count
         return found
 
 
@@ -65,12 +81,16 @@ class Plan:
         self.token_ids = np.zeros(layout.num_tokens, np.int64)
         self.position_ids = np.zeros(layout.num_tokens, np.int64)
         self.logit_rows = np.zeros(layout.num_logits, np.int64)
+        # new keys and values of the rows that decode: of each of `layout.decoding`, for each group of layers
         self._new = [
-            (
-                np.empty((count, layout.num_decode, shape.num_kv_heads, shape.head_dim), network.dtype),
-                np.empty((count, layout.num_decode, shape.num_kv_heads, shape.value_head_dim), network.dtype),
-            )
-            for shape, count in cache.group_shapes()
+            [
+                (
+                    np.empty((count, rows.count, shape.num_kv_heads, shape.head_dim), network.dtype),
+                    np.empty((count, rows.count, shape.num_kv_heads, shape.value_head_dim), network.dtype),
+                )
+                for shape, count in cache.group_shapes()
+            ]
+            for rows in layout.decoding
         ]
         values = {"token_ids": self.token_ids, "position_ids": self.position_ids, "logit_rows": self.logit_rows}
         self._calls: list[Callable[[], None]] = []
@@ -85,15 +105,17 @@ class Plan:
         for call in self._calls:
             call()
 
-    def write_decoded(self, rows: np.ndarray) -> None:
-        """Put the decoding rows' new keys and values at their positions in the cache."""
-        if len(rows):
-            offsets = rows - self.layout.low
-            starts = self.position_ids[offsets]
-            for group, (keys, values) in enumerate(self._new):
-                if len(rows) < self.layout.num_decode:
+    def write_decoded(self, decoded: Mapping[int, np.ndarray]) -> None:
+        """Put the decoding rows' new keys and values at their positions in the cache. decoded: by capacity, the rows
+        that decode, ascending."""
+        for part, tokens, new in zip(self.layout.decoding, self.layout.slices(), self._new):
+            rows = decoded[part.capacity]
+            offsets = rows - part.low
+            starts = self.position_ids[tokens][offsets]
+            for group, (keys, values) in enumerate(new):
+                if len(rows) < part.count:
                     keys, values = keys[:, offsets], values[:, offsets]
-                self._cache.write_each(group, rows, starts, keys, values)
+                self._cache.write_each(group, part.capacity, rows, starts, keys, values)
 
     def _add_block(self, block: Block, values: dict[str, np.ndarray]) -> None:
         inputs = {io.name: values[io.key] for io in block.signature.inputs}
@@ -103,32 +125,35 @@ class Plan:
 
     def _add_attention(self, index: int, kind: Kind, values: dict[str, np.ndarray]) -> None:
         attention = self._buffer(kind.attention, self.layout.num_tokens)
-        layout, cache = self.layout, self._cache
-        if layout.num_decode:
-            group, place = cache.place(index)
-            keys, new_values = self._new[group]
-            past = cache.view(index, layout.low, layout.high)
-            lengths = self.position_ids[: layout.num_decode]  # a token's position is the length of its past
-            self._add_call(
-                kind,
-                "decode",
-                slice(0, layout.num_decode),
-                values,
-                past,
-                lengths,
-                attention,
-                keys[place],
-                new_values[place],
-            )
-        for chunk, offset in zip(layout.chunks, layout.offsets()):
+        cache, slices = self._cache, self.layout.slices()
+        group, index_in_group = cache.layer(index)
+        for part, tokens, new in zip(self.layout.decoding, slices, self._new):
+            past = cache.view(index, part.capacity, part.low, part.high)
+            lengths = self.position_ids[tokens]  # a token's position is the length of its past
+            keys, new_values = (array[index_in_group] for array in new[group])
+            self._add_call(kind, "decode", tokens, values, past, lengths, attention, keys, new_values)
+        for chunk, tokens in zip(self.layout.chunks, slices[len(self.layout.decoding) :]):
             key, value = self._chunk_buffers(chunk, kind)
-            past = cache.view(index, chunk.row, chunk.row + 1) if chunk.start else self._no_past(kind)
+            past = self._past(index, chunk, kind)
             lengths = np.array([chunk.start], np.int64)
-            self._add_call(
-                kind, "prefill", slice(offset, offset + chunk.count), values, past, lengths, attention, key, value
-            )
-            self._calls.append(functools.partial(cache.write, index, chunk.row, chunk.start, key, value))
+            self._add_call(kind, "prefill", tokens, values, past, lengths, attention, key, value)
+            self._calls.append(functools.partial(cache.write, index, chunk.place, chunk.start, key, value))
         values["attention"] = attention
+
+    def _past(self, index: int, chunk: Chunk, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+        """What a chunk looks at: a contiguous copy of its past, made by a call before it; for a prompt's first chunk
+        one masked position."""
+        shape, length = kind.cache, max(chunk.start, 1)
+        pair = self._buffers.get(("past", chunk, shape))
+        if pair is None:
+            dims = (1, shape.num_kv_heads, length)
+            pair = [np.zeros((*dims, dim), self._cache.dtype) for dim in (shape.head_dim, shape.value_head_dim)]
+            self._buffers[("past", chunk, shape)] = pair
+        if chunk.start:
+            row = self._cache.view(index, chunk.place.capacity, chunk.place.row, chunk.place.row + 1)
+            for own, cached in zip(pair, row):
+                self._calls.append(functools.partial(np.copyto, own, cached[:, :, :length]))
+        return pair[0], pair[1]
 
     def _add_call(
         self,
@@ -169,9 +194,3 @@ class Plan:
             pair = [np.empty((*dims, dim), self._cache.dtype) for dim in (shape.head_dim, shape.value_head_dim)]
             self._buffers[(chunk, shape)] = pair
         return pair[0], pair[1]
-
-    def _no_past(self, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
-        """One masked position: a prompt's first chunk need not look at the whole capacity."""
-        shape = kind.cache
-        key = np.zeros((1, shape.num_kv_heads, 1, shape.head_dim), self._cache.dtype)
-        return key, np.zeros((1, shape.num_kv_heads, 1, shape.value_head_dim), self._cache.dtype)

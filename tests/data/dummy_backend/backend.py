@@ -78,7 +78,9 @@ class DummyBackend:
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         return np.empty(shape, dtype)
 
-    def executor(self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None) -> None:
+    def executor(
+        self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None = None
+    ) -> None:
         return None  # the runtime's own, on NumPy arrays
 
 

@@ -120,7 +120,9 @@ class OnnxRuntimeBackend:
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         return np.empty(shape, dtype)
 
-    def executor(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None) -> None:
+    def executor(
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None
+    ) -> None:
         return None
 
 

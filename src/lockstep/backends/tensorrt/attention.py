@@ -16,7 +16,9 @@ import numpy as np
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.kernels import Kernels
 from lockstep.backends.tensorrt.program import TensorRTExecutable
+from lockstep.errors import CheckError
 from lockstep.step.network import Kind, Network
+from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
 FIRST_CAPACITY = 64
 SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
@@ -64,20 +66,60 @@ class Attention(Protocol):
         ...
 
 
-def make_attention(network: Network, rows: int, max_seq_len: int, kernels: Kernels) -> list[Attention]:
-    """For each layer the attention that its kind was built for; layers of one form share it."""
-    fused = {index for index, (_, kind) in enumerate(network.layers) if "rotary" in kind.engines}
-    made: dict[bool, Attention] = {}
-    for index in range(len(network.layers)):
-        if (index in fused) not in made:
-            layers = {i: kind for i, (_, kind) in enumerate(network.layers) if (i in fused) == (index in fused)}
-            if index in fused:
-                from lockstep.backends.tensorrt.fused_attention import FusedAttention  # loads cuDNN
+class PagedAttention(Attention, Protocol):
+    """Attention over pages, whose content can be moved."""
 
-                made[True] = FusedAttention(layers, network.dtype, rows, max_seq_len, kernels)
-            else:
-                made[False] = TracedAttention(layers, network.dtype, rows, max_seq_len, kernels)
-    return [made[index in fused] for index in range(len(network.layers))]
+    def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
+        """Copy what `slot`, of `length` tokens, holds behind its full pages to where `other` has it."""
+        ...
+
+    def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
+        """Put copies of the pages of `length` tokens on the stream; gives the page-locked memory that they go to."""
+        ...
+
+    def restore(self, slot: int, saved: np.ndarray, stream: cuda.Stream) -> None:
+        """Put copies of what `save` gave into a slot's pages on the stream."""
+        ...
+
+
+def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: int | None) -> PageTables:
+    """The pages of all slots. kv_bytes: memory for keys and values of all of them; None: for the longest requests in
+    all slots, or nine tenths of what the device has free. Where some attention is traced, whose cache is no pages, each
+    slot has room for the longest request. Raises CheckError where there is room for no page."""
+    pages, fused = num_slots * -(-max_seq_len // PAGE_SIZE), _fused(network)
+    nbytes = PAGE_SIZE * network.dtype.itemsize * sum(network.layers[index][1].cache.size for index in fused)
+    if len(fused) < len(network.layers):
+        return PageTables(PagePool(pages, nbytes), num_slots, shares=None)
+    free = cuda.memory_free()
+    room = min(pages * nbytes, free * 9 // 10) if kv_bytes is None else kv_bytes
+    if room < nbytes:
+        raise CheckError(
+            f"KV cache: expected room for a page of {PAGE_SIZE} tokens, {nbytes} bytes, found {room} "
+            f"({'kv_bytes' if kv_bytes else f'of {free} free on the GPU'}); raise kv_bytes, or end what else uses it"
+        )
+    return PageTables(PagePool(room // nbytes, nbytes), num_slots)
+
+
+def _fused(network: Network) -> list[int]:
+    """The layers whose kind was built for fused attention."""
+    return [index for index, (_, kind) in enumerate(network.layers) if "rotary" in kind.engines]
+
+
+def make_attention(
+    network: Network, tables: PageTables, num_slots: int, max_seq_len: int, kernels: Kernels
+) -> list[Attention]:
+    """For each layer the attention that its kind was built for; layers of one form share it."""
+    fused, kinds = set(_fused(network)), [kind for _, kind in network.layers]
+    made: dict[bool, Attention] = {}
+    for is_fused in sorted({index in fused for index in range(len(kinds))}):
+        layers = {index: kind for index, kind in enumerate(kinds) if (index in fused) == is_fused}
+        if is_fused:
+            from lockstep.backends.tensorrt.fused_attention import FusedAttention  # loads cuDNN
+
+            made[True] = FusedAttention(layers, network.dtype, tables, num_slots, max_seq_len, kernels)
+        else:
+            made[False] = TracedAttention(layers, network.dtype, num_slots, max_seq_len, kernels)
+    return [made[index in fused] for index in range(len(kinds))]
 
 
 class TracedAttention:

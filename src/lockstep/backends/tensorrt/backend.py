@@ -262,12 +262,14 @@ class TensorRTBackend:
 
         return cuda.empty(shape, dtype)
 
-    def executor(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Executor:
+    def executor(
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None
+    ) -> Executor:
         assert max_num_tokens is not None  # engines of this backend are built for one: see default_options
         require_nvrtc()
         from lockstep.backends.tensorrt.executor import GpuExecutor
 
-        return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
+        return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
 
 
 BACKEND = TensorRTBackend

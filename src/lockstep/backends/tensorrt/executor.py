@@ -20,7 +20,15 @@ from typing import cast
 import numpy as np
 
 from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.attention import LARGEST_BATCH, SMALLEST_CHUNK, Chunks, make_attention, padded
+from lockstep.backends.tensorrt.attention import (
+    LARGEST_BATCH,
+    SMALLEST_CHUNK,
+    Chunks,
+    PagedAttention,
+    make_attention,
+    make_tables,
+    padded,
+)
 from lockstep.backends.tensorrt.decode_state import DecodeState
 from lockstep.backends.tensorrt.kernels import Kernels
 from lockstep.backends.tensorrt.program import Device, TensorRTExecutable
@@ -58,9 +66,13 @@ class GpuExecutor:
     """Runs steps of a Network whose engines are TensorRT's. `lengths[slot]`: tokens that a slot
     holds."""
 
-    def __init__(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int):
-        self.rows, self.max_seq_len = rows, max_seq_len
-        self.lengths = np.zeros(rows, np.int64)
+    def __init__(
+        self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: int | None = None
+    ):
+        """kv_bytes: memory for keys and values; None: for the longest requests in all slots, or nine tenths of what is
+        free. Raises CheckError where that is no page."""
+        self.num_slots, self.max_seq_len = num_slots, max_seq_len
+        self.lengths = np.zeros(num_slots, np.int64)
         # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
         self._written: set[int] = set()
         self._network = network
@@ -72,18 +84,19 @@ class GpuExecutor:
         integer = _engine(network.embedding).program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=integer.itemsize == 8)
         self._buffers: dict[tuple, cuda.Array] = {}
-        self._state = DecodeState(rows, max_seq_len, integer)
-        self._every_row = cuda.empty((rows,), integer)  # the logits of a decode step
-        self._stream.upload(self._every_row, np.arange(rows, dtype=integer))
-        self._prompts = PromptInputs(max_num_tokens, rows, integer)
-        self._attention = make_attention(network, rows, max_seq_len, self._kernels)
+        self._state = DecodeState(num_slots, max_seq_len, integer)
+        self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
+        self._stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
+        self._prompts = PromptInputs(max_num_tokens, num_slots, integer)
+        self.tables = make_tables(network, num_slots, max_seq_len, kv_bytes)
+        self._attention = make_attention(network, self.tables, num_slots, max_seq_len, self._kernels)
         self._forms = list(dict.fromkeys(self._attention))
         self._plans: dict[tuple, _Plan] = {}
         self._ahead: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
         self._prompt: tuple[_Plan, list[int]] | None = None
         # of a step, and of the one ahead of it
-        self._fetched = [(cuda.pinned((rows,), "i4"), cuda.Event()) for _ in range(2)]
+        self._fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
         self._host_logits: np.ndarray | None = None
 
     def __del__(self) -> None:
@@ -96,12 +109,45 @@ class GpuExecutor:
         return self._ahead is not None
 
     def reset(self, slot: int) -> None:
-        """Forget what a slot holds."""
+        """Forget what a slot holds; its pages go back."""
         if slot in self._written:
             for attention in self._forms:
                 attention.reset(slot, self._stream)
         self._written.discard(slot)
+        self.tables.release(slot)
         self.lengths[slot] = 0
+
+    def share(self, slot: int, pages: Sequence[int]) -> None:
+        """Nothing is copied: the slot's table begins with `pages`."""
+        self._written.add(slot)
+
+    def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        raise AssertionError("a prefix is not copied: its pages are in the slot's table")
+
+    def fork(self, slot: int, other: int) -> None:
+        """Copy what is behind the slot's full pages."""
+        self._written.add(other)
+        for attention in self._paged:
+            attention.fork(slot, other, int(self.lengths[slot]), self._stream)
+
+    def swap_out(self, slot: int) -> list[np.ndarray]:
+        """Bring the slot's pages to page-locked memory, and reset it."""
+        swapped = [attention.save(slot, int(self.lengths[slot]), self._stream) for attention in self._paged]
+        self._stream.synchronize()
+        self.reset(slot)
+        return swapped
+
+    def swap_in(self, slot: int, swapped: Sequence[np.ndarray]) -> None:
+        """Bring pages back into those that the slot has now."""
+        self._written.add(slot)
+        for attention, saved in zip(self._paged, swapped):
+            attention.restore(slot, saved, self._stream)
+        self._stream.synchronize()
+
+    @property
+    def _paged(self) -> list[PagedAttention]:
+        """All attention, where a slot's content can be moved (`tables.shares`)."""
+        return cast(list[PagedAttention], self._forms)
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         """Take a step that is checked already; [len(advances), vocab_size] float32, in the order of the list."""
@@ -113,7 +159,7 @@ class GpuExecutor:
         counts = [plan.logits.shape[0] for plan in plans]
         if self._host_logits is None or self._host_logits.shape[0] < sum(counts):
             _, vocab_size = plans[0].logits.shape
-            self._host_logits = cuda.pinned((max(sum(counts), self.rows), vocab_size), plans[0].logits.dtype)
+            self._host_logits = cuda.pinned((max(sum(counts), self.num_slots), vocab_size), plans[0].logits.dtype)
         at, row = 0, {advance.slot: advance.slot for advance in decoding}
         for plan, count in zip(plans, counts):
             self._stream.download(self._host_logits[at : at + count], plan.logits)
@@ -175,8 +221,8 @@ class GpuExecutor:
         lengths[list(held)] = list(held.values())
         try:
             self._reserve(ends, lengths)
-            plan = self._decode_plan(_bucket(max(ends) + 1, self.rows))
-        except CheckError:  # no memory for a step that may never be asked for; whoever asks for it is told
+            plan = self._decode_plan(_bucket(max(ends) + 1, self.num_slots))
+        except (CheckError, InputError):  # no memory for a step that may never be asked for; whoever asks is told
             return None
         self._state.decode(list(held), None, list(held.values()), self._stream)
         self._launch(plan)
@@ -193,7 +239,7 @@ class GpuExecutor:
         self.wait()
         self._reserve({}, self.lengths)
         self._state.decode([], None, [], self._stream)
-        for count in sorted({_bucket(rows, self.rows) for rows in range(1, self.rows + 1)}):
+        for count in sorted({_bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
             plan = self._decode_plan(count)
             while plan.graph is None:
                 self._launch(plan)
@@ -201,7 +247,7 @@ class GpuExecutor:
         for batch in (1 << power for power in range(LARGEST_BATCH.bit_length())):
             for tokens in {min(1 << power, longest) for power in range(1, longest.bit_length() + 1)}:
                 fits = min(tokens, self._max_num_tokens // batch)
-                if batch <= self.rows and padded(fits) == padded(tokens) and fits > 1:
+                if batch <= self.num_slots and padded(fits) == padded(tokens) and fits > 1:
                     chunks = [Advance(slot, np.zeros(fits, np.int64), 0) for slot in range(batch)]
                     self._pass(*self._prompts.send(chunks, self._stream, write=False))
         self._stream.synchronize()
@@ -210,12 +256,13 @@ class GpuExecutor:
         """Make room for a step, which goes on behind `flight`."""
         self.wait()
         ends, lengths = _ends(advances), self.lengths.copy()
-        self._written |= ends.keys()
         if flight is not None:
             lengths[list(flight.ends)] = list(flight.ends.values())
         self._reserve(ends, lengths)
+        self._written |= ends.keys()
 
     def _reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
+        self.tables.reserve(ends)
         if any(attention.reserve(ends, lengths, self._stream) for attention in self._forms):
             self._plans.clear()
 
@@ -238,7 +285,7 @@ class GpuExecutor:
     def _decode(self, decoding: Sequence[Advance]) -> _Plan:
         """One token of each slot, put on the stream."""
         self._prompt = None
-        plan = self._decode_plan(_bucket(max(advance.slot for advance in decoding) + 1, self.rows))
+        plan = self._decode_plan(_bucket(max(advance.slot for advance in decoding) + 1, self.num_slots))
         slots, tokens, positions = zip(*((advance.slot, advance.tokens[0], advance.start) for advance in decoding))
         self._state.decode(slots, tokens, positions, self._stream)
         self._launch(plan)
@@ -282,7 +329,7 @@ class GpuExecutor:
         Raises InputError where a row has no room: what is repeated goes on, token after token, in the cache behind what
         the row holds.
         """
-        held, count = self.lengths[:batch], _bucket(batch, self.rows)
+        held, count = self.lengths[:batch], _bucket(batch, self.num_slots)
         end = int(held.max()) + 2 + 2 * (_ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
         if end > self.max_seq_len:
             raise InputError(
@@ -394,7 +441,7 @@ class GpuExecutor:
         """[num_requests, vocab_size]: a row for each slot is enough."""
         key = ("logits", of)
         if key not in self._buffers:
-            self._buffers[key] = cuda.empty((self.rows, *shape[1:]), dtype, "logits")
+            self._buffers[key] = cuda.empty((self.num_slots, *shape[1:]), dtype, "logits")
         return self._buffers[key][: shape[0]]
 
     def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
@@ -404,7 +451,7 @@ class GpuExecutor:
         if array is None:
             # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of
             # two long: less than twice as long as it is, or as long as the smallest.
-            tokens = max(self.rows, self._max_num_tokens)
+            tokens = max(self.num_slots, self._max_num_tokens)
             count = tokens + max(tokens, SMALLEST_CHUNK)
             array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype, "the values of a step")
         return array[: shape[0]]

@@ -3,13 +3,13 @@ the kind's rotary encoding (rotation.py) in it; a prompt's tokens are turned by 
 cuDNN's (prompt_attention.py).
 
 A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]; one table for all layers says which pages a
-row has. Pages are given out as rows grow and taken back when they are forgotten.
+row has: step/pages.py gives them out.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -26,19 +26,26 @@ from lockstep.backends.tensorrt.rotation import read_rotation
 from lockstep.backends.tensorrt.staging import Staging
 from lockstep.step.executable import HostExecutable
 from lockstep.step.network import Kind
+from lockstep.step.pages import PageTables
 
 
 class FusedAttention:
     """For the layers of `layers` (number: kind). Same signature as attention.Attention."""
 
-    def __init__(self, layers: Mapping[int, Kind], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
-        self._dtype = np.dtype(dtype)
-        self._pages_per_row = -(-max_seq_len // PAGE)
-        self.capacity = self._pages_per_row * PAGE
-        pages = rows * self._pages_per_row
-        self._free = list(range(pages))[::-1]
-        self._pages: dict[int, list[int]] = {row: [] for row in range(rows)}
-        self._host_table = np.zeros((rows, self._pages_per_row), np.int32)
+    def __init__(
+        self,
+        layers: Mapping[int, Kind],
+        dtype: np.dtype,
+        tables: PageTables,
+        rows: int,
+        max_seq_len: int,
+        kernels: Kernels,
+    ):
+        self._dtype, self._tables = np.dtype(dtype), tables
+        pages_per_row, pages = -(-max_seq_len // PAGE), tables.pool.num_pages
+        self.capacity = pages_per_row * PAGE
+        self._host_table = np.zeros((rows, pages_per_row), np.int32)
+        self._sent = [0] * rows  # pages of each row that the table on the device has
         self._table = cuda.zeros(self._host_table.shape, "i4")
         self._table_staging = Staging(self._table.nbytes, 1)
         kinds = {id(kind): kind for kind in layers.values()}
@@ -54,25 +61,58 @@ class FusedAttention:
                 cuda.zeros((pages, heads, PAGE, dim), self._dtype, "the KV cache")
                 for dim in (kind.cache.head_dim, kind.cache.value_head_dim)
             )
-        self._prompts = PromptAttention(list(forms.values()), rows, pages, self._pages_per_row, Device.get().stream)
+        self._prompts = PromptAttention(list(forms.values()), rows, pages, pages_per_row, Device.get().stream)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
-        """Give pages to rows that grow. Nothing moves: the table's contents change, not its place."""
-        grown = [row for row, end in ends.items() if len(self._pages[row]) * PAGE < end]
+        """Send the tables of rows that grew since. Nothing moves: the table's contents change, not its place."""
+        grown = [row for row in ends if len(self._tables[row]) != self._sent[row]]
         for row in grown:
-            pages = self._pages[row]
-            while len(pages) * PAGE < ends[row]:
-                pages.append(self._free.pop())
+            pages = self._tables[row]
             self._host_table[row, : len(pages)] = pages
+            self._sent[row] = len(pages)
         if grown:
             self._table_staging.send(stream, [(self._table, self._host_table)])
         return False
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
-        """Its pages go to whoever needs them. What they hold is never read: a row's length is looked at before its
-        pages."""
-        self._free += reversed(self._pages[row])
-        self._pages[row] = []
+        """What its pages hold is never read: a row's length is looked at before its pages."""
+        self._sent[row] = 0
+
+    def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
+        """Copy the page that is not full; the full ones stand in both tables."""
+        self._sent[other] = 0
+        full = length // PAGE
+        if length % PAGE:
+            source, to = self._tables[slot][full], self._tables[other][full]
+            for array in self._arrays():
+                page = array[source : source + 1]
+                stream.copy_rows(array[to : to + 1].address, page.nbytes, page.address, page.nbytes, page.nbytes, 1)
+
+    def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
+        """[pages, bytes of a page of all layers] uint8, layer by layer, keys before values."""
+        pages = self._tables[slot][: -(-length // PAGE)]
+        saved = cuda.pinned((len(pages), self._tables.pool.page_nbytes), "u1")
+        for host, array in self._places(saved, pages):
+            stream.download(host, array)
+        return saved
+
+    def restore(self, slot: int, saved: np.ndarray, stream: cuda.Stream) -> None:
+        self._sent[slot] = 0
+        for host, array in self._places(saved, self._tables[slot]):
+            stream.upload(array, host)
+
+    def _places(self, saved: np.ndarray, pages: Sequence[int]) -> Iterator[tuple[np.ndarray, cuda.Array]]:
+        """For each page and array of the cache its place in `saved`, and on the device."""
+        for row, page in zip(saved, pages):
+            at = 0
+            for array in self._arrays():
+                place = array[page : page + 1]
+                yield row[at : at + place.nbytes], place
+                at += place.nbytes
+
+    def _arrays(self) -> list[cuda.Array]:
+        """Keys and values of all layers, [pages, num_kv_heads, 64, dim]."""
+        return [array for pair in self._cache.values() for array in pair]
 
     def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
         """Send the lengths and pages of chunks."""

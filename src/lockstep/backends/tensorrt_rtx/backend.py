@@ -109,13 +109,15 @@ class TensorRTRTXBackend:
 
         return cuda.empty(shape, dtype)
 
-    def executor(self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None) -> Executor:
+    def executor(
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None
+    ) -> Executor:
         assert max_num_tokens is not None  # engines of this backend are built for one: see default_options
         from lockstep.backends.tensorrt.executor import GpuExecutor
         from lockstep.backends.tensorrt.v8_6.needs import require_nvrtc
 
         require_nvrtc()
-        return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
+        return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
 
 
 BACKEND = TensorRTRTXBackend

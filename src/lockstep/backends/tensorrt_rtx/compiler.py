@@ -92,6 +92,7 @@ def _start() -> subprocess.Popen[str]:
             text=True,
             env=environment,
             pass_fds=(heap,),
+            start_new_session=True,  # Ctrl-C is the parent's: it closes stdin, which ends the builder behind its engine
         )
     finally:
         os.close(heap)

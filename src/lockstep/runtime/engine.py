@@ -1,0 +1,368 @@
+"""Requests of token ids in, tokens out: the one loop over a model's steps, which generation, the golden check, the
+benchmarks and the server run. What goes into a step, `Scheduler` decides."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import CheckError, InputError
+from lockstep.runtime.model import Model, default_chunk_size
+from lockstep.runtime.prefix import chunk_keys, root_key
+from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, Status, Step
+from lockstep.step.advance import Advance
+from lockstep.step.pages import PAGE_SIZE
+from lockstep.step.sampling import Logprobs, Sampled, Sampler, Sampling
+from lockstep.targets import Limits
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt (token ids, at least one) and how to go on.
+
+    Ends after `max_new_tokens`, after a token of `stop_ids` (which is given out), or when `max_seq_len` is reached.
+    choose: gives the next token from logits [vocab_size] float32, instead of `sampling`. n: how many choices to make of
+    the prompt, which is computed once. priority: lower goes first. cache_salt: prefixes are shared with requests of the
+    same salt only. answer_ids: tokens that were given out before an interruption: they are computed again, one a step
+    as then, and new ones follow them.
+    """
+
+    prompt_ids: Sequence[int] | np.ndarray
+    max_new_tokens: int
+    choose: Callable[[np.ndarray], int] | None = None
+    stop_ids: frozenset[int] = frozenset()
+    sampling: Sampling = Sampling()
+    n: int = 1
+    priority: int = 0
+    cache_salt: str = ""
+    answer_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Token:
+    """One new token of choice `choice` of request number `request`, chosen from `logits` [vocab_size] float32; None
+    when the model chose: see `Engine`.
+
+    `finish` says why it is the last: "stop_id", "max_new_tokens", "max_seq_len", or "error" for logits that are NaN or
+    infinite, when `token` is -1; None when more follow.
+    """
+
+    request: int
+    token: int
+    logits: np.ndarray | None
+    finish: str | None
+    choice: int = 0
+    logprobs: Logprobs | None = None
+
+
+@dataclass
+class Speed:
+    """Tokens and seconds spent in steps. A step that brings any part of a prompt counts as prefill, with its prompt
+    tokens only. One that was under way before it was asked for (on a GPU) takes from the end of the one before: what
+    the reader of its tokens did meanwhile is in it."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Choice:
+    """One choice of a request: the token that its next step brings, and what was given out before an interruption and
+    is still to be computed again."""
+
+    index: int
+    number: int
+    request: Request
+    prompt: np.ndarray
+    sampler: Sampler
+    scheduled: Scheduled
+    made: int = 0
+    next_token: int = -1
+    again: deque[int] = field(default_factory=deque)
+
+
+class Engine:
+    """`add` requests at any time, `step` until there are no more; not for several threads at once.
+
+    Where all requests of a step take the most likely token, the model chooses (`Model.step_tokens`): on a GPU no logits
+    come back, and the next step is under way before it is asked for.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_input_len: int | None = None,
+        max_num_tokens: int | None = None,
+        prefix_caching: bool = True,
+        admission: Admission = "guaranteed",
+    ):
+        """max_num_tokens: of one step, at most the model's. Raises InputError where a step has no room for a token of
+        each request."""
+        self.speed = Speed()
+        self._model = model
+        budget = max_num_tokens or model.max_num_tokens or Limits().max_num_tokens
+        chunk_size = min(model.chunk_size, default_chunk_size(model.max_batch_size, budget))
+        if admission == "optimistic" and model.tables.shares is None:
+            raise InputError(
+                f"admission: expected guaranteed, for the attention of {model.engines.path} cannot be swapped out, "
+                "found optimistic"
+            )
+        self._scheduler = Scheduler(model.tables, model.max_batch_size, budget, chunk_size, admission)
+        self._longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
+        # What is reused must have been cut as it would be now.
+        self._prefixes = prefix_caching and chunk_size == model.chunk_size and chunk_size % PAGE_SIZE == 0
+        self._root_keys: dict[str, bytes] = {}
+        self._choices: dict[Scheduled, _Choice] = {}
+        self._swapped: dict[Scheduled, Any] = {}
+        self._count = 0
+        self._began: float | None = None  # when the step before ended, if the next one was under way then
+
+    @property
+    def has_work(self) -> bool:
+        """There are requests that have not ended."""
+        return bool(self._choices)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For counters: requests running and waiting, pages."""
+        return self._scheduler
+
+    def add(self, request: Request) -> int:
+        """Queue a request; gives its number. Raises InputError for a prompt that is empty or too long, values that
+        cannot be, and a request that could never have the memory that it may need."""
+        index, model = self._count, self._model
+        prompt, again = np.asarray(request.prompt_ids, np.int64), [int(token) for token in request.answer_ids]
+        where = f"prompt {index + 1}"
+        if not 1 <= len(prompt) <= self._longest:
+            raise InputError(
+                f"{where}: expected 1 to {self._longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; "
+                "shorten it or raise the limits"
+            )
+        ids: dict[str, Iterable[int]] = {
+            "prompt_ids": prompt,
+            "answer_ids": again,
+            "logit_bias": request.sampling.logit_bias,
+        }
+        for name, tokens in ids.items():
+            bad = next((token for token in tokens if not 0 <= token < model.vocab_size), None)
+            if bad is not None:
+                raise InputError(f"{where}: {name}: expected tokens 0 to {model.vocab_size - 1}, found {bad}")
+        if request.max_new_tokens < 1:
+            raise InputError(f"{where}: max_new_tokens: expected at least 1, found {request.max_new_tokens}")
+        if request.n < 1:
+            raise InputError(f"{where}: n: expected at least 1, found {request.n}")
+        if again and (request.n > 1 or len(again) >= request.max_new_tokens):
+            raise InputError(
+                f"{where}: answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
+                f"one choice, found {len(again)} and n {request.n}"
+            )
+        # The last new token is given out, and needs no place of its own.
+        most = min(len(prompt) + request.max_new_tokens - 1, model.max_seq_len)
+        make = lambda: Scheduled(len(prompt), most, request.priority)
+        choices = [make() for _ in range(request.n)]
+        if self._prefixes and len(prompt) > self._scheduler.chunk_size:
+            choices[0].prefix = chunk_keys(self._root_key(request.cache_salt), prompt, self._scheduler.chunk_size)
+        if model.tables.shares is not None:  # else each choice computes the prompt for itself
+            choices[0].siblings = choices[1:]
+        for scheduled in choices[:1] if choices[0].siblings else choices:
+            self._scheduler.add(scheduled)
+        self._count += 1
+        for number, scheduled in enumerate(choices):
+            sampler = Sampler(request.sampling, [*prompt, *again], request.stop_ids, number, len(prompt))
+            self._choices[scheduled] = _Choice(index, number, request, prompt, sampler, scheduled, again=deque(again))
+        return index
+
+    def abort(self, index: int) -> bool:
+        """End all choices of a request, wherever it stands; its slots and pages are free. False for one that has
+        ended."""
+        found = [choice for choice in self._choices.values() if choice.index == index]
+        for choice in found:
+            if choice.scheduled in self._choices:  # else it went along with another
+                self._end(choice)
+        return bool(found)
+
+    def close(self) -> None:
+        """Abort all requests."""
+        for choice in [*self._choices.values()]:
+            if choice.scheduled in self._choices:
+                self._end(choice)
+
+    def run(self, requests: Iterable[Request] = ()) -> Iterator[Token]:
+        """Add requests, then step until none is left. Left early, all requests end."""
+        for request in requests:
+            self.add(request)
+        try:
+            while self.has_work:
+                yield from self.step()
+        finally:
+            self.close()
+
+    def step(self) -> list[Token]:
+        """Take one step; gives the tokens that it made. Raises CheckError, and ends all requests, when the device
+        fails."""
+        try:
+            step = self._schedule()
+            if not step.shares:
+                return []
+            rows = self._take(step)
+            for request, start, pages in self._scheduler.computed(step):
+                self._model.store(request.slot, start, pages)
+                self._scheduler.stored(pages)
+        except BaseException:
+            self.close()
+            raise
+        made = []
+        for (scheduled, _), row in zip(step.shares, rows):
+            if scheduled.decodes:
+                for each in (scheduled, *self._fork(scheduled)):
+                    token = self._choose(self._choices[each], row)
+                    if token is not None:
+                        made.append(token)
+        return made
+
+    def _schedule(self) -> Step:
+        model, scheduler = self._model, self._scheduler
+        while (victim := scheduler.victim()) is not None:
+            self._swapped[victim] = model.swap_out(victim.slot)
+            scheduler.swapped_out(victim)
+        step = scheduler.schedule()
+        for request in step.swapped_in:
+            model.swap_in(request.slot, self._swapped.pop(request))
+        for request, pages in step.admitted:
+            if pages:
+                model.share(request.slot, pages)
+                if not model.tables.shares:
+                    scheduler.stored(pages)
+        return step
+
+    def _take(self, step: Step) -> Sequence[np.ndarray | int]:
+        """Take the step: for each share its logits, or the token that the model chose."""
+        model, advances, prompt_tokens, by_logits, goes_on = self._model, [], 0, False, False
+        for scheduled, count in step.shares:
+            choice, start = self._choices[scheduled], scheduled.num_computed
+            if scheduled.decodes:
+                tokens = np.array([choice.next_token], np.int64)
+            else:
+                tokens = choice.prompt[start : start + count]
+                prompt_tokens += count
+            advances.append(Advance(scheduled.slot, tokens, start))
+            last = start + count >= scheduled.num_prompt_tokens
+            by_logits |= last and not (choice.request.choose is None and choice.request.sampling.is_greedy)
+            goes_on |= choice.made + 1 < choice.request.max_new_tokens and start + 1 < model.max_seq_len
+        began = self._began or time.perf_counter()
+        rows: Sequence[np.ndarray | int]
+        if by_logits:
+            rows = list(model.step(advances))
+        else:
+            rows = model.step_tokens(advances, more=goes_on).tolist()
+        ended = time.perf_counter()
+        seconds, self._began = ended - began, ended if model.ahead else None
+        if prompt_tokens:
+            self.speed.prefill_tokens += prompt_tokens
+            self.speed.prefill_seconds += seconds
+        else:
+            self.speed.decode_tokens += len(advances)
+            self.speed.decode_seconds += seconds
+        return rows
+
+    def _fork(self, scheduled: Scheduled) -> Sequence[Scheduled]:
+        if not scheduled.siblings:
+            return ()
+        siblings = self._scheduler.forked(scheduled)
+        for sibling in siblings:
+            self._model.fork(scheduled.slot, sibling.slot)
+        return siblings
+
+    def _choose(self, choice: _Choice, row: np.ndarray | int) -> Token | None:
+        """`row`: the choice's logits, or the token that the model chose. None for a token that was given out before."""
+        request, scheduled = choice.request, choice.scheduled
+        choice.made += 1
+        if choice.again:
+            choice.next_token = choice.again.popleft()
+            return None
+        logits = row if isinstance(row, np.ndarray) else None
+        if logits is None:
+            sampled = Sampled(int(row))
+        elif request.choose is not None:
+            sampled = Sampled(int(request.choose(logits)))
+        else:
+            sampled = choice.sampler(logits, scheduled.num_computed)
+        token = choice.next_token = sampled.token
+        finish = None
+        if token < 0:
+            finish = "error"
+        elif token in request.stop_ids:
+            finish = "stop_id"
+        elif choice.made == request.max_new_tokens:
+            finish = "max_new_tokens"
+        elif scheduled.num_computed == self._model.max_seq_len:
+            finish = "max_seq_len"
+        if finish:
+            self._end(choice)
+        return Token(choice.index, token, logits, finish, choice.number, sampled.logprobs)
+
+    def _end(self, choice: _Choice) -> None:
+        """Free what a choice holds; a prompt that is not through takes its further choices along."""
+        scheduled = choice.scheduled
+        ended = [scheduled, *(each for each in scheduled.siblings if each.status is not Status.RUNNING)]
+        for each in ended:
+            self._choices.pop(each, None)
+            self._swapped.pop(each, None)
+            if each.slot >= 0:
+                self._model.release(each.slot)
+        self._scheduler.finish(scheduled)
+
+    def _root_key(self, salt: str) -> bytes:
+        if salt not in self._root_keys:
+            self._root_keys[salt] = root_key(self._model, salt)
+        return self._root_keys[salt]
+
+
+class Decoding:
+    """Requests that all come at once. Iterate to run them; tokens come in the order in which steps make them. `speed`
+    is filled as it goes.
+
+    Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow;
+    CheckError for a most likely token whose logit is NaN or infinite.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        requests: Sequence[Request],
+        max_input_len: int | None = None,
+        max_num_tokens: int | None = None,
+        prefix_caching: bool = False,
+    ):
+        self._engine = Engine(model, max_input_len, max_num_tokens, prefix_caching)
+        self.speed = self._engine.speed
+        for request in requests:
+            self._engine.add(request)
+
+    def __iter__(self) -> Iterator[Token]:
+        for made in self._engine.run():
+            if made.finish == "error":
+                raise CheckError(
+                    f"prompt {made.request + 1}: logits: expected finite numbers, found NaN or "
+                    f"infinity as the largest; the weights or the precision do not fit the model"
+                )
+            yield made
+
+    def finish(self, index: int) -> None:
+        """End a request early, for one that has said what it had to."""
+        self._engine.abort(index)

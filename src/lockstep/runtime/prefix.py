@@ -1,0 +1,32 @@
+"""Keys of prompt prefixes: token ids in, one key for each whole chunk out. Equal keys: the same keys and values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+
+from lockstep.runtime.model import Model
+
+
+def root_key(model: Model, salt: str = "") -> bytes:
+    """What the keys of a model's prefixes hang on: everything that decides the values beside the tokens. salt: requests
+    of another salt share nothing."""
+    made_by = {
+        "weights": model.weights_sha256,
+        "engines": model.engines.digest(),
+        "layers": model.layers,
+        "chunk_size": model.chunk_size,
+        "salt": salt,
+    }
+    return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).digest()
+
+
+def chunk_keys(root: bytes, tokens: np.ndarray, chunk_size: int) -> list[bytes]:
+    """For each whole chunk of `tokens` (int64, 1-D) SHA-256 of the key before it and its ids as little-endian int32;
+    without the last token, which must be computed to give logits."""
+    data, keys = tokens.astype("<i4").tobytes(), [root]
+    for start in range(0, (len(tokens) - 1) // chunk_size * chunk_size, chunk_size):
+        keys.append(hashlib.sha256(keys[-1] + data[4 * start : 4 * (start + chunk_size)]).digest())
+    return keys[1:]

@@ -1,0 +1,354 @@
+"""What goes into the next step: requests and a pool of pages in, shares of a step out. Policy only: no clock, no
+tokens, no device.
+
+Each step, in this order: running requests that decode bring one token each; prompts, in order, bring whole chunks, cut
+at multiples of `chunk_size`, while `max_num_tokens` lasts: one chunk each while others decode, so that no step is much
+longer than another, else as many as there is room for. The first prompt in order always brings one.
+
+The order is by priority, lower first, then arrival; a request gains one level of priority on those that come `AGEING`
+steps after it, so none waits for ever. Waiting requests are admitted in this order, when a slot and pages are free:
+for all tokens that the request may come to ("guaranteed": what runs ends), or for its prompt and a little more
+("optimistic": when the pool runs out the youngest request is swapped out, and comes back before others are admitted).
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.errors import InputError
+from lockstep.step.pages import PAGE_SIZE, PageTables
+
+AGEING = 256  # steps
+LOOKAHEAD = 256  # tokens behind those that a request holds, for which an optimistic admission wants pages
+Admission = Literal["guaranteed", "optimistic"]
+
+
+class Status(enum.Enum):
+    """Where a request stands. FORKING: a further choice of a prompt that is not through."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FORKING = enum.auto()
+    SWAPPED = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class Scheduled:
+    """A request as the scheduler sees it; of a request with several choices, one of them.
+
+    num_prompt_tokens: must be computed before its first new token. max_tokens: held at most, prompt and answer.
+    num_computed: tokens that the cache holds. num_tokens: tokens that are known. prefix: keys of its whole chunks.
+    siblings: its further choices. published: chunks of its prompt that others can reuse.
+    """
+
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int = 0
+    prefix: Sequence[bytes] = ()
+    siblings: Sequence[Scheduled] = ()
+    status: Status = Status.WAITING
+    slot: int = -1  # none
+    num_computed: int = 0
+    num_tokens: int = 0
+    published: int = 0
+    order: tuple[int, int] = (0, 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Its next share of a step is one token behind its prompt."""
+        return self.num_computed >= self.num_prompt_tokens
+
+    @property
+    def slots(self) -> list[int]:
+        """Of it and its siblings."""
+        return [each.slot for each in (self, *self.siblings) if each.slot >= 0]
+
+
+@dataclass(slots=True)
+class Step:
+    """admitted: requests that enter, each with pages of a prefix that it reuses. swapped_in: requests whose content
+    comes back. shares: (request, number of tokens) behind those that it holds."""
+
+    admitted: list[tuple[Scheduled, list[int]]] = field(default_factory=list)
+    swapped_in: list[Scheduled] = field(default_factory=list)
+    shares: list[tuple[Scheduled, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Takes slots and pages for requests from `tables`, and gives them back."""
+
+    def __init__(
+        self,
+        tables: PageTables,
+        num_slots: int,
+        max_num_tokens: int,
+        chunk_size: int,
+        admission: Admission = "guaranteed",
+    ):
+        """max_num_tokens: of one step. Raises InputError where a step has no room for a token of each request, or, if
+        all others decode, for a chunk."""
+        if max_num_tokens < num_slots:
+            raise InputError(f"max_num_tokens: expected at least max_batch_size ({num_slots}), found {max_num_tokens}")
+        if not 1 <= chunk_size <= max_num_tokens - num_slots + 1:
+            raise InputError(
+                f"chunk_size: expected 1 to {max_num_tokens - num_slots + 1}, which a step of {max_num_tokens} tokens "
+                f"(max_num_tokens) has room for beside {num_slots - 1} other requests, found {chunk_size}"
+            )
+        self.tables, self.max_num_tokens = tables, max_num_tokens
+        self.chunk_size, self.admission = chunk_size, admission
+        self.num_swaps = 0
+        self._free_slots = list(range(num_slots))  # a heap: low slots first, so that rows that decode lie together
+        self._num_slots = num_slots
+        self._waiting: list[tuple[tuple[int, int], Scheduled]] = []  # a heap
+        self._num_waiting = 0
+        self._running: list[Scheduled] = []  # in order
+        self._swapped: list[Scheduled] = []  # in order
+        self._steps = self._arrivals = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests, or choices of them, that hold a slot."""
+        return self._num_slots - len(self._free_slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were not admitted yet, and those that are swapped out."""
+        return self._num_waiting + len(self._swapped)
+
+    def add(self, request: Scheduled) -> None:
+        """Queue a request. Raises InputError for one that no empty pool, or no number of slots, could ever take."""
+        needed, there = self._pages_for(request, request.max_tokens), self.tables.pool.num_pages
+        if needed > there:
+            raise InputError(
+                f"request: expected at most {there * PAGE_SIZE} tokens of KV cache ({there} pages of {PAGE_SIZE}), "
+                f"found a need for {needed * PAGE_SIZE}: {request.num_prompt_tokens} prompt tokens and up to "
+                f"{request.max_tokens - request.num_prompt_tokens} more, {1 + len(request.siblings)} times; "
+                "ask for less, or raise kv_bytes"
+            )
+        if len(request.siblings) >= self._num_slots:
+            raise InputError(
+                f"n: expected at most {self._num_slots} choices (max_batch_size), found {1 + len(request.siblings)}"
+            )
+        request.order = (request.priority * AGEING + self._steps, self._arrivals)
+        request.num_tokens = request.num_prompt_tokens
+        for sibling in request.siblings:
+            sibling.order, sibling.num_tokens = request.order, request.num_tokens
+        self._arrivals += 1
+        self._num_waiting += 1
+        heapq.heappush(self._waiting, (request.order, request))
+
+    def finish(self, request: Scheduled) -> None:
+        """Forget a request, wherever it stands: its slot and pages are free. A prompt with further choices takes these
+        along while it is not through."""
+        status, request.status = request.status, Status.FINISHED
+        if status is Status.WAITING:
+            self._num_waiting -= 1  # it leaves the heap when its turn comes
+        elif status is Status.SWAPPED:
+            self._swapped.remove(request)
+        elif status in (Status.RUNNING, Status.FORKING):
+            if status is Status.RUNNING:
+                self._running.remove(request)
+            self._leave(request)
+        for sibling in request.siblings:
+            if sibling.status in (Status.FORKING, Status.WAITING):
+                sibling.status = Status.FINISHED
+                self._leave(sibling)
+
+    def victim(self) -> Scheduled | None:
+        """The request to swap out before the next step, or None. Bring its content to the host, then call
+        `swapped_out`, and ask again."""
+        if self.admission == "guaranteed":
+            return None
+        needed = sum(
+            max(0, self.tables.pages_for(each.num_computed + 1) - len(self.tables[each.slot]))
+            for each in self._running
+            if each.decodes
+        )
+        if needed <= self.tables.pool.num_available:
+            return None
+        # The youngest; one alone always has room, and what waits for forks moves with nobody.
+        return next((each for each in reversed(self._running) if not _is_forking(each)), None)
+
+    def swapped_out(self, request: Scheduled) -> None:
+        """The content of a `victim` is safe: its slot and pages are free."""
+        self._running.remove(request)
+        self._leave(request)
+        request.status = Status.SWAPPED
+        self._swapped.append(request)
+        self._swapped.sort(key=_order)
+        self.num_swaps += 1
+
+    def schedule(self) -> Step:
+        """The next step. What it says is computed, unless `finish` says otherwise before the next call."""
+        self._steps += 1
+        step = Step()
+        if self._swap_in(step):
+            self._admit(step)
+        left, decoding = self.max_num_tokens, False
+        for request in self._running:
+            if request.decodes:
+                if self.admission == "optimistic":
+                    self.tables.reserve({request.slot: request.num_computed + 1})
+                step.shares.append((request, 1))
+                left, decoding = left - 1, True
+        for request in self._running:
+            if not request.decodes:
+                count = self._chunks(request, left, decoding)
+                if count:
+                    step.shares.append((request, count))
+                    left -= count
+                if left <= 0:
+                    break
+        return step
+
+    def computed(self, step: Step) -> list[tuple[Scheduled, int, list[int]]]:
+        """A step was taken. Gives (request, first token, pages) of each chunk that can be reused from now on, where its
+        content must be copied into these pages: see `stored`."""
+        copies = []
+        for request, count in step.shares:
+            request.num_computed += count
+            request.num_tokens = max(request.num_tokens, request.num_computed)
+            if request.published < len(request.prefix):
+                copies += self._publish(request)
+        return copies
+
+    def forked(self, request: Scheduled) -> list[Scheduled]:
+        """The further choices of a request whose prompt is through: they run from now on, each with a copy of its
+        content."""
+        siblings = [each for each in request.siblings if each.status is Status.FORKING]
+        for sibling in siblings:
+            if self.tables.shares:
+                self.tables.fork(request.slot, sibling.slot, request.num_computed)
+            sibling.num_computed, sibling.num_tokens = request.num_computed, request.num_tokens
+            sibling.status = Status.RUNNING
+            self._insert(sibling)
+        request.siblings = ()
+        return siblings
+
+    def stored(self, pages: Sequence[int]) -> None:
+        """What `computed` asked for is copied."""
+        self.tables.pool.release(pages)
+
+    def check(self) -> None:
+        """Raise AssertionError where slots or pages are lost: for tests, and for an idle engine."""
+        held = [slot for request in self._running for slot in request.slots]
+        assert sorted([*held, *self._free_slots]) == list(range(self._num_slots))
+        assert all(not self.tables[slot] for slot in self._free_slots)
+        self.tables.pool.check()
+
+    def _chunks(self, request: Scheduled, left: int, decoding: bool) -> int:
+        """Tokens of a prompt for this step: whole chunks, or up to its end. A last chunk of one token comes in a step
+        of its own, whatever room there is: one token decodes, several are a prompt, and which of the two computes a
+        token must not depend on the others."""
+        start, end = request.num_computed, request.num_prompt_tokens
+        first = min(end, (start // self.chunk_size + 1) * self.chunk_size)
+        if first - start > left:
+            return 0
+        if decoding or end - start == 1:
+            return first - start
+        stop = min(end, (start + left) // self.chunk_size * self.chunk_size) if end - start > left else end
+        if stop == end and end % self.chunk_size == 1:
+            stop = end - 1
+        return max(first, stop) - start
+
+    def _admit(self, step: Step) -> None:
+        while self._waiting:
+            request = self._waiting[0][1]
+            if request.status is not Status.WAITING:  # it was aborted
+                heapq.heappop(self._waiting)
+                continue
+            if len(self._free_slots) <= len(request.siblings):
+                return
+            found = self.tables.pool.find(request.prefix) if self.tables.shares is not None else []
+            if not self._take(request, found):
+                # Where a prefix is copied, it may be the prefix itself that is in the way.
+                if not found or self.tables.shares or not self._take(request, found := []):
+                    return
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            request.num_computed = len(found) * PAGE_SIZE
+            request.published = request.num_computed // self.chunk_size
+            step.admitted.append((request, found))
+
+    def _take(self, request: Scheduled, found: list[int]) -> bool:
+        """Give a request its slots and pages, if there are enough; else release what was found for it."""
+        tables = self.tables
+        tokens = request.max_tokens
+        if self.admission == "optimistic":
+            tokens = min(tokens, request.num_prompt_tokens + LOOKAHEAD)
+        needed = self._pages_for(request, tokens) - (len(found) if tables.shares else 0)
+        if needed > tables.pool.num_available:
+            tables.pool.release(found)
+            return False
+        for number, each in enumerate((request, *request.siblings)):
+            each.slot = heapq.heappop(self._free_slots)
+            if number:
+                each.status = Status.FORKING
+                shared = request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if tables.shares else 0
+                tables.reserve({each.slot: tokens - shared})
+            else:
+                each.status = Status.RUNNING
+                if tables.shares:
+                    tables.share(each.slot, found)
+                tables.reserve({each.slot: tokens})
+        self._insert(request)
+        return True
+
+    def _pages_for(self, request: Scheduled, tokens: int) -> int:
+        """Pages of a request that holds `tokens`, its choices together."""
+        pages_for = self.tables.pages_for
+        shared = request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
+        return pages_for(tokens) + len(request.siblings) * pages_for(tokens - shared)
+
+    def _swap_in(self, step: Step) -> bool:
+        """Bring requests back while there is room; False when one is left, before which none is admitted."""
+        while self._swapped:
+            request = self._swapped[0]
+            tokens = min(request.max_tokens, request.num_computed + LOOKAHEAD)
+            if not self._free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
+                return False
+            del self._swapped[0]
+            request.slot, request.status = heapq.heappop(self._free_slots), Status.RUNNING
+            self.tables.reserve({request.slot: tokens})
+            self._insert(request)
+            step.swapped_in.append(request)
+        return True
+
+    def _publish(self, request: Scheduled) -> list[tuple[Scheduled, int, list[int]]]:
+        tables, copies = self.tables, []
+        per_chunk = self.chunk_size // PAGE_SIZE
+        through = min(request.num_computed // self.chunk_size, len(request.prefix))
+        for number in range(request.published, through):
+            key = request.prefix[number]
+            if tables.shares:
+                tables.pool.publish(key, tables[request.slot][number * per_chunk : (number + 1) * per_chunk])
+            elif per_chunk <= tables.pool.num_available and not tables.pool.holds(key):
+                pages = tables.pool.allocate(per_chunk)
+                tables.pool.publish(key, pages)
+                copies.append((request, number * self.chunk_size, pages))
+        request.published = through
+        return copies
+
+    def _insert(self, request: Scheduled) -> None:
+        self._running.append(request)
+        if len(self._running) > 1 and self._running[-2].order > request.order:
+            self._running.sort(key=_order)
+
+    def _leave(self, request: Scheduled) -> None:
+        if request.slot >= 0:
+            self.tables.release(request.slot)
+            heapq.heappush(self._free_slots, request.slot)
+            request.slot = -1
+
+
+def _order(request: Scheduled) -> tuple[int, int]:
+    return request.order
+
+
+def _is_forking(request: Scheduled) -> bool:
+    return any(each.status is Status.FORKING for each in request.siblings)

@@ -1,0 +1,249 @@
+"""The page pool and the scheduler: what is given out comes back, whatever happens; everybody gets on; cuts stay."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import InputError
+from lockstep.runtime.scheduler import Scheduled, Scheduler, Status
+from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
+
+CHUNK = 2 * PAGE_SIZE
+
+
+def make(num_slots=3, pages=20, max_num_tokens=512, shares=True, admission="guaranteed", chunk_size=CHUNK):
+    tables = PageTables(PagePool(pages, 1), num_slots, shares=shares)
+    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission)
+
+
+def step(scheduler):
+    """One step, with what an engine does around it; gives its shares."""
+    while (victim := scheduler.victim()) is not None:
+        scheduler.swapped_out(victim)
+    made = scheduler.schedule()
+    for _, pages in made.admitted:
+        if not scheduler.tables.shares:
+            scheduler.stored(pages)
+    for _, _, pages in scheduler.computed(made):
+        scheduler.stored(pages)
+    for request, _ in made.shares:
+        if request.decodes and request.siblings:
+            for sibling in scheduler.forked(request):
+                if sibling.num_computed >= sibling.max_tokens:
+                    scheduler.finish(sibling)
+    return made
+
+
+def run(scheduler, limit=10_000):
+    """Step until all requests have come to their last token; gives the steps' shares."""
+    steps = []
+    while scheduler.num_running or scheduler.num_waiting:
+        assert len(steps) < limit
+        shares = step(scheduler).shares
+        assert shares, "a step with requests brings something"
+        steps.append([(request, request.num_computed - count, count) for request, count in shares])
+        for request, _ in shares:
+            if request.num_computed >= request.max_tokens:
+                scheduler.finish(request)
+    return steps
+
+
+def keys(*names):
+    return [name.encode() for name in names]
+
+
+def test_pages_that_are_shared_are_free_behind_the_last_of_their_users():
+    pool = PagePool(4, 1)
+    pages = pool.allocate(3)
+    assert pool.num_available == 1
+    with pytest.raises(InputError, match="expected 2 free pages of 64 tokens, found 1 of 4; raise kv_bytes"):
+        pool.allocate(2)
+    assert pool.publish(b"a", pages[:2]) and not pool.publish(b"a", pages[2:])
+    assert pool.find(keys("a", "b")) == pages[:2]
+    pool.release(pages)
+    assert (pool.num_available, pool.num_cached) == (2, 0)
+    pool.release(pages[:2])
+    assert (pool.num_available, pool.num_cached) == (4, 2)
+    assert pool.find(keys("a")) == pages[:2]
+    pool.release(pages[:2])
+    pool.forget()
+    assert pool.find(keys("a")) == [] and pool.num_cached == 0
+    pool.check()
+
+
+def test_prefixes_go_least_recently_used_first_and_leaves_before_roots():
+    gone = []
+    pool = PagePool(6, 1, gone.extend)
+    chain, other = pool.allocate(4), pool.allocate(2)
+    for number, key in enumerate(keys("root", "middle", "leaf")):
+        pool.publish(key, chain[number : number + 1])
+    pool.publish(b"other", other[:1])
+    pool.release(chain)
+    pool.release(other)
+    pool.release(pool.find(keys("root")))  # used last
+    pool.allocate(4)  # two are free
+    assert gone == [chain[2], chain[1]]
+    pool.allocate(1)
+    assert gone[2:] == other[:1] and pool.holds(b"root")
+
+
+def test_a_request_that_could_never_fit_is_refused_with_both_numbers():
+    scheduler = make(pages=3)
+    with pytest.raises(InputError, match=r"at most 192 tokens .* \(3 pages of 64\), found a need for 256: 100 prompt"):
+        scheduler.add(Scheduled(100, 193))
+    scheduler.add(Scheduled(100, 192))
+    assert len(run(scheduler)) == 93
+    with pytest.raises(InputError, match=r"n: expected at most 3 choices \(max_batch_size\), found 4"):
+        make(pages=99).add(Scheduled(1, 2, siblings=[Scheduled(1, 2) for _ in range(3)]))
+
+
+def test_a_step_must_have_room_for_a_chunk_beside_all_others():
+    with pytest.raises(InputError, match="max_num_tokens: expected at least max_batch_size .3., found 2"):
+        make(max_num_tokens=2, chunk_size=1)
+    with pytest.raises(InputError, match="chunk_size: expected 1 to 98, .* beside 2 other requests, found 99"):
+        make(max_num_tokens=100, chunk_size=99)
+
+
+def test_prompts_come_in_order_beside_those_that_decode_one_chunk_each():
+    scheduler = make(num_slots=4, pages=99, max_num_tokens=CHUNK + 3)
+    for prompt in (5, 3 * CHUNK, 300, 4):
+        scheduler.add(Scheduled(prompt, prompt + 20))
+    first, second, third, fourth, fifth, *_ = run(scheduler)
+    count = lambda shares: [(request.num_prompt_tokens, count) for request, _, count in shares]
+    assert count(first) == [(5, 5), (4, 4)]  # a chunk of the long one has no room left: the head's came first
+    assert count(second) == [(5, 1), (4, 1), (3 * CHUNK, CHUNK)]
+    assert count(third) == [(5, 1), (4, 1), (3 * CHUNK, CHUNK)]
+    assert count(fourth)[2:] == [(3 * CHUNK, CHUNK)] and count(fifth)[3:] == [(300, CHUNK)]
+
+
+def test_a_prompt_alone_takes_as_many_chunks_as_a_step_has_room_for():
+    scheduler = make(pages=99, max_num_tokens=2 * CHUNK + 40)
+    scheduler.add(Scheduled(5 * CHUNK + 1, 6 * CHUNK))
+    counts = [shares[0][2] for shares in run(scheduler)]
+    assert counts[:4] == [2 * CHUNK, 2 * CHUNK, CHUNK, 1]  # one token decodes: it never comes with a chunk
+
+
+def test_lower_priorities_go_first_but_none_waits_for_ever():
+    scheduler = make(num_slots=1, pages=99)
+    late, soon = Scheduled(4, 5, priority=1), Scheduled(4, 5, priority=0)
+    scheduler.add(Scheduled(4, 5))
+    scheduler.add(late)
+    scheduler.add(soon)
+    order = [request for shares in run(scheduler) for request, start, _ in shares if start == 0]
+    assert order[1:] == [soon, late]
+    scheduler.add(late := Scheduled(4, 5, priority=1))
+    number = 0
+    while number < 600:
+        number += 1
+        scheduler.add(Scheduled(4, 5))
+        scheduler.finish(next(request for request, _ in step(scheduler).shares))
+        if late.status is Status.FINISHED:
+            break
+    assert 100 < number < 500  # it went before those that came 256 steps behind it
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_prefix_is_reused_in_whole_chunks(shares):
+    scheduler = make(pages=40, shares=shares)
+    prefix = keys("a", "b")
+    scheduler.add(Scheduled(300, 310, prefix=prefix))
+    run(scheduler)
+    scheduler.add(Scheduled(290, 300, prefix=[*prefix, b"c"]))
+    made = step(scheduler)
+    ((request, pages),) = made.admitted
+    assert len(pages) == 4 and made.shares == [(request, 34)]
+    run(scheduler)
+    scheduler.check()
+    assert scheduler.tables.pool.num_available == 40
+
+
+def test_a_prefix_that_stands_in_the_way_of_its_own_request_goes():
+    scheduler = make(num_slots=1, pages=6, shares=False)  # copies: the pages of the prefix are further ones
+    for _ in range(2):
+        scheduler.add(Scheduled(130, 6 * PAGE_SIZE, prefix=keys("a")))
+        scheduler.add(Scheduled(130, 2 * PAGE_SIZE + 3, prefix=keys("a")))
+    run(scheduler)
+    scheduler.check()
+
+
+def test_choices_share_their_prompt():
+    scheduler = make(num_slots=4, pages=9)
+    siblings = [Scheduled(4 * PAGE_SIZE + 5, 5 * PAGE_SIZE) for _ in range(3)]
+    scheduler.add(Scheduled(4 * PAGE_SIZE + 5, 5 * PAGE_SIZE, siblings=siblings))  # 4 + 4 * 1 pages
+    step(scheduler)
+    step(scheduler)
+    step(scheduler)
+    assert {each.status for each in siblings} == {Status.RUNNING} and scheduler.num_running == 4
+    assert scheduler.tables.pool.num_available == 1
+    run(scheduler)
+    scheduler.check()
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 700),  # prompt
+        st.integers(1, 120),  # new
+        st.integers(0, 2),  # priority
+        st.integers(0, 3),  # which prefix
+        st.integers(0, 2),  # further choices
+        st.integers(0, 30),  # steps until it is aborted; 0: never
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests,
+    st.integers(1, 4),
+    st.integers(14, 40),
+    st.sampled_from([CHUNK + 3, 512, 2048]),
+    st.booleans(),
+    st.sampled_from(["guaranteed", "optimistic"]),
+    st.integers(0, 3),
+)
+def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
+    given_requests, num_slots, pages, max_num_tokens, shares, admission, every
+):
+    scheduler = make(num_slots, pages, max_num_tokens, shares, admission)
+    waiting, aborts, cuts, count = list(given_requests), {}, {}, 0
+    while waiting or scheduler.num_running or scheduler.num_waiting:
+        count += 1
+        assert count < 8000
+        if waiting and (count % (every + 1) == 0 or not (scheduler.num_running or scheduler.num_waiting)):
+            prompt, new, priority, which, choices, abort = waiting.pop()
+            siblings = [Scheduled(prompt, prompt + new - 1, priority) for _ in range(choices)]
+            prefix = [bytes([which, i]) for i in range((prompt - 1) // CHUNK)]
+            request = Scheduled(prompt, prompt + new - 1, priority, prefix, siblings)
+            try:
+                scheduler.add(request)
+            except InputError:
+                assert choices >= num_slots or (choices + 1) * (prompt + new) > (pages - choices - 1) * PAGE_SIZE
+                continue
+            if abort:
+                aborts[request] = abort
+        made = step(scheduler)
+        assert made.shares or not (scheduler.num_running or scheduler.num_waiting), "everybody waits"
+        assert sum(share for _, share in made.shares) <= max_num_tokens
+        assert len({request.slot for request, _ in made.shares}) == len(made.shares)
+        for request, share in made.shares:
+            end = request.num_computed
+            assert end <= max(request.max_tokens, request.num_prompt_tokens)
+            assert scheduler.tables.pages_for(end) <= len(scheduler.tables[request.slot])
+            if end - share < request.num_prompt_tokens:
+                cuts.setdefault(request, []).append((end - share, end))
+            if end >= request.max_tokens:
+                scheduler.finish(request)
+        for request in [request for request in aborts if request.status is not Status.FINISHED]:
+            aborts[request] -= 1
+            if not aborts[request]:
+                for each in [request, *request.siblings]:
+                    if each.status is not Status.FINISHED:
+                        scheduler.finish(each)
+        scheduler.check()
+    for request, found in cuts.items():
+        assert all(start % CHUNK == 0 for start, _ in found)
+        assert all(end % CHUNK == 0 or end == request.num_prompt_tokens for _, end in found)
+        # one token of a prompt comes alone exactly where its last chunk has no more
+        assert all((end - start == 1) == (end % CHUNK == 1 and start == end - 1) for start, end in found)
+    assert scheduler.tables.pool.num_available == pages
