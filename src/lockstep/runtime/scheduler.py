@@ -187,13 +187,13 @@ class Scheduler:
         """The next step. What it says is computed, unless `finish` says otherwise before the next call."""
         self._steps += 1
         step = Step()
+        if self.admission == "optimistic":  # before others take what these need: see `victim`
+            self.tables.reserve({each.slot: each.num_computed + 1 for each in self._running if each.decodes})
         if self._swap_in(step):
             self._admit(step)
         left, decoding = self.max_num_tokens, False
         for request in self._running:
             if request.decodes:
-                if self.admission == "optimistic":
-                    self.tables.reserve({request.slot: request.num_computed + 1})
                 step.shares.append((request, 1))
                 left, decoding = left - 1, True
         for request in self._running:
