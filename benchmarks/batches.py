@@ -83,10 +83,10 @@ def run(
     write_json(out, record)
 
 
-def begin(model: Model, rows: int, tokens: int = CONTEXT) -> np.ndarray:
-    """Prompts in slots 0 to `rows`-1; the next token of each."""
-    given, found = np.arange(tokens) % model.vocab_size, np.zeros(model.max_batch_size, np.int64)
-    at_once = max(1, min(4, model.max_num_tokens // tokens))
+def begin(model: Model, rows: int) -> np.ndarray:
+    """Prompts of CONTEXT tokens in slots 0 to `rows`-1; the next token of each slot."""
+    given, found = np.arange(CONTEXT) % model.vocab_size, np.zeros(model.max_batch_size, np.int64)
+    at_once = max(1, min(4, model.max_num_tokens // CONTEXT))
     for first in range(0, rows, at_once):
         slots = range(first, min(rows, first + at_once))
         found[slots] = model.step_tokens([Advance(slot, given, 0) for slot in slots])
@@ -210,18 +210,14 @@ def of_vllm(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def page(record: Mapping[str, Any], command: str) -> str:
+def page(record: Mapping[str, Any]) -> str:
     """The record as Markdown."""
     other = record.get("vllm")
     lines = [
         "# TensorRT at every batch size",
         "",
         f"{record['layers']} layers, {record['precision']}, random weights, on one {record['device']['name']} with "
-        f"TensorRT {record['tensorrt']}. Made by:",
-        "",
-        "```console",
-        command,
-        "```",
+        f"TensorRT {record['tensorrt']}. Made by `python -m benchmarks batches --work FOLDER --write docs`.",
         "",
         f"Engines for {record['options']['max_batch_size']} rows are built in {record['build_seconds']} s; warm-up "
         f"takes {record['warm_up_seconds']} s.",

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
+from benchmarks import batches
 from benchmarks import gpu as bench
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
@@ -468,6 +469,42 @@ def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
     for number, (first, second) in enumerate(arrays):
         assert down(first).tolist() == [10 * number, 10 * number + 1, 10 * number + 2]
         assert down(second).tolist() == [10 * number]
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_the_benchmark_of_batch_sizes_says_what_each_kind_of_step_takes(open_model, gpu, monkeypatch):
+    sizes = {"CONTEXT": 20, "WARM": 2, "STEPS": 4, "MIXED_STEPS": 2, "CHUNKS": (16, 40), "REQUESTS": 5}
+    for name, size in sizes.items():
+        monkeypatch.setattr(batches, name, size)
+    monkeypatch.setattr(batches, "lengths", lambda: (np.array([5, 9, 30, 70, 2]), np.array([3, 8, 2, 5, 1])))
+    model = open_model()
+    record = {
+        "layers": 2,
+        "precision": "fp16",
+        "device": {"name": "fake"},
+        "tensorrt": "10.9.0",
+        "options": {"max_batch_size": 4},
+        "build_seconds": 1.5,
+        "warm_up_seconds": 0.5,
+        "decode": {"1": batches.decode(model, 1, 1), "4": batches.decode(model, 4, 2)},
+        "prompts": {"40": batches.prompt(model, 40, 1)},
+        "mixed": {"3": batches.mixed(model, 3, 1)},
+        "requests": batches.requests(model),
+    }
+    assert record["requests"]["new_tokens"] == 19 and set(record["mixed"]["3"]) == {"16", "40"}
+    mixed = record["mixed"]["3"]["40"]
+    assert 0 < mixed["host_milliseconds"]["median"] < mixed["milliseconds"]["median"]
+    assert [model.length(slot) for slot in range(4)] == [0] * 4
+    text = batches.page(record)
+    assert "| 4 |" in text and "| 3 | 40 |" in text and "vLLM" not in text
+    theirs = {
+        "versions": {"vllm": "0.23.0"},
+        "decode": [{"batch": 1, "tokens_per_s": 200.0}],
+        "prefill": {"median_s": 0.05},
+        "throughput": {"runs_s": [14.0, 13.5]},
+    }
+    text = batches.page({**record, "vllm": batches.of_vllm(theirs)})
+    assert "vLLM 0.23.0" in text and "| 200.0 |" in text and "vLLM 13.5 s" in text
 
 
 @pytest.mark.parametrize("fails", [1, 4])

@@ -187,7 +187,7 @@ class Scheduler:
         """The next step. What it says is computed, unless `finish` says otherwise before the next call."""
         self._steps += 1
         step = Step()
-        if self.admission == "optimistic":  # before others take what these need: see `victim`
+        if self.admission == "optimistic":  # what runs goes before what comes: `victim` has seen to the pages
             self.tables.reserve({each.slot: each.num_computed + 1 for each in self._running if each.decodes})
         if self._swap_in(step):
             self._admit(step)
