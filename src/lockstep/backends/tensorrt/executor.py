@@ -3,8 +3,8 @@
 Rows that decode are one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention,
 cache, logits, next tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not is written
 nowhere. Tokens of prompts are a pass of their own behind it, put on the stream call by call, as the calls are made: the
-device is at the decoding rows, or at the first layers, while the host prepares the next ones. So rows decode at the
-speed that they have alone, whatever a step brings.
+device is at the decoding rows, or at the first layers, while the host prepares the next ones. So rows decode by the
+graph that they have alone, whatever a step brings.
 
 Where only the most likely tokens are asked for, no logits come back, and the device holds what the next step goes on
 with. Where the caller says that it will, that step is launched before these tokens are back, so that the device does
