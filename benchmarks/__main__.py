@@ -311,5 +311,65 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
     click.echo(out)
 
 
+@bench.command()
+@click.option("--shape", default="llama-2-7b", show_default=True, help="A shape that comes with the benchmark.")
+@click.option(
+    "--python",
+    metavar="INTERPRETER",
+    help="The Python that TensorRT runs in, as backends.tensorrt.python.  [default: this one]",
+)
+@click.option(
+    "--work",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Scratch folder: random weights and engines (14 GB for 7B).",
+)
+@click.option(
+    "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
+    help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--vllm",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="A record of vLLM on the same machine, to be put beside.",
+)
+@click.option(
+    "--write",
+    "docs",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write gpu/batches.json and gpu/batches.md into this folder.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+def batches(
+    shape: str,
+    python: str | None,
+    work: Path,
+    options: dict[str, Any],
+    vllm: Path | None,
+    rounds: int,
+    docs: Path | None,
+) -> None:
+    """TensorRT at every batch size on one GPU: decoding, prompts beside it, and many requests at once."""
+    from benchmarks.batches import page
+    from benchmarks.export import SHAPES
+    from lockstep.export.run import export_config
+    from lockstep.pipeline import worker
+
+    worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
+    graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / "batches.json"
+    export_config(read_json(SHAPES / f"{shape}.json"), "fp16", graphs)
+    names = {
+        "assembly": str(graphs / "assembly.json"),
+        "work": str(work.absolute()),
+        "out": str(out),
+        "python": python,
+        "vllm": str(vllm.absolute()) if vllm else None,
+    }
+    worker.call(python, "benchmarks.batches:measure", **names, rounds=rounds, options=options)
+    out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
+    click.echo(out)
+
+
 if __name__ == "__main__":
     bench(prog_name="python -m benchmarks")

@@ -50,6 +50,10 @@ BOUND = (
     "program",
     "attention",
     "fused_attention",
+    "staging",
+    "decode_state",
+    "prompts",
+    "prompt_attention",
     "executor",
     "comparison",
 )

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from fake_gpu.device import POISON, Gpu
+from fake_gpu.device import POISON, Fault, Gpu
 
 
 class Tensor(SimpleNamespace):
@@ -22,6 +22,7 @@ class Tensor(SimpleNamespace):
     set_dim = lambda self, dim: self._set(dim=dim)
     set_stride = lambda self, stride: self._set(stride=stride)
     set_data_type = lambda self, kind: self._set(data_type=kind)
+    set_ragged_offset = lambda self, offsets: self._set(ragged_offset=offsets)
 
 
 def cudnn(gpu: Gpu) -> ModuleType:
@@ -63,18 +64,33 @@ def cudnn(gpu: Gpu) -> ModuleType:
 
 
 def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, workspace: int) -> None:
-    """Attention over pages, of packed queries [requests, tokens, heads, dim]; all rows are touched, those behind a
-    request's tokens are spoiled."""
+    """Attention over pages, of queries [requests, tokens, heads, dim]: packed where they have offsets, else all rows
+    are touched, and those behind a request's tokens spoiled."""
     gpu.bytes(workspace, 512)[:] = POISON
     (requests, heads, tokens, dim), (_, kv_heads, page, value_dim) = asked.q.dim, asked.v.dim
     read = lambda tensor, shape: gpu.array(addresses[tensor], shape, tensor.data_type)
-    query, result = read(asked.q, (requests, tokens, heads, dim)), read(out, (requests, tokens, heads, value_dim))
+
+    def packed(tensor: Tensor, request: int, count: int, width: int) -> np.ndarray:
+        """A request's tokens, [tokens or count, heads, width]; offsets [requests + 1] are in numbers."""
+        place, size = addresses[tensor], np.dtype(tensor.data_type).itemsize
+        if offsets := getattr(tensor, "ragged_offset", None):
+            starts = read(offsets, (requests + 1,)).tolist()
+            if starts != sorted(starts) or starts[request + 1] < starts[request] + count * heads * width:
+                raise Fault(f"offsets {starts}: request {request} has {count} tokens of {heads * width} numbers")
+            return gpu.array(place + starts[request] * size, (count, heads, width), tensor.data_type)
+        if requests > 1:
+            raise Fault("several requests without offsets")
+        return gpu.array(place, (tokens, heads, width), tensor.data_type)
+
     keys, values = read(asked.k, asked.k.dim), read(asked.v, asked.v.dim)
     new, held = (read(tensor, (requests,)) for tensor in (asked.seq_len_q, asked.seq_len_kv))
     table = read(asked.paged_attention_k_table, (requests, asked.paged_attention_k_table.dim[2]))
     window = getattr(asked, "diagonal_band_left_bound", None)
     for request in range(requests):
         count, length = int(new[request]), int(held[request])
+        if not 0 < count <= tokens or count > length:
+            raise Fault(f"{count} new tokens of {length}, at most {tokens} expected")
+        query, result = packed(asked.q, request, count, dim), packed(out, request, count, value_dim)
         pages = table[request, : -(-length // page)]
         k, v = (
             cache[pages]
@@ -84,11 +100,11 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
             .repeat(heads // kv_heads, axis=1)
             for cache in (keys, values)
         )
-        scores = np.einsum("ihd,jhd->hij", query[request, :count].astype(np.float32), k) * asked.attn_scale
+        scores = np.einsum("ihd,jhd->hij", query[:count].astype(np.float32), k) * asked.attn_scale
         at, past = length - count + np.arange(count)[:, None], np.arange(length)[None]
         seen = past <= at if hasattr(asked, "diagonal_band_right_bound") else np.ones((count, length), bool)
         seen = seen if window is None else seen & (past > at - window)
         scores = np.where(seen, scores, -np.inf)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        result[request] = np.nan
-        result[request, :count] = np.einsum("hij,jhd->ihd", shares / shares.sum(axis=-1, keepdims=True), v)
+        result[:] = np.nan
+        result[:count] = np.einsum("hij,jhd->ihd", shares / shares.sum(axis=-1, keepdims=True), v)

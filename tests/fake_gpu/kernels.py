@@ -121,13 +121,20 @@ def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
 
 
 def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
-    going = gpu.array(k.rows, (count,), "i4") >= 0
-    tokens, positions = _integers(gpu, k.tokens, k.wide, count), _integers(gpu, k.positions, k.wide, count)
-    logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])[going]
-    with np.errstate(invalid="ignore"):
-        found = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
-    gpu.array(k.found_tokens, (count,), "i4")[going], tokens[going] = found, np.maximum(found, 0)
-    positions[going] += 1
+    """What Kernels.advance says. Slots are read one by one, so that each array is touched just where it may be."""
+    slots, held = gpu.array(k.slots, (count,), "i4").copy(), _integers(gpu, k.held, k.wide, count).copy()
+    logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        with np.errstate(invalid="ignore"):
+            best = logits[row].max()
+        found = int(logits[row].argmax()) if np.isfinite(best) else -1
+        if not 0 <= held[row] < k.limit:
+            raise Fault(f"advance: position {held[row]} of slot {slot}, at most {k.limit - 1} expected")
+        gpu.array(k.found_tokens, (slot + 1,), "i4")[slot] = found
+        _integers(gpu, k.tokens, k.wide, slot + 1)[slot] = max(found, 0)
+        _integers(gpu, k.positions, k.wide, slot + 1)[slot] = (held[row] + 1) % k.limit
 
 
 KERNELS: dict[str, Callable] = {"rotate": rotate, "decode_attention": decode_attention, "advance": advance}

@@ -283,21 +283,19 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     logits[4, size - 1] = 9
     logits[5, 0] = 9
     logits[7, size // 2], logits[8, 1], logits[9, -1] = np.nan, np.inf, np.nan
-    rows, tokens, positions = (
-        np.array([0, -1, 2, 3, 4, 5, -1, 7, 8, 9], np.int32),
-        np.arange(100, 110),
-        np.arange(10) * 1000,
-    )
+    slots = np.array([3, -1, 0, 11, 4, 7, -1, 2, 10, 9], np.int32)
+    held, limit = np.array([5, 0, 9999, 3000, 41, 7, 0, 9998, 0, 8000]), 10000
+    before = {"found": np.arange(12), "tokens": np.arange(100, 112), "positions": np.arange(12) * 500}
     logits = logits.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     integer = np.int64 if wide else np.int32
-    on_device = [
-        device.up(array) for array in (tokens.astype(np.int32), tokens.astype(integer), positions.astype(integer))
-    ]
-    Kernels(wide).advance(device.stream, device.up(logits), device.up(rows), *on_device)
-    going = rows >= 0
-    expected = np.where(
-        np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1
+    on_device = [device.up(array.astype(np.int32 if name == "found" else integer)) for name, array in before.items()]
+    Kernels(wide).advance(
+        device.stream, device.up(logits), device.up(slots), device.up(held.astype(integer)), limit, *on_device
     )
-    assert device.down(on_device[0]).tolist() == np.where(going, expected, tokens).tolist()
-    assert device.down(on_device[1]).tolist() == np.where(going, np.maximum(expected, 0), tokens).tolist()
-    assert device.down(on_device[2]).tolist() == (positions + going).tolist()
+    best = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            before["found"][slot], before["tokens"][slot] = best[row], max(best[row], 0)
+            before["positions"][slot] = (held[row] + 1) % limit
+    for array, expected in zip(on_device, before.values()):
+        assert device.down(array).tolist() == expected.tolist()

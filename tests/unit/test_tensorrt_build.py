@@ -24,7 +24,7 @@ import pytest
 
 import lockstep.backends.tensorrt
 from lockstep.artifacts.files import read_json, sha256_file, sha256_json
-from lockstep.backends.profiles import profiles
+from lockstep.backends.profiles import decode_ranges, profiles
 from lockstep.backends.tensorrt import backend as tensorrt_backend
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.backend import TensorRTBackend
@@ -84,6 +84,32 @@ def test_an_exit_has_profiles_for_one_row_and_for_several_and_an_embedding_one()
         "token_ids, float[9, 4] table) => (float[num_tokens, 4] y) { y = Gather(table, token_ids) }"
     )
     assert profiles(embedding, LIMITS) == [{"token_ids": ((1,), (64,), (72,))}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranges"),
+    [
+        (1, [(1, 1)]),
+        (2, [(1, 1), (2, 2)]),
+        (8, [(1, 1), (2, 8)]),
+        (9, [(1, 1), (2, 8), (9, 9)]),
+        (256, [(1, 1), (2, 8), (9, 32), (33, 128), (129, 256)]),
+        (1000, [(1, 1), (2, 8), (9, 32), (33, 128), (129, 512), (513, 1000)]),
+    ],
+)
+def test_rows_that_decode_come_in_ranges_up_to_the_limit(rows, ranges):
+    assert decode_ranges(rows) == ranges
+
+
+def test_each_range_of_rows_has_a_profile_that_is_tuned_for_its_top():
+    limits = LIMITS | {"max_batch_size": 40, "max_num_tokens": 64}
+    _, *decode, prefill = [profile["rows"] for profile in profiles(BLOCK, limits)]
+    assert decode == [((2,), (8,), (8,)), ((9,), (32,), (32,)), ((33,), (40,), (40,))]
+    assert prefill == ((1,), (64,), (104,))
+    one, *several = profiles(graph("num_tokens, 4", "num_requests"), limits)
+    assert one["x1"] == ((1,),) * 3
+    assert [profile["x1"] for profile in several] == [((1,), (8,), (8,)), ((9,), (32,), (32,)), ((33,), (40,), (40,))]
+    assert [profile["x0"] for profile in several] == [((low, 4), (64, 4), (104, 4)) for low in (1, 9, 33)]
 
 
 def test_kinds_have_the_dimensions_that_they_name():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
+from benchmarks import batches
 from benchmarks import gpu as bench
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
@@ -20,7 +21,7 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer, generate
+from lockstep.runtime import Advance, Decoding, Engine, Model, Request, Tokenizer, generate, scheduler
 from lockstep.targets import Target
 from lockstep.verify import golden
 from lockstep.verify.bisect.explain import engine_report
@@ -209,6 +210,8 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     # -1 is no token that a step could go on with
     assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.ahead
     assert model.step_tokens([Advance(1, np.arange(5), 0)]).tolist() == [-1]
+    for slot in range(2):
+        model.release(slot)
     with pytest.raises(
         CheckError, match="prompt 1: logits: expected finite numbers, found NaN or infinity as the largest"
     ):
@@ -234,7 +237,7 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
         "a launch a step, before its tokens are waited for"
     )
     both.step(2, 0)  # some of its rows
-    assert not both.found.ahead and gpu.launches == launches + 1
+    assert both.found.ahead and gpu.launches == launches + 2, "the next one without the row that ended"
     for _ in range(2):
         both.step(2, 0)
     both.step(2, 1)  # a row that it has not
@@ -303,15 +306,11 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
         both.step(0, 1)
 
 
-def test_decoding_goes_ahead_while_no_request_waits_and_ends_with_nothing_under_way(open_model, form, gpu):
+def test_decoding_goes_ahead_whatever_comes_and_goes_and_ends_with_nothing_under_way(open_model, form, gpu):
     model = open_model()
     requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
     seen = [(made.request, model.ahead) for made in Decoding(model, requests)]
-    assert [ahead for request, ahead in seen if request in (0, 1, 2)] == [False] * 12, (
-        "the last request waits for a slot"
-    )
-    # Its prompt; beside another, which ends; the first step alone; on; the end.
-    assert [ahead for request, ahead in seen if request == 4] == [False, *[True] * 4, False, *[True] * 5, False]
+    assert len(seen) == 33 and not seen[-1][1] and all(ahead for _, ahead in seen[:-1])
 
 
 def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
@@ -346,6 +345,168 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     assert [model.length(slot) for slot in range(2)] == [0, 0]
 
 
+def test_rows_decode_beside_prompts_as_they_do_alone(demo, open_model, form, gpu, monkeypatch):
+    """By the graph of their rows; only tokens come back, and the step behind sends no token or position."""
+    from lockstep.backends.tensorrt import cuda
+
+    both, sent, fetched = Both(demo, open_model, form[1]), [], []
+    both.step(prompts=[(0, 8), (1, 5)])
+    for _ in range(3):
+        both.step(0, 1)
+    upload, download = cuda.Stream.upload, cuda.Stream.download
+    monkeypatch.setattr(cuda.Stream, "upload", lambda *given: (sent.append(given[1]), upload(*given))[1])
+    monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2]), download(*given))[1])
+    launches, state = gpu.launches, both.found._executor._state
+    both.step(0, 1, prompts=[(2, 30), (3, 5)])
+    assert gpu.launches == launches + 1 and [array.address for array in fetched] == [state.found.address]
+    assert state.token_ids.address not in [array.address for array in sent]
+    for slots in ((0, 1, 2, 3), (0, 1, 2, 3), (1, 3), (0, 1, 2, 3)):
+        sent.clear()
+        both.step(*slots)
+        assert {array.address for array in sent} <= {state.rows.address, *tables(both.found)}
+    sent.clear()
+    both.next[1] = 5  # another token than the one that was found
+    both.step(0, 1)
+    assert {state.token_ids.address, state.positions.address} <= {array.address for array in sent}
+
+
+def tables(model):
+    """Addresses of the page tables of a model."""
+    return {attention._table.address for attention in model._executor._forms if hasattr(attention, "_table")}
+
+
+def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model, form, gpu):
+    """It is not taken again; and the step behind both goes ahead too."""
+    both = Both(demo, open_model, form[1], more=True)
+    both.step(prompts=[(0, 8), (1, 63)])  # a cache of 64, where the step under way writes the last token
+    assert both.found.ahead, "the prompts' next tokens are on the device"
+    for _ in range(3):
+        both.step(0, 1)
+    launches = gpu.launches
+    both.step(0, 1, prompts=[(2, 100)])  # the cache grows
+    assert both.found.ahead and gpu.launches <= launches + 1, "no launch but the one ahead"
+    both.step(0, 1, 2)
+    launches = gpu.launches
+    both.step(0, 2, prompts=[(1, 7), (3, 2)])  # a row of the step goes on with other tokens
+    both.step(0, 1, 2, 3)
+    both.step(0, 2, prompts=[(3, 40)])
+    both.step(0, 2)  # while slot 3 is in the middle of its prompt
+    both.step(0, 2, prompts=[(3, 20)])
+    both.step(0, 2, 3)
+    both.step(prompts=[(1, 9)])  # none of the rows under way
+    for _ in range(2):
+        both.step(0, 1, 2, 3)
+    both.step(0, 1, prompts=[(2, 9)], tokens=False)
+    both.step(0, 1, 2)
+
+
+def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, open_model, form, gpu, monkeypatch):
+    from lockstep.backends.tensorrt import cuda
+
+    both = Both(demo, open_model, form[1], more=True)
+    both.found._executor.warm_up()
+    captures, contexts = [], len(gpu.profiles)
+    capture = cuda.Stream.capture
+    monkeypatch.setattr(cuda.Stream, "capture", lambda stream: (captures.append(1), capture(stream))[1])
+    if form[2] == "fused":
+        from lockstep.backends.tensorrt import prompt_attention
+
+        monkeypatch.setattr(prompt_attention, "_Plan", None)
+    both.step(prompts=[(0, 8), (1, 5), (2, 3)])
+    for _ in range(3):
+        both.step(0, 1, 2)
+    both.step(0, 1, 2, prompts=[(3, 30)])
+    for _ in range(3):
+        both.step(3, 2)
+    if form[2] == "fused":  # traced attention has contexts and graphs by the capacity of its cache
+        both.step(2, prompts=[(0, 190), (1, 240), (3, 33)])
+    assert not captures and (form[2] == "traced" or len(gpu.profiles) == contexts)
+    for slot in range(4):
+        both.release(slot)
+    both.step(prompts=[(3, 2)])
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("refused", [False, True])
+def test_prompts_of_one_length_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, refused):
+    from lockstep.backends.tensorrt import prompt_attention
+
+    made, init = [], prompt_attention._Plan.__init__
+
+    def plan(self, size, stream):
+        if refused and size.batch > 1:
+            raise CheckError("no attention for several")
+        init(self, size, stream)
+
+    monkeypatch.setattr(prompt_attention._Plan, "__init__", plan)
+    call = prompt_attention._Plan.call
+    monkeypatch.setattr(
+        prompt_attention._Plan, "call", lambda self, *given: (made.append(len(given[4].shape)), call(self, *given))[1]
+    )
+    prompt_attention._batch_plan.cache_clear()
+    both = Both(demo, open_model, "fp16")
+    both.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)  # three of 16, one of 64
+    assert len(made) == 2 * (4 if refused else 3)
+    both.step(prompts=[(2, 20), (1, 17), (3, 30), (0, 32)], tokens=False)  # behind what the rows hold
+    assert len(made) == 2 * (8 if refused else 4)
+    for _ in range(2):
+        both.step(0, 1, 2, 3)
+    prompt_attention._batch_plan.cache_clear()
+
+
+@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
+    """However far the host is ahead of the device."""
+    from lockstep.backends.tensorrt import cuda, staging
+
+    stream, sender = cuda.Stream(), staging.Staging(20, 2)
+    arrays = [(cuda.zeros((3,), "i4"), cuda.zeros((1,), "i8")) for _ in range(6)]
+    values = np.arange(3)
+    for first, second in arrays:
+        sender.send(stream, [(first, values), (second, values[:1])])
+        values += 10
+    stream.synchronize()
+    for number, (first, second) in enumerate(arrays):
+        assert down(first).tolist() == [10 * number, 10 * number + 1, 10 * number + 2]
+        assert down(second).tolist() == [10 * number]
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_the_benchmark_of_batch_sizes_says_what_each_kind_of_step_takes(open_model, gpu, monkeypatch):
+    sizes = {"CONTEXT": 20, "WARM": 2, "STEPS": 4, "MIXED_STEPS": 2, "CHUNKS": (16, 40), "REQUESTS": 5}
+    for name, size in sizes.items():
+        monkeypatch.setattr(batches, name, size)
+    monkeypatch.setattr(batches, "lengths", lambda: (np.array([5, 9, 30, 70, 2]), np.array([3, 8, 2, 5, 1])))
+    model = open_model()
+    record = {
+        "layers": 2,
+        "precision": "fp16",
+        "device": {"name": "fake"},
+        "tensorrt": "10.9.0",
+        "options": {"max_batch_size": 4},
+        "build_seconds": 1.5,
+        "warm_up_seconds": 0.5,
+        "decode": {"1": batches.decode(model, 1, 1), "4": batches.decode(model, 4, 2)},
+        "prompts": {"40": batches.prompt(model, 40, 1)},
+        "mixed": {"3": batches.mixed(model, 3, 1)},
+        "requests": batches.requests(model),
+    }
+    assert record["requests"]["new_tokens"] == 19 and set(record["mixed"]["3"]) == {"16", "40"}
+    mixed = record["mixed"]["3"]["40"]
+    assert 0 < mixed["host_milliseconds"]["median"] < mixed["milliseconds"]["median"]
+    assert [model.length(slot) for slot in range(4)] == [0] * 4
+    text = batches.page(record)
+    assert "| 4 |" in text and "| 3 | 40 |" in text and "vLLM" not in text
+    theirs = {
+        "versions": {"vllm": "0.23.0"},
+        "decode": [{"batch": 1, "tokens_per_s": 200.0}],
+        "prefill": {"median_s": 0.05},
+        "throughput": {"runs_s": [14.0, 13.5]},
+    }
+    text = batches.page({**record, "vllm": batches.of_vllm(theirs)})
+    assert "vLLM 0.23.0" in text and "| 200.0 |" in text and "vLLM 13.5 s" in text
+
+
 @pytest.mark.parametrize("fails", [1, 4])
 def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     demo, open_model, form, gpu, monkeypatch, fails
@@ -363,11 +524,12 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
         made.append(arguments)
         return prepare(*arguments)
 
+    both.step(0)  # which makes the plan of one row
     before, held = gpu.plain, [both.found.length(slot) for slot in range(3)]
     with monkeypatch.context() as patched:
         patched.setattr(executor, "_block", broken)
         with pytest.raises(CheckError, match="no more memory"):
-            both.found.step([Advance(0, np.array([3]), 8), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
+            both.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
     assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held
     # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
     if form[2] == "traced":
@@ -432,6 +594,65 @@ def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engi
     )
     with pytest.raises(InputError, match=rf"expected at most {LIMITS['max_num_tokens']} tokens \(max_num_tokens\)"):
         model.step([Advance(slot, np.arange(most + (slot == 3)), 0) for slot in range(LIMITS["max_batch_size"])])
+
+
+def tokens_of(engine, requests) -> dict[tuple[int, int], list[int]]:
+    """By request, from 0, and choice."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for made in engine.run(requests):
+        found.setdefault((made.request, made.choice), []).append(made.token)
+    assert not engine.has_work
+    engine.scheduler.check()
+    first = min(number for number, _ in found)
+    return {(number - first, choice): tokens for (number, choice), tokens in found.items()}
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_requests_share_pages_fork_and_are_swapped_out_with_the_tokens_that_they_have_alone(
+    open_model, form, gpu, monkeypatch
+):
+    random = np.random.default_rng(0)
+    shared = random.integers(0, 768, 150)
+    prompts = [np.append(shared, random.integers(0, 768, count)) for count in (3, 1, 20, 45)]
+    prompts += [random.integers(0, 768, count) for count in (70, 9)]
+    model = open_model(chunk_size=64)
+    alone = [tokens_of(Engine(model, prefix_caching=False), [Request(prompt, 30)])[0, 0] for prompt in prompts]
+    engine = Engine(model)
+    for _ in range(2):  # the second time all chunks of all prompts are there
+        found = tokens_of(engine, [Request(prompt, 30) for prompt in prompts])
+        assert [found[number, 0] for number in range(6)] == alone
+    assert model.tables.pool.num_cached
+    found = tokens_of(engine, [Request(prompts[2], 30, n=3), Request(prompts[5], 30)])  # 170 tokens: not whole pages
+    assert [found[0, choice] for choice in range(3)] == 3 * [alone[2]] and found[1, 0] == alone[5]
+    page_nbytes = model.tables.pool.page_nbytes
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
+    small = open_model(chunk_size=64, kv_bytes=6 * page_nbytes)
+    engine = Engine(small, admission="optimistic", prefix_caching=False)
+    found = tokens_of(engine, [Request(prompt[-60:], 30) for prompt in prompts for _ in range(2)])
+    expected = tokens_of(Engine(model, prefix_caching=False), [Request(prompt[-60:], 30) for prompt in prompts])
+    assert [found[2 * number + 1, 0] for number in range(6)] == [expected[number, 0] for number in range(6)]
+    assert engine.scheduler.num_swaps and small.tables.pool.num_pages == 6 == small.tables.pool.num_available
+    with pytest.raises(InputError, match="expected 3 free pages of 64 tokens, found 2 of 2; raise kv_bytes"):
+        open_model(kv_bytes=2 * page_nbytes).step([Advance(0, np.arange(129), 0)])
+    with pytest.raises(CheckError, match="KV cache: expected room for a page of 64 tokens, .* raise kv_bytes"):
+        open_model(kv_bytes=page_nbytes - 1)
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_what_is_swapped_out_comes_back_in_other_pages(demo, open_model, form, gpu):
+    both = Both(demo, open_model, form[1], more=True)
+    both.step(prompts=[(0, 8), (1, 100), (2, 64)])
+    both.step(0, 1, 2)
+    model = both.found
+    before, swapped = list(model.tables[1]), model.swap_out(1)
+    assert model.length(1) == 0 and not model.tables[1]
+    both.step(0, 2, prompts=[(3, 150)])  # takes its pages
+    model.tables.reserve({1: 102})
+    assert list(model.tables[1]) != before
+    model.swap_in(1, swapped)
+    both.step(0, 1, 2, 3)
+    both.step(1, 2)
+    both.step(0, prompts=[(1, 30)])
 
 
 def down(array) -> np.ndarray:
@@ -544,12 +765,14 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
 
     executor, lengths, table = open_model()._executor, np.zeros(4, np.int64), cuda.pinned((4, 4), "i4")
     (attention,) = executor._forms
-    attention.reserve({1: 65}, lengths, executor._stream)
-    executor._stream.download(table, attention._table)
-    attention.reserve({0: 1, 2: 130, 1: 128}, lengths, executor._stream)
+    held = [list(executor.tables[slot]) for slot in range(4)]
+    for ends in ({1: 65}, {0: 1, 2: 130, 1: 128}):
+        executor._reserve(ends, lengths)
+        held.append([[*executor.tables[slot], 0, 0, 0, 0][:4] for slot in range(4)])
+        if len(held) == 5:
+            executor._stream.download(table, attention._table)
     executor._stream.synchronize()
-    assert table.tolist() == [[0] * 4, [0, 1, 0, 0], [0] * 4, [0] * 4]
-    assert down(attention._table).tolist() == [[2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 5, 0], [0] * 4]
+    assert table.tolist() == held[4] and held[4] != held[5] == down(attention._table).tolist()
 
 
 def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
@@ -568,9 +791,8 @@ def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
         model.release(3)
     both.step(0, prompts=[(3, 20)])
     assert {"embedding", "block", "attention", "exit"} < set(both.found._executor.breakdown_prefill())
-    assert [both.found.length(slot) for slot in range(4)] == [0, 56, 35, 0]
-    for slot in (0, 3):
-        both.reference.release(slot)
+    assert [both.found.length(slot) for slot in range(4)] == [47, 56, 35, 0]
+    both.reference.release(3)
     both.step(1, prompts=[(0, 43), (3, 5)], tokens=False)
     for _ in range(3):
         both.step(0, 1, 2, tokens=False)

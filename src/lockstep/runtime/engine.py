@@ -269,8 +269,7 @@ class Engine:
         if by_logits:
             rows = list(model.step(advances))
         else:
-            more = goes_on and not prompt_tokens and not self._scheduler.num_waiting
-            rows = model.step_tokens(advances, more).tolist()
+            rows = model.step_tokens(advances, more=goes_on).tolist()
         ended = time.perf_counter()
         seconds, self._began = ended - began, ended if model.ahead else None
         if prompt_tokens:

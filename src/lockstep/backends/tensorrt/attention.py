@@ -1,4 +1,4 @@
-"""Attention over the KV cache on a GPU. Both forms have one signature: `reserve`, `reset`, `calls`.
+"""Attention over the KV cache on a GPU. Both forms have one signature: `reserve`, `reset`, `begin`, `calls`.
 
 TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any kind, any version,
 three to ten times slower than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads,
@@ -16,12 +16,20 @@ import numpy as np
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.kernels import Kernels
 from lockstep.backends.tensorrt.program import TensorRTExecutable
+from lockstep.errors import CheckError
 from lockstep.step.network import Kind, Network
+from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
 FIRST_CAPACITY = 64
 SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
+LARGEST_BATCH = 4  # prompts that fused attention takes in one call, a power of two
 Call = Callable[[], None]
 Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
+
+
+def padded(tokens: int) -> int:
+    """The size that fused attention takes a chunk of so many tokens as."""
+    return max(SMALLEST_CHUNK, 1 << (tokens - 1).bit_length())
 
 
 class Attention(Protocol):
@@ -38,8 +46,8 @@ class Attention(Protocol):
         """Forget a row."""
         ...
 
-    def begin(self, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
-        """The calls of a step before its first layer: the lengths of its chunks."""
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
+        """Prepare a pass of chunks, before its first layer."""
         ...
 
     def calls(
@@ -48,31 +56,70 @@ class Attention(Protocol):
         kind: Kind,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
-        num_decode: int,
         chunks: Chunks,
         buffer: Callable[..., cuda.Array],
         stream: cuda.Stream,
         own: bool,
     ) -> list[tuple[str, Call]]:
-        """The calls of one layer, each with what its time goes to ("attention" ...): attention of the packed tokens
-        (`num_decode` rows of one, request i in row i, then chunks), keys and values into the cache."""
+        """The calls of one layer, each with what its time goes to ("attention" ...): attention of the packed tokens,
+        keys and values into the cache. Without chunks each token is of a request of its own, that of row `i` at i."""
         ...
 
 
-def make_attention(network: Network, rows: int, max_seq_len: int, kernels: Kernels) -> list[Attention]:
-    """For each layer the attention that its kind was built for; layers of one form share it."""
-    fused = {index for index, (_, kind) in enumerate(network.layers) if "rotary" in kind.engines}
-    made: dict[bool, Attention] = {}
-    for index in range(len(network.layers)):
-        if (index in fused) not in made:
-            layers = {i: kind for i, (_, kind) in enumerate(network.layers) if (i in fused) == (index in fused)}
-            if index in fused:
-                from lockstep.backends.tensorrt.fused_attention import FusedAttention  # loads cuDNN
+class PagedAttention(Attention, Protocol):
+    """Attention over pages, whose content can be moved."""
 
-                made[True] = FusedAttention(layers, network.dtype, rows, max_seq_len, kernels)
-            else:
-                made[False] = TracedAttention(layers, network.dtype, rows, max_seq_len, kernels)
-    return [made[index in fused] for index in range(len(network.layers))]
+    def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
+        """Copy what `slot`, of `length` tokens, holds behind its full pages to where `other` has it."""
+        ...
+
+    def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
+        """Put copies of the pages of `length` tokens on the stream; gives the page-locked memory that they go to."""
+        ...
+
+    def restore(self, slot: int, saved: np.ndarray, stream: cuda.Stream) -> None:
+        """Put copies of what `save` gave into a slot's pages on the stream."""
+        ...
+
+
+def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: int | None) -> PageTables:
+    """The pages of all slots. kv_bytes: memory for keys and values of all of them; None: for the longest requests in
+    all slots, or nine tenths of what the device has free. Where some attention is traced, whose cache is no pages, each
+    slot has room for the longest request. Raises CheckError where there is room for no page."""
+    pages, fused = num_slots * -(-max_seq_len // PAGE_SIZE), _fused(network)
+    nbytes = PAGE_SIZE * network.dtype.itemsize * sum(network.layers[index][1].cache.size for index in fused)
+    if len(fused) < len(network.layers):
+        return PageTables(PagePool(pages, nbytes), num_slots, shares=None)
+    free = cuda.memory_free()
+    room = min(pages * nbytes, free * 9 // 10) if kv_bytes is None else kv_bytes
+    if room < nbytes:
+        raise CheckError(
+            f"KV cache: expected room for a page of {PAGE_SIZE} tokens, {nbytes} bytes, found {room} "
+            f"({'kv_bytes' if kv_bytes else f'of {free} free on the GPU'}); raise kv_bytes, or end what else uses it"
+        )
+    return PageTables(PagePool(room // nbytes, nbytes), num_slots)
+
+
+def _fused(network: Network) -> list[int]:
+    """The layers whose kind was built for fused attention."""
+    return [index for index, (_, kind) in enumerate(network.layers) if "rotary" in kind.engines]
+
+
+def make_attention(
+    network: Network, tables: PageTables, num_slots: int, max_seq_len: int, kernels: Kernels
+) -> list[Attention]:
+    """For each layer the attention that its kind was built for; layers of one form share it."""
+    fused, kinds = set(_fused(network)), [kind for _, kind in network.layers]
+    made: dict[bool, Attention] = {}
+    for is_fused in sorted({index in fused for index in range(len(kinds))}):
+        layers = {index: kind for index, kind in enumerate(kinds) if (index in fused) == is_fused}
+        if is_fused:
+            from lockstep.backends.tensorrt.fused_attention import FusedAttention  # loads cuDNN
+
+            made[True] = FusedAttention(layers, network.dtype, tables, num_slots, max_seq_len, kernels)
+        else:
+            made[False] = TracedAttention(layers, network.dtype, num_slots, max_seq_len, kernels)
+    return [made[index in fused] for index in range(len(kinds))]
 
 
 class TracedAttention:
@@ -85,7 +132,7 @@ class TracedAttention:
         self._cache: dict[int, tuple[cuda.Array, cuda.Array]] = {}
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
-        needed = max(*ends.values(), int(lengths.max()))
+        needed = max([*ends.values(), int(lengths.max())])
         bucket = FIRST_CAPACITY
         while bucket < needed:
             bucket *= 2
@@ -116,8 +163,8 @@ class TracedAttention:
             row_array = array[row : row + 1]
             stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
 
-    def begin(self, chunks: Chunks, stream: cuda.Stream) -> list[Call]:
-        return []
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
+        """Nothing: a chunk's first position is the length of its past."""
 
     def calls(
         self,
@@ -125,7 +172,6 @@ class TracedAttention:
         kind: Kind,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
-        num_decode: int,
         chunks: Chunks,
         buffer: Callable[..., cuda.Array],
         stream: cuda.Stream,
@@ -149,10 +195,10 @@ class TracedAttention:
             engine = cast(TensorRTExecutable, kind.engines[phase])  # this backend made the network's engines
             calls.append(("attention", engine.prepare(inputs, outputs, own)))
 
-        if num_decode:
-            decoding = slice(0, num_decode)
+        if not chunks:
+            decoding = slice(0, total)
             # a token's position is the length of its past
-            add("decode", decoding, (keys[decoding], cached[decoding]), values["position_ids"][decoding])
+            add("decode", decoding, (keys[decoding], cached[decoding]), values["position_ids"])
         for row, _start, low, high in chunks:
             past = (keys[row : row + 1], cached[row : row + 1])
             # likewise: that of a chunk's first token

@@ -58,7 +58,7 @@ class TensorRTBackend:
     library = TENSORRT
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 6
+    revision = 7
     takes_long = True
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class TensorRTBackend:
         require_nvrtc()
         from lockstep.backends.tensorrt.executor import GpuExecutor
 
-        return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
+        return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
 
 
 BACKEND = TensorRTBackend

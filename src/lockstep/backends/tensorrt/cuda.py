@@ -132,6 +132,12 @@ def memory_used() -> int:
     return total - free
 
 
+def memory_free() -> int:
+    """Bytes of the device that nobody uses."""
+    free, _ = check(runtime.cudaMemGetInfo())
+    return int(free)
+
+
 class Stream:
     """Work in order. What is still under way when nothing refers to it any more is done all the same."""
 

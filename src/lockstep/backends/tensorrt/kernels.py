@@ -41,11 +41,13 @@ extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values
 WRITE(write_cache_2, unsigned short)
 WRITE(write_cache_16, uint4)
 
-// One block a row: the first of the largest logits is what was found, -1 where that is NaN, which counts as the largest, or infinite. It becomes the row's next
-// token, or 0, so that a step may follow whatever was found; one position further. Rows of -1 stay as they are.
-extern "C" __global__ void advance(const void* logits, int kind, int size, const int* rows, int* found_tokens, void* tokens, void* positions, int wide) {
-    int row = blockIdx.x;
-    if (rows[row] < 0) return;
+// One block a row of the logits: the first of the largest is what was found, -1 where that is NaN, which counts as the largest, or infinite. It becomes the
+// next token of the row's slot, or 0, so that a step may follow whatever was found, one position behind the row's own; at `limit` positions 0, which is valid.
+// Rows without a slot (-1) change nothing.
+extern "C" __global__ void advance(const void* logits, int kind, int size, const int* slots, const void* held, int limit, int* found_tokens, void* tokens,
+                                   void* positions, int wide) {
+    int row = blockIdx.x, slot = slots[row];
+    if (slot < 0) return;
     float best = __int_as_float(0xff800000);  // minus infinity
     int at = size;
     for (int i = threadIdx.x; i < size; i += blockDim.x) {
@@ -66,10 +68,12 @@ extern "C" __global__ void advance(const void* logits, int kind, int size, const
     if (threadIdx.x) return;
     for (int i = 1; i < blockDim.x / 32; ++i)
         if (bests[i] > best || (bests[i] == best && places[i] < at)) { best = bests[i]; at = places[i]; }
-    found_tokens[row] = isinf(best) ? -1 : at;
+    found_tokens[slot] = isinf(best) ? -1 : at;
     if (isinf(best)) at = 0;
-    if (wide) { ((long long*)tokens)[row] = at; ++((long long*)positions)[row]; }
-    else { ((int*)tokens)[row] = at; ++((int*)positions)[row]; }
+    long long next = integer(held, wide, row) + 1;
+    if (next >= limit) next = 0;
+    if (wide) { ((long long*)tokens)[slot] = at; ((long long*)positions)[slot] = next; }
+    else { ((int*)tokens)[slot] = at; ((int*)positions)[slot] = (int)next; }
 }
 """  # noqa: E501
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -111,12 +115,36 @@ class Kernels:
         )
 
     def advance(
-        self, stream: Stream, logits: Array, rows: Array, found: Array, tokens: Array, positions: Array
+        self,
+        stream: Stream,
+        logits: Array,
+        slots: Array,
+        held: Array,
+        limit: int,
+        found: Array,
+        tokens: Array,
+        positions: Array,
     ) -> None:
-        """logits [num_requests, vocab_size] -> found [num_requests] int32, the most likely, -1 for one that is NaN or
-        infinite, and tokens, the same, but 0 for
-        -1; positions go one further. Where rows is -1: nothing."""
+        """Find the most likely token of each row of logits [num_requests, vocab_size], for the slot `slots[row]`
+        (int32; -1: none).
+
+        It goes into found [slots] int32, -1 for one that is NaN or infinite, and into tokens [slots], 0 for that;
+        positions [slots] becomes `held[row]` + 1, or 0 where that is `limit`, which no token may have. held
+        [num_requests]: the positions of the tokens that the logits follow; it may be `positions`.
+        """
         count, size = logits.shape
         self._advance.launch(
-            stream, count, 1024, logits, NUMBERS[logits.dtype.name], size, rows, found, tokens, positions, self.wide
+            stream,
+            count,
+            1024,
+            logits,
+            NUMBERS[logits.dtype.name],
+            size,
+            slots,
+            held,
+            limit,
+            found,
+            tokens,
+            positions,
+            self.wide,
         )

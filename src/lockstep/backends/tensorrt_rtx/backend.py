@@ -35,7 +35,7 @@ class TensorRTRTXBackend:
     library = TENSORRT_RTX
     name = "tensorrt_rtx"
     suffixes = (_PLAN,)
-    revision = 1
+    revision = 2
     precisions = ("fp32", "fp16", "bf16")
     takes_long = False
 
@@ -117,7 +117,7 @@ class TensorRTRTXBackend:
         from lockstep.backends.tensorrt.v8_6.needs import require_nvrtc
 
         require_nvrtc()
-        return GpuExecutor(network, rows, max_seq_len, max_num_tokens)
+        return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
 
 
 BACKEND = TensorRTRTXBackend

@@ -1,0 +1,280 @@
+"""TensorRT at every batch size on one GPU: decoding, steps that bring prompts beside rows that decode, prompts, and
+many requests at once, of a model's shape with random weights.
+
+In: the assembly of a shape in fp16, a scratch folder with room for its weights. Out: a record, and its page. In the
+scratch folder the record is written after each part, so that a run that is cut short says what it came to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu import build_seconds, random_weights, timed
+from benchmarks.measure import spread
+from lockstep import Advance, InputError, Model
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import read_json, write_json
+from lockstep.runtime import Decoding, Request
+
+PARTS = "batches.parts.json"  # of the record, while it is made
+LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
+BATCHES = (1, 4, 16, 64, 128, 256)
+ROWS, CHUNKS = (15, 63, 255), (64, 128, 256, 512, 1024, 1792)
+PROMPTS = (512, 2048)
+CONTEXT, WARM, STEPS, MIXED_STEPS = 512, 8, 64, 8
+REQUESTS = 512
+
+
+def measure(assembly: str, work: str, out: str, **settings: Any) -> None:
+    """`run`, for the process of another interpreter, whose arguments are JSON."""
+    run(Path(assembly), Path(work), Path(out), **settings)
+
+
+def run(
+    assembly_json: Path,
+    work: Path,
+    out: Path,
+    rounds: int = 3,
+    options: Mapping[str, Any] | None = None,
+    python: str | None = None,
+    vllm: str | None = None,
+) -> None:
+    """Measure everything. rounds: of each speed, of which the median counts. vllm: a record of vLLM on the same
+    machine, which is kept beside.
+
+    Raises InputError for an assembly in another precision than fp16.
+    """
+    assembly = Assembly.load(assembly_json)
+    if assembly.precision != "fp16":
+        raise InputError(
+            f"{assembly_json}: precision: expected fp16, found {assembly.precision}; export the shape in fp16"
+        )
+    work.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {"benchmark": "batches", "layers": len(assembly.layers), "precision": "fp16"}
+
+    def note(**parts: Any) -> None:
+        record.update(parts)
+        write_json(work / PARTS, record)
+        print(f"bench: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    weights = work / "weights" / "weights.json"
+    weights = weights if weights.is_file() else random_weights(assembly, work / "weights")
+    engines = work / "engines" / "engines.json"
+    note(build_seconds=build_seconds(assembly_json, engines, {**LIMITS, **(options or {})}, python))
+    manifest = read_json(engines)
+    note(device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
+    model = Model.open(engines, assembly_json, weights)
+    model._executor.wait()
+    note(warm_up_seconds=round(timed(model._executor.warm_up)[0], 2))
+    note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
+    note(prompts={str(tokens): prompt(model, tokens, rounds) for tokens in PROMPTS})
+    note(mixed={str(rows): mixed(model, rows, rounds) for rows in ROWS})
+    note(requests=requests(model))
+    if vllm:
+        note(vllm=of_vllm(read_json(Path(vllm))))
+    write_json(out, record)
+
+
+def begin(model: Model, rows: int) -> np.ndarray:
+    """Prompts of CONTEXT tokens in slots 0 to `rows`-1; the next token of each slot."""
+    given, found = np.arange(CONTEXT) % model.vocab_size, np.zeros(model.max_batch_size, np.int64)
+    at_once = max(1, min(4, model.max_num_tokens // CONTEXT))
+    for first in range(0, rows, at_once):
+        slots = range(first, min(rows, first + at_once))
+        found[slots] = model.step_tokens([Advance(slot, given, 0) for slot in slots])
+    return found
+
+
+def release(model: Model) -> None:
+    for slot in range(model.max_batch_size):
+        model.release(slot)
+
+
+def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
+    """Steps of `batch` requests behind CONTEXT tokens, each launched before the tokens of the one before are back."""
+    seconds = []
+    for _ in range(rounds):
+        tokens = begin(model, batch)
+        for number in range(WARM + STEPS):
+            if number == WARM:
+                began = time.perf_counter()
+            advances = [Advance(slot, tokens[slot : slot + 1], CONTEXT + number) for slot in range(batch)]
+            tokens = model.step_tokens(advances, more=number < WARM + STEPS - 1)
+        seconds.append((time.perf_counter() - began) / STEPS)
+        release(model)
+    return {
+        "milliseconds": spread([1e3 * value for value in seconds], 3),
+        "tokens_per_second": round(batch / statistics.median(seconds), 1),
+    }
+
+
+def prompt(model: Model, tokens: int, rounds: int) -> dict[str, Any]:
+    """One prompt alone."""
+    given, seconds = np.arange(tokens) % model.vocab_size, []
+    for number in range(2 * rounds + 1):
+        taken, _ = timed(lambda: model.step_tokens([Advance(0, given, 0)]))
+        seconds += [taken] if number else []
+    release(model)
+    return {"milliseconds": spread([1e3 * value for value in seconds], 2)}
+
+
+def mixed(model: Model, rows: int, rounds: int) -> dict[str, Any]:
+    """Steps of a prompt of each of CHUNKS beside `rows` rows that decode behind CONTEXT tokens, beside the parts alone.
+    host: what of a step the host spends before it waits for tokens."""
+    found: dict[str, Any] = {}
+    for chunk in CHUNKS:
+        given, samples = np.arange(chunk) % model.vocab_size, []
+        tokens, position = begin(model, rows), CONTEXT
+        for number in range(2 + rounds * MIXED_STEPS):
+            with waits() as waited:
+                advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
+                seconds, taken = timed(lambda: model.step_tokens([*advances, Advance(rows, given, 0)], more=True))  # noqa: B023
+            tokens[:rows], position = taken[:rows], position + 1
+            samples += [(seconds, seconds - sum(waited))] if number > 1 else []
+        alone = []
+        for number in range(2 + MIXED_STEPS):
+            advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
+            seconds, taken = timed(lambda: model.step_tokens(advances, more=True))  # noqa: B023
+            tokens[:rows], position = taken, position + 1
+            alone += [seconds] if number > 1 else []
+        release(model)
+        parts = [1e3 * statistics.median(alone), prompt(model, chunk, 2)["milliseconds"]["median"]]
+        whole = statistics.median(seconds for seconds, _ in samples)
+        found[str(chunk)] = {
+            "milliseconds": spread([1e3 * seconds for seconds, _ in samples], 2),
+            "host_milliseconds": spread([1e3 * host for _, host in samples], 2),
+            "decode_alone": round(parts[0], 2),
+            "prompt_alone": round(parts[1], 2),
+            "of_parts": round(1e3 * whole / sum(parts), 3),
+        }
+    return found
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[float]]:
+    """Seconds that this process waits for steps of the device inside."""
+    from lockstep.backends.tensorrt import cuda
+
+    found: list[float] = []
+    wait = cuda.Event.wait
+
+    def timed_wait(event: cuda.Event) -> None:
+        found.append(timed(lambda: wait(event))[0])
+
+    cuda.Event.wait = timed_wait  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        cuda.Event.wait = wait  # type: ignore[method-assign]
+
+
+def lengths() -> tuple[np.ndarray, np.ndarray]:
+    """Of REQUESTS requests the tokens of their prompts, and the new ones: normal, as a load of chats."""
+    random = np.random.default_rng(0)
+    prompts = np.clip(np.rint(random.normal(512, 128, REQUESTS)), 16, 2048).astype(int)
+    return prompts, np.clip(np.rint(random.normal(128, 32, REQUESTS)), 8, 512).astype(int)
+
+
+def requests(model: Model) -> dict[str, Any]:
+    """REQUESTS requests at once, twice; the better counts."""
+    random, runs = np.random.default_rng(0), []
+    prompts, new = lengths()
+    given = [Request(random.integers(3, model.vocab_size, count), int(most)) for count, most in zip(prompts, new)]
+    for _ in range(2):
+        seconds, made = timed(lambda: sum(1 for _ in Decoding(model, given)))
+        runs.append(round(seconds, 2))
+    return {
+        "requests": REQUESTS,
+        "prompt_tokens": int(prompts.sum()),
+        "new_tokens": made,
+        "seconds": runs,
+        "new_tokens_per_second": round(made / min(runs), 1),
+    }
+
+
+def of_vllm(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a record of vLLM: its version, and the same numbers."""
+    return {
+        "version": found["versions"]["vllm"],
+        "decode": {str(row["batch"]): round(row["tokens_per_s"], 1) for row in found.get("decode", ())},
+        "prompt_2048": round(1e3 * found["prefill"]["median_s"], 2) if "prefill" in found else None,
+        "requests": [round(seconds, 2) for seconds in found.get("throughput", {}).get("runs_s", ())],
+    }
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The record as Markdown."""
+    other = record.get("vllm")
+    lines = [
+        "# TensorRT at every batch size",
+        "",
+        f"{record['layers']} layers, {record['precision']}, random weights, on one {record['device']['name']} with "
+        f"TensorRT {record['tensorrt']}. Made by `python -m benchmarks batches --work FOLDER --write docs`.",
+        "",
+        f"Engines for {record['options']['max_batch_size']} rows are built in {record['build_seconds']} s; warm-up "
+        f"takes {record['warm_up_seconds']} s.",
+        "",
+        f"Decoding behind {CONTEXT} tokens, tokens a second:",
+        "",
+        *_table(
+            ["batch", "ms a step", "Lockstep", *(["vLLM " + other["version"], "ratio"] if other else [])],
+            [
+                [
+                    batch,
+                    row["milliseconds"]["median"],
+                    row["tokens_per_second"],
+                    *_beside(row["tokens_per_second"], other and other["decode"].get(batch)),
+                ]
+                for batch, row in record["decode"].items()
+            ],
+        ),
+        "",
+        "A prompt alone, milliseconds: "
+        + ", ".join(f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in record["prompts"].items())
+        + (f" (vLLM: 2048 tokens {other['prompt_2048']})" if other and other["prompt_2048"] else "")
+        + ".",
+        "",
+        "A step that brings prompt tokens beside rows that decode, milliseconds; parts: both alone, one after the "
+        "other; host: before it waits for the device:",
+        "",
+        *_table(
+            ["rows", "prompt tokens", "step", "decoding alone", "prompt alone", "step of parts", "host"],
+            [
+                [
+                    rows,
+                    chunk,
+                    row["milliseconds"]["median"],
+                    row["decode_alone"],
+                    row["prompt_alone"],
+                    row["of_parts"],
+                    row["host_milliseconds"]["median"],
+                ]
+                for rows, chunks in record["mixed"].items()
+                for chunk, row in chunks.items()
+            ],
+        ),
+    ]
+    if found := record.get("requests"):
+        lines += [
+            "",
+            f"{found['requests']} requests at once, {found['prompt_tokens']} prompt tokens and {found['new_tokens']} "
+            f"new ones: {min(found['seconds'])} s" + (f", vLLM {min(other['requests'])} s" if other else "") + ".",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _beside(ours: float, theirs: float | None) -> list[Any]:
+    return [] if theirs is None else [theirs, round(ours / theirs, 3)]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    line = lambda cells: f"| {' | '.join(map(str, cells))} |"
+    return [line(head), line(["---"] * len(head)), *map(line, rows)]

@@ -1,0 +1,67 @@
+"""What a decode step reads, on the device: of each slot its next token and position, and which slots decode.
+
+The kernel behind the logits (`kernels.Kernels.advance`) writes tokens and positions, those of prompts too: a step that
+goes on with what the device found uploads at most which slots decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.backends.tensorrt import cuda
+from lockstep.backends.tensorrt.staging import Staging
+
+_UNKNOWN = -1  # a token that the host has not seen
+
+
+class DecodeState:
+    """Device arrays by slot, [slots] each, and what the host knows of them behind all that was put on the stream.
+
+    token_ids, positions (of dtype `integer`): of slots that do not decode any that are valid. rows (int32): the slot
+    itself, or -1 where it does not decode. found (int32): the token that was found last, -1 for one that is none.
+    """
+
+    def __init__(self, slots: int, max_seq_len: int, integer: np.dtype):
+        self.token_ids, self.positions = (cuda.zeros((slots,), integer) for _ in range(2))
+        self.rows, self.found = (cuda.zeros((slots,), "i4") for _ in range(2))
+        self._limit = max_seq_len
+        self._staging = Staging(self.rows.nbytes + 2 * self.positions.nbytes, 3)
+        self._tokens, self._positions = (np.zeros(slots, np.int64) for _ in range(2))
+        self._rows = np.zeros(slots, np.int32)  # the device's: no step has set it yet
+
+    def decode(
+        self, slots: Sequence[int], tokens: Sequence[int] | None, positions: Sequence[int], stream: cuda.Stream
+    ) -> None:
+        """Prepare a step of `slots`, which is put on the stream next: their `tokens` (None: what the device found
+        last) at `positions`. Uploads what the device does not hold."""
+        chosen = np.array(slots, np.int64)
+        pairs: list[tuple[cuda.Array, np.ndarray]] = []
+        rows = np.full(len(self._rows), -1, np.int32)
+        rows[chosen] = chosen
+        if not np.array_equal(rows, self._rows):
+            self._rows = rows
+            pairs.append((self.rows, rows))
+        if tokens is not None and not (
+            np.array_equal(self._tokens[chosen], tokens) and np.array_equal(self._positions[chosen], positions)
+        ):
+            self._tokens[chosen], self._positions[chosen] = tokens, positions
+            self._tokens = np.maximum(self._tokens, 0)
+            pairs += [(self.token_ids, self._tokens), (self.positions, self._positions)]
+        if pairs:
+            self._staging.send(stream, pairs)
+        self.advance(chosen, np.asarray(positions, np.int64) + 1)
+
+    def advance(self, slots: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+        """Note that a step on the stream finds tokens for `slots`, which then hold `lengths` tokens."""
+        self._tokens[slots] = _UNKNOWN
+        self._positions[slots] = np.where(np.asarray(lengths) < self._limit, lengths, 0)  # as the kernel does
+
+    def tell(self, slots: Sequence[int], tokens: np.ndarray) -> None:
+        """Note what the step that was put on the stream last found, by slot."""
+        self._tokens[slots] = tokens[slots]
+
+    def forget(self) -> None:
+        """Note that tokens and positions on the device may be any."""
+        self._tokens[:] = _UNKNOWN

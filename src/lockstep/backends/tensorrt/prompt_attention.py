@@ -1,0 +1,253 @@
+"""cuDNN's attention of prompts over a paged KV cache: a call for each chunk, or for several of about one length.
+
+Chunks are taken as the next power of two of tokens (`attention.padded`), so that few plans serve all; chunks of one
+such size go together, two or four in a call, as packed sequences. Needs the package nvidia-cudnn-frontend and the
+library cuDNN 9; no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lockstep.backends.tensorrt import cuda
+from lockstep.backends.tensorrt.attention import LARGEST_BATCH, Call, Chunks, padded
+from lockstep.backends.tensorrt.fused_form import PAGE, Form
+from lockstep.backends.tensorrt.staging import Staging
+from lockstep.backends.tensorrt.v8_6.needs import require_cudnn
+from lockstep.errors import CheckError
+
+cudnn = require_cudnn()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Chunks first to last of a pass, all padded to `tokens`; `at`: of its offsets among all."""
+
+    tokens: int
+    first: int
+    last: int
+    at: int
+
+
+class PromptAttention:
+    """Attention of the chunks of a pass, over caches of `pages` pages; a row has up to `pages_per_row`."""
+
+    def __init__(self, forms: Sequence[Form], rows: int, pages: int, pages_per_row: int, stream: cuda.Stream):
+        self._pages, self._stream = pages, stream
+        self._new, self._held = (cuda.zeros((rows,), "i4") for _ in range(2))
+        self._table = cuda.zeros((rows, pages_per_row), "i4")
+        widths = {form.heads * dim for form in forms for dim in (form.head_dim, form.value_dim)}
+        # where each chunk of a batch begins, and where its last one ends, in numbers of so many a token
+        self._offsets = {width: cuda.zeros((2 * rows,), "i4") for width in sorted(widths)}
+        arrays = (self._new, self._held, self._table, *self._offsets.values())
+        self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
+        self._batches: list[_Batch] = []
+        self._chunks: Chunks = ()
+
+    def begin(self, chunks: Chunks, table: np.ndarray) -> None:
+        """Send what the calls of a pass read of its chunks: new tokens, all tokens, pages (table [rows, pages_per_row]:
+        of each row), offsets."""
+        self._chunks, self._batches = chunks, []
+        offsets: list[int] = []
+        sizes = [padded(high - low) for _, _, low, high in chunks]
+        first = 0
+        for tokens, group in itertools.groupby(sizes):
+            left = len(list(group))
+            while left:
+                count = min(LARGEST_BATCH, 1 << (left.bit_length() - 1))
+                self._batches.append(_Batch(tokens, first, first + count, len(offsets)))
+                offsets += [low for _, _, low, _ in chunks[first : first + count]] + [chunks[first + count - 1][3]]
+                first, left = first + count, left - count
+        count, starts = len(chunks), np.array(offsets)
+        pairs = [
+            (self._new[:count], np.array([high - low for _, _, low, high in chunks])),
+            (self._held[:count], np.array([start + high - low for _, start, low, high in chunks])),
+            (self._table[:count], table[[row for row, *_ in chunks]]),
+        ]
+        pairs += [(array[: len(starts)], starts * width) for width, array in self._offsets.items()]
+        self._staging.send(self._stream, pairs)
+
+    def calls(
+        self, form: Form, scale: float, query: cuda.Array, keys: cuda.Array, values: cuda.Array, out: cuda.Array
+    ) -> list[Call]:
+        """Attention of rotated queries [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim],
+        over keys, values [pages, num_kv_heads, 64, dim], which hold the new ones too: each token sees itself and what
+        is before it."""
+        made: list[Call] = []
+        for batch in self._batches:
+            size = _Size(form, scale, batch.tokens, self._pages, self._table.shape[1], batch.last - batch.first)
+            plan = _batch_plan(size, self._stream) if size.batch > 1 else None
+            if plan is not None:
+                chosen = slice(batch.first, batch.last)
+                offsets = [
+                    self._offsets[form.heads * dim][batch.at : batch.at + size.batch + 1]
+                    for dim in (form.head_dim, form.value_dim)
+                ]
+                made.append(
+                    plan.call(
+                        query, keys, values, self._table[chosen], self._new[chosen], self._held[chosen], out, offsets
+                    )
+                )
+                continue
+            plan = _plan(replace(size, batch=1), self._stream)
+            for number in range(batch.first, batch.last):
+                _, _, low, high = self._chunks[number]
+                one = slice(number, number + 1)
+                made.append(
+                    plan.call(
+                        query[low:high], keys, values, self._table[one], self._new[one], self._held[one], out[low:high]
+                    )
+                )
+        return made
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What a plan of cuDNN is made for: `batch` chunks of up to `tokens` tokens."""
+
+    form: Form
+    scale: float
+    tokens: int
+    pages: int
+    pages_per_row: int
+    batch: int
+
+
+@functools.cache
+def _handle(stream: cuda.Stream) -> Any:
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=stream.handle)
+    return handle
+
+
+@functools.cache
+def _plan(size: _Size, stream: cuda.Stream) -> _Plan:
+    return _Plan(size, stream)
+
+
+@functools.cache
+def _batch_plan(size: _Size, stream: cuda.Stream) -> _Plan | None:
+    """None where this cuDNN has no attention of packed sequences over pages: they are taken one by one then."""
+    try:
+        return _Plan(size, stream)
+    except CheckError:
+        return None
+
+
+class _Plan:
+    """cuDNN's plan of one size, with the memory that it works in. Each token sees itself and what is before it (bottom
+    right). A batch of several is packed: offsets say where each begins; one alone may begin anywhere."""
+
+    _workspace: cuda.Array | None = None
+
+    def __init__(self, size: _Size, stream: cuda.Stream):
+        form, batch = size.form, size.batch
+        kind = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[form.dtype]
+        handle = _handle(stream)
+        graph = cudnn.pygraph(
+            io_data_type=kind,
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+            handle=handle,
+        )
+
+        def packed(dim: int) -> dict[str, list[int]]:
+            width = form.heads * dim
+            return {"dim": [batch, form.heads, size.tokens, dim], "stride": [size.tokens * width, dim, width, 1]}
+
+        def paged(name: str, dim: int) -> Any:
+            page = PAGE * dim
+            return graph.tensor(
+                name=name,
+                dim=[size.pages, form.kv_heads, PAGE, dim],
+                stride=[form.kv_heads * page, page, dim, 1],
+                data_type=kind,
+            )
+
+        def integers(name: str, requests: int, count: int) -> Any:
+            return graph.tensor(
+                name=name, dim=[requests, 1, count, 1], stride=[count, count, 1, 1], data_type=cudnn.data_type.INT32
+            )
+
+        inputs = {
+            "query": graph.tensor(name="query", data_type=kind, **packed(form.head_dim)),
+            "keys": paged("keys", form.head_dim),
+            "values": paged("values", form.value_dim),
+            "key_table": integers("key_table", batch, size.pages_per_row),
+            "value_table": integers("value_table", batch, size.pages_per_row),
+            "new": integers("new", batch, 1),
+            "held": integers("held", batch, 1),
+        }
+        if batch > 1:
+            inputs |= {name: integers(name, batch + 1, 1) for name in ("query_offsets", "out_offsets")}
+        window = {"diagonal_band_left_bound": form.window} if form.window else {}
+        try:
+            if batch > 1:
+                inputs["query"].set_ragged_offset(inputs["query_offsets"])
+            out, _ = graph.sdpa(
+                name="attention",
+                q=inputs["query"],
+                k=inputs["keys"],
+                v=inputs["values"],
+                generate_stats=False,
+                attn_scale=size.scale,
+                use_padding_mask=True,
+                seq_len_q=inputs["new"],
+                seq_len_kv=inputs["held"],
+                paged_attention_k_table=inputs["key_table"],
+                paged_attention_v_table=inputs["value_table"],
+                paged_attention_max_seq_len_kv=size.pages_per_row * PAGE,
+                diagonal_alignment=cudnn.diagonal_alignment.BOTTOM_RIGHT,
+                diagonal_band_right_bound=0,
+                **window,
+            )
+            layout = packed(form.value_dim)
+            out.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"]).set_data_type(kind)
+            if batch > 1:
+                out.set_ragged_offset(inputs["out_offsets"])
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([cudnn.heur_mode.A])
+            graph.check_support()
+            graph.build_plans()
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+            raise CheckError(
+                f"cuDNN {cudnn.backend_version()}: no attention for {size}: "
+                f"{' '.join(str(error).split())}; build with attention: traced"
+            ) from error
+        self._graph, self._inputs, self._out, self._handle = graph, inputs, out, handle
+        nbytes = max(1, graph.get_workspace_size())
+        if _Plan._workspace is None or _Plan._workspace.nbytes < nbytes:
+            # plans that hold a smaller one keep it
+            _Plan._workspace = cuda.empty((nbytes,), "u1", "attention to work in")
+        self._work = _Plan._workspace
+
+    def call(
+        self,
+        query: cuda.Array,
+        keys: cuda.Array,
+        values: cuda.Array,
+        table: cuda.Array,
+        new: cuda.Array,
+        held: cuda.Array,
+        out: cuda.Array,
+        offsets: Sequence[cuda.Array] = (),
+    ) -> Call:
+        arrays = {
+            "query": query,
+            "keys": keys,
+            "values": values,
+            "key_table": table,
+            "value_table": table,
+            "new": new,
+            "held": held,
+            **dict(zip(("query_offsets", "out_offsets"), offsets)),
+        }
+        addresses = {self._inputs[name]: array.address for name, array in arrays.items()} | {self._out: out.address}
+        return lambda: self._graph.execute(addresses, self._work.address, handle=self._handle)

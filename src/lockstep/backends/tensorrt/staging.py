@@ -1,0 +1,37 @@
+"""Uploads that nobody waits for: small host arrays go through page-locked memory, two pieces in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.backends.tensorrt import cuda
+
+_ALIGNMENT = 16  # bytes
+
+
+class Staging:
+    """Page-locked memory that uploads of up to `nbytes` in `arrays` arrays go through.
+
+    A piece is written again once its last copies are through, which an event tells: the host waits only when it is two
+    uploads ahead of the device.
+    """
+
+    def __init__(self, nbytes: int, arrays: int):
+        size = nbytes + arrays * _ALIGNMENT
+        self._pieces = [(cuda.pinned((size,), np.uint8), cuda.Event()) for _ in range(2)]
+
+    def send(self, stream: cuda.Stream, pairs: Sequence[tuple[cuda.Array, np.ndarray]]) -> None:
+        """Put copies on the stream: of each pair a host array, of any integer or floating dtype, into a device array of
+        the same shape. The host arrays may change as soon as this returns."""
+        self._pieces.reverse()
+        piece, sent = self._pieces[0]
+        sent.wait()
+        at = 0
+        for array, values in pairs:
+            host = piece[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+            host[...] = values
+            stream.upload(array, host)
+            at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        sent.record(stream)
