@@ -4,14 +4,16 @@ GPU."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.faults.fault import Fault
-from lockstep.step import host, kv_cache, plan
+from lockstep.step import host, kv_cache, pages, plan
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -35,88 +37,112 @@ def _in(owner: Any, name: str, wrap: Wrap) -> Callable[[], AbstractContextManage
 
 
 def _written_late(right):
-    def write(self, layer, row, start, key, value):
-        late = start + 1 if start + 1 + len(key) <= self.capacity else start
-        right(self, layer, row, late, key, value)
+    def write(self, layer, place, start, key, value):
+        late = start + 1 if start + 1 + len(key) <= place.capacity else start
+        right(self, layer, place, late, key, value)
 
     return write
 
 
 def _written_to_row_before(right):
-    return lambda self, layer, row, start, key, value: right(self, layer, max(row - 1, 0), start, key, value)
-
-
-def _second_chunk_lost(right):
-    def write(self, layer, row, start, key, value):
-        if not start:
-            right(self, layer, row, start, key, value)
+    def write(self, layer, place, start, key, value):
+        right(self, layer, replace(place, row=max(place.row - 1, 0)), start, key, value)
 
     return write
 
 
-def _growth_forgets(right):
-    def resize(self, capacity):
-        right(self, capacity)
-        for array in (*self.keys, *self.values):
-            array[:] = 0
+def _second_chunk_lost(right):
+    def write(self, layer, place, start, key, value):
+        if not start:
+            right(self, layer, place, start, key, value)
 
-    return resize
+    return write
+
+
+def _past_one_short(right):
+    def past(self, index, chunk, kind):
+        pair = right(self, index, chunk, kind)
+        if chunk.start > 1:
+            for array in pair:
+                self._calls.append(functools.partial(array[:, :, -1].fill, 0))
+        return pair
+
+    return past
+
+
+def _growth_forgets(right):
+    def reserve(self, slot, length):
+        before, moved = self._places.get(slot), right(self, slot, length)
+        if before not in (None, self._places[slot]):
+            for pair in self._row(self._places[slot]):
+                for array in pair:
+                    array[:] = 0
+        return moved
+
+    return reserve
 
 
 def _growth_loses_last(right):
-    def resize(self, capacity):
-        used = min(int(self.lengths.max()), self.capacity)
-        right(self, capacity)
-        if used:
-            for array in (*self.keys, *self.values):
-                array[:, :, :, used - 1] = 0
+    def reserve(self, slot, length):
+        before, moved = self._places.get(slot), right(self, slot, length)
+        if before not in (None, self._places[slot]) and self.lengths[slot]:
+            for pair in self._row(self._places[slot]):
+                for array in pair:
+                    array[:, :, int(self.lengths[slot]) - 1] = 0
+        return moved
 
-    return resize
+    return reserve
+
+
+def _rows_grow_empty(right):
+    return lambda self, old, shape: right(self, None, shape)
 
 
 def _plans_outlive_growth(right):
-    def reserve(self, length):
-        right(self, length)
+    def reserve(self, slot, length):
+        right(self, slot, length)
         return False
 
     return reserve
 
 
 def _stale_after_reset(right):
-    def reset(self, row):
-        self.lengths[row] = 0
+    def drop(self, place):
+        self._rows[place.capacity].slots[place.row] = None
 
-    return reset
+    return drop
 
 
 def _view_of_row_before(right):
-    def view(self, layer, low, high):
-        return right(self, layer, low - 1, high - 1) if high - low == 1 and low else right(self, layer, low, high)
+    def view(self, layer, capacity, low, high):
+        back = 1 if high - low == 1 and low else 0
+        return right(self, layer, capacity, low - back, high - back)
 
     return view
 
 
 def _row_3_not_written(right):
-    def write_each(self, group, rows, starts, key, value):
+    def write_each(self, group, capacity, rows, starts, key, value):
         kept = rows != 3
-        right(self, group, rows[kept], starts[kept], key[:, kept], value[:, kept])
+        right(self, group, capacity, rows[kept], starts[kept], key[:, kept], value[:, kept])
 
     return write_each
 
 
 def _rows_written_swapped(right):
-    def write_each(self, group, rows, starts, key, value):
+    def write_each(self, group, capacity, rows, starts, key, value):
         step = -1 if len(rows) > 2 else 1
-        right(self, group, rows, starts, key[:, ::step], value[:, ::step])
+        right(self, group, capacity, rows, starts, key[:, ::step], value[:, ::step])
 
     return write_each
 
 
 def _last_layer_not_written(right):
-    def write_each(self, group, rows, starts, key, value):
-        kept = self.keys[group][-1].copy(), self.values[group][-1].copy()
-        right(self, group, rows, starts, key, value)
-        self.keys[group][-1], self.values[group][-1] = kept
+    def write_each(self, group, capacity, rows, starts, key, value):
+        arrays = self._rows[capacity]
+        kept = arrays.keys[group][-1].copy(), arrays.values[group][-1].copy()
+        right(self, group, capacity, rows, starts, key, value)
+        arrays.keys[group][-1], arrays.values[group][-1] = kept
 
     return write_each
 
@@ -125,28 +151,29 @@ def _last_layer_not_written(right):
 
 
 def _gaps_closed(right):
-    def write_decoded(self, rows):
-        if len(rows):
-            starts = self.position_ids[rows - self.layout.low]
-            for group, (keys, values) in enumerate(self._new):
-                self._cache.write_each(group, rows, starts, keys[:, : len(rows)], values[:, : len(rows)])
+    def write_decoded(self, decoded):
+        for part, tokens, new in zip(self.layout.decoding, self.layout.slices(), self._new):
+            rows = decoded[part.capacity]
+            starts = self.position_ids[tokens][rows - part.low]
+            for group, (keys, values) in enumerate(new):
+                self._cache.write_each(group, part.capacity, rows, starts, keys[:, : len(rows)], values[:, : len(rows)])
 
     return write_decoded
 
 
 def _chunks_from_zero(right):
-    def pack(made, advances):
-        rows = right(made, advances)
-        for chunk, first in zip(made.layout.chunks, made.layout.offsets()):
-            made.position_ids[first : first + chunk.count] = np.arange(chunk.count)
+    def pack(self, made, advances):
+        rows = right(self, made, advances)
+        for chunk, tokens in zip(made.layout.chunks, made.layout.slices()[len(made.layout.decoding) :]):
+            made.position_ids[tokens] = np.arange(chunk.count)
         return rows
 
     return pack
 
 
 def _row_before_of_chunks(right):
-    def pack(made, advances):
-        rows = right(made, advances)
+    def pack(self, made, advances):
+        rows = right(self, made, advances)
         for i, advance in enumerate(advances):
             made.logit_rows[i] -= len(advance.tokens) > 1
         return rows
@@ -179,13 +206,11 @@ def _table(change: Callable[[np.ndarray], None]) -> Callable[[], AbstractContext
 
     def wrap(right):
         def reserve(self, ends, lengths, stream):
-            held = sum(map(len, self._pages.values()))
+            held = list(self._sent)
             moved = right(self, ends, lengths, stream)
-            if sum(map(len, self._pages.values())) > held:
-                self._sent.wait()
+            if self._sent != held:
                 change(self._host_table)
-                stream.upload(self._table, self._host_table)
-                self._sent.record(stream)
+                self._table_staging.send(stream, [(self._table, self._host_table)])
             return moved
 
         return reserve
@@ -216,12 +241,13 @@ def _last_pages_swapped(table: np.ndarray) -> None:
 
 
 def _pages_given_twice(right):
-    def reset(self, row, stream):
-        pages = list(self._pages[row])
-        right(self, row, stream)
-        self._free += pages
+    """Of `PagePool`."""
 
-    return reset
+    def release(self, pages):
+        right(self, pages)
+        self._free += [page for page in pages if page in self._free]
+
+    return release
 
 
 def _chunk_length_short(right):
@@ -255,14 +281,26 @@ FAULTS = (
     ),
     Fault(
         "cache-growth",
-        "what the cache held is lost when it grows",
-        runtime=_in(kv_cache.KVCache, "_resize", _growth_forgets),
+        "what a request held is lost when it outgrows its row",
+        runtime=_in(kv_cache.KVCache, "reserve", _growth_forgets),
         **_HOST,
     ),
     Fault(
         "cache-growth-last",
-        "the last row is lost when the cache grows",
-        runtime=_in(kv_cache.KVCache, "_resize", _growth_loses_last),
+        "the last token is lost when a request outgrows its row",
+        runtime=_in(kv_cache.KVCache, "reserve", _growth_loses_last),
+        **_HOST,
+    ),
+    Fault(
+        "cache-rows",
+        "what other requests hold is lost when a row is added beside theirs",
+        runtime=_in(kv_cache.KVCache, "_grown", _rows_grow_empty),
+        **_HOST,
+    ),
+    Fault(
+        "cache-past",
+        "the last token before a chunk is hidden from it",
+        runtime=_in(plan.Plan, "_past", _past_one_short),
         **_HOST,
     ),
     Fault(
@@ -274,7 +312,7 @@ FAULTS = (
     Fault(
         "cache-stale",
         "a row is not cleared for the next request, which masks what it holds",
-        runtime=_in(kv_cache.KVCache, "reset", _stale_after_reset),
+        runtime=_in(kv_cache.KVCache, "_drop_row", _stale_after_reset),
         **_HOST,
     ),
     Fault(
@@ -310,13 +348,13 @@ FAULTS = (
     Fault(
         "step-chunk-positions",
         "positions of each chunk begin at 0",
-        runtime=_in(host, "_pack", _chunks_from_zero),
+        runtime=_in(host.HostExecutor, "_pack", _chunks_from_zero),
         **_HOST,
     ),
     Fault(
         "step-chunk-row",
         "logits of a prompt's last token but one",
-        runtime=_in(host, "_pack", _row_before_of_chunks),
+        runtime=_in(host.HostExecutor, "_pack", _row_before_of_chunks),
         **_HOST,
     ),
     Fault(
@@ -340,7 +378,7 @@ FAULTS = (
     Fault(
         "pages-twice",
         "pages of a request that ended are given out twice",
-        runtime=_fused("reset", _pages_given_twice),
+        runtime=_in(pages.PagePool, "release", _pages_given_twice),
         **_GPU,
     ),
     Fault("pages-length", "a chunk's past one token short", runtime=_fused("begin", _chunk_length_short), **_GPU),
