@@ -2,7 +2,6 @@
 missing is said first."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -171,11 +170,9 @@ def test_contestants_of_our_environment_agree_on_a_tiny_shape(tmp_path):
 
 
 def test_without_tensorrt_the_gpu_benchmark_says_so_before_it_makes_anything(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work")], capture_output=True, text=True
-    )
+    ended = CliRunner().invoke(bench, ["gpu", "--work", str(tmp_path / "work")])
     assert (
-        ended.returncode == 2
+        ended.exit_code == 2
         and ended.stderr.startswith("lockstep: error: backend tensorrt: ")
         and "Traceback" not in ended.stderr
     )
@@ -283,18 +280,8 @@ def test_logits_that_are_not_finite_agree_with_nothing_and_can_be_recorded(tmp_p
 
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "gpu",
-        "--work",
-        str(tmp_path / "work"),
-        "--shape",
-        str(tmp_path / "gpt2.json"),
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 2 and ended.stderr.splitlines() == [
+    ended = CliRunner().invoke(bench, ["gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")])
+    assert ended.exit_code == 2 and ended.stderr.splitlines() == [
         f"lockstep: error: {tmp_path}/gpt2.json: model_type: expected llama, which is what runs beside it in "
         f"transformers, found 'gpt2'; name another shape"
     ]
@@ -309,9 +296,8 @@ def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     ],
 )
 def test_an_option_of_the_gpu_benchmark_that_is_no_json_is_one_line(tmp_path, option, found):
-    command = [sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work"), "--option", option]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    ended = CliRunner().invoke(bench, ["gpu", "--work", str(tmp_path / "work"), "--option", option])
+    assert ended.exit_code == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1] == (
         f"Error: Invalid value for '--option': expected NAME=JSON, such "
         f"as optimization_level=3 or tactics='\"record\"', found {found}"
