@@ -14,7 +14,6 @@ from lockstep.artifacts.files import sha256_file
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.checkpoint.tokenizer_file import check_loads
-from lockstep.export import export
 from lockstep.provenance.cache.store import Cache
 from lockstep.targets import Results
 from lockstep.verify import golden
@@ -30,6 +29,8 @@ def demo(shared: Shared) -> Results:
 
 
 def _make_demo(folder: Path) -> None:
+    from lockstep.export import export  # loads torch
+
     results = Results(folder)
     checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
     for precision in ("fp32", "fp16"):
