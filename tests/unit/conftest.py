@@ -44,6 +44,21 @@ def _make_demo(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
+def demo_bf16(shared: Shared) -> Results:
+    """Results of "demo-llama" in bf16: checkpoint, weights, graphs. Read only."""
+
+    def make(folder: Path) -> None:
+        from lockstep.export import export  # loads torch
+
+        results = Results(folder)
+        checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
+        export(checkpoint, "bf16", results.assembly("demo-llama", "bf16"))
+        convert(checkpoint, "bf16", results.weights("demo-llama", "bf16"))
+
+    return Results(shared.folder("demo-bf16", make))
+
+
+@pytest.fixture(scope="session")
 def references(demo: Results, shared: Shared) -> Results:
     """`demo` with the references of 2 and all layers, for the prompts and texts of config/config.yaml."""
 

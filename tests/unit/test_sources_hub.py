@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 from safetensors.numpy import save
 
 from calls import call
@@ -256,7 +256,8 @@ def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> 
     assert user.fetch().commit == commit and not lost_files(user.out)
 
 
-def test_a_dropped_download_goes_on_with_a_range(user: User, hub: HubServer) -> None:
+def test_a_dropped_download_goes_on_with_a_range(user: User, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)  # before each of five attempts
     hub.model(NAME, model(**{"model.safetensors": weights(size=8 << 20)}))
     hub.drop_after = 25_000_000
     assert user.error() == (

@@ -57,11 +57,10 @@ BUILD = (
 
 
 @pytest.fixture(scope="session")
-def assemblies(demo, shared) -> dict[str, Path]:
+def assemblies(demo, demo_bf16) -> dict[str, Path]:
     """{precision: assembly.json} of the demo."""
-    config = json.loads((DEMO / "config.json").read_text())
     found = {precision: demo.assembly(MODEL, precision) for precision in ("fp32", "fp16")}
-    return {**found, "bf16": shared.exported(config, "bf16") / "assembly.json"}
+    return {**found, "bf16": demo_bf16.assembly(MODEL, "bf16")}
 
 
 @pytest.fixture(scope="session")
