@@ -2,7 +2,7 @@
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make test                     runs the tests, one process a core; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
-#   make test-unit                runs the unit tests that export no model; ARGS as above
+#   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;

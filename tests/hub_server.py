@@ -101,6 +101,7 @@ class HubServer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two writes: the second would wait for an answer to the first
     server_hub: HubServer
 
     def log_message(self, *_: object) -> None:

@@ -6,9 +6,12 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.files import sha256_json
+
+if TYPE_CHECKING:
+    from lockstep.artifacts.assembly import Assembly
 
 WORKER = "PYTEST_XDIST_WORKER"  # set by pytest-xdist in each of its processes
 
@@ -34,6 +37,22 @@ class Shared:
                 make(folder)
                 done.touch()
         return folder
+
+    def assembled(self, config: dict[str, Any], precision: str) -> tuple[dict[str, bytes], Assembly]:
+        """Graphs by file name and the assembly of a config.json, as `assemble` gives them: no other model is made to
+        check their numbers."""
+        from lockstep.artifacts.assembly import Assembly
+        from lockstep.export.run import assemble  # loads torch
+        from lockstep.export.tracer import meta_model
+
+        def make(folder: Path) -> None:
+            files, assembly = assemble(meta_model(config, precision), config, precision)
+            for name, data in files.items():
+                (folder / name).write_bytes(data)
+            assembly.save(folder / "assembly.json")
+
+        folder = self.folder(f"assembled/{sha256_json([config, precision])}", make)
+        return {path.name: path.read_bytes() for path in folder.glob("*.onnx")}, Assembly.load(folder / "assembly.json")
 
     def exported(self, config: dict[str, Any], precision: str) -> Path:
         """The folder with assembly.json and graphs of a config.json without a checkpoint, as `export_config` gives

@@ -14,7 +14,6 @@ from lockstep.artifacts.files import sha256_file
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.checkpoint.tokenizer_file import check_loads
-from lockstep.export import export
 from lockstep.provenance.cache.store import Cache
 from lockstep.targets import Results
 from lockstep.verify import golden
@@ -30,6 +29,8 @@ def demo(shared: Shared) -> Results:
 
 
 def _make_demo(folder: Path) -> None:
+    from lockstep.export import export  # loads torch
+
     results = Results(folder)
     checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
     for precision in ("fp32", "fp16"):
@@ -40,6 +41,21 @@ def _make_demo(folder: Path) -> None:
             "onnxruntime",
             results.engines("demo-llama", precision, "onnxruntime"),
         )
+
+
+@pytest.fixture(scope="session")
+def demo_bf16(shared: Shared) -> Results:
+    """Results of "demo-llama" in bf16: checkpoint, weights, graphs. Read only."""
+
+    def make(folder: Path) -> None:
+        from lockstep.export import export  # loads torch
+
+        results = Results(folder)
+        checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
+        export(checkpoint, "bf16", results.assembly("demo-llama", "bf16"))
+        convert(checkpoint, "bf16", results.weights("demo-llama", "bf16"))
+
+    return Results(shared.folder("demo-bf16", make))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -13,16 +15,18 @@ from checkpoints import write
 
 from lockstep import weights
 from lockstep.checkpoint import resolve
+from lockstep.errors import guard
 from lockstep.pipeline.step import Step
 from lockstep.provenance import run as stage
 
 MB = 1 << 20
 RUN = """import sys
 from pathlib import Path
-sys.path[:0] = sys.argv[4:]
+sys.path[:0] = [sys.argv[1]]
 from lockstep.errors import guard
 from shared_cache import convert
-with guard(): convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+with guard():
+    for folder in sys.argv[4:]: convert(Path(sys.argv[2]), Path(folder), sys.argv[3])
 """
 
 
@@ -49,19 +53,24 @@ def never() -> Path:
     raise AssertionError("it was made, though the cache has it")
 
 
-def start(manifest: Path, folder: Path, cache: Path, **options) -> subprocess.Popen:
-    """`convert` in a process of its own."""
+def start(manifest: Path, cache: Path, *folders: Path) -> subprocess.Popen:
+    """`convert` into one folder after another, in a process of its own."""
     here = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if name != "LOCKSTEP_CACHE"}
-    command = [sys.executable, "-c", RUN, *map(str, (manifest, folder, cache, here))]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, **options)
+    command = [sys.executable, "-c", RUN, *map(str, (here, manifest, cache, *folders))]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def run(manifest: Path, folder: Path, cache: Path, **options) -> tuple[int, str]:
-    """Exit code and stderr of `convert` in a process of its own."""
-    process = start(manifest, folder, cache, **options)
-    said = process.communicate()[1]
-    return process.returncode, said
+def run(manifest: Path, folder: Path, cache: Path) -> tuple[int, str]:
+    """Exit code and stderr of a command that is `convert`, in this process."""
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stderr(said):
+        try:
+            with guard():
+                convert(manifest, folder, cache)
+        except SystemExit as ended:
+            code = ended.code
+    return code, said.getvalue()
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -2,7 +2,6 @@
 missing is said first."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
 from lockstep.errors import InputError
-from lockstep.export.run import export_config
 from lockstep.provenance import code_identity
 from lockstep.runtime import Advance, Model
 
@@ -33,6 +31,15 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
     "max_position_embeddings": 128,
+}
+
+# Another rotary base, epsilon and head size than Llama-2's.
+SHAPE = {
+    **TINY,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+    "rms_norm_eps": 0.05,
+    "head_dim": 16,
+    "eos_token_id": [7, 2],
 }
 
 
@@ -171,11 +178,9 @@ def test_contestants_of_our_environment_agree_on_a_tiny_shape(tmp_path):
 
 
 def test_without_tensorrt_the_gpu_benchmark_says_so_before_it_makes_anything(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work")], capture_output=True, text=True
-    )
+    ended = CliRunner().invoke(bench, ["gpu", "--work", str(tmp_path / "work")])
     assert (
-        ended.returncode == 2
+        ended.exit_code == 2
         and ended.stderr.startswith("lockstep: error: backend tensorrt: ")
         and "Traceback" not in ended.stderr
     )
@@ -183,10 +188,9 @@ def test_without_tensorrt_the_gpu_benchmark_says_so_before_it_makes_anything(tmp
 
 
 @pytest.mark.exports
-def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(tmp_path):
+def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(tmp_path, shared):
     """All but the GPU: what the benchmark makes opens and steps, and its weights are as their manifest says."""
-    assembly = tmp_path / "graphs" / "assembly.json"
-    export_config({**TINY, "eos_token_id": [7, 2]}, "fp16", assembly.parent)
+    assembly = shared.exported(SHAPE, "fp16") / "assembly.json"
     weights = gpu.random_weights(Assembly.load(assembly), tmp_path / "weights")
     model = Model.open(
         build(assembly, "onnxruntime", tmp_path / "engines" / "engines.json"), assembly, weights, "all", 2, 16
@@ -199,17 +203,10 @@ def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(
         Model.open(tmp_path / "engines" / "engines.json", assembly, weights, "all", 2, 16)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_path, shared, tied):
-    """On a CPU: what its engines are checked against is the model of the config, here with another rotary base, epsilon
-    and head size than Llama-2's."""
-    config = {
-        **TINY,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-        "rms_norm_eps": 0.05,
-        "head_dim": 16,
-        "tie_word_embeddings": tied,
-    }
+    """On a CPU: what its engines are checked against is the model of the config."""
+    config = {**SHAPE, "tie_word_embeddings": True} if tied else SHAPE
     assembly = shared.exported(config, "fp16") / "assembly.json"
     weights = gpu.random_weights(Assembly.load(assembly), tmp_path / "weights")
     request = {
@@ -244,7 +241,7 @@ def test_transformers_that_cannot_run_beside_it_are_told_before_anything_is_made
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU, on a machine with one too
     with pytest.raises(InputError, match=found):
         gpu.run(
-            shared.exported(TINY, "fp16") / "assembly.json",
+            shared.exported(SHAPE, "fp16") / "assembly.json",
             tmp_path / "work",
             tmp_path / "record.json",
             1,
@@ -283,18 +280,8 @@ def test_logits_that_are_not_finite_agree_with_nothing_and_can_be_recorded(tmp_p
 
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "gpu",
-        "--work",
-        str(tmp_path / "work"),
-        "--shape",
-        str(tmp_path / "gpt2.json"),
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 2 and ended.stderr.splitlines() == [
+    ended = CliRunner().invoke(bench, ["gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")])
+    assert ended.exit_code == 2 and ended.stderr.splitlines() == [
         f"lockstep: error: {tmp_path}/gpt2.json: model_type: expected llama, which is what runs beside it in "
         f"transformers, found 'gpt2'; name another shape"
     ]
@@ -309,9 +296,8 @@ def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     ],
 )
 def test_an_option_of_the_gpu_benchmark_that_is_no_json_is_one_line(tmp_path, option, found):
-    command = [sys.executable, "-m", "benchmarks", "gpu", "--work", str(tmp_path / "work"), "--option", option]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    ended = CliRunner().invoke(bench, ["gpu", "--work", str(tmp_path / "work"), "--option", option])
+    assert ended.exit_code == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1] == (
         f"Error: Invalid value for '--option': expected NAME=JSON, such "
         f"as optimization_level=3 or tactics='\"record\"', found {found}"

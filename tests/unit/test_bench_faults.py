@@ -2,13 +2,14 @@
 so."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
 import onnx
 import pytest
 from benchmarks.__main__ import bench
-from benchmarks.faults import page
+from benchmarks.faults import models, page
 from benchmarks.faults import run as faults
 from benchmarks.faults.case import Case, Setting, plant
 from benchmarks.faults.edit import Edit
@@ -31,7 +32,19 @@ def rows_of(record, name):
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory):
+def graphs(demo):
+    """Have the benchmark take the graphs of the demo that other tests share, which it would export."""
+
+    def take(checkpoint, precision, out):
+        shutil.copytree(demo.assembly("demo-llama", precision).parent, out.parent)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models.lockstep, "export_graphs", take)
+        yield
+
+
+@pytest.fixture(scope="module")
+def record(graphs, tmp_path_factory):
     """One fault for each way to end, in fp32."""
     said = []
     names = ("scale-sqrt-2", "capacity-1", "slots-gate-up", "cache-late")
@@ -92,7 +105,7 @@ def test_the_score_counts_the_harmful_and_messages_name_no_folder(record):
 
 
 @pytest.mark.exports
-def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(tmp_path):
+def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(graphs, tmp_path):
     docs = tmp_path / "docs"
     arguments = [
         "faults",

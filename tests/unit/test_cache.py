@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from checkpoints import error_of
 from shared_cache import checkpoint, contents, convert, never, start
 
+from calls import call
 from lockstep import backends
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.pipeline.step import Step
@@ -201,7 +201,7 @@ def test_a_cache_that_is_a_file_costs_nothing_that_was_there(tmp_path: Path) -> 
     convert(manifest, tmp_path / "fp32", "")
     before = contents(tmp_path / "fp32")
     (tmp_path / "file").touch()
-    process = start(manifest, tmp_path / "fp32", tmp_path / "file")
+    process = start(manifest, tmp_path / "file", tmp_path / "fp32")
     said = process.communicate()[1]
     assert (
         process.returncode == 2
@@ -281,12 +281,7 @@ def test_a_clock_that_was_set_back_drops_nothing_in_the_making(filled: Cache) ->
 
 
 def lockstep(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "lockstep", "cache", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    return call("lockstep", ("cache", *map(str, arguments)), Path.cwd(), {**os.environ, **environment})
 
 
 def test_the_commands(tmp_path: Path, filled: Cache) -> None:

@@ -23,21 +23,22 @@ from lockstep.provenance.cache.upkeep import IN_THE_MAKING, look, prune, verify
 
 
 def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_path: Path, cache: Cache) -> None:
-    manifests = [checkpoint(tmp_path / str(seed), seed, megabytes=2) for seed in range(3)]
+    manifests = [checkpoint(tmp_path / str(seed), seed, megabytes=2) for seed in range(2)]
     undisturbed = [
         contents(convert(manifest, tmp_path / str(seed) / "undisturbed", "").parent)
         for seed, manifest in enumerate(manifests)
     ]
     pruning = subprocess.Popen([sys.executable, "-c", PRUNE, cache.folder])
     try:
-        for round in range(2):
-            machines = [(seed, folder, start(manifest, folder, cache.folder)) for seed, manifest in enumerate(manifests)
-                        for folder in (tmp_path / f"{round}-{seed}-{name}" for name in "ab")]  # fmt: skip
-            for seed, folder, process in machines:
-                said = process.communicate()[1]
-                assert process.returncode == 0 and "Traceback" not in said and contents(folder) == undisturbed[seed], (
-                    said
-                )
+        machines = [
+            (seed, folders, start(manifest, cache.folder, *folders))
+            for seed, manifest in enumerate(manifests)
+            for folders in ([tmp_path / f"{seed}-{name}-{round}" for round in range(6)] for name in "ab")
+        ]
+        for seed, folders, process in machines:
+            said = process.communicate()[1]
+            assert process.returncode == 0 and "Traceback" not in said, said
+            assert all(contents(folder) == undisturbed[seed] for folder in folders), said
         assert pruning.poll() is None, "it prunes all the while"
     finally:
         pruning.kill()
@@ -70,7 +71,7 @@ def test_killed_while_it_puts(tmp_path: Path, cache: Cache, moments: int) -> Non
     chance, killed = random.Random(4), 0
     for pause in [0, *(chance.uniform(0, 0.1) for _ in range(moments))]:
         shutil.rmtree(cache.folder, ignore_errors=True)
-        process = start(manifest, tmp_path / "killed", cache.folder)
+        process = start(manifest, cache.folder, tmp_path / "killed")
         wait_for(process, lambda: any(cache.folder.rglob("*.tmp")))
         time.sleep(pause)
         process.kill()
@@ -93,7 +94,7 @@ def test_killed_while_it_takes(tmp_path: Path, cache: Cache) -> None:
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
     out = tmp_path / "killed"
     convert(checkpoint(tmp_path / "earlier", seed=1), out, "")
-    process = start(manifest, out, cache.folder)
+    process = start(manifest, cache.folder, out)
     wait_for(process, lambda: any(out.glob(".weights.safetensors.*.tmp")))
     process.kill()
     process.communicate()

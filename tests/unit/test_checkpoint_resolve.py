@@ -347,6 +347,7 @@ def run_printed_command(line: str) -> None:
     subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True)
 
 
+@pytest.mark.exports
 def test_pickled_weights_are_refused_and_the_printed_command_converts_them(tmp_path):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -367,6 +368,7 @@ def test_pickled_weights_are_refused_and_the_printed_command_converts_them(tmp_p
     assert manifest_of(folder)["tensors"].keys() == model.state_dict().keys()
 
 
+@pytest.mark.exports
 def test_an_absent_tokenizer_is_named_and_the_printed_command_makes_it(tmp_path):
     folder = write(tmp_path / "checkpoint", config={"model_type": "gpt2", "n_layer": 2})
     (folder / "tokenizer.json").unlink()

@@ -9,13 +9,17 @@ from docs import draw_packages
 from test_imports import LAYERS
 
 
-def test_the_drawing_is_current() -> None:
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return draw_packages.packages()
+
+
+def test_the_drawing_is_current(graph: dict[str, set[str]]) -> None:
     found = draw_packages.PAGE.read_text(encoding="utf-8")
-    assert found == draw_packages.page(found, draw_packages.packages()), "run: python docs/draw_packages.py"
+    assert found == draw_packages.page(found, graph), "run: python docs/draw_packages.py"
 
 
-def test_no_arrow_goes_against_the_order_of_the_layers() -> None:
-    graph = draw_packages.packages()
+def test_no_arrow_goes_against_the_order_of_the_layers(graph: dict[str, set[str]]) -> None:
     assert set(graph) == set(LAYERS) - draw_packages.ENTRY_POINTS
     against = {
         f"{name} imports {imported}"
@@ -26,12 +30,12 @@ def test_no_arrow_goes_against_the_order_of_the_layers() -> None:
     assert not against
 
 
-def test_packages_import_in_no_circle() -> None:
-    assert draw_packages.circle(draw_packages.packages()) == []
+def test_packages_import_in_no_circle(graph: dict[str, set[str]]) -> None:
+    assert draw_packages.circle(graph) == []
 
 
-def test_the_drawing_is_small_enough_to_be_read() -> None:
-    assert len(draw_packages.packages()) < 25
+def test_the_drawing_is_small_enough_to_be_read(graph: dict[str, set[str]]) -> None:
+    assert len(graph) < 25
 
 
 def test_imports_are_found_however_they_are_written(tmp_path: Path) -> None:

@@ -141,24 +141,29 @@ def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, prec
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory) -> Results:
+def windowed(shared) -> Results:
     """A random Mistral whose layers have a window of 300 tokens, taken through all stages up to the engines, in fp32
     and fp16."""
-    root = tmp_path_factory.mktemp("windowed")
     config = {**_family("mistral", sliding_window=WIDE).config, "max_position_embeddings": 512, "num_hidden_layers": 2}
-    write_json(root / "shape.json", config)
-    folder = make(root / "shape.json", 0, root / "checkpoint")
-    results = Results(root / "results")
-    checkpoint = resolve(str(folder), folder, results.checkpoint(WINDOWED))
-    architecture = resolve_architecture(str(folder), folder, results.architecture(WINDOWED))
-    for precision in ("fp32", "fp16"):
-        convert(checkpoint, precision, results.weights(WINDOWED, precision))
-        export(architecture, precision, results.assembly(WINDOWED, precision))
-        build(results.assembly(WINDOWED, precision), "onnxruntime", results.engines(WINDOWED, precision, "onnxruntime"))
-    return results
+
+    def run_stages(root: Path) -> None:
+        write_json(root / "shape.json", config)
+        folder = make(root / "shape.json", 0, root / "checkpoint")
+        results = Results(root / "results")
+        checkpoint = resolve(str(folder), folder, results.checkpoint(WINDOWED))
+        architecture = resolve_architecture(str(folder), folder, results.architecture(WINDOWED))
+        for precision in ("fp32", "fp16"):
+            convert(checkpoint, precision, results.weights(WINDOWED, precision))
+            export(architecture, precision, results.assembly(WINDOWED, precision))
+            build(
+                results.assembly(WINDOWED, precision),
+                "onnxruntime",
+                results.engines(WINDOWED, precision, "onnxruntime"),
+            )
+
+    return Results(shared.folder("windowed", run_stages) / "results")
 
 
-@pytest.mark.exports
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
     "fault", [None, window_one_more, window_removed], ids=lambda value: getattr(value, "__name__", "none")

@@ -34,6 +34,7 @@ def test_an_argument_that_nobody_has_looked_at_is_refused_by_its_name():
     assert all(HARMLESS.values()), "each with its reason"
 
 
+@pytest.mark.exports
 def test_sparse_attention_is_refused():
     config = {
         "model_type": "minimax_m3_vl_text",
@@ -98,6 +99,7 @@ MASKED = {
 }
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize(
     "name", ["phimoe", *(pytest.param(name, marks=pytest.mark.long) for name in MASKED if name != "phimoe")]
 )
@@ -110,6 +112,7 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
     assert [layer.region.window for layer in parts_of(meta).layers] == expected
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize(("config", "reason"), [
     ({"model_type": "bloom", "n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": 64}, "ALiBi"),
     ({"model_type": "falcon", **TINY, "alibi": True}, "ALiBi"),

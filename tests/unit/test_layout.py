@@ -70,7 +70,12 @@ def torch_logits(model, ids: list[int]) -> np.ndarray:
 IDS = [3, 200, 17, 9, 101, 54]
 
 
-@pytest.mark.parametrize("config", [MIXTRAL, QWEN], ids=["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    # test_architectures.py runs the second type through this too
+    "config",
+    [MIXTRAL, pytest.param(QWEN, marks=pytest.mark.long)],
+    ids=["mixtral", "qwen3_moe"],
+)
 def test_experts_that_a_checkpoint_holds_apart_run_as_in_transformers(config, tmp_path):
     model = saved(config, tmp_path / "model")
     logits = engine_logits(tmp_path / "model", tmp_path / "work", IDS)

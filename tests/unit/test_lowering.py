@@ -1,12 +1,12 @@
 """Lowered and fused graphs compute what the canonical graph computes: both run in ONNX Runtime on the same inputs."""
 
+import functools
+
 import numpy as np
 import onnx
 import pytest
 
 from lockstep.errors import CheckError, InputError
-from lockstep.export.run import assemble
-from lockstep.export.tracer import meta_model
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
 from lockstep.onnx_tools.prepare import Prepared, check_same
@@ -43,12 +43,14 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def graphs():
-    """{family: [(file name, canonical model)]}."""
-    made = {}
-    for name, (config, precision) in FAMILIES.items():
-        files, _ = assemble(meta_model(config, precision), config, precision)
-        made[name] = [(file, onnx.load_from_string(data)) for file, data in sorted(files.items())]
+def graphs(shared):
+    """[(file name, canonical model)] of a family."""
+
+    @functools.cache
+    def made(family):
+        files, _ = shared.assembled(*FAMILIES[family])
+        return [(file, onnx.load_from_string(data)) for file, data in sorted(files.items())]
+
     return made
 
 
@@ -77,9 +79,11 @@ def run(model, feeds):
     return dict(zip([value.name for value in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.long] * name.startswith(("gpt2", "phi"))) for name in FAMILIES]
+)
 def test_lowered_graphs_compute_the_same(graphs, family):
-    for name, model in graphs[family]:
+    for name, model in graphs(family):
         lowered = lower(model)
         assert [(entry.domain, entry.version) for entry in lowered.opset_import] == [
             ("", 17)
@@ -94,7 +98,7 @@ def test_lowered_graphs_compute_the_same(graphs, family):
 
 
 def test_reductions_keep_their_axes_as_attributes(graphs):
-    (middle,) = [model for name, model in graphs["llama"] if name == "middle.onnx"]
+    (middle,) = [model for name, model in graphs("llama") if name == "middle.onnx"]
     means = [node for node in lower(middle).graph.node if node.op_type == "ReduceMean"]
     assert means and all(
         len(node.input) == 1 and [list(a.ints) for a in node.attribute if a.name == "axes"] == [[-1]] for node in means
@@ -121,7 +125,7 @@ def test_reduction_over_axes_that_are_computed_is_refused():
 
 @pytest.mark.parametrize(("family", "products"), [("llama", 4), ("qwen2 (biases)", 4)])
 def test_fused_projections_compute_the_same(graphs, family, products):
-    (model,) = [model for name, model in graphs[family] if name == "middle.onnx"]
+    (model,) = [model for name, model in graphs(family) if name == "middle.onnx"]
     slots = {value.name for value in model.graph.input if value.name not in ("hidden", "attention")}
     fused, mapping = fuse(lower(model), slots)
     assert sum(node.op_type == "Gemm" for node in fused.graph.node) == products  # qkv, output, gate and up, down
@@ -162,7 +166,7 @@ def test_a_weight_that_another_operator_reads_is_not_fused():
 
 
 def test_show_names_operators_shapes_and_slots(graphs, tmp_path):
-    for name, model in graphs["llama"]:
+    for name, model in graphs("llama"):
         onnx.save(model, tmp_path / name)
     text = show(tmp_path / "middle.onnx")
     assert "previous.mlp.gate_proj.weight" in text and "fp16 [48, 32]" in text
@@ -180,7 +184,7 @@ def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
         assert "\n" not in str(error.value) and name in str(error.value)
 
 
-def test_layer_table_says_which_layer_uses_which_class(tmp_path):
+def test_layer_table_says_which_layer_uses_which_class(shared, tmp_path):
     config = {
         "model_type": "qwen3_moe",
         **BASE,
@@ -191,7 +195,7 @@ def test_layer_table_says_which_layer_uses_which_class(tmp_path):
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     }
-    assemble(meta_model(config, "fp32"), config, "fp32")[1].save(tmp_path / "assembly.json")
+    shared.assembled(config, "fp32")[1].save(tmp_path / "assembly.json")
     lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]
     assert lines[0] == "4 layers, 6 classes, 1 kinds".split()
     assert lines[2:5] == [

@@ -159,6 +159,7 @@ def test_a_model_larger_than_the_disk_is_refused_before_anything_is_written(tmp_
     assert not list((tmp_path / "c").iterdir())
 
 
+@pytest.mark.exports
 def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
     """A model of 240 MB, whose largest tensor has 100 MB. Pieces have 16 MB: a few at a time, and what the page cache
     does not count."""

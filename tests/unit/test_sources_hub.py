@@ -1,10 +1,12 @@
 """`hf:` sources against a hub of one's own: what is asked for, what is kept, and one line for each way it can fail.
 
-Each fetch is a `lockstep fetch` in a process of its own, as a user starts it.
+Each fetch is a `lockstep fetch`: in a process of its own, as a user starts it, where requests are counted or the
+process is ended; else in this one, which spares the imports.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -16,8 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import constants, file_download
 from safetensors.numpy import save
 
+from calls import call
 from hub_server import HubServer
 from lockstep.artifacts import formats
 from lockstep.artifacts.fetched import read_fetched
@@ -60,27 +64,38 @@ class User:
         self.snapshots = folder / "home" / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots"
         folder.mkdir(exist_ok=True)
 
-    def start(self, source: str = f"hf:{NAME}", layers: int = 2, *options: str, **environment: str) -> subprocess.Popen:
+    def command(self, source: str = f"hf:{NAME}", layers: int = 2, *options: str) -> tuple[str, ...]:
         config = {"models": {"m": {"source": source, "layers": [layers], "golden": {"prompts": [{"text": "Hello"}]}}}}
         (self.folder / "config.json").write_text(json.dumps(config))
+        return ("fetch", "--config", "config.json", *options)
+
+    def environment(self, **changes: str) -> dict[str, str]:
         kept = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith("HF_") and not name.lower().endswith("_proxy")
         }
+        return {**kept, "HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, **changes}
+
+    def start(self) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, "-m", "lockstep", "fetch", "--config", "config.json", *options],
-            cwd=self.folder,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**kept, "HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, **environment},
-        )
+            [sys.executable, "-m", "lockstep", *self.command()], cwd=self.folder, env=self.environment(), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def call(self, *arguments, **environment: str) -> subprocess.CompletedProcess:
+        variables = self.environment(**environment)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("HF_")]:
+                patch.delenv(name)
+            for name in [name for name in variables if name.startswith("HF_")]:
+                patch.setenv(name, variables[name])
+            importlib.reload(constants)  # where huggingface_hub keeps what it read from its environment
+        return call("lockstep", self.command(*arguments), self.folder, variables)
 
     def fetch(self, *arguments, **environment: str):
-        process = self.start(*arguments, **environment)
-        output, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+        process = self.call(*arguments, **environment)
+        assert process.returncode == 0, process.stderr
         return read_fetched(self.out)
 
     def lock(self, source: str, commit: str) -> None:
@@ -100,8 +115,8 @@ class User:
     def error(self, *arguments, code: int = 2, **environment: str) -> str:
         """The one line of a run that must fail, and leaves no manifest that was not there."""
         before = self.out.read_bytes() if self.out.exists() else None
-        process = self.start(*arguments, **environment)
-        _, errors = process.communicate(timeout=300)
+        process = self.call(*arguments, **environment)
+        errors = process.stderr
         assert process.returncode == code, errors
         assert (self.out.read_bytes() if self.out.exists() else None) == before
         *_, last = errors.splitlines()
@@ -119,13 +134,17 @@ def hub() -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def user(tmp_path: Path, hub: HubServer) -> User:
-    return User(tmp_path / "work", hub)
+def user(tmp_path: Path, hub: HubServer) -> Iterator[User]:
+    yield User(tmp_path / "work", hub)
+    importlib.reload(constants)
 
 
 def test_only_the_files_that_are_needed_come_and_the_commit_is_recorded(user: User, hub: HubServer) -> None:
     commit = hub.model(NAME, model())
-    found = user.fetch()
+    process = user.start()
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    found = read_fetched(user.out)
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert found.commit == commit and found.source == f"hf:{NAME}" and sorted(found.sha256) == names
     assert {path.name: sha256_file(path) for path in found.folder.iterdir()} == found.sha256
@@ -237,7 +256,8 @@ def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> 
     assert user.fetch().commit == commit and not lost_files(user.out)
 
 
-def test_a_dropped_download_goes_on_with_a_range(user: User, hub: HubServer) -> None:
+def test_a_dropped_download_goes_on_with_a_range(user: User, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)  # before each of five attempts
     hub.model(NAME, model(**{"model.safetensors": weights(size=8 << 20)}))
     hub.drop_after = 25_000_000
     assert user.error() == (

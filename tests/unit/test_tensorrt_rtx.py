@@ -16,7 +16,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -25,6 +27,7 @@ from onnx import TensorProto, helper
 from test_tensorrt_compat import uses_of
 
 from calls import call
+from lockstep import processes
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import EngineSet, build, get_backend
 from lockstep.backends.profiles import profiles
@@ -54,11 +57,10 @@ BUILD = (
 
 
 @pytest.fixture(scope="session")
-def assemblies(demo, shared) -> dict[str, Path]:
+def assemblies(demo, demo_bf16) -> dict[str, Path]:
     """{precision: assembly.json} of the demo."""
-    config = json.loads((DEMO / "config.json").read_text())
     found = {precision: demo.assembly(MODEL, precision) for precision in ("fp32", "fp16")}
-    return {**found, "bf16": shared.exported(config, "bf16") / "assembly.json"}
+    return {**found, "bf16": demo_bf16.assembly(MODEL, "bf16")}
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +112,9 @@ def test_a_set_has_an_engine_of_each_graph_and_says_what_it_is_for(assemblies, e
     assert all((engine_sets[precision].parent / f"{name}.engine").stat().st_size < 2 << 20 for name in engines.names())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [pytest.param(each, marks=[pytest.mark.long] * (each != "fp16")) for each in PRECISIONS]
+)
 def test_a_set_is_the_same_bytes_in_each_build(assemblies, engine_sets, tmp_path, precision):
     """By a process that hashes otherwise, with more in its environment."""
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "LOCKSTEP_TEST_PADDING": 5000 * "x"}
@@ -156,7 +160,7 @@ def preloaded(tmp_path_factory):
     "before",
     [
         "kept = [bytearray(7919 * number % 100_003) for number in range(30_000)]",
-        "kept = [bytes(n % 4096) for n in range(300_000)]; del kept[::2]",
+        pytest.param("kept = [bytes(n % 4096) for n in range(300_000)]; del kept[::2]", marks=pytest.mark.long),
         "import numpy, threading; [threading.Thread(target=numpy.ones, args=(n << 18,)).start() for n in range(9)]",
     ],
     ids=["more", "holes", "threads"],
@@ -169,15 +173,20 @@ def test_an_engine_is_the_same_bytes_behind_other_allocations(engine_sets, graph
     assert out.read_bytes() == (engine_sets["fp16"].parent / "middle.engine").read_bytes()
 
 
-def test_other_compute_capabilities_are_other_bytes_and_are_recorded(assemblies, engine_sets, tmp_path):
+def test_other_compute_capabilities_are_other_bytes_and_are_recorded(assemblies, engine_sets, graph, tmp_path):
     made = {"portable": (engine_sets["fp16"].parent / "middle.engine").read_bytes()}
-    for capabilities in (["8.6"], ["8.9"], ["8.6", "8.9"]):
-        out = tmp_path / "-".join(capabilities) / "engines.json"
-        build(assemblies["fp16"], BACKEND, out, {"compute_capabilities": capabilities})
-        assert read_json(out)["options"]["compute_capabilities"] == capabilities
-        assert read_json(out)["digest"] != read_json(engine_sets["fp16"])["digest"]
-        made["-".join(capabilities)] = (out.parent / "middle.engine").read_bytes()
-    assert len(set(made.values())) == len(made)
+    builder = Compiler()
+    for capabilities in (["8.6"], ["8.9"]):
+        out = tmp_path / f"{capabilities[0]}.engine"
+        builder.build(graph("middle"), out, {**OPTIONS, "compute_capabilities": capabilities})
+        made[capabilities[0]] = out.read_bytes()
+    builder.end()
+    out, both = tmp_path / "both" / "engines.json", ["8.6", "8.9"]
+    build(assemblies["fp16"], BACKEND, out, {"compute_capabilities": both})
+    assert read_json(out)["options"]["compute_capabilities"] == both
+    assert read_json(out)["digest"] != read_json(engine_sets["fp16"])["digest"]
+    made["both"] = (out.parent / "middle.engine").read_bytes()
+    assert len(set(made.values())) == len(made) == 4
 
 
 def test_engines_are_kept_until_something_of_them_is_another(assemblies, copy):
@@ -407,9 +416,9 @@ def wait_for(what, seconds: float = 120) -> None:
     ("how", "whom", "code"),
     [
         (signal.SIGINT, os.killpg, 130),
-        (signal.SIGINT, os.kill, 130),
+        pytest.param(signal.SIGINT, os.kill, 130, marks=pytest.mark.long),
         (signal.SIGTERM, os.kill, 143),
-        (signal.SIGTERM, os.killpg, 143),
+        pytest.param(signal.SIGTERM, os.killpg, 143, marks=pytest.mark.long),
         (signal.SIGKILL, os.kill, -9),
     ],
     ids=["Ctrl-C", "SIGINT", "SIGTERM", "SIGTERM to all", "SIGKILL"],
@@ -706,13 +715,20 @@ def test_a_network_is_of_the_types_sizes_and_profiles_of_its_graph(assemblies, p
 TARGET = Target(MODEL, "fp16", 2, BACKEND)
 
 
+def here(command: list[str], env: Mapping[str, str], **options: Any) -> subprocess.CompletedProcess:
+    """A stage that `reproduce` would start as a process, in this one, which spares its imports."""
+    return call("lockstep", tuple(command[3:]), Path.cwd(), env)
+
+
 @pytest.fixture(scope="session")
 def made(shared) -> Path:
-    """A folder whose results/ has the target, recorded, as fresh processes make it; not to be changed."""
+    """A folder whose results/ has the target, recorded; not to be changed."""
     stages = [name for name, entry in STAGES.items() if entry.is_reproduced and name != "golden"]
 
     def make(folder: Path) -> None:
-        make_again(CONFIG.dump(), DEMO, TARGET, folder, stages, lambda line: None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(processes, "run", here)
+            make_again(CONFIG.dump(), DEMO, TARGET, folder, stages, lambda line: None)
 
     return shared.folder("made_tensorrt_rtx", make)
 
@@ -770,8 +786,11 @@ def test_an_engine_that_is_not_the_locks_is_named_and_one_that_it_lacks_too(made
     assert ended.returncode == 1 and f"not locked  {ENGINES}\n" in ended.stdout
 
 
-def test_engines_that_cannot_run_here_are_reproduced_without_golden_tokens(made, monkeypatch, tmp_path):
+@pytest.mark.parametrize("each", ["in this process", pytest.param("in a process", marks=pytest.mark.long)])
+def test_engines_that_cannot_run_here_are_reproduced_without_golden_tokens(made, monkeypatch, tmp_path, each):
     on(monkeypatch, None)
+    if each == "in this process":
+        monkeypatch.setattr(processes, "run", here)
     shutil.copytree(made / "results", tmp_path / "results")
     record = reproduce(CONFIG.dump(), Results(tmp_path / "results"), TARGET, 1)
     assert {level: entry["same_rounds"] for level, entry in record["levels"].items()} == dict.fromkeys(

@@ -193,7 +193,7 @@ def test_a_document_that_is_none_is_named_in_one_line(damaged: Path, how: str) -
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("each", [13, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("each", [31, pytest.param(1, marks=pytest.mark.long)])
 def test_entries_of_another_type_are_named_in_one_line(damaged: Path, each: int) -> None:
     """Under whole seals and keys, so that they are seen by whoever takes them for what they should be. Every `each`-th
     of them is tried."""

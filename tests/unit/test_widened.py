@@ -3,41 +3,30 @@ fp32."""
 
 import dataclasses
 import shutil
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from demo_model import CONFIG, DEMO
+from demo_model import CONFIG
 from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.tensorrt.rotation import check_rotation, read_rotation
-from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError
-from lockstep.export import export
 from lockstep.onnx_tools.prepare import check_same, prepare
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.widened import widened
 from lockstep.targets import Results
 from lockstep.verify import validate
-from lockstep.weights import convert
 
 
 @pytest.fixture
-def bf16(shared, tmp_path) -> Results:
+def bf16(demo_bf16, tmp_path) -> Results:
     """A copy of the demo in bf16: checkpoint, weights, graphs."""
-
-    def make(folder: Path) -> None:
-        results = Results(folder)
-        checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
-        export(checkpoint, "bf16", results.assembly("demo-llama", "bf16"))
-        convert(checkpoint, "bf16", results.weights("demo-llama", "bf16"))
-
-    return Results(shutil.copytree(shared.folder("demo-bf16", make), tmp_path / "results"))
+    return Results(shutil.copytree(demo_bf16.root, tmp_path / "results"))
 
 
 def validated(results: Results, layers: int | str, out):

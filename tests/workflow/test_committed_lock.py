@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
+import pytest
 from checkout import REPOSITORY, Checkout
+
+from shared import Shared
 
 LOCK = "locks/demo-llama.lock.json"
 
@@ -28,11 +32,21 @@ def devices_of(lock: dict[str, Any]) -> set[str]:
     }
 
 
+@pytest.fixture
+def demo(first_run: Checkout, shared: Shared, tmp_path: Path) -> Checkout:
+    """A copy of the finished run with the targets of TensorRT-RTX."""
+
+    def make(folder: Path) -> None:
+        checkout = first_run.copy(folder / "checkout")
+        checkout.take_whole_demo()
+        checkout.finish()
+
+    return Checkout(shared.folder("whole_demo", make) / "checkout").copy(tmp_path / "checkout")
+
+
 def test_the_demo_makes_what_is_locked(demo: Checkout) -> None:
     """Engines of ONNX Runtime only where this CPU is in the lock, for their bytes depend on its instruction sets; those
     of TensorRT-RTX always."""
-    demo.take_whole_demo()
-    demo.finish()
     demo.call("lockstep", "lock")
     made, committed = (json.loads((folder / LOCK).read_text()) for folder in (demo.folder, REPOSITORY))
     devices = devices_of(made) & devices_of(committed)
@@ -41,8 +55,6 @@ def test_the_demo_makes_what_is_locked(demo: Checkout) -> None:
 
 
 def test_a_locked_run_holds_with_this_device_added(demo: Checkout) -> None:
-    demo.take_whole_demo()
-    demo.finish()
     (demo.folder / "locks").mkdir()
     shutil.copy(REPOSITORY / LOCK, demo.folder / LOCK)
     demo.call("lockstep", "lock")  # adds the engines of this CPU, and keeps those of others

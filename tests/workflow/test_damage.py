@@ -57,7 +57,10 @@ def test_a_flipped_byte_is_named_refused_and_repaired(
 
 @pytest.mark.parametrize(
     "name, rule, precision",
-    [(f"{ENGINES}/engines.json", "build", "fp16"), (f"{MODEL}/fp32/weights.safetensors", "convert", "fp32")],
+    [
+        (f"{ENGINES}/engines.json", "build", "fp16"),
+        pytest.param(f"{MODEL}/fp32/weights.safetensors", "convert", "fp32", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_refuses_and_forcerun_repairs(demo: Checkout, name: str, rule: str, precision: str) -> None:
     before, target = demo.digests(), f"results/{MODEL}/{precision}/golden/onnxruntime/2.json"

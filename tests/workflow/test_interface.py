@@ -200,13 +200,16 @@ def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout)
     assert set(rows(demo).values()) == {"pass"} and "golden:" not in demo.call("lockstep", "summary").stdout
 
 
-def test_a_first_run_that_fails_has_a_summary_of_what_has_run(fresh: Checkout) -> None:
+def test_a_first_run_that_fails_has_a_summary_of_what_has_run(
+    fresh: Checkout, filled_cache: Path, tmp_path: Path
+) -> None:
     def change(config: dict) -> None:
         golden = {"max_new_tokens": 4, "prompts": [{"text": "Light", "expected": {2: "nonsense"}}]}
         config["models"]["demo-llama"].update(layers=[2], precisions=["fp16"], golden=golden)
 
     fresh.edit_config(change)
-    assert fresh.snakemake("--cores", "2", check=False).returncode == 1
+    cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs and engines already
+    assert fresh.snakemake("--cores", "2", "--config", f"cache={cache}", check=False).returncode == 1
     (row,) = json.loads((fresh.results / "summary.json").read_text())["targets"]
     assert row["golden"] == "fail" and "nonsense" in row["reason"]
     fresh.call("lockstep", "verify")

@@ -117,7 +117,7 @@ def test_code_that_makes_the_same_bytes_passes(locked: Checkout) -> None:
     assert "code onnx_tools/fuse_projections.py " in explained
     jobs = locked.would_run(*LOCKED)
     assert jobs["build"] == 2 and not jobs["export"]
-    locked.finish(*LOCKED)
+    locked.finish(f"results/{MODEL}/fp16/golden/onnxruntime/2.json", *LOCKED)
     after = locked.digests()
     records = re.compile(r"\.build\.json$|summary|report")
     assert {name: digest for name, digest in after.items() if not records.search(name)} == {
@@ -172,27 +172,29 @@ def test_a_check_by_hand_is_held_to_its_terms(locked: Checkout) -> None:
 
 
 FLIPPED = {
-    "fp16/engines/onnxruntime/middle.onnx": ("build", "fp16"),
-    "fp32/weights.safetensors": ("convert", "fp32"),
-    "reference/2.safetensors": ("reference", "fp16"),
+    "fp16/engines/onnxruntime/middle.onnx": ("build", "fp16", "fp16/engines/onnxruntime/engines.json"),
+    "fp32/weights.safetensors": ("convert", "fp32", "fp32/weights.json"),
+    "reference/2.safetensors": ("reference", "fp16", "reference/2.json"),
 }
 
 
 def test_flipped_bytes_are_made_again_though_their_times_are_kept(locked: Checkout) -> None:
     """Each alone is refused by who reads it and made again; one run makes all of them again."""
     before = locked.digests()
+    makers = {rule for rule, _, _ in FLIPPED.values()}
+    manifests = [f"results/{MODEL}/{manifest}" for _, _, manifest in FLIPPED.values()]
 
-    for name, (rule, precision) in FLIPPED.items():
+    for name, (rule, precision, _) in FLIPPED.items():
         path = locked.results / MODEL / name
         flip_in_place(path)
         assert path.name in refused(locked, "lockstep", "golden", "--locked", f"{MODEL}/{precision}/2")
         jobs = locked.would_run(*LOCKED)
-        assert jobs[rule] == 1 and not {made for made, _ in FLIPPED.values()} & set(jobs) - {rule}
+        assert jobs[rule] == 1 and not makers & set(jobs) - {rule}
         flip_in_place(path)
     for name in FLIPPED:
         flip_in_place(locked.results / MODEL / name)
-    locked.finish(*LOCKED)
-    assert locked.digests() == before and not locked.would_run(*LOCKED)
+    locked.finish(*manifests, *LOCKED)
+    assert locked.digests() == before and not makers & set(locked.would_run(*LOCKED))
     locked.call("lockstep", "verify")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,9 +59,10 @@ def only_one_target(config: dict) -> None:
         prompt["expected"].pop("all")
 
 
-def test_a_prefix_holds_for_jobs_recovery_and_locks(tmp_path: Path) -> None:
+def test_a_prefix_holds_for_jobs_recovery_and_locks(tmp_path: Path, filled_cache: Path) -> None:
     """Not for the rules' paths alone: what a job writes by itself, and what is looked at before a run, lies there."""
-    checkout = outer(tmp_path, "sub/", only_one_target)
+    cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs, engines and references already
+    checkout = outer(tmp_path, "sub/", lambda config: only_one_target(config) or config.update(cache=str(cache)))
     folder = tmp_path / "sub/results/demo-llama"
     summary, golden = "sub/results/summary.json", "sub/results/demo-llama/fp32/golden/onnxruntime/2.json"
     checkout.snakemake("--cores", "2")

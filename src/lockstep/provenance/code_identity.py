@@ -167,16 +167,23 @@ class _Source:
     it imports (`from a import b` gives `a` and `a.b`)."""
 
     def __init__(self, path: Path) -> None:
-        data = path.read_bytes()
-        tree = ast.parse(data)
-        digest = hashlib.sha256(_code(data, tree))
-        for source in _cuda_sources(path, tree):
+        code, nodes = _parse(path.read_bytes())
+        digest = hashlib.sha256(code)
+        for source in _cuda_sources(path, nodes):
             digest.update(source.read_bytes())
         self.digest = digest.hexdigest()
-        self.imports = tuple(_imports(tree, _package_of(path)))
+        self.imports = tuple(_imports(nodes, _package_of(path)))
 
 
 _read = functools.cache(_Source)
+
+
+@functools.cache
+def _parse(data: bytes) -> tuple[bytes, list[ast.AST]]:
+    """Return a module's code and the nodes that may name another file. By content: each put into the artefact cache
+    reads all files again."""
+    nodes = list(ast.walk(ast.parse(data)))
+    return _code(data, nodes), [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom, ast.Constant))]
 
 
 def digest_of(path: Path) -> str:
@@ -184,17 +191,17 @@ def digest_of(path: Path) -> str:
     return _Source(path).digest
 
 
-def _cuda_sources(path: Path, tree: ast.AST) -> list[Path]:
+def _cuda_sources(path: Path, nodes: list[ast.AST]) -> list[Path]:
     """The files beside a module whose names, as `kernel.cu`, stand in it, in that order."""
-    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [path.with_name(text) for text in texts if re.fullmatch(r"\w+\.cu", text) and path.with_name(text).is_file()]
 
 
-def _code(data: bytes, tree: ast.AST) -> bytes:
+def _code(data: bytes, nodes: list[ast.AST]) -> bytes:
     """A module without what changes nothing: comments, docstrings, blank lines, spaces at the ends of lines. Not
     by `ast.unparse`, which differs between versions of Python, nor the tokenizer, which is slower than the parser."""
     lines = _STRING_OR_COMMENT.sub(lambda found: found[0] if found[1] else b"", data).splitlines()
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, _WITH_DOCSTRING) or not node.body or not isinstance(node.body[0], ast.Expr):
             continue
         value = node.body[0].value
@@ -213,8 +220,8 @@ def _package_of(path: Path) -> list[str]:
     return [PACKAGE, *path.relative_to(SOURCES).parts[:-1]]
 
 
-def _imports(tree: ast.AST, package: list[str]) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imports(nodes: list[ast.AST], package: list[str]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
