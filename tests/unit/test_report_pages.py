@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import record_path
 from lockstep.report import charts, summary
@@ -88,10 +89,9 @@ def fill(results: Results, target: Target, *prompts: dict[str, Any], failure: st
     speed |= {f"alone_{key}": value for key, value in speed.items() if key != "batch_size"}
     write_json(results.speed(*names), {"format": "lockstep.speed/1", **speed})
     engines = results.engines("m", "fp16", "onnxruntime")
-    engine = {"file": "middle.onnx", "sha256": "cd" * 32}
-    made_by = {"backend": "onnxruntime", "backend_version": "1.31", "options": {"opset": None}}
     device = {"architecture": "x86_64", "vendor": "AuthenticAMD", "isa": ["avx"]}
-    write_json(engines, {"format": "lockstep.engines/1", **made_by, "device": device, "engines": {"middle": engine}})
+    built = {"middle": EngineFile("middle.onnx", "cd" * 32, "ef" * 32)}
+    EngineSetManifest("onnxruntime", "1.31", 1, "fp16", device, {"opset": None}, built).save(engines)
     engines.with_name("middle.onnx").write_bytes(bytes(2500))
 
 

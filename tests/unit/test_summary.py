@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import content, record_path
 from lockstep.errors import CheckError
@@ -32,10 +33,9 @@ def recorded(out: Path, report: dict, **inputs: Path) -> None:
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     results = Results(tmp_path)
-    write_json(
-        results.engines("m", "fp16", "onnxruntime"),
-        {"format": "lockstep.engines/1", "backend_version": "1.0", "device": {"type": "cpu", "architecture": "x86_64"}},
-    )
+    device = {"type": "cpu", "architecture": "x86_64"}
+    engines = EngineSetManifest("onnxruntime", "1.0", 1, "fp16", device, options={})
+    engines.save(results.engines("m", "fp16", "onnxruntime"))
     for target, error in zip(TARGETS, (0.25, 0.0)):
         names = (target.model, target.precision, target.layers, target.backend)
         about = {"target": {"model": "m", "precision": "fp16", "layers": target.layers}, "result": "pass"}

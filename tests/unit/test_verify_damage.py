@@ -17,6 +17,7 @@ import pytest
 from demo_model import CONFIG
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import SEAL, sha256_json, write_json
 from lockstep.errors import LockstepError
 from lockstep.pipeline.stages import step
@@ -67,14 +68,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"format": formats.WEIGHTS, "files": [{**weight, "path": "../../../checkpoint/w"}], "tensors": {}},
     )
     make(results, "export", {"format": formats.ASSEMBLY, "classes": {"g": {**named("g"), "graph": "g"}}}, g=b"g")
-    engines = {
-        "format": formats.ENGINES,
-        "engines": {"e": named("e")},
-        "options": {},
-        "device": {"name": "d"},
-        "backend_version": "1",
-    }
-    make(results, "build", engines, e=b"e")
+    engine = EngineFile("e", sha256(b"e").hexdigest(), sha256(b"g").hexdigest())
+    engines = EngineSetManifest(TARGET.backend, "1", 1, TARGET.precision, {"name": "d"}, {}, {"e": engine})
+    make(results, "build", engines.to_json(), e=b"e")
     make(results, "validate", {"format": formats.VALIDATION, "result": "pass"})
     make(results, "reference", {"format": formats.REFERENCE, "prompts": [{"text": "A", "tokens": [1]}]})
     make(results, "golden", {"format": formats.GOLDEN, "result": "pass", "prompts": [{"text": "A", "tokens": [1]}]})

@@ -1,11 +1,14 @@
 """The element types of safetensors files: their sizes, their NumPy types, and the precisions Lockstep stores weights
-in."""
+in. NumPy is imported where a type of its own is asked for: documents are also read where nothing is computed."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Bits an element, in the order of the safetensors library's `Dtype` (src/tensor.rs): its writer places tensors from the
 # last of these to the first, which keeps each of them aligned.
@@ -68,6 +71,8 @@ def named_dtype(name: str) -> np.dtype:
 
     Raises InputError for bfloat16 where `ml_dtypes` is not installed.
     """
+    import numpy as np
+
     if name != "bfloat16":
         return np.dtype(name)
     try:

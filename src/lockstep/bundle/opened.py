@@ -23,7 +23,8 @@ from typing import Any
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
-from lockstep.artifacts.manifests import DTYPES, LARGEST, read_engines
+from lockstep.artifacts.engines import EngineSetManifest
+from lockstep.artifacts.manifests import DTYPES, LARGEST
 from lockstep.artifacts.schema import check, either, integer, one_of, record, text
 from lockstep.artifacts.weights import WeightsFile, WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
@@ -144,21 +145,19 @@ def _is_weights(name: str) -> bool:
 
 def _check_named(archive: Archive, folder: Path, target: Target) -> None:
     """Manifests are of the target; engines and tokenizer are files of the bundle and no others."""
-    assembly, engines = (
-        Assembly.load(folder / "graphs" / "assembly.json"),
-        read_engines(folder / "engines" / "engines.json"),
-    )
-    precisions = {"graphs/assembly.json": assembly.precision, "engines/engines.json": engines["precision"]}
+    assembly = Assembly.load(folder / "graphs" / "assembly.json")
+    engines = EngineSetManifest.load(folder / "engines" / "engines.json")
+    precisions = {"graphs/assembly.json": assembly.precision, "engines/engines.json": engines.precision}
     for name, found, expected in (
         *((name, found, target.precision) for name, found in precisions.items()),
-        ("engines/engines.json", engines["backend"], target.backend),
+        ("engines/engines.json", engines.backend, target.backend),
     ):
         if found != expected:
             raise InputError(
                 f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}"
             )
     tokenizer = assembly.tokenizer
-    names = [f"engines/{entry['file']}" for entry in engines["engines"].values()]
+    names = [f"engines/{entry.file}" for entry in engines.engines.values()]
     for name in [*names, *([f"graphs/{tokenizer.file}"] if tokenizer else [])]:
         if name not in archive.members:
             raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; {_REMEDY}")

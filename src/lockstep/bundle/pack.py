@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import SEAL, dump_json, sha256_json
-from lockstep.artifacts.manifests import read_engines
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
@@ -36,8 +36,8 @@ def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path,
 def _engines(results: Results, target: Target) -> Iterator[Entry]:
     manifest = results.engines(target.model, target.precision, target.backend)
     yield from _recorded(manifest, "engines")
-    for _, entry in sorted(read_engines(manifest)["engines"].items()):
-        yield _file(f"engines/{entry['file']}", manifest.parent / entry["file"], entry["sha256"])
+    for _, entry in sorted(EngineSetManifest.load(manifest).engines.items()):
+        yield _file(f"engines/{entry.file}", manifest.parent / entry.file, entry.sha256)
     provenance = provenance_path(manifest)
     reason = (
         wrong_provenance(provenance)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json, sha256_json
 from lockstep.artifacts.manifest_files import named_files
 
@@ -33,7 +34,7 @@ def pin_graphs(manifest: Path, record: Mapping[str, Any]) -> Pinned:
 
 def pin_engines(manifest: Path, record: Mapping[str, Any]) -> Pinned:
     names, device = record["names"], device_name(record["backend"])
-    items = {entry["file"]: entry["sha256"] for entry in read_json(manifest)["engines"].values()}
+    items = {entry.file: entry.sha256 for entry in EngineSetManifest.load(manifest).engines.values()}
     return ("precisions", names["precision"], "engines", names["backend"], device), items
 
 

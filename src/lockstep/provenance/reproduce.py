@@ -20,6 +20,7 @@ from typing import Any
 
 from lockstep import processes
 from lockstep.artifacts import formats
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.config.backends import backends
@@ -66,14 +67,14 @@ def reproduce(
             )
             made = Results(Path(folder) / "results")
             found.append(compare(before, facts(made, target, look(made), again, _is_run(results, target))))
-    manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
+    manifest = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
     record = _record(manifest, present["digest"], target, before, found)
     write_json(results.reproduction(*names), record)
     return record
 
 
 def _record(
-    engines: Mapping[str, Any], digest: str, target: Target, before: Facts, found: list[dict[str, list[str]]]
+    engines: EngineSetManifest, digest: str, target: Target, before: Facts, found: list[dict[str, list[str]]]
 ) -> dict[str, Any]:
     levels = {}
     for level, what in LEVELS.items():
@@ -95,8 +96,8 @@ def _record(
         "format": formats.REPRODUCTION,
         "target": asdict(target),
         "engine_digest": digest,
-        "backend_version": engines["backend_version"],
-        "device": engines["device"],
+        "backend_version": engines.backend_version,
+        "device": engines.device,
         "rounds": len(found),
         "level": reached({level: entry["same_rounds"] == len(found) for level, entry in levels.items()}),
         "levels": levels,
@@ -124,8 +125,8 @@ def _round(
 
 def _is_run(results: Results, target: Target) -> bool:
     """Whether the engines that are there run here."""
-    engines = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
-    return backends()[target.backend].cannot_run(engines["options"]) is None
+    engines = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
+    return backends()[target.backend].cannot_run(engines.options) is None
 
 
 def make_again(
@@ -196,7 +197,7 @@ def _take_reference(results: Results, tree: Results, target: Target) -> None:
 def _take_tactics(results: Results, tree: Results, target: Target) -> None:
     """The files of a record of tactics (`tactics: record` or `verified`), as copies: a build may write to them."""
     made, again = (each.engines(target.model, target.precision, target.backend) for each in (results, tree))
-    for file in read_json(made, formats.ENGINES).get("tactics", {}).get("files", ()):
+    for file in EngineSetManifest.load(made).details.get("tactics", {}).get("files", ()):
         path = made.with_name(file["file"])
         if not path.is_file():
             raise CheckError(

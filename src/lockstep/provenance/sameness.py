@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json, sha256_json
 from lockstep.errors import InputError
 from lockstep.provenance.diff import changes
@@ -47,7 +48,7 @@ def facts(
 
     Raises InputError where something was not made, or has no record of how it was made.
     """
-    manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
+    manifest = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).to_json()
     settings = {**{name: manifest[name] for name in _SETTINGS}, "device": found["device"]}
     engines = found["engines"]
     levels = {

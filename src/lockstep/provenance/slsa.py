@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import __version__
 from lockstep.artifacts import formats
 from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_file, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.config.sources import HubSource, parse_source
@@ -75,15 +76,14 @@ def write_provenance(step: Step, key: Mapping[str, Any], started: str) -> Path:
 
 def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dict[str, Any]:
     """The statement, not sealed."""
-    engines = read_json(step.output)
+    engines = EngineSetManifest.load(step.output)
     subjects = [
-        {"name": entry["file"], "digest": {"sha256": entry["sha256"]}}
-        for _, entry in sorted(engines["engines"].items())
+        {"name": entry.file, "digest": {"sha256": entry.sha256}} for _, entry in sorted(engines.engines.items())
     ]
     definition = {
         "buildType": BUILD_TYPE,
-        "externalParameters": {**step.names, "options": engines["options"]},
-        "internalParameters": {"buildKey": sha256_json(key), "backend": key["backend"], "device": engines["device"]},
+        "externalParameters": {**step.names, "options": engines.options},
+        "internalParameters": {"buildKey": sha256_json(key), "backend": key["backend"], "device": engines.device},
         "resolvedDependencies": list(_dependencies(step, key)),
     }
     builder = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.manifest_files import content, failed_path, record_path
 from lockstep.errors import InputError
@@ -57,11 +58,11 @@ def _checked(out: Path, format: str, inputs: Mapping[str, Path]) -> Checked:
 
 @dataclass(frozen=True)
 class Details:
-    """All that is known of a target. checks: validate, golden, and compare where it ran; engines, speed, reproduction:
-    their manifests, empty where they are not there or of other engines."""
+    """All that is known of a target. checks: validate, golden, and compare where it ran; engines: their manifest, None
+    where it is not there; speed, reproduction: empty where they are not there or of other engines."""
 
     checks: Mapping[str, Checked]
-    engines: Mapping[str, Any]
+    engines: EngineSetManifest | None
     speed: Mapping[str, Any]
     reproduction: Mapping[str, Any]
 
@@ -81,13 +82,13 @@ def details(results: Results, target: Target, cannot_run: str | None = None) -> 
         results.golden(*names), formats.GOLDEN, {**graphs, **engines, "reference": results.reference(model, layers)}
     )
     comparison = _checked(results.comparison(model, precision, backend), formats.COMPARISON, {**graphs, **engines})
-    built = _entries(engines["engines"])
+    built = _engines(engines["engines"])
     if golden.result == NOT_RUN and cannot_run and not results.golden(*names).is_file():
         golden = Checked(NOT_RUN, cannot_run)
     checks = {"validate": validation, "golden": golden}
     if comparison.result != NOT_RUN:  # only some backends are compared, and not always
         checks["compare"] = comparison
-    digest = golden.report.get("engine_digest") or built.get("digest")
+    digest = golden.report.get("engine_digest") or (built and built.digest)
     reproduction = _entries(results.reproduction(*names))
     return Details(
         checks,
@@ -95,6 +96,14 @@ def details(results: Results, target: Target, cannot_run: str | None = None) -> 
         _entries(results.speed(*names)) if golden.result == PASS else {},
         reproduction if digest and reproduction.get("engine_digest") == digest else {},
     )
+
+
+def _engines(path: Path) -> EngineSetManifest | None:
+    """An engine set's manifest; None where there is none that can be read, which the checks that read it say."""
+    try:
+        return EngineSetManifest.load(path)
+    except InputError:
+        return None
 
 
 def _entries(path: Path) -> Mapping[str, Any]:

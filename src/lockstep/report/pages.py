@@ -183,18 +183,17 @@ def _engines(results: Results, name: Target, row: Row, known: Details) -> str:
     if not known.engines:
         return "<p>Not built.</p>"
     folder = results.engines(name.model, name.precision, name.backend).parent
-    entries = sorted(known.engines["engines"].items())
+    entries = sorted(known.engines.engines.items())
     cells = [
-        [text(engine), _size(folder / entry["file"]), tag("code", text(entry["sha256"][:12]))]
-        for engine, entry in entries
+        [text(engine), _size(folder / entry.file), tag("code", text(entry.sha256[:12]))] for engine, entry in entries
     ]
-    device = known.engines["device"]
+    device = known.engines.device
     facts = (
         ("engine set", tag("code", text(row["engine_digest"] or "-"))),
         ("reproduced", text(_reproduced(known))),
-        ("built by", text(f"{known.engines['backend']} {known.engines['backend_version']}")),
+        ("built by", text(f"{known.engines.backend} {known.engines.backend_version}")),
         ("for", text(" ".join(_words(device)))),
-        ("options", text(json.dumps(known.engines["options"], sort_keys=True, ensure_ascii=False))),
+        ("options", text(json.dumps(known.engines.options, sort_keys=True, ensure_ascii=False))),
     )
     return f"{pairs(facts)}\n{table(('engine', 'size', 'sha256'), cells, numbers=(1,))}"
 

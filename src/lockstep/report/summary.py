@@ -156,14 +156,14 @@ def _row(target: Target, found: Details) -> dict[str, Any]:
     checks, built, speed = found.checks, found.engines, found.speed
     golden = checks["golden"]
     comparison = checks["compare"].report if "compare" in checks else {}
-    digest, device = golden.report.get("engine_digest") or built.get("digest"), built.get("device", {})
+    digest, device = golden.report.get("engine_digest") or (built and built.digest), built.device if built else {}
     return {
         "model": target.model,
         "layers": target.layers,
         "precision": target.precision,
         "backend": target.backend,
         "verdict": verdict(check.result for check in checks.values()),
-        "backend_version": built.get("backend_version"),
+        "backend_version": built.backend_version if built else None,
         "device": device.get("name") or device.get("architecture"),
         "engine_digest": digest,
         "engine_error": comparison.get("relative_error")

@@ -98,7 +98,7 @@ def run(
             f"{weights_json}: precision: expected {assembly.precision} as in the assembly, "
             f"found {weights.precision}; give the weights of this precision"
         )
-    graphs = dict(engines.backend.graphs(assembly, engines.manifest["options"]))
+    graphs = dict(engines.backend.graphs(assembly, engines.manifest.options))
     report: dict[str, Any] = {
         "format": formats.COMPARISON,
         "backend": engines.backend.name,
@@ -137,8 +137,8 @@ class _Pair:
         limits: Mapping[str, int],
         threads: int | None,
     ):
-        self.name, self.file = name, engines.path.parent / engines.manifest["engines"][name]["file"]
-        self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest["options"], limits)
+        self.name, self.file = name, engines.file(name)
+        self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest.options, limits)
         self._variant = engines.assembly.variants.get(name.rpartition(".")[0])
         self._model = onnx.load(graph_file(folder, graph))
         slots, layer = graph.signature.slots, None
