@@ -17,8 +17,10 @@ import pytest
 from demo_model import CONFIG
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import SEAL, sha256_json, write_json
+from lockstep.artifacts.places import StoredFile
 from lockstep.errors import LockstepError
 from lockstep.pipeline.stages import step
 from lockstep.provenance import run as stage
@@ -57,11 +59,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "checkpoint").mkdir()
     (root / "checkpoint" / "w").write_bytes(b"w")
     weight = {"path": "w", "size": 1, "sha256": sha256(b"w").hexdigest()}
-    make(
-        results,
-        "resolve",
-        {"format": formats.CHECKPOINT, "source": "checkpoint", "folder": "../../checkpoint", "files": [weight]},
-    )
+    checkpoint = CheckpointManifest("checkpoint", "../../checkpoint", (StoredFile(**weight),), "llama", 2, config={})
+    make(results, "resolve", checkpoint.to_json())
     make(
         results,
         "convert",

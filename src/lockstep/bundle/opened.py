@@ -25,8 +25,9 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.manifests import DTYPES, LARGEST
+from lockstep.artifacts.places import StoredFile
 from lockstep.artifacts.schema import check, either, integer, one_of, record, text
-from lockstep.artifacts.weights import WeightsFile, WeightsManifest
+from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
 from lockstep.targets import Target
@@ -166,25 +167,24 @@ def _check_named(archive: Archive, folder: Path, target: Target) -> None:
 def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     """Rewrite the weights' manifest: its one file is the archive."""
     manifest = WeightsManifest.load(manifest_path)
-    members = []
+    members = {}
     for file in manifest.files:
         member = archive.members.get(f"weights/{file.path}")
         if member is None or (member.size, member.sha256) != (file.size, file.sha256):
             raise InputError(
                 f"{archive.path}: expected weights/{file.path} of sha256 {file.sha256}, found none; {_REMEDY}"
             )
-        members.append(member)
-    tensors = {}
+        members[file.path] = member
+    whole, tensors = StoredFile(os.path.abspath(archive.path), archive.size, digest), {}
     for name, place in manifest.tensors.items():
-        if place.file >= len(members) or place.offset + place.length > members[place.file].size:
+        if place.offset + place.length > members[place.file].size:
             raise InputError(
                 f"{archive.path}: weights/weights.json: expected tensor {name!r} within its "
                 f"file, found {place.to_json()}; {_REMEDY}"
             )
-        tensors[name] = replace(place, file=0, offset=place.offset + members[place.file].offset)
+        tensors[name] = replace(place, file=whole.path, offset=place.offset + members[place.file].offset)
     remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
-    file = WeightsFile(os.path.abspath(archive.path), archive.size, digest)
-    WeightsManifest(manifest.precision, (file,), tensors).save(manifest_path)
+    WeightsManifest(manifest.precision, (whole,), tensors).save(manifest_path)
 
 
 def _bind(manifest_path: Path, weights: Path) -> Path:
@@ -201,6 +201,5 @@ def _bind(manifest_path: Path, weights: Path) -> Path:
                 f"{weights}: expected {name} of {file.size} bytes, found {found}; give the "
                 f"folder of the weights, or a weights.json"
             )
-    files = [replace(file, path=os.path.abspath(weights / Path(file.path).name)) for file in manifest.files]
-    replace(manifest, files=tuple(files)).save(manifest_path)
+    manifest.moved(lambda path: os.path.abspath(weights / Path(path).name)).save(manifest_path)
     return manifest_path

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.artifacts.assembly import Assembly
@@ -63,8 +63,7 @@ def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
     path = results.weights(target.model, target.precision)
     manifest = WeightsManifest.load(path)
     names = [os.path.basename(file.path) for file in manifest.files]
-    files = tuple(replace(file, path=name) for file, name in zip(manifest.files, names))
-    bare = replace(manifest, files=files).to_json()
+    bare = manifest.moved(os.path.basename).to_json()
     yield Entry.of_bytes(f"{WEIGHTS}/weights.json", dump_json({**bare, SEAL: sha256_json(bare)}).encode())
     if inside:
         for file, name in zip(manifest.files, names):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json, sha256_json
@@ -18,9 +19,9 @@ Pinned = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def pin_checkpoint(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    value = read_json(manifest)
-    about = {"source": value["source"], **({"commit": value["commit"]} if value.get("commit") else {})}
-    return ("checkpoint",), {**about, **{file["path"]: file["sha256"] for file in value["files"]}}
+    value = CheckpointManifest.load(manifest)
+    about = {"source": value.source, **({"commit": value.commit} if value.commit else {})}
+    return ("checkpoint",), {**about, **{file.path: file.sha256 for file in value.files}}
 
 
 def pin_weights(manifest: Path, record: Mapping[str, Any]) -> Pinned:

@@ -20,9 +20,9 @@ from typing import Any
 
 from lockstep import processes
 from lockstep.artifacts import formats
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import read_json, write_json
-from lockstep.checkpoint import check_checkpoint, checkpoint_folder
+from lockstep.artifacts.files import write_json
 from lockstep.config.backends import backends
 from lockstep.errors import PREFIX, CheckError
 from lockstep.pipeline import worker
@@ -111,9 +111,9 @@ def _round(
     """Make the target in `folder`/results. Gives the golden check's line where it did not pass, None where it did."""
     tree = Results(folder / "results")
     manifest_path = results.checkpoint(target.model)
-    manifest = read_json(manifest_path, formats.CHECKPOINT)
-    checkpoint = checkpoint_folder(manifest_path, manifest)
-    check_checkpoint(checkpoint, manifest)
+    manifest = CheckpointManifest.load(manifest_path)
+    checkpoint = manifest.folder_of(manifest_path)
+    manifest.check(checkpoint)
     stages = [name for name, entry in STAGES.items() if entry.is_reproduced]
     if _is_run(results, target):
         _take_reference(results, tree, target)

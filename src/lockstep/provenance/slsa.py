@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
-from lockstep.artifacts import formats
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_file, sha256_json, write_bytes
@@ -120,11 +120,11 @@ def _checkpoint_files(step: Step) -> Iterator[dict[str, Any]]:
     manifest = results.architecture(step.names["model"])
     if not manifest.is_file():
         return  # graphs that were brought here without their checkpoint
-    value = read_json(manifest, formats.CHECKPOINT)
-    origin = _purl(value["source"], results.source(step.names["model"]))
-    for file in value["files"]:
-        about = {"uri": f"{origin}#{file['path']}"} if origin else {}
-        yield {"name": f"checkpoint/{file['path']}", **about, "digest": {"sha256": file["sha256"]}}
+    value = CheckpointManifest.load(manifest)
+    origin = _purl(value.source, results.source(step.names["model"]))
+    for file in value.files:
+        about = {"uri": f"{origin}#{file.path}"} if origin else {}
+        yield {"name": f"checkpoint/{file.path}", **about, "digest": {"sha256": file.sha256}}
 
 
 def _purl(source: str, fetched: Path) -> str | None:

@@ -18,6 +18,7 @@ import torch
 from safetensors.numpy import load_file
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import read_json
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
@@ -85,7 +86,7 @@ def bisect(
     for path in (checkpoint_json, weights_json, assembly_json):
         if not path.is_file():
             raise InputError(f"{path}: expected the results of {target}, found none; run snakemake first")
-    config = read_json(checkpoint_json, formats.CHECKPOINT)["config"]
+    config = CheckpointManifest.load(checkpoint_json).config
     graphs = open_graphs(assembly_json, weights_json, target.layers, threads)
     request = choose(results, target, prompt, graphs.assembly.vocab_size)
     _check_length(request, graphs.assembly.max_position_embeddings)

@@ -23,8 +23,8 @@ from safetensors.numpy import save
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
-from lockstep.checkpoint import check_checkpoint, checkpoint_folder
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.files import sha256_file, write_bytes, write_json
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, load_folder
@@ -82,11 +82,11 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     the model.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
-    manifest = read_json(checkpoint_json, formats.CHECKPOINT)
-    folder = checkpoint_folder(checkpoint_json, manifest)
-    check_checkpoint(folder, manifest)
+    manifest = CheckpointManifest.load(checkpoint_json)
+    folder = manifest.folder_of(checkpoint_json)
+    manifest.check(folder)
     reference = compute(
-        folder, manifest["config"], layers, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
+        folder, manifest.config, layers, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
     )
     logits_path, long = out.with_suffix(".safetensors"), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}

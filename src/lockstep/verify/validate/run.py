@@ -18,7 +18,7 @@ from polygraphy.backend.base import BaseRunner
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
@@ -57,8 +57,8 @@ def run(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint, assembly = read_json(checkpoint_json, formats.CHECKPOINT), Assembly.load(assembly_json)
-    target = {"model": model or Path(checkpoint["source"]).name, "precision": assembly.precision, "layers": layers}
+    checkpoint, assembly = CheckpointManifest.load(checkpoint_json), Assembly.load(assembly_json)
+    target = {"model": model or Path(checkpoint.source).name, "precision": assembly.precision, "layers": layers}
     report: dict[str, Any] = {"format": formats.VALIDATION, "target": target, "first_failing_layer": None}
     try:
         graphs = Graphs(Path(assembly_json), assembly, Weights.open(weights_json), layers, threads)
@@ -66,11 +66,11 @@ def run(
         report["checks"] = {"checker": {}, "inspect": {}, "lint": {}}
         for name, graph in graphs.graphs().items():
             _check_graph(name, graph, report["checks"])
-        torch_model = TorchModel(checkpoint["config"], graphs.weights, layers)
+        torch_model = TorchModel(checkpoint.config, graphs.weights, layers)
         records = [torch_model.record(token_ids) for token_ids in _sequences(graphs)]
         _check_layers(graphs, records, tolerance, report)
         _check_long_contexts(
-            graphs, torch_model, records[0], checkpoint["config"], max_seq_len, tolerance["block"], report
+            graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance["block"], report
         )
         uncut = graphs.uncut(threads)
         if uncut is not None:
