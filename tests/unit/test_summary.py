@@ -9,10 +9,12 @@ import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
+from reports import blocks, comparison, golden, golden_prompt, speed, validation
 
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import content, record_path
+from lockstep.artifacts.reports import Report, TokenDifference
 from lockstep.errors import CheckError
 from lockstep.report import plots, summary
 from lockstep.targets import Results, Target
@@ -21,9 +23,9 @@ from lockstep.verify.metrics import finish
 TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "onnxruntime")]
 
 
-def recorded(out: Path, report: dict, **inputs: Path) -> None:
+def recorded(out: Path, report: Report, **inputs: Path) -> None:
     """A check's report, and what of its record the summary looks at."""
-    write_json(out, report)
+    report.save(out)
     write_json(
         record_path(out),
         {"format": "lockstep.build/1", "inputs": {name: content(path) for name, path in inputs.items()}},
@@ -38,25 +40,14 @@ def results(tmp_path: Path) -> Results:
     engines.save(results.engines("m", "fp16", "onnxruntime"))
     for target, error in zip(TARGETS, (0.25, 0.0)):
         names = (target.model, target.precision, target.layers, target.backend)
-        about = {"target": {"model": "m", "precision": "fp16", "layers": target.layers}, "result": "pass"}
-        tensors = {"hidden": {"max_abs_error": error, "relative_error": error, "cosine": 1.0, "tolerance": 0.5}}
-        blocks = [{"block": "middle", "layer": layer, "tensors": tensors} for layer in range(2)]
-        recorded(results.validation(*names[:3]), {"format": "lockstep.validate/1", **about, "blocks": blocks})
-        golden = {
-            "engine_digest": "ab" * 32,
-            "max_logit_error": error,
-            "tolerance": 0.5,
-            "prompts": [{"differences": [{}]}, {"differences": []}],
-        }
+        recorded(results.validation(*names[:3]), validation(target, blocks(error, error)))
+        accepted = golden_prompt(differences=(TokenDifference(1, 2, 3, 0.0, True),))
         recorded(
             results.golden(*names),
-            {"format": "lockstep.golden/1", **about, **golden},
+            golden(target, accepted, golden_prompt("B"), max_logit_error=error),
             engines=results.engines("m", "fp16", "onnxruntime"),
         )
-        write_json(
-            results.speed(*names),
-            {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1234.5, "decode_tokens_per_s": 0.0},
-        )
+        speed(target, 1234.5, 0.0).save(results.speed(*names))
     return results
 
 
@@ -92,10 +83,7 @@ def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) 
 
 def test_the_error_of_the_engines_is_that_of_the_present_ones(results: Results) -> None:
     def compared(digest: str) -> list[float | None]:
-        recorded(
-            results.comparison("m", "fp16", "onnxruntime"),
-            {"format": "lockstep.compare/1", "result": "pass", "engine_digest": digest, "relative_error": 0.001},
-        )
+        recorded(results.comparison("m", "fp16", "onnxruntime"), comparison(0.001, digest))
         return [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]]
 
     assert [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]] == [None, None]
@@ -123,13 +111,7 @@ def test_a_failed_check_is_a_row_with_its_reason_beside_an_earlier_pass_too(
     results: Results, capsys: pytest.CaptureFixture
 ) -> None:
     out = results.golden("m", "fp16", "all", "onnxruntime")
-    report = {
-        "format": "lockstep.golden/1",
-        "engine_digest": "ab" * 32,
-        "max_logit_error": 3.0,
-        "tolerance": 0.5,
-        "prompts": [],
-    }
+    report = golden(TARGETS[1], max_logit_error=3.0)
     for _ in range(2):
         with pytest.raises(CheckError, match="step 3: expected token 5, found 7; details in"):
             finish(out, report, "step 3: expected token 5, found 7")
@@ -137,7 +119,7 @@ def test_a_failed_check_is_a_row_with_its_reason_beside_an_earlier_pass_too(
         assert passed.split()[5] == "pass" and failed.split()[4:] == ["abababababab", "fail", "-", "3.0e+00", "-", "-"]
         assert reason == "m/fp16/all/onnxruntime: golden: step 3: expected token 5, found 7"
         out.unlink(missing_ok=True)  # as Snakemake deletes what a job that failed would have made
-    recorded(out, {**report, "result": "pass"})
+    recorded(out, report)
     finish(out, report, None)
     assert len(lines(results, capsys)) == 3
 
@@ -146,7 +128,7 @@ def test_a_validation_that_failed_is_a_reason_though_the_golden_check_passed(
     results: Results, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(CheckError):
-        finish(results.validation("m", "fp16", 2), {"format": "lockstep.validate/1"}, "block middle: off")
+        finish(results.validation("m", "fp16", 2), validation(TARGETS[0]), "block middle: off")
     assert lines(results, capsys)[-1] == "m/fp16/2/onnxruntime: validate: block middle: off"
 
 
@@ -188,10 +170,7 @@ def test_a_summary_is_stale_when_a_verdict_is_another(results: Results) -> None:
     assert not summary.is_stale(results), "there is none"
     summary.write(results, TARGETS)
     assert not summary.is_stale(results) and summary.targets_of(results) == TARGETS
-    write_json(
-        results.speed("m", "fp16", 2, "onnxruntime"),
-        {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1.0, "decode_tokens_per_s": 1.0},
-    )
+    speed(TARGETS[0], 1.0, 1.0).save(results.speed("m", "fp16", 2, "onnxruntime"))
     assert not summary.is_stale(results), "a speed is no verdict"
     results.golden("m", "fp16", "all", "onnxruntime").unlink()
     assert summary.is_stale(results)

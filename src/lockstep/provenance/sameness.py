@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import read_json, sha256_json
+from lockstep.artifacts.files import sha256_json
+from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import InputError
 from lockstep.provenance.diff import changes
 from lockstep.provenance.lockfile import numbered
@@ -99,5 +99,5 @@ def _made_by(results: Results, target: Target) -> dict[str, Any]:
 
 
 def _tokens(results: Results, target: Target) -> dict[str, Any]:
-    golden = read_json(results.golden(target.model, target.precision, target.layers, target.backend), formats.GOLDEN)
-    return {prompt["text"]: prompt["tokens"] for prompt in golden["prompts"]}
+    golden = GoldenReport.load(results.golden(target.model, target.precision, target.layers, target.backend))
+    return {prompt.text: list(prompt.tokens) for prompt in golden.prompts}

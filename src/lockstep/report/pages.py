@@ -119,48 +119,52 @@ def _since_lock(model: str, lines: Sequence[str] | None) -> list[str]:
 
 
 def _checks(known: Details) -> str:
+    checks = known.checks()
     cells = [
-        [text(name), text(what), result(known.checks[name].result), text(known.checks[name].reason or "")]
+        [text(name), text(what), result(checks[name].result), text(checks[name].reason or "")]
         for name, what in _CHECKS.items()
-        if name in known.checks
+        if name in checks
     ]
     return table(("check", "what is compared", "result", "why"), cells)
 
 
 def _prompts(known: Details) -> str:
-    golden = known.checks["golden"]
-    entries = golden.report.get("prompts", ())
-    if not entries:
-        return tag("p", text(f"Nothing to show. {golden.reason or ''}"))
-    equal, long = sum(entry["tokens_equal"] for entry in entries), golden.report.get("long_prompt")
+    golden = known.golden.report
+    if not golden or not golden.prompts:
+        return tag("p", text(f"Nothing to show. {known.golden.reason or ''}"))
+    entries, long = golden.prompts, golden.long_prompt
+    equal = sum(entry.tokens_equal for entry in entries)
     lines = [f"{equal} of {len(entries)} prompts give the reference's tokens."]
     if long:
         lines.append(
-            f"The long prompt, of {long['num_tokens']} tokens: largest logit error "
-            f"{_number(long['max_logit_error'], '.1e')} in one piece, {_number(long['cut_max_logit_error'], '.1e')} "
-            f"in pieces, {_number(long['single_max_logit_error'], '.1e')} token by token."
+            f"The long prompt, of {long.num_tokens} tokens: largest logit error "
+            f"{_number(long.max_logit_error, '.1e')} in one piece, {_number(long.cut_max_logit_error, '.1e')} "
+            f"in pieces, {_number(long.single_max_logit_error, '.1e')} token by token."
         )
     head = [tag("p", text(line), "quiet") for line in lines]
-    return "\n".join([*head, *(prompt(entry, golden.report["tolerance"]) for entry in entries)])
+    return "\n".join([*head, *(prompt(entry, golden.tolerance) for entry in entries)])
 
 
 def _errors(name: Target, known: Details) -> str:
-    validation = known.checks["validate"]
-    if not validation.report.get("blocks"):
-        return tag("p", text(f"Nothing to show. {validation.reason or ''}"))
-    line = charts.error_line(f"{name.precision}, {name.layers} layers", validation.report)
+    validation = known.validate.report
+    if not validation or not validation.blocks:
+        return tag("p", text(f"Nothing to show. {known.validate.reason or ''}"))
+    line = charts.error_line(f"{name.precision}, {name.layers} layers", validation.blocks)
     caption = "Of what each layer of the graphs computes, against PyTorch: absolute up to one, relative above."
     return f"{tag('p', text(caption), 'quiet')}\n{charts.error_by_layer([line])}"
 
 
 def _speed(rows: Sequence[Row], row: Row, known: Details) -> str:
-    if not known.speed:
+    speed = known.speed
+    if not speed:
         return "<p>Not measured: it is measured by a golden check that passes.</p>"
     what = "whole model" if row["layers"] == "all" else f"first {row['layers']} layers only"
     cells = [
-        [text(how), _number(known.speed.get(f"{key}prefill_tokens_per_s"), ".0f"),
-         _number(known.speed.get(f"{key}decode_tokens_per_s"), ".0f")]
-        for how, key in ((f"{known.speed['batch_size']} prompts in a batch", ""), ("one prompt alone", "alone_"))
+        [text(how), _number(prefill, ".0f"), _number(decode, ".0f")]
+        for how, prefill, decode in (
+            (f"{speed.batch_size} prompts in a batch", speed.prefill_tokens_per_s, speed.decode_tokens_per_s),
+            ("one prompt alone", speed.alone_prefill_tokens_per_s, speed.alone_decode_tokens_per_s),
+        )
     ]  # fmt: skip
     parts = [_tokens_per_s(what, cells)]
     same = ("model", "precision", "backend")

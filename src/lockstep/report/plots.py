@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, write_bytes
+from lockstep.artifacts.reports import BlockErrors, ValidationReport
 from lockstep.report import charts
 from lockstep.report.verdict import target_of
 
@@ -18,12 +18,12 @@ def error_by_layer(validations: Sequence[Path], out: Path) -> None:
 
     A line for each model and precision, of the validation with the most layers: the others' layers are the same.
     """
-    deepest: dict[str, dict[str, Any]] = {}
+    deepest: dict[str, Sequence[BlockErrors]] = {}
     for path in validations:
-        validation = read_json(path, formats.VALIDATION)
-        name = f"{validation['target']['model']}, {validation['target']['precision']}"
-        deepest[name] = max(validation, deepest.get(name, validation), key=lambda item: len(item["blocks"]))
-    lines = [charts.error_line(name, validation) for name, validation in deepest.items()]
+        validation = ValidationReport.load(path)
+        name, blocks = f"{validation.target.model}, {validation.target.precision}", validation.blocks or ()
+        deepest[name] = max(blocks, deepest.get(name, blocks), key=len)
+    lines = [charts.error_line(name, blocks) for name, blocks in deepest.items()]
     write_bytes(out, charts.error_by_layer(lines).encode())
 
 

@@ -153,10 +153,10 @@ _STYLES = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
 
 
 def _row(target: Target, found: Details) -> dict[str, Any]:
-    checks, built, speed = found.checks, found.engines, found.speed
-    golden = checks["golden"]
-    comparison = checks["compare"].report if "compare" in checks else {}
-    digest, device = golden.report.get("engine_digest") or (built and built.digest), built.device if built else {}
+    checks, built, speed, golden = found.checks(), found.engines, found.speed, found.golden.report
+    comparison = found.compare.report if found.compare else None
+    digest = golden.engine_digest if golden else built.digest if built else None
+    device = built.device if built else {}
     return {
         "model": target.model,
         "layers": target.layers,
@@ -166,20 +166,16 @@ def _row(target: Target, found: Details) -> dict[str, Any]:
         "backend_version": built.backend_version if built else None,
         "device": device.get("name") or device.get("architecture"),
         "engine_digest": digest,
-        "engine_error": comparison.get("relative_error")
-        if digest and comparison.get("engine_digest") == digest
-        else None,
+        "engine_error": comparison.relative_error if comparison and comparison.engine_digest == digest else None,
         "reproduced": found.reproduction["level"] if found.reproduction else "-",
-        "validation": checks["validate"].result,
-        "golden": golden.result,
+        "validation": found.validate.result,
+        "golden": found.golden.result,
         "reason": "; ".join(_reason(name, check) for name, check in checks.items() if check.result != PASS) or None,
-        "max_logit_error": golden.report.get("max_logit_error"),
-        "logit_tolerance": golden.report.get("tolerance"),
-        "tokens_differing": sum(len(prompt["differences"]) for prompt in golden.report["prompts"])
-        if golden.report
-        else None,
-        "prefill_tokens_per_s": speed.get("prefill_tokens_per_s"),
-        "decode_tokens_per_s": speed.get("decode_tokens_per_s"),
+        "max_logit_error": golden.max_logit_error if golden else None,
+        "logit_tolerance": golden.tolerance if golden else None,
+        "tokens_differing": sum(len(prompt.differences) for prompt in golden.prompts) if golden else None,
+        "prefill_tokens_per_s": speed.prefill_tokens_per_s if speed else None,
+        "decode_tokens_per_s": speed.decode_tokens_per_s if speed else None,
     }
 
 

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lockstep.artifacts.reports import FAIL, PASS
 from lockstep.targets import Target
 
-PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
+NOT_RUN = "not run"
 
 
 def verdict(results: Iterable[str]) -> str:

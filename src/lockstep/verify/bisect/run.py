@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.files import read_json
+from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
 from lockstep.targets import Results, Target
@@ -172,7 +172,7 @@ def _weights_error(
     if request.number is None:
         return None
     path = results.reference(target.model, target.layers)
-    found = load_file(path.parent / read_json(path, formats.REFERENCE)["logits"]["file"])[f"logits.{request.number}"]
+    found = load_file(path.parent / ReferenceManifest.load(path).logits.file)[f"logits.{request.number}"]
     return compare_steps(logits[request.tokens.num_prompt - 1 :], _placed(found, request), request.tokens, tolerance)
 
 

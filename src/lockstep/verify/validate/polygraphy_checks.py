@@ -25,6 +25,7 @@ from polygraphy.tools.args import OnnxrtSessionArgs
 from polygraphy.tools.check.subtool.lint import Lint
 from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
 
+from lockstep.artifacts.reports import ForwardError
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
@@ -133,11 +134,11 @@ class GraphRunner(BaseRunner):
 
 def compare(
     runners: Sequence[BaseRunner], inputs: Sequence[IO], feeds: Sequence[Mapping[str, np.ndarray]], tolerance: float
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, ForwardError]:
     """Run all runners on all feeds with Polygraphy's Comparator; each is compared with the last, by largest absolute
     error and cosine.
 
-    Gives {runner: {"max_abs_error", "cosine", "tolerance", "passed"}}. Raises CheckError when a feed is not what
+    Gives {runner: its error}. Raises CheckError when a feed is not what
     `inputs` declare, when a runner takes other inputs, or when runners give other outputs: Polygraphy would match by
     position, cast, or skip.
     """
@@ -164,18 +165,13 @@ def compare(
 
 def _summary(
     errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float
-) -> dict[str, Any]:
+) -> ForwardError:
     """The worst of all feeds and outputs. `passed` is Polygraphy's own verdict, and false for NaN."""
     results = [result for outputs in errors for result in outputs.values()]
     worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in results])
     cosine = min((angle.cosine_similarity for outputs in angles for angle in outputs.values()), default=0.0)
     passed = bool(results) and all(bool(result) for result in results) and worst is not None
-    return {
-        "max_abs_error": worst,
-        "cosine": cosine if math.isfinite(cosine) else None,
-        "tolerance": tolerance,
-        "passed": passed,
-    }
+    return ForwardError(worst, cosine if math.isfinite(cosine) else None, tolerance, passed)
 
 
 def _check_metadata(runner: BaseRunner, inputs: Sequence[IO]) -> None:
