@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lockstep.artifacts.dtypes import PRECISION_DTYPES, graph_dtype
+from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.schema import Check, check, integer, items, one_of, record, text
 
 REMEDY = "the file is damaged, or not one that a stage wrote: make it again, or take another bundle"
-DTYPES = {precision: graph_dtype(dtype) for precision, dtype in PRECISION_DTYPES.items()}
 
 LARGEST = 2**31 - 1  # a dimension; TensorRT counts in 32 bits
 SIZE = integer(1, LARGEST)
 DIGEST = text("[0-9a-f]{64}", "a sha256 in hexadecimal digits")
 NAME = text(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,1000}", "a name")
 FILE = text(r"(?!\.)[^/\\:\x00-\x1f\x7f\ud800-\udfff]{1,255}", "the name of a file beside it")
-PRECISION = one_of(*DTYPES)
-SLOTS = items(record({"name": NAME, "dtype": one_of(*DTYPES.values()), "shape": items(SIZE, most=8)}), 10_000)
+PRECISION = one_of(*PRECISION_NAMES)
+SLOTS = items(record({"name": NAME, "dtype": one_of(*PRECISION_NAMES.values()), "shape": items(SIZE, most=8)}), 10_000)
 TENSORS = items(NAME, 10_000, least=1)
 
 

@@ -20,6 +20,7 @@ import onnx
 import onnxruntime as ort
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.dtypes import named_dtype, onnx_dtype
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
@@ -36,9 +37,6 @@ _LEVELS = {
     "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
-_NUMPY_TYPES = {
-    f"tensor({name})": np.dtype(kind) for name, kind in (("float", "f4"), ("float16", "f2"), ("int64", "i8"))
 }
 _FULL_DISK_BYTES = 1 << 16  # less free than an engine needs
 _pool_threads: int | None = None
@@ -169,6 +167,11 @@ class OnnxRuntimeProgram:
             )
 
 
+def _numpy_type(value: str) -> np.dtype:
+    """The NumPy type of what ONNX Runtime calls "tensor(float)"."""
+    return named_dtype(onnx_dtype(value.removeprefix("tensor(").removesuffix(")")))
+
+
 class Declared(NamedTuple):
     """An input or output of a session; dimensions are numbers or names."""
 
@@ -183,7 +186,7 @@ class OnnxRuntimeExecutable:
         self._session = session
         self._values = values
         self.where = where
-        declared = lambda values: {value.name: Declared(_NUMPY_TYPES[value.type], value.shape) for value in values}
+        declared = lambda values: {value.name: Declared(_numpy_type(value.type), value.shape) for value in values}
         self.inputs, self.outputs = declared(session.get_inputs()), declared(session.get_outputs())
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
