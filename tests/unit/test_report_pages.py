@@ -107,7 +107,7 @@ def results(tmp_path: Path) -> Results:
     ],
 )
 def test_the_verdict_is_one_sentence(verdicts: list[str], said: str) -> None:
-    assert sentence([{"verdict": verdict} for verdict in verdicts]) == said
+    assert sentence(verdicts) == said
 
 
 def test_the_first_page_opens_with_the_verdict_and_the_targets(results: Results) -> None:

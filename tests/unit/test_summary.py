@@ -15,6 +15,7 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import content, record_path
 from lockstep.artifacts.reports import Report, TokenDifference
+from lockstep.artifacts.summary import Reproduction, Summary
 from lockstep.errors import CheckError
 from lockstep.report import plots, summary
 from lockstep.targets import Results, Target
@@ -74,36 +75,34 @@ def test_the_table_has_whole_words_on_any_terminal(
 
 def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) -> None:
     for layers, digest in ((2, "ab" * 32), ("all", "cd" * 32)):
-        write_json(
-            results.reproduction("m", "fp16", layers, "onnxruntime"),
-            {"format": "lockstep.reproduce/1", "engine_digest": digest, "level": "R4"},
-        )
-    assert [row["reproduced"] for row in summary.collect(results, TARGETS)["targets"]] == ["R4", "-"]
+        target = Target("m", "fp16", layers, "onnxruntime")
+        reproduction = Reproduction(target, digest, "1.0", {}, rounds=1, level="R4", levels={}, bytes_left_out={})
+        reproduction.save(results.reproduction("m", "fp16", layers, "onnxruntime"))
+    assert [row.reproduced for row in summary.collect(results, TARGETS).targets] == ["R4", "-"]
 
 
 def test_the_error_of_the_engines_is_that_of_the_present_ones(results: Results) -> None:
     def compared(digest: str) -> list[float | None]:
         recorded(results.comparison("m", "fp16", "onnxruntime"), comparison(0.001, digest))
-        return [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]]
+        return [row.engine_error for row in summary.collect(results, TARGETS).targets]
 
-    assert [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]] == [None, None]
+    assert [row.engine_error for row in summary.collect(results, TARGETS).targets] == [None, None]
     assert compared("ab" * 32) == [0.001, 0.001] and compared("cd" * 32) == [None, None]
 
 
 def lines(results: Results, capsys: pytest.CaptureFixture) -> list[str]:
     """The terminal's table of what was written, which JSON, CSV and the report's first page must say too."""
-    rows = summary.write(results, TARGETS)["targets"]
-    assert json.loads(results.summary().read_text())["targets"] == rows
+    written = summary.write(results, TARGETS)
+    rows = written.targets
+    assert Summary.load(results.summary()) == written
     with open(results.summary().with_suffix(".csv"), newline="") as file:
         assert [(line["golden"], line["reason"]) for line in csv.DictReader(file)] == [
-            (row["golden"], row["reason"] or "") for row in rows
+            (row.golden, row.reason or "") for row in rows
         ]
     page = results.report_page().read_text()
-    assert all(
-        f">{row['verdict']}<" in page and (not row["reason"] or html.escape(row["reason"]) in page) for row in rows
-    )
-    assert all((row["verdict"] == "pass") == (row["reason"] is None) for row in rows)
-    summary.print_table({"targets": rows})
+    assert all(f">{row.verdict}<" in page and (not row.reason or html.escape(row.reason) in page) for row in rows)
+    assert all((row.verdict == "pass") == (row.reason is None) for row in rows)
+    summary.print_table(written)
     return capsys.readouterr().out.splitlines()
 
 
@@ -140,13 +139,13 @@ def test_what_has_not_run_is_not_run(results: Results, capsys: pytest.CaptureFix
         f"{first} is not there",
         f"no record says how {second} was made",
     ]
-    assert [row["golden"] for row in summary.collect(results, TARGETS)["targets"]] == ["not run"] * 2
+    assert [row.golden for row in summary.collect(results, TARGETS).targets] == ["not run"] * 2
 
 
 def test_a_pass_of_other_engines_is_none(results: Results, capsys: pytest.CaptureFixture) -> None:
     engines = results.engines("m", "fp16", "onnxruntime")
     write_json(engines, {**json.loads(engines.read_text()), "backend_version": "2.0"})
-    assert [row["golden"] for row in summary.collect(results, TARGETS)["targets"]] == ["not run"] * 2
+    assert [row.golden for row in summary.collect(results, TARGETS).targets] == ["not run"] * 2
     assert lines(results, capsys)[3] == f"m/fp16/2/onnxruntime: golden not run: {engines} is another since"
 
 

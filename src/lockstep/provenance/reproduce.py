@@ -14,15 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lockstep import processes
-from lockstep.artifacts import formats
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
+from lockstep.artifacts.summary import ReproducedLevel, Reproduction
 from lockstep.config.backends import backends
 from lockstep.errors import PREFIX, CheckError
 from lockstep.pipeline import worker
@@ -41,7 +40,7 @@ def reproduce(
     target: Target,
     rounds: int,
     tell: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+) -> Reproduction:
     """Build `target` again `rounds` times, write the record to `results.reproduction` and give it. config: the one that
     the results were made with.
 
@@ -69,13 +68,13 @@ def reproduce(
             found.append(compare(before, facts(made, target, look(made), again, _is_run(results, target))))
     manifest = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
     record = _record(manifest, present["digest"], target, before, found)
-    write_json(results.reproduction(*names), record)
+    record.save(results.reproduction(*names))
     return record
 
 
 def _record(
     engines: EngineSetManifest, digest: str, target: Target, before: Facts, found: list[dict[str, list[str]]]
-) -> dict[str, Any]:
+) -> Reproduction:
     levels = {}
     for level, what in LEVELS.items():
         if level not in before.levels:
@@ -85,24 +84,17 @@ def _record(
         ]
         same = sum(not differing[level] for differing in found)
         more = max(0, len(lines) - _SHOWN)
-        levels[level] = {
-            "what": what,
-            "digest": before.digests()[level],
-            "same_rounds": same,
-            "differences": lines[:_SHOWN],
-            "more_differences": more,
-        }
-    return {
-        "format": formats.REPRODUCTION,
-        "target": asdict(target),
-        "engine_digest": digest,
-        "backend_version": engines.backend_version,
-        "device": engines.device,
-        "rounds": len(found),
-        "level": reached({level: entry["same_rounds"] == len(found) for level, entry in levels.items()}),
-        "levels": levels,
-        "bytes_left_out": {name: list(removed) for name, removed in before.removed.items()},
-    }
+        levels[level] = ReproducedLevel(what, before.digests()[level], same, tuple(lines[:_SHOWN]), more)
+    return Reproduction(
+        target=target,
+        engine_digest=digest,
+        backend_version=engines.backend_version,
+        device=engines.device,
+        rounds=len(found),
+        level=reached({level: entry.same_rounds == len(found) for level, entry in levels.items()}),
+        levels=levels,
+        bytes_left_out=before.removed,
+    )
 
 
 def _round(
@@ -208,7 +200,7 @@ def _take_tactics(results: Results, tree: Results, target: Target) -> None:
         shutil.copyfile(path, again.with_name(path.name))
 
 
-def print_table(record: Mapping[str, Any]) -> None:
+def print_table(record: Reproduction) -> None:
     """Print the levels of a record as a table, nothing cut."""
     from rich.console import Console
     from rich.table import Table
@@ -216,18 +208,18 @@ def print_table(record: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("level", "same", "rounds", "first difference"):
         table.add_column(heading, justify="right" if heading == "rounds" else "left", no_wrap=True)
-    for level, entry in record["levels"].items():
-        whole = entry["same_rounds"] == record["rounds"]
-        what = entry["what"] + (", without those named below" if level == "R4" and record["bytes_left_out"] else "")
+    for level, entry in record.levels.items():
+        whole = entry.same_rounds == record.rounds
+        what = entry.what + (", without those named below" if level == "R4" and record.bytes_left_out else "")
         table.add_row(
             level,
             what,
-            f"{entry['same_rounds']} of {record['rounds']}",
-            "".join(entry["differences"][:1]),
+            f"{entry.same_rounds} of {record.rounds}",
+            "".join(entry.differences[:1]),
             style=None if whole else "red",
         )
     console = Console(width=240)
     console.print(table)
-    for name, removed in record["bytes_left_out"].items():
+    for name, removed in record.bytes_left_out.items():
         for words in removed:
             console.print(f"left out of {name}: {words}", markup=False)

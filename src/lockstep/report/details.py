@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.manifest_files import content, failed_path, record_path
 from lockstep.artifacts.reports import ComparisonReport, GoldenReport, Report, SpeedReport, ValidationReport
+from lockstep.artifacts.summary import Reproduction
 from lockstep.errors import InputError
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS
 from lockstep.targets import Results, Target
@@ -61,15 +62,15 @@ def _checked(kind: type[AnyReport], out: Path, inputs: Mapping[str, Path]) -> Ch
 
 @dataclass(frozen=True)
 class Details:
-    """All that is known of a target. compare: None where it did not run; engines, speed: None where they are not there
-    or of other engines, and reproduction is empty then."""
+    """All that is known of a target. compare: None where it did not run; engines, speed, reproduction: None where
+    they are not there or of other engines."""
 
     validate: Checked[ValidationReport]
     golden: Checked[GoldenReport]
     compare: Checked[ComparisonReport] | None
     engines: EngineSetManifest | None
     speed: SpeedReport | None
-    reproduction: Mapping[str, Any]
+    reproduction: Reproduction | None
 
     def checks(self) -> Mapping[str, Checked]:
         """The checks by name, those that ran or should have."""
@@ -95,14 +96,14 @@ def details(results: Results, target: Target, cannot_run: str | None = None) -> 
     if golden.result == NOT_RUN and cannot_run and not results.golden(*names).is_file():
         golden = Checked(NOT_RUN, cannot_run)
     digest = golden.report.engine_digest if golden.report else built.digest if built else None
-    reproduction = _entries(results.reproduction(*names))
+    reproduction = _loaded(Reproduction.load, results.reproduction(*names))
     return Details(
         validate=validation,
         golden=golden,
         compare=comparison if comparison.result != NOT_RUN else None,  # only some backends are compared, not always
         engines=built,
         speed=_loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,
-        reproduction=reproduction if digest and reproduction.get("engine_digest") == digest else {},
+        reproduction=reproduction if reproduction and reproduction.engine_digest == digest else None,
     )
 
 
@@ -112,12 +113,3 @@ def _loaded(load: Callable[[Path], AnyDocument], path: Path) -> AnyDocument | No
         return load(path)
     except InputError:
         return None
-
-
-def _entries(path: Path) -> Mapping[str, Any]:
-    """A manifest; nothing where there is none that can be read, which the checks that read it say."""
-    try:
-        value = read_json(path)
-    except InputError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json, write_bytes
+from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.reports import BlockErrors, ValidationReport
+from lockstep.artifacts.summary import Summary
 from lockstep.report import charts
-from lockstep.report.verdict import target_of
 
 
 def error_by_layer(validations: Sequence[Path], out: Path) -> None:
@@ -29,6 +28,6 @@ def error_by_layer(validations: Sequence[Path], out: Path) -> None:
 
 def speed(summary_json: Path, out: Path) -> None:
     """Prefill and decode of each target in tokens per second: whole models first, cut ones below."""
-    rows = sorted(read_json(summary_json, formats.SUMMARY)["targets"], key=lambda row: row["layers"] != "all")
-    named = [(str(target_of(row)), row["prefill_tokens_per_s"], row["decode_tokens_per_s"]) for row in rows]
+    rows = sorted(Summary.load(summary_json).targets, key=lambda row: row.layers != "all")
+    named = [(str(row.target), row.prefill_tokens_per_s, row.decode_tokens_per_s) for row in rows]
     write_bytes(out, charts.speeds(named).encode())
