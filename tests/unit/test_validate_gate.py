@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.reports import ForwardError
+from lockstep.artifacts.reports import ForwardError, Inspected, Linted
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.signature import signature_of
@@ -183,8 +183,8 @@ def saved(tmp_path, graph):
 
 def test_lint_and_inspect_tell_what_a_graph_is_made_of(tmp_path):
     path = saved(tmp_path, model())
-    assert lint(path, path, INPUTS) == {"nodes": 1, "warnings": []}
-    assert inspect(path, model(), INPUTS, OUTPUTS) == {"nodes": 1, "operators": {"Gemm": 1}}
+    assert lint(path, path, INPUTS) == Linted(1, ())
+    assert inspect(path, model(), INPUTS, OUTPUTS) == Inspected(1, {"Gemm": 1})
     with pytest.raises(CheckError, match="found no weight"):
         inspect(path, model("hidden, hidden", "float[num_tokens,4] hidden"), INPUTS, OUTPUTS)
 

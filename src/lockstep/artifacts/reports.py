@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.typed import Document
@@ -75,6 +75,31 @@ class ForwardError:
 
 
 @dataclass(frozen=True)
+class Inspected:
+    """What Polygraphy reads in a graph: how many nodes, and how often each operator occurs."""
+
+    nodes: int
+    operators: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Linted:
+    """What Polygraphy's lint says: how many nodes pass, and its warnings."""
+
+    nodes: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GraphChecks:
+    """What was found of each graph by ONNX's checker (PASS), by inspect and by lint."""
+
+    checker: Mapping[str, str]
+    inspect: Mapping[str, Inspected]
+    lint: Mapping[str, Linted]
+
+
+@dataclass(frozen=True)
 class ValidatedGraphs:
     """What a validation is of."""
 
@@ -87,15 +112,14 @@ class ValidatedGraphs:
 class ValidationReport(Report):
     """How far graphs are from PyTorch. Of a check that failed, what was found until then.
 
-    checks: JSON of what checker, inspect and lint gave, by check and graph. forward: by runner. unused_tensors: of the
-    checkpoint, that no block takes.
+    forward: by runner. unused_tensors: of the checkpoint, that no block takes.
     """
 
     FORMAT: ClassVar[str] = formats.VALIDATION
     target: ValidatedGraphs
     first_failing_layer: int | None
     unused_tensors: tuple[str, ...] | None = None
-    checks: Mapping[str, Mapping[str, Any]] | None = None
+    checks: GraphChecks | None = None
     embedding: BlockErrors | None = None
     blocks: tuple[BlockErrors, ...] | None = None
     exit: BlockErrors | None = None

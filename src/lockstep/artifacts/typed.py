@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.artifacts.schema import Wrong, check
+from lockstep.artifacts.schema import Wrong
+from lockstep.errors import InputError
 
 _REMEDY = "the file is damaged or of another version: delete it and run again"
 _WORDS = {str: "a text", int: "an integer", float: "a finite number", bool: "true or false", type(None): "null"}
@@ -34,8 +35,10 @@ class Document:
     def load(cls: type[AnyDocument], path: str | os.PathLike) -> AnyDocument:
         """Raises InputError for a file that is none of these, with the first place that is of another type."""
         value = read_json(path, cls.FORMAT)
-        check(value, functools.partial(decode, cls), path, _REMEDY)
-        return cast(AnyDocument, decode(cls, value, ""))
+        try:
+            return cast(AnyDocument, decode(cls, value, ""))
+        except Wrong as wrong:
+            raise InputError(f"{path}: {wrong}; {_REMEDY}") from None
 
     def save(self, path: str | os.PathLike) -> None:
         write_json(path, self.to_json())

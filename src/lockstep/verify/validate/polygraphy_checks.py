@@ -25,7 +25,7 @@ from polygraphy.tools.args import OnnxrtSessionArgs
 from polygraphy.tools.check.subtool.lint import Lint
 from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
 
-from lockstep.artifacts.reports import ForwardError
+from lockstep.artifacts.reports import ForwardError, Inspected, Linted
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
@@ -46,7 +46,7 @@ def check_model(path: Path, model: onnx.ModelProto) -> None:
         raise CheckError(f"{path}: the ONNX checker refuses this graph: {one_line(error)}") from error
 
 
-def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> dict[str, Any]:
+def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> Inspected:
     """What Polygraphy reads in the graph: number of nodes, and how often each operator occurs. Its inputs and outputs
     are gated first."""
     Signature(tuple(inputs), tuple(outputs)).check(signature_of(model.graph), str(path), "export again")
@@ -59,10 +59,10 @@ def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: S
                 f"{path}: Polygraphy inspect: expected the {role} "
                 f"{sorted(io.name for io in declared)}, found {sorted(names)}"
             )
-    return {"nodes": len(data.nodes), "operators": dict(sorted(Counter(node.op_type for node in data.nodes).items()))}
+    return Inspected(len(data.nodes), dict(sorted(Counter(node.op_type for node in data.nodes).items())))
 
 
-def lint(path: Path, file: Path, inputs: Sequence[IO]) -> dict[str, Any]:
+def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
     """Run Polygraphy's lint on `file`, the graph `path` as it is computed: ONNX checker, then every node in ONNX
     Runtime. Gives the number of nodes and its warnings.
 
@@ -91,10 +91,7 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> dict[str, Any]:
         first = serious[0] if serious else {"message": "failed without a message"}
         node = f"node {first['nodes'][0]}: " if first.get("nodes") else ""
         raise CheckError(f"{path}: Polygraphy lint: {node}{one_line(first['message'])}")
-    return {
-        "nodes": len(tool.report.summary["passing"]),
-        "warnings": sorted({one_line(entry["message"]) for entry in entries}),
-    }
+    return Linted(len(tool.report.summary["passing"]), tuple(sorted({one_line(entry["message"]) for entry in entries})))
 
 
 class _Sessions(OnnxrtSessionArgs):

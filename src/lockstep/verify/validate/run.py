@@ -23,6 +23,7 @@ from lockstep.artifacts.reports import (
     PASS,
     BlockErrors,
     CacheError,
+    GraphChecks,
     LongContext,
     TensorError,
     ValidatedGraphs,
@@ -42,9 +43,6 @@ _NUM_BEHIND = 3  # tokens behind a long cache: at an edge, before it and after i
 _TEXT = "The river comes down from the hills, and the town lies where it is wide and slow."
 
 
-Checks = dict[str, dict[str, Any]]
-
-
 @dataclass
 class _Found:
     """What was found until now: the report of a check that fails has it too."""
@@ -53,6 +51,13 @@ class _Found:
 
     def note(self, **found: Any) -> None:
         self.report = replace(self.report, **found)
+
+    def note_graph(self, name: str, **found: Any) -> None:
+        """Note what a check gave of the graph `name`, under the name of that check."""
+        checks = self.report.checks
+        assert checks is not None  # it begins with none of any graph
+        added = {check: {**getattr(checks, check), name: result} for check, result in found.items()}
+        self.note(checks=replace(checks, **added))
 
 
 def run(
@@ -84,17 +89,18 @@ def run(
     found = _Found(ValidationReport(result=PASS, target=target, first_failing_layer=None))
     try:
         graphs = Graphs(Path(assembly_json), assembly, Weights.open(weights_json), layers, threads)
-        checks: Checks = {"checker": {}, "inspect": {}, "lint": {}}
-        found.note(unused_tensors=tuple(graphs.weights.unused(_bound_tensors(assembly))), checks=checks)
+        found.note(
+            unused_tensors=tuple(graphs.weights.unused(_bound_tensors(assembly))), checks=GraphChecks({}, {}, {})
+        )
         for name, graph in graphs.graphs().items():
-            _check_graph(name, graph, checks)
+            _check_graph(name, graph, found)
         torch_model = TorchModel(checkpoint.config, graphs.weights, layers)
         records = [torch_model.record(token_ids) for token_ids in _sequences(graphs)]
         _check_layers(graphs, records, tolerance, found)
         _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance["block"], found)
         uncut = graphs.uncut(threads)
         if uncut is not None:
-            _check_graph("batchful", uncut, checks)
+            _check_graph("batchful", uncut, found)
         _check_forward(graphs, uncut, torch_model, records, tolerance["logits"], found)
     except CheckError as error:
         return finish(out, found.report, str(error))
@@ -108,14 +114,14 @@ def _bound_tensors(assembly: Assembly) -> list[str]:
     return [name for part in parts for names in part.slots.values() for name in names]
 
 
-def _check_graph(name: str, graph: Graph, checks: Checks) -> None:
-    """Checker, inspect and lint of one graph; what they gave goes to `checks` by check and graph."""
+def _check_graph(name: str, graph: Graph, found: _Found) -> None:
+    """Checker, inspect and lint of one graph."""
     inputs = [*graph.inputs, *graph.slots]
     check_model(graph.path, graph.model)
-    checks["checker"][name] = "pass"
-    checks["inspect"][name] = inspect(graph.path, graph.computed, inputs, graph.outputs)
+    found.note_graph(name, checker=PASS)
+    found.note_graph(name, inspect=inspect(graph.path, graph.computed, inputs, graph.outputs))
     with graph.computed_file() as file:
-        checks["lint"][name] = lint(graph.path, file, inputs)
+        found.note_graph(name, lint=lint(graph.path, file, inputs))
 
 
 def _check_layers(graphs: Graphs, records: list[Record], tolerance: Mapping[str, float], found: _Found) -> None:
