@@ -139,16 +139,12 @@ def _reusable(out: Path, manifest: EngineSetManifest, library: Backend) -> dict[
         old = EngineSetManifest.load(out)
     except InputError:
         return {}  # another format or half a file of an older version: it is built again
-    if _made_by(old, library) != _made_by(manifest, library):
+    named = lambda of: (of.backend, of.precision, of.backend_version, of.builder_revision)
+    keys = lambda of: (library.device_key(of.device), library.options_key(of.options))
+    if named(old) != named(manifest) or keys(old) != keys(manifest):  # keys: of this version's device and options only
         return {}
     whole = lambda entry: (out.parent / entry.file).is_file() and sha256_file(out.parent / entry.file) == entry.sha256
     return {name: entry for name, entry in old.engines.items() if whole(entry) and library.keeps(name, entry)}
-
-
-def _made_by(manifest: EngineSetManifest, library: Backend) -> tuple[Any, ...]:
-    """What must be equal for engines to be kept."""
-    named = (manifest.backend, manifest.precision, manifest.backend_version, manifest.builder_revision)
-    return *named, library.device_key(manifest.device), library.options_key(manifest.options)
 
 
 def _delete_leftovers(out: Path, kept: set[str], suffixes: tuple[str, ...]) -> None:
