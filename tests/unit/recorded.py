@@ -13,8 +13,7 @@ from typing import Any
 from demo_model import CONFIG
 
 from lockstep import backends, weights
-from lockstep.artifacts.files import read_json, write_json
-from lockstep.checkpoint import checkpoint_folder
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.pipeline.stages import step
 from lockstep.provenance import run as stage
 from lockstep.targets import Results
@@ -39,9 +38,9 @@ def recorded(
     results = Results(root)
     shutil.copytree(demo.assembly(MODEL, PRECISION).parent, results.assembly(MODEL, PRECISION).parent)
     change_graphs(results.assembly(MODEL, PRECISION).parent)
-    manifest = read_json(demo.checkpoint(MODEL))
-    moved = {**manifest, "folder": os.path.abspath(checkpoint_folder(demo.checkpoint(MODEL), manifest))}
-    run(results, "resolve", lambda: write_json(results.checkpoint(MODEL), moved))
+    manifest = CheckpointManifest.load(demo.checkpoint(MODEL))
+    moved = replace(manifest, folder=os.path.abspath(manifest.folder_of(demo.checkpoint(MODEL))))
+    run(results, "resolve", lambda: moved.save(results.checkpoint(MODEL)))
     run(
         results,
         "convert",

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from click.testing import CliRunner
 from demo_model import CONFIG, GOLDEN, TOLERANCES
 from families import FAMILIES
 from onnx import helper, numpy_helper
+from reports import golden, golden_prompt
 from safetensors.numpy import load_file, save_file
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.reports import FAIL, GoldenPrompt, TokenDifference
 from lockstep.backends import EngineSet, build
 from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
@@ -425,24 +426,11 @@ def test_a_node_of_an_engine_is_named_beside_its_graph_too(copied, right, name):
 # --- which request is followed ---
 
 
-def golden_report(references: Results, results: Results, prompts: list[dict[str, Any]]) -> Path:
-    path = failed_path(results.golden("demo-llama", "fp32", 2, "onnxruntime"))
-    write_json(path, {"format": formats.GOLDEN, "tolerance": 1e-3, "prompts": prompts, "result": "fail"})
+def golden_report(references: Results, results: Results, prompts: list[GoldenPrompt]) -> Path:
+    target = Target("demo-llama", "fp32", 2, "onnxruntime")
+    path = failed_path(results.golden(*astuple(target)))
+    golden(target, *prompts, result=FAIL, tolerance=1e-3).save(path)
     return path
-
-
-def entry(text: str, **found: Any) -> dict[str, Any]:
-    passed = {
-        "text": text,
-        "expected": None,
-        "text_out": "",
-        "prompt_ids_equal": True,
-        "differences": [],
-        "max_logit_error": 1e-6,
-        "alone_differences": [],
-        "alone_max_logit_difference": 0.0,
-    }
-    return {**passed, **found}
 
 
 class Referenced(Copy):
@@ -451,7 +439,7 @@ class Referenced(Copy):
 
 
 SHORT, LONG = GOLDEN.prompts[1].text, GOLDEN.prompts[3].text
-REJECTED = [{"step": 3, "reference": 1, "found": 2, "gap": 0.5, "accepted": False}]
+REJECTED = (TokenDifference(3, 1, 2, 0.5, accepted=False),)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +460,9 @@ def test_the_prompt_that_failed_is_followed(references, tmp_path, found):
     target = Target("demo-llama", "fp32", 2, "onnxruntime")
     assert choose(results, target, None, 768).text == LONG  # the longest: it sees furthest
     golden_report(
-        references, results, [entry(LONG, differences=[{**REJECTED[0], "accepted": True}]), entry(SHORT, **found)]
+        references,
+        results,
+        [golden_prompt(LONG, differences=(replace(REJECTED[0], accepted=True),)), golden_prompt(SHORT, **found)],
     )
     chosen = choose(results, target, None, 768)
     assert chosen.text == SHORT and len(chosen.tokens.ids) > chosen.tokens.num_prompt == 1
@@ -480,7 +470,7 @@ def test_the_prompt_that_failed_is_followed(references, tmp_path, found):
 
 def test_a_failing_prompt_that_the_reference_lacks_is_one_line(references, tmp_path):
     results = Referenced(tmp_path, references)
-    path = golden_report(references, results, [entry("of an older config", max_logit_error=None)])
+    path = golden_report(references, results, [golden_prompt("of an older config", max_logit_error=None)])
     with pytest.raises(
         InputError,
         match=rf"^{path}: expected a prompt of .*, found 'of an older config'; run the golden check again, or",

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save, save_file
 
-from lockstep.checkpoint.safetensors_header import TensorRecord, read_header
+from lockstep.artifacts.places import TensorPlace
+from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import InputError
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 DATA = bytes(24)
 
 
-def places(records: dict[str, TensorRecord]) -> list:
-    return [asdict(record) for record in records.values()]
+def places(found: dict[str, TensorPlace]) -> list:
+    return [asdict(place) for place in found.values()]
 
 
 def poke(file: Path, position: int, byte: int) -> None:

@@ -15,7 +15,8 @@ import pytest
 from checkpoints import INDEX, error_of, hub_cache, tensors, write
 from safetensors.numpy import load_file, save_file
 
-from lockstep.checkpoint import checkpoint_folder, resolve
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.checkpoint import resolve
 
 SHARDS = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
 
@@ -124,7 +125,7 @@ def test_a_relative_source_gives_a_manifest_that_moves_with_its_tree(tmp_path):
     assert json.loads(out.read_text())["folder"] == "../../resources/m"
     moved = shutil.move(tmp_path / "a", tmp_path / "b")
     out = Path(moved) / "work" / "results" / "m" / "checkpoint.json"
-    found = checkpoint_folder(out, json.loads(out.read_text()))
+    found = CheckpointManifest.load(out).folder_of(out)
     assert os.path.samefile(found, Path(moved) / "work" / "resources" / "m")
 
 
@@ -133,7 +134,7 @@ def test_a_relative_source_from_a_results_folder_that_is_a_link(tmp_path):
     (tmp_path / "scratch" / "deep").mkdir(parents=True)
     (tmp_path / "work" / "results").symlink_to(tmp_path / "scratch" / "deep")
     out = resolve("m", folder, tmp_path / "work" / "results" / "m" / "checkpoint.json")
-    assert os.path.samefile(checkpoint_folder(out, json.loads(out.read_text())), folder)
+    assert os.path.samefile(CheckpointManifest.load(out).folder_of(out), folder)
 
 
 def test_an_absolute_source_is_recorded_as_such(folder):

@@ -12,8 +12,10 @@ import shared_cache
 from demo_model import ROOT
 
 from lockstep.artifacts.files import write_json
+from lockstep.artifacts.summary import Reproduction
 from lockstep.cli.main import main
 from lockstep.config.load import load_given
+from lockstep.targets import Target
 
 TARGET = "demo-llama/fp16/all/onnxruntime"
 
@@ -96,6 +98,8 @@ def test_cache(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_reproduce(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the builds, which take minutes: tests/workflow/test_reproduce.py has them."""
-    monkeypatch.setattr("lockstep.provenance.reproduce.reproduce", lambda *arguments: {"level": "R2"})
-    assert told(capsys, "reproduce", TARGET) == ({"level": "R2"}, 0)
-    assert told(capsys, "reproduce", TARGET, "--at-least", "R3") == ({"level": "R2"}, 1)
+    target = Target.parse(TARGET)
+    record = Reproduction(target, "ab" * 32, "1.0", {}, rounds=1, level="R2", levels={}, bytes_left_out={})
+    monkeypatch.setattr("lockstep.provenance.reproduce.reproduce", lambda *arguments: record)
+    assert told(capsys, "reproduce", TARGET) == (record.to_json(), 0)
+    assert told(capsys, "reproduce", TARGET, "--at-least", "R3") == (record.to_json(), 1)

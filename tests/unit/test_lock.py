@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from demo_model import CONFIG, DEMO
+from reports import golden
 
 from lockstep import backends, weights
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.manifest_files import failed_path
+from lockstep.artifacts.reports import GoldenReport
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import step, steps
@@ -235,11 +237,14 @@ def test_a_manifest_without_its_record_is_not_read(copy: Results) -> None:
     assert read_json(made.output) == before and read_record(made.output)
 
 
+TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
+
+
 def failing(results: Results, error: BaseException) -> dict | None:
     """What is left of a golden check that ends with `error` beside one that passed."""
     out = results.golden("demo-llama", "fp16", "all", "onnxruntime")
     made = Step("golden", {**NAMES}, {}, {}, out)
-    stage.run(made, lambda: write_json(out, {"format": "lockstep.golden/1", "result": "pass"}))
+    stage.run(made, lambda: golden(TARGET).save(out))
     with pytest.raises(type(error)):
         stage.run(made, lambda: (_ for _ in ()).throw(error))
     assert read_record(out), "what passed before is what it was"
@@ -262,15 +267,9 @@ def test_a_check_that_fails_before_it_has_a_report_leaves_the_reason(
 def test_a_check_leaves_its_own_report_where_it_has_one(tmp_path: Path) -> None:
     out = tmp_path / "all.json"
     with pytest.raises(CheckError, match="off; details in"):
-        stage.run(
-            Step("golden", {**NAMES}, {}, {}, out),
-            lambda: finish(out, {"format": "lockstep.golden/1", "prompts": []}, "off"),
-        )
-    assert (
-        read_json(failed_path(out))
-        == {"format": "lockstep.golden/1", "prompts": [], "result": "fail", "failure": "off"}
-        and not out.exists()
-    )
+        stage.run(Step("golden", {**NAMES}, {}, {}, out), lambda: finish(out, golden(TARGET), "off"))
+    left = GoldenReport.load(failed_path(out))
+    assert (left.result, left.failure) == ("fail", "off") and not out.exists()
 
 
 def test_engines_without_a_record_are_not_gone_on_with(copy: Results) -> None:

@@ -80,7 +80,7 @@ def test_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
     parts = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     assert len(parts) > 3 and sum(map(len, parts)) == len(whole)
     assert all((part[name] == whole[name]).all() for part in parts for name in part)
-    assert not describe(folder)["unindexed"]
+    assert not describe(folder).unindexed
 
 
 def test_nothing_is_left_of_an_earlier_checkpoint(tmp_path: Path) -> None:

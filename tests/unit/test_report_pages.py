@@ -5,14 +5,18 @@ from __future__ import annotations
 import shutil
 import subprocess
 import xml.etree.ElementTree as xml
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reports import blocks, golden, golden_prompt, speed, validation
 
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifest_files import record_path
+from lockstep.artifacts.manifest_files import failed_path, record_path
+from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
 from lockstep.report import charts, summary
 from lockstep.report.verdict import sentence
 from lockstep.targets import Results, Target
@@ -20,8 +24,7 @@ from lockstep.targets import Results, Target
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "onnxruntime")]
 NASTY = "<script>alert('x')</script> & \"quoted\" \x07\u202e"
-DIFFERENCE = {"step": 1, "reference": 12, "found": 99, "gap": 0.31, "accepted": False}
-TEXTS = {"text_before": " a hilly", "reference_text": " city", "found_text": " town"}
+DIFFERENCE = TokenDifference(1, 12, 99, 0.31, False, " a hilly", " city", " town")
 
 
 class Parsed(HTMLParser):
@@ -51,47 +54,29 @@ class Parsed(HTMLParser):
             self.text += "\n"
 
 
-def prompt(text: str = "San Francisco is", **more: Any) -> dict[str, Any]:
-    return {
-        "text": text,
-        "text_out": " a hilly city",
-        "reference_text": " a hilly city",
-        "expected": None,
-        "tokens_equal": True,
-        "differences": [],
-        "alone_differences": [],
-        "generate_differences": [],
-        "max_logit_error": 0.25,
-        **more,
-    }
+def prompt(text: str = "San Francisco is", **more: Any) -> GoldenPrompt:
+    said = {"text_out": " a hilly city", "reference_text": " a hilly city", "max_logit_error": 0.25}
+    return golden_prompt(text, **{**said, **more})
 
 
-def checked(out: Path, report: dict[str, Any], result: str = "pass", failure: str | None = None) -> None:
+def checked(out: Path, report: Report, failure: str | None = None) -> None:
     """A check's report, as it is left by a check that passed or failed."""
-    report = {**report, "result": result}
     if failure is not None:
-        write_json(out.with_name(f"{out.stem}.failed.json"), {**report, "failure": failure})
+        replace(report, result=FAIL, failure=failure).save(failed_path(out))
         return
-    write_json(out, report)
+    report.save(out)
     write_json(record_path(out), {"format": "lockstep.build/1", "inputs": {}})
 
 
-def fill(results: Results, target: Target, *prompts: dict[str, Any], failure: str | None = None) -> None:
+def fill(results: Results, target: Target, *prompts: GoldenPrompt, failure: str | None = None) -> None:
     names = (target.model, target.precision, target.layers, target.backend)
-    tensors = {"hidden": {"relative_error": 0.002, "tolerance": 0.01}}
-    blocks = [{"block": "middle", "layer": layer, "tensors": tensors} for layer in range(3)]
-    checked(results.validation(*names[:3]), {"format": "lockstep.validate/1", "blocks": blocks})
-    golden = {"engine_digest": "ab" * 32, "max_logit_error": 0.25, "tolerance": 0.5, "prompts": list(prompts)}
-    result = "pass" if failure is None else "fail"
-    checked(results.golden(*names), {"format": "lockstep.golden/1", **golden}, result, failure)
-    speed = {"batch_size": 4, "prefill_tokens_per_s": 1234.0, "decode_tokens_per_s": 99.0}
-    speed |= {f"alone_{key}": value for key, value in speed.items() if key != "batch_size"}
-    write_json(results.speed(*names), {"format": "lockstep.speed/1", **speed})
+    checked(results.validation(*names[:3]), validation(target, blocks(0.002, 0.002, 0.002, tolerance=0.01)))
+    checked(results.golden(*names), golden(target, *prompts, max_logit_error=0.25), failure)
+    speed(target, 1234.0, 99.0).save(results.speed(*names))
     engines = results.engines("m", "fp16", "onnxruntime")
-    engine = {"file": "middle.onnx", "sha256": "cd" * 32}
-    made_by = {"backend": "onnxruntime", "backend_version": "1.31", "options": {"opset": None}}
     device = {"architecture": "x86_64", "vendor": "AuthenticAMD", "isa": ["avx"]}
-    write_json(engines, {"format": "lockstep.engines/1", **made_by, "device": device, "engines": {"middle": engine}})
+    built = {"middle": EngineFile("middle.onnx", "cd" * 32, "ef" * 32)}
+    EngineSetManifest("onnxruntime", "1.31", 1, "fp16", device, {"opset": None}, built).save(engines)
     engines.with_name("middle.onnx").write_bytes(bytes(2500))
 
 
@@ -105,7 +90,7 @@ def results(tmp_path: Path) -> Results:
     """A target that fails at its second token, and one that passes."""
     results = Results(tmp_path / "results")
     fill(results, TARGETS[0], prompt())
-    said = prompt(text_out=" a hilly town by", differences=[DIFFERENCE | TEXTS], tokens_equal=False)
+    said = prompt(text_out=" a hilly town by", differences=(DIFFERENCE,))
     fill(results, TARGETS[1], said, prompt("Light"), failure="prompt 'San Francisco is', step 1: token 99")
     return results
 
@@ -122,7 +107,7 @@ def results(tmp_path: Path) -> Results:
     ],
 )
 def test_the_verdict_is_one_sentence(verdicts: list[str], said: str) -> None:
-    assert sentence([{"verdict": verdict} for verdict in verdicts]) == said
+    assert sentence(verdicts) == said
 
 
 def test_the_first_page_opens_with_the_verdict_and_the_targets(results: Results) -> None:
@@ -148,7 +133,7 @@ def test_the_first_differing_token_is_marked_with_its_margin(results: Results) -
 
 
 def test_a_token_that_is_as_likely_is_said_to_be_accepted(results: Results) -> None:
-    entry = prompt(text_out=" a hilly town", differences=[{**DIFFERENCE, **TEXTS, "accepted": True}])
+    entry = prompt(text_out=" a hilly town", differences=(replace(DIFFERENCE, accepted=True),))
     fill(results, TARGETS[0], entry)
     page = Parsed(pages(results)["m-fp16-2-onnxruntime.html"])
     assert page.marked == [" town", " city"] and "accepted, both tokens are equally likely" in page.text
@@ -229,7 +214,7 @@ def test_the_page_of_a_target_that_is_none_any_more_goes(results: Results) -> No
 @pytest.mark.parametrize("damage", [{"prompts": [{"differences": []}]}, {"prompts": [], "tolerance": "x"}])
 def test_a_report_of_another_version_is_no_page_that_cannot_be_made(results: Results, damage: dict) -> None:
     out = results.golden("m", "fp16", 2, "onnxruntime")
-    checked(out, {"format": "lockstep.golden/1", "engine_digest": "ab" * 32, **damage})
+    write_json(out, {"format": "lockstep.golden/1", "engine_digest": "ab" * 32, "result": "pass", **damage})
     assert "Engines</h2>" in pages(results)["m-fp16-2-onnxruntime.html"]
 
 
@@ -238,9 +223,7 @@ def test_pages_are_the_same_bytes_each_time(results: Results) -> None:
 
 
 def test_an_error_that_is_not_finite_is_drawn_and_said() -> None:
-    tensors = lambda error: {"hidden": {"relative_error": error, "tolerance": 0.01}}
-    blocks = [{"layer": layer, "tensors": tensors(error)} for layer, error in enumerate((0.0, 0.5, None))]
-    drawn = charts.error_by_layer([charts.error_line("a & b", {"blocks": blocks})])
+    drawn = charts.error_by_layer([charts.error_line("a & b", blocks(0.0, 0.5, None, tolerance=0.01))])
     xml.fromstring(drawn)
     assert "not finite" in drawn and "a &amp; b: tolerance 0.01" in drawn
 

@@ -13,6 +13,7 @@ from demo_model import LIMITS, TOLERANCES
 from recorded import recorded
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.summary import ReproducedLevel, Reproduction
 from lockstep.backends import CanonicalBytes, EngineSet
 from lockstep.backends.inspected import inspected
 from lockstep.backends.onnxruntime import backend
@@ -211,12 +212,15 @@ def test_a_tree_that_does_not_say_how_it_was_made_is_refused(first: Results, tmp
 def test_lists_differ_at_a_place_and_removed_bytes_stand_below_the_table(capsys: pytest.CaptureFixture) -> None:
     values = {level: [1, 2] for level in LEVELS}
     assert compare(Facts(values, {}), Facts({**values, "R2": [1, 3, 4]}, {}))["R2"] == ["001: 2 -> 3", "002: new, 4"]
-    entry = {"what": "bytes", "same_rounds": 3, "differences": []}
-    print_table(
-        {
-            "rounds": 3,
-            "levels": {"R4": entry},
-            "bytes_left_out": {"middle": ["bytes 8 to 15: a name made from a pointer"]},
-        }
+    record = Reproduction(
+        target=Target("m", "fp16", 2, "onnxruntime"),
+        engine_digest="ab" * 32,
+        backend_version="1.0",
+        device={},
+        rounds=3,
+        level="R4",
+        levels={"R4": ReproducedLevel("bytes", "cd" * 32, same_rounds=3, differences=(), more_differences=0)},
+        bytes_left_out={"middle": ("bytes 8 to 15: a name made from a pointer",)},
     )
+    print_table(record)
     assert "left out of middle: bytes 8 to 15: a name made from a pointer" in capsys.readouterr().out

@@ -9,9 +9,13 @@ import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
+from reports import blocks, comparison, golden, golden_prompt, speed, validation
 
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import content, record_path
+from lockstep.artifacts.reports import Report, TokenDifference
+from lockstep.artifacts.summary import Reproduction, Summary
 from lockstep.errors import CheckError
 from lockstep.report import plots, summary
 from lockstep.targets import Results, Target
@@ -20,9 +24,9 @@ from lockstep.verify.metrics import finish
 TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "onnxruntime")]
 
 
-def recorded(out: Path, report: dict, **inputs: Path) -> None:
+def recorded(out: Path, report: Report, **inputs: Path) -> None:
     """A check's report, and what of its record the summary looks at."""
-    write_json(out, report)
+    report.save(out)
     write_json(
         record_path(out),
         {"format": "lockstep.build/1", "inputs": {name: content(path) for name, path in inputs.items()}},
@@ -32,31 +36,19 @@ def recorded(out: Path, report: dict, **inputs: Path) -> None:
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     results = Results(tmp_path)
-    write_json(
-        results.engines("m", "fp16", "onnxruntime"),
-        {"format": "lockstep.engines/1", "backend_version": "1.0", "device": {"type": "cpu", "architecture": "x86_64"}},
-    )
+    device = {"type": "cpu", "architecture": "x86_64"}
+    engines = EngineSetManifest("onnxruntime", "1.0", 1, "fp16", device, options={})
+    engines.save(results.engines("m", "fp16", "onnxruntime"))
     for target, error in zip(TARGETS, (0.25, 0.0)):
         names = (target.model, target.precision, target.layers, target.backend)
-        about = {"target": {"model": "m", "precision": "fp16", "layers": target.layers}, "result": "pass"}
-        tensors = {"hidden": {"max_abs_error": error, "relative_error": error, "cosine": 1.0, "tolerance": 0.5}}
-        blocks = [{"block": "middle", "layer": layer, "tensors": tensors} for layer in range(2)]
-        recorded(results.validation(*names[:3]), {"format": "lockstep.validate/1", **about, "blocks": blocks})
-        golden = {
-            "engine_digest": "ab" * 32,
-            "max_logit_error": error,
-            "tolerance": 0.5,
-            "prompts": [{"differences": [{}]}, {"differences": []}],
-        }
+        recorded(results.validation(*names[:3]), validation(target, blocks(error, error)))
+        accepted = golden_prompt(differences=(TokenDifference(1, 2, 3, 0.0, True),))
         recorded(
             results.golden(*names),
-            {"format": "lockstep.golden/1", **about, **golden},
+            golden(target, accepted, golden_prompt("B"), max_logit_error=error),
             engines=results.engines("m", "fp16", "onnxruntime"),
         )
-        write_json(
-            results.speed(*names),
-            {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1234.5, "decode_tokens_per_s": 0.0},
-        )
+        speed(target, 1234.5, 0.0).save(results.speed(*names))
     return results
 
 
@@ -83,39 +75,34 @@ def test_the_table_has_whole_words_on_any_terminal(
 
 def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) -> None:
     for layers, digest in ((2, "ab" * 32), ("all", "cd" * 32)):
-        write_json(
-            results.reproduction("m", "fp16", layers, "onnxruntime"),
-            {"format": "lockstep.reproduce/1", "engine_digest": digest, "level": "R4"},
-        )
-    assert [row["reproduced"] for row in summary.collect(results, TARGETS)["targets"]] == ["R4", "-"]
+        target = Target("m", "fp16", layers, "onnxruntime")
+        reproduction = Reproduction(target, digest, "1.0", {}, rounds=1, level="R4", levels={}, bytes_left_out={})
+        reproduction.save(results.reproduction("m", "fp16", layers, "onnxruntime"))
+    assert [row.reproduced for row in summary.collect(results, TARGETS).targets] == ["R4", "-"]
 
 
 def test_the_error_of_the_engines_is_that_of_the_present_ones(results: Results) -> None:
     def compared(digest: str) -> list[float | None]:
-        recorded(
-            results.comparison("m", "fp16", "onnxruntime"),
-            {"format": "lockstep.compare/1", "result": "pass", "engine_digest": digest, "relative_error": 0.001},
-        )
-        return [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]]
+        recorded(results.comparison("m", "fp16", "onnxruntime"), comparison(0.001, digest))
+        return [row.engine_error for row in summary.collect(results, TARGETS).targets]
 
-    assert [row["engine_error"] for row in summary.collect(results, TARGETS)["targets"]] == [None, None]
+    assert [row.engine_error for row in summary.collect(results, TARGETS).targets] == [None, None]
     assert compared("ab" * 32) == [0.001, 0.001] and compared("cd" * 32) == [None, None]
 
 
 def lines(results: Results, capsys: pytest.CaptureFixture) -> list[str]:
     """The terminal's table of what was written, which JSON, CSV and the report's first page must say too."""
-    rows = summary.write(results, TARGETS)["targets"]
-    assert json.loads(results.summary().read_text())["targets"] == rows
+    written = summary.write(results, TARGETS)
+    rows = written.targets
+    assert Summary.load(results.summary()) == written
     with open(results.summary().with_suffix(".csv"), newline="") as file:
         assert [(line["golden"], line["reason"]) for line in csv.DictReader(file)] == [
-            (row["golden"], row["reason"] or "") for row in rows
+            (row.golden, row.reason or "") for row in rows
         ]
     page = results.report_page().read_text()
-    assert all(
-        f">{row['verdict']}<" in page and (not row["reason"] or html.escape(row["reason"]) in page) for row in rows
-    )
-    assert all((row["verdict"] == "pass") == (row["reason"] is None) for row in rows)
-    summary.print_table({"targets": rows})
+    assert all(f">{row.verdict}<" in page and (not row.reason or html.escape(row.reason) in page) for row in rows)
+    assert all((row.verdict == "pass") == (row.reason is None) for row in rows)
+    summary.print_table(written)
     return capsys.readouterr().out.splitlines()
 
 
@@ -123,13 +110,7 @@ def test_a_failed_check_is_a_row_with_its_reason_beside_an_earlier_pass_too(
     results: Results, capsys: pytest.CaptureFixture
 ) -> None:
     out = results.golden("m", "fp16", "all", "onnxruntime")
-    report = {
-        "format": "lockstep.golden/1",
-        "engine_digest": "ab" * 32,
-        "max_logit_error": 3.0,
-        "tolerance": 0.5,
-        "prompts": [],
-    }
+    report = golden(TARGETS[1], max_logit_error=3.0)
     for _ in range(2):
         with pytest.raises(CheckError, match="step 3: expected token 5, found 7; details in"):
             finish(out, report, "step 3: expected token 5, found 7")
@@ -137,7 +118,7 @@ def test_a_failed_check_is_a_row_with_its_reason_beside_an_earlier_pass_too(
         assert passed.split()[5] == "pass" and failed.split()[4:] == ["abababababab", "fail", "-", "3.0e+00", "-", "-"]
         assert reason == "m/fp16/all/onnxruntime: golden: step 3: expected token 5, found 7"
         out.unlink(missing_ok=True)  # as Snakemake deletes what a job that failed would have made
-    recorded(out, {**report, "result": "pass"})
+    recorded(out, report)
     finish(out, report, None)
     assert len(lines(results, capsys)) == 3
 
@@ -146,7 +127,7 @@ def test_a_validation_that_failed_is_a_reason_though_the_golden_check_passed(
     results: Results, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(CheckError):
-        finish(results.validation("m", "fp16", 2), {"format": "lockstep.validate/1"}, "block middle: off")
+        finish(results.validation("m", "fp16", 2), validation(TARGETS[0]), "block middle: off")
     assert lines(results, capsys)[-1] == "m/fp16/2/onnxruntime: validate: block middle: off"
 
 
@@ -158,13 +139,13 @@ def test_what_has_not_run_is_not_run(results: Results, capsys: pytest.CaptureFix
         f"{first} is not there",
         f"no record says how {second} was made",
     ]
-    assert [row["golden"] for row in summary.collect(results, TARGETS)["targets"]] == ["not run"] * 2
+    assert [row.golden for row in summary.collect(results, TARGETS).targets] == ["not run"] * 2
 
 
 def test_a_pass_of_other_engines_is_none(results: Results, capsys: pytest.CaptureFixture) -> None:
     engines = results.engines("m", "fp16", "onnxruntime")
     write_json(engines, {**json.loads(engines.read_text()), "backend_version": "2.0"})
-    assert [row["golden"] for row in summary.collect(results, TARGETS)["targets"]] == ["not run"] * 2
+    assert [row.golden for row in summary.collect(results, TARGETS).targets] == ["not run"] * 2
     assert lines(results, capsys)[3] == f"m/fp16/2/onnxruntime: golden not run: {engines} is another since"
 
 
@@ -188,10 +169,7 @@ def test_a_summary_is_stale_when_a_verdict_is_another(results: Results) -> None:
     assert not summary.is_stale(results), "there is none"
     summary.write(results, TARGETS)
     assert not summary.is_stale(results) and summary.targets_of(results) == TARGETS
-    write_json(
-        results.speed("m", "fp16", 2, "onnxruntime"),
-        {"format": "lockstep.speed/1", "prefill_tokens_per_s": 1.0, "decode_tokens_per_s": 1.0},
-    )
+    speed(TARGETS[0], 1.0, 1.0).save(results.speed("m", "fp16", 2, "onnxruntime"))
     assert not summary.is_stale(results), "a speed is no verdict"
     results.golden("m", "fp16", "all", "onnxruntime").unlink()
     assert summary.is_stale(results)

@@ -104,10 +104,10 @@ def test_a_set_has_an_engine_of_each_graph_and_says_what_it_is_for(assemblies, e
     engines = EngineSet.open(engine_sets[precision], assemblies[precision])
     assert engines.names() == ["attention.decode", "attention.prefill", "embedding", "entry", "exit", "middle"]
     manifest = engines.manifest
-    assert (manifest["precision"], manifest["options"]) == (precision, OPTIONS)
-    assert manifest["device"] == {"type": "gpu", "name": "NVIDIA RTX GPUs"}  # no one device
-    assert (manifest["typing"], manifest["attention"]) == ("strong", "traced")
-    assert manifest["backend_version"] == engines.backend.version()
+    assert (manifest.precision, manifest.options) == (precision, OPTIONS)
+    assert manifest.device == {"type": "gpu", "name": "NVIDIA RTX GPUs"}  # no one device
+    assert manifest.details == {"typing": "strong", "attention": "traced"}
+    assert manifest.backend_version == engines.backend.version()
     # Without weights: the demo's are 7 MB in fp32.
     assert all((engine_sets[precision].parent / f"{name}.engine").stat().st_size < 2 << 20 for name in engines.names())
 

@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.reports import ForwardError, Inspected, Linted
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.signature import signature_of
@@ -130,14 +131,14 @@ def feeds(name="hidden", dtype=np.float32, shape=(5, 4)):
 def test_equal_runners_pass_and_the_worst_feed_counts():
     both = [*feeds(), *feeds(shape=(2, 4))]
     result = compare([runner("a"), runner("torch")], INPUTS[:1], both, 1e-4)["a"]
-    assert result == {"max_abs_error": 0.0, "cosine": pytest.approx(1.0), "tolerance": 1e-4, "passed": True}
+    assert result == ForwardError(0.0, pytest.approx(1.0), 1e-4, passed=True)
     result = compare([runner("a", factor=1.5), runner("torch")], INPUTS[:1], both, 1e-4)["a"]
-    assert result["max_abs_error"] == pytest.approx(0.5) and not result["passed"]
+    assert result.max_abs_error == pytest.approx(0.5) and not result.passed
 
 
 def test_no_number_is_within_tolerance_when_one_is_nan():
     result = compare([runner("a", factor=np.nan), runner("torch")], INPUTS[:1], feeds(), 1e9)["a"]
-    assert result["max_abs_error"] is None and not result["passed"]
+    assert result.max_abs_error is None and not result.passed
 
 
 @pytest.mark.parametrize(
@@ -182,8 +183,8 @@ def saved(tmp_path, graph):
 
 def test_lint_and_inspect_tell_what_a_graph_is_made_of(tmp_path):
     path = saved(tmp_path, model())
-    assert lint(path, path, INPUTS) == {"nodes": 1, "warnings": []}
-    assert inspect(path, model(), INPUTS, OUTPUTS) == {"nodes": 1, "operators": {"Gemm": 1}}
+    assert lint(path, path, INPUTS) == Linted(1, ())
+    assert inspect(path, model(), INPUTS, OUTPUTS) == Inspected(1, {"Gemm": 1})
     with pytest.raises(CheckError, match="found no weight"):
         inspect(path, model("hidden, hidden", "float[num_tokens,4] hidden"), INPUTS, OUTPUTS)
 

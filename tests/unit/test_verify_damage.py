@@ -15,9 +15,14 @@ from typing import Any
 
 import pytest
 from demo_model import CONFIG
+from reports import golden, golden_prompt, validation
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import SEAL, sha256_json, write_json
+from lockstep.artifacts.places import StoredFile
+from lockstep.artifacts.reference import LogitsFile, ReferenceManifest, ReferencePrompt
 from lockstep.errors import LockstepError
 from lockstep.pipeline.stages import step
 from lockstep.provenance import run as stage
@@ -56,28 +61,23 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "checkpoint").mkdir()
     (root / "checkpoint" / "w").write_bytes(b"w")
     weight = {"path": "w", "size": 1, "sha256": sha256(b"w").hexdigest()}
-    make(
-        results,
-        "resolve",
-        {"format": formats.CHECKPOINT, "source": "checkpoint", "folder": "../../checkpoint", "files": [weight]},
-    )
+    checkpoint = CheckpointManifest("checkpoint", "../../checkpoint", (StoredFile(**weight),), "llama", 2, config={})
+    make(results, "resolve", checkpoint.to_json())
     make(
         results,
         "convert",
         {"format": formats.WEIGHTS, "files": [{**weight, "path": "../../../checkpoint/w"}], "tensors": {}},
     )
     make(results, "export", {"format": formats.ASSEMBLY, "classes": {"g": {**named("g"), "graph": "g"}}}, g=b"g")
-    engines = {
-        "format": formats.ENGINES,
-        "engines": {"e": named("e")},
-        "options": {},
-        "device": {"name": "d"},
-        "backend_version": "1",
-    }
-    make(results, "build", engines, e=b"e")
-    make(results, "validate", {"format": formats.VALIDATION, "result": "pass"})
-    make(results, "reference", {"format": formats.REFERENCE, "prompts": [{"text": "A", "tokens": [1]}]})
-    make(results, "golden", {"format": formats.GOLDEN, "result": "pass", "prompts": [{"text": "A", "tokens": [1]}]})
+    engine = EngineFile("e", sha256(b"e").hexdigest(), sha256(b"g").hexdigest())
+    engines = EngineSetManifest(TARGET.backend, "1", 1, TARGET.precision, {"name": "d"}, {}, {"e": engine})
+    make(results, "build", engines.to_json(), e=b"e")
+    make(results, "validate", validation(TARGET).to_json())
+    answer = ReferencePrompt("A", (1,), (1,), "", ())
+    logits = LogitsFile("logits", sha256(b"logits").hexdigest())
+    reference = ReferenceManifest(2, 1, (), logits, (answer,), None)
+    make(results, "reference", reference.to_json(), logits=b"logits")
+    make(results, "golden", golden(TARGET, golden_prompt("A")).to_json())
     write_lock(results.root, MODEL, root / "locks" / f"{MODEL}.lock.json")
     assert {finding.status for finding in found(root)} == {SAME}
     return root

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.artifacts.manifests import DTYPES
+from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.schema import Wrong
 from lockstep.artifacts.signature import IO, Signature
 
@@ -18,7 +18,7 @@ Values = dict[str, tuple[str, list[int | str]]]  # what stands at a place of the
 def agrees(assembly: Assembly, num_layers: int) -> None:
     """Raise Wrong for the first place where the assembly does not fit together. num_layers: what its file says."""
     _same("num_layers", len(assembly.layers), num_layers)
-    _same("dtype", DTYPES[assembly.precision], assembly.dtype)
+    _same("dtype", PRECISION_NAMES[assembly.precision], assembly.dtype)
     for name, variant in assembly.variants.items():
         _check_variant(f"kinds.{name}", variant, assembly.dtype)
     values: Values = {

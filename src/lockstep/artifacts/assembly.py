@@ -12,10 +12,10 @@ from typing import Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.agreement import agrees
+from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifests import (
     DIGEST,
-    DTYPES,
     FILE,
     LARGEST,
     NAME,
@@ -38,9 +38,7 @@ _DIMENSION = either(
     one_of("num_tokens", "num_requests", "past_capacity"),
     words="a size, num_tokens, num_requests or past_capacity",
 )
-_IO = record(
-    {"name": NAME, "dtype": one_of("float32", "float16", "bfloat16", "int64"), "shape": items(_DIMENSION, most=8)}
-)
+_IO = record({"name": NAME, "dtype": one_of(*PRECISION_NAMES.values(), "int64"), "shape": items(_DIMENSION, most=8)})
 _IOS = items(_IO, 100)
 _GRAPH = record({"graph": FILE, "sha256": DIGEST, "inputs": _IOS, "outputs": _IOS}, {"slots": SLOTS})
 _VARIANT = record(
@@ -58,7 +56,7 @@ _TOKENIZER = {"tokenizer": optional(record({"file": FILE, "sha256": DIGEST}))}
 _SCHEMA = record(
     {
         "precision": PRECISION,
-        "dtype": one_of(*DTYPES.values()),
+        "dtype": one_of(*PRECISION_NAMES.values()),
         "hidden_size": SIZE,
         "vocab_size": SIZE,
         "num_layers": integer(1, _LAYERS),

@@ -1,52 +1,85 @@
-"""The element types of safetensors files: their sizes, their NumPy types, and the precisions Lockstep stores weights
-in."""
+"""The one table of element types: what safetensors, NumPy, PyTorch, graphs and ONNX call them, their sizes, and which
+of them a precision of Lockstep is.
+
+NumPy is imported where a type of its own is asked for: documents are also read where nothing is computed.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
 
-# Bits an element, in the order of the safetensors library's `Dtype` (src/tensor.rs): its writer places tensors from the
-# last of these to the first, which keeps each of them aligned.
-DTYPE_BITS = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """An element type of safetensors files.
+
+    bits: of an element. name: in graphs, in NumPy (with ml_dtypes) and in PyTorch; None for what is not read yet. onnx:
+    where ONNX calls it otherwise. precision: of a model whose weights are of this type.
+    """
+
+    safetensors: str
+    bits: int
+    name: str | None = None
+    is_float: bool = False
+    onnx: str | None = None
+    precision: str | None = None
+
+
+# In the order of the safetensors library's `Dtype` (src/tensor.rs): its writer places tensors from the last of these to
+# the first, which keeps each of them aligned.
+_TABLE = (
+    ElementType("BOOL", 8, "bool"),
+    ElementType("F4", 4),
+    ElementType("F6_E2M3", 6),
+    ElementType("F6_E3M2", 6),
+    ElementType("U8", 8, "uint8"),
+    ElementType("I8", 8, "int8"),
+    ElementType("F8_E5M2", 8),
+    ElementType("F8_E4M3", 8),
+    ElementType("F8_E8M0", 8),
+    ElementType("I16", 16, "int16"),
+    ElementType("U16", 16, "uint16"),
+    ElementType("F16", 16, "float16", is_float=True, precision="fp16"),
+    ElementType("BF16", 16, "bfloat16", is_float=True, precision="bf16"),
+    ElementType("I32", 32, "int32"),
+    ElementType("U32", 32, "uint32"),
+    ElementType("F32", 32, "float32", is_float=True, onnx="float", precision="fp32"),
+    ElementType("C64", 64),
+    ElementType("F64", 64, "float64", is_float=True, onnx="double"),
+    ElementType("I64", 64, "int64"),
+    ElementType("U64", 64, "uint64"),
+)
+_NAMES = {entry.safetensors: entry.name for entry in _TABLE if entry.name is not None}
+_ONNX_NAMES = {entry.onnx: entry.name for entry in _TABLE if entry.onnx is not None and entry.name is not None}
+_FLOATS = sorted((entry for entry in _TABLE if entry.is_float), key=lambda entry: -entry.bits)
+
+# By safetensors' names.
+DTYPE_BITS = {entry.safetensors: entry.bits for entry in _TABLE}
 DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BITS)}
+FLOAT_DTYPES = tuple(entry.safetensors for entry in _FLOATS)
+INTEGER_DTYPES = tuple(name for name in _NAMES if name not in FLOAT_DTYPES)
 
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-INTEGER_DTYPES = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
-PRECISION_DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-
-_NUMPY_NAMES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-}  # fmt: skip
+# {precision: safetensors' name}, {precision: name in graphs, NumPy and PyTorch}, and the latter the other way round.
+PRECISION_DTYPES = {entry.precision: entry.safetensors for entry in _FLOATS if entry.precision is not None}
+PRECISION_NAMES = {precision: _NAMES[dtype] for precision, dtype in PRECISION_DTYPES.items()}
+NAME_PRECISIONS = {name: precision for precision, name in PRECISION_NAMES.items()}
 
 
 def graph_dtype(dtype: str) -> str:
     """The name graphs and NumPy use for a safetensors dtype: "F16" -> "float16". A type without one keeps its own
     name."""
-    return _NUMPY_NAMES.get(dtype, dtype)
+    return _NAMES.get(dtype, dtype)
+
+
+def onnx_dtype(element: str) -> str:
+    """The name graphs and NumPy use for an ONNX element type: "FLOAT" -> "float32", "float16" -> "float16"."""
+    return _ONNX_NAMES.get(element.lower(), element.lower())
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -54,10 +87,10 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
     Raises InputError for types that NumPy lacks (fp8 and smaller), and for BF16 where `ml_dtypes` is not installed.
     """
-    name = _NUMPY_NAMES.get(dtype)
+    name = _NAMES.get(dtype)
     if name is None:
         raise InputError(
-            f"expected tensors of {', '.join(_NUMPY_NAMES)}, found {dtype}, which is not "
+            f"expected tensors of {', '.join(_NAMES)}, found {dtype}, which is not "
             f"supported yet; use a checkpoint of another type"
         )
     return named_dtype(name)
@@ -68,6 +101,8 @@ def named_dtype(name: str) -> np.dtype:
 
     Raises InputError for bfloat16 where `ml_dtypes` is not installed.
     """
+    import numpy as np
+
     if name != "bfloat16":
         return np.dtype(name)
     try:

@@ -1,8 +1,7 @@
-"""Read the manifest of engines, with what all manifests are checked for. A path in, the checked document out, or
-InputError.
+"""What manifests are checked for. A path and a schema in, the checked document out, or InputError.
 
 Types and ranges are checked. Nothing behind it checks a type again: what a bundle from elsewhere says chooses files,
-sizes of buffers and what is bound to what. Assembly and weights have modules of their own.
+sizes of buffers and what is bound to what. Each document has a module of its own.
 """
 
 from __future__ import annotations
@@ -10,41 +9,20 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lockstep.artifacts import formats
-from lockstep.artifacts.dtypes import PRECISION_DTYPES, graph_dtype
+from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.files import read_json
-from lockstep.artifacts.schema import Check, check, integer, items, mapping, one_of, optional, record, text
+from lockstep.artifacts.schema import Check, check, integer, items, one_of, record, text
 
 REMEDY = "the file is damaged, or not one that a stage wrote: make it again, or take another bundle"
-DTYPES = {precision: graph_dtype(dtype) for precision, dtype in PRECISION_DTYPES.items()}
 
 LARGEST = 2**31 - 1  # a dimension; TensorRT counts in 32 bits
 SIZE = integer(1, LARGEST)
 DIGEST = text("[0-9a-f]{64}", "a sha256 in hexadecimal digits")
 NAME = text(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,1000}", "a name")
 FILE = text(r"(?!\.)[^/\\:\x00-\x1f\x7f\ud800-\udfff]{1,255}", "the name of a file beside it")
-PRECISION = one_of(*DTYPES)
-SLOTS = items(record({"name": NAME, "dtype": one_of(*DTYPES.values()), "shape": items(SIZE, most=8)}), 10_000)
+PRECISION = one_of(*PRECISION_NAMES)
+SLOTS = items(record({"name": NAME, "dtype": one_of(*PRECISION_NAMES.values()), "shape": items(SIZE, most=8)}), 10_000)
 TENSORS = items(NAME, 10_000, least=1)
-_DEVICE = record({}, {"architecture": NAME, "isa": items(NAME, 1000)})
-_ENGINE = record(
-    {"file": FILE, "sha256": DIGEST, "graph_sha256": DIGEST}, {"slots": SLOTS, "parts": mapping(TENSORS, NAME)}
-)
-_ENGINES = record(
-    {
-        "backend": NAME,
-        "backend_version": NAME,
-        "precision": PRECISION,
-        "device": _DEVICE,
-        "engines": mapping(_ENGINE, FILE),
-        "options": record({}, {name: optional(SIZE) for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}),
-    }
-)
-
-
-def read_engines(path: str | os.PathLike) -> dict[str, Any]:
-    """Raises InputError for a file that is no manifest of engines."""
-    return read_checked(path, formats.ENGINES, _ENGINES)
 
 
 def read_checked(path: str | os.PathLike, format: str, schema: Check) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.errors import CheckError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _FEW = 16
 

@@ -6,90 +6,70 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.dtypes import DTYPE_BITS
 from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifests import DIGEST, NAME, PRECISION, REMEDY, read_checked
-from lockstep.artifacts.schema import Wrong, check, integer, items, mapping, one_of, record
+from lockstep.artifacts.manifests import NAME, PRECISION, REMEDY, read_checked
+from lockstep.artifacts.places import FILES, MAX_FILES, StoredFile, TensorPlace, place_schema
+from lockstep.artifacts.schema import Wrong, check, integer, mapping, record
 
-_BYTES = integer(0, 2**62)
-_TENSOR = record(
-    {
-        "file": integer(0, 100_000),
-        "offset": _BYTES,
-        "length": _BYTES,
-        "dtype": one_of(*DTYPE_BITS),
-        "shape": items(_BYTES, most=16),
-    }
-)
-_SCHEMA = record({
-    "precision": PRECISION, "tensors": mapping(_TENSOR, NAME),
-    "files": items(record({"path": NAME, "size": _BYTES, "sha256": DIGEST}), most=100_000),
-})  # fmt: skip
-
-
-@dataclass(frozen=True)
-class WeightsFile:
-    """A file of tensors: its path, relative to the manifest or absolute, its bytes and their sha256."""
-
-    path: str
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """Where a tensor lies: `length` bytes at `offset` of file number `file`; `dtype` is safetensors' name, such as
-    "F16"."""
-
-    file: int
-    offset: int
-    length: int
-    dtype: str
-    shape: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "shape": list(self.shape)}
+_TENSOR = place_schema(integer(0, MAX_FILES))
+_SCHEMA = record({"precision": PRECISION, "tensors": mapping(_TENSOR, NAME), "files": FILES})
 
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """The tensors of one precision by name, and their files."""
+    """The tensors of one precision by name, and their files.
+
+    A file's path is relative to the manifest or absolute; a place has that path. On disk it has the file's number.
+    """
 
     precision: str
-    files: tuple[WeightsFile, ...]
+    files: tuple[StoredFile, ...]
     tensors: Mapping[str, TensorPlace]
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> WeightsManifest:
         """Read weights.json. Raises InputError for a file that is no manifest of weights."""
         value = read_checked(path, formats.WEIGHTS, _SCHEMA)
-        files = tuple(WeightsFile(file["path"], file["size"], file["sha256"]) for file in value["files"])
+        files = tuple(map(StoredFile.from_json, value["files"]))
         check(files, _each_once, path, REMEDY)
+        check(value["tensors"], lambda tensors, _: _numbered(tensors, len(files)), path, REMEDY)
         tensors = {
-            name: TensorPlace(entry["file"], entry["offset"], entry["length"], entry["dtype"], tuple(entry["shape"]))
-            for name, entry in value["tensors"].items()
+            name: TensorPlace.from_json(files[entry["file"]].path, entry) for name, entry in value["tensors"].items()
         }
         return cls(value["precision"], files, tensors)
 
     def save(self, path: str | os.PathLike) -> None:
         write_json(path, self.to_json())
 
+    def moved(self, new_path: Callable[[str], str]) -> WeightsManifest:
+        """Return the manifest of the same files at other paths."""
+        files = tuple(replace(file, path=new_path(file.path)) for file in self.files)
+        places = {name: replace(place, file=new_path(place.file)) for name, place in self.tensors.items()}
+        return WeightsManifest(self.precision, files, places)
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of weights.json, without its seal."""
+        numbers = {file.path: number for number, file in enumerate(self.files)}
         return {
             "format": formats.WEIGHTS,
             "precision": self.precision,
-            "files": [dict(vars(file)) for file in self.files],
-            "tensors": {name: place.to_json() for name, place in self.tensors.items()},
+            "files": [file.to_json() for file in self.files],
+            "tensors": {name: {**place.to_json(), "file": numbers[place.file]} for name, place in self.tensors.items()},
         }
 
 
-def _each_once(files: tuple[WeightsFile, ...], where: str) -> None:
+def _numbered(tensors: Mapping[str, Mapping[str, Any]], num_files: int) -> None:
+    for name, entry in tensors.items():
+        if entry["file"] >= num_files:
+            raise Wrong(f"tensors.{name}.file", f"the number of one of {num_files} files", entry["file"])
+
+
+def _each_once(files: tuple[StoredFile, ...], where: str) -> None:
     """Each is mapped whole."""
     paths = [file.path for file in files]
     if len(set(paths)) < len(paths):

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
 from lockstep.step.advance import Executor
@@ -110,12 +111,12 @@ class Backend(Protocol):
         """The name of the file of an engine."""
         ...
 
-    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         """Before the engines of a set, which have these names, are built in `folder`; manifest: engines.json without
         engines. Raises InputError where what runs them is not installed here."""
         ...
 
-    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
+    def keeps(self, name: str, entry: EngineFile) -> bool:
         """Whether an engine that lies there, made in the same way, need not be built again."""
         ...
 

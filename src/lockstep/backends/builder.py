@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import onnx
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly, GraphFile
-from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
+from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.backends.base import Backend, Built, get_backend
-from lockstep.backends.engine_set import digest_of
 from lockstep.backends.graphs import RotaryGraph, graph_file
 from lockstep.errors import InputError
 from lockstep.onnx_tools.prepare import prepare
@@ -55,37 +56,32 @@ def build(
             f"{assembly_path}: precision: expected one of {', '.join(library.precisions)} "
             f"(backend {backend}), found {assembly.precision!r}"
         )
-    manifest: dict[str, Any] = {
-        "format": formats.ENGINES,
-        "backend": backend,
-        "precision": assembly.precision,
-        "backend_version": library.version(),
-        "builder_revision": library.revision,
-        "device": library.describe_device(),
-        "options": {**library.default_options(), **(options or {})},
-        "engines": {},
-    }
-    graphs, costs = list(library.graphs(assembly, manifest["options"])), {}
+    manifest = EngineSetManifest(
+        backend=backend,
+        backend_version=library.version(),
+        builder_revision=library.revision,
+        precision=assembly.precision,
+        device=library.describe_device(),
+        options={**library.default_options(), **(options or {})},
+    )
+    graphs, costs = list(library.graphs(assembly, manifest.options)), {}
+    engines: dict[str, EngineFile] = {}
     library.start(out.parent, manifest, [name for name, _ in graphs])
     recorded = _reusable(out, manifest, library)
     for number, (name, graph) in enumerate(graphs, start=1):
         graph_path = graph_file(assembly_path.parent, graph)
         entry = recorded.get(name)
-        if entry is None or entry["graph_sha256"] != graph.sha256:
+        if entry is None or entry.graph_sha256 != graph.sha256:
             with _progress(library, number, len(graphs), name) as cost:
-                made, built = _build_one(
-                    graph_path, graph, out.parent / library.file(name), library, manifest["options"]
-                )
+                entry, built = _build_one(graph_path, graph, out.parent / library.file(name), library, manifest.options)
                 cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
-            entry = {**made, "graph_sha256": graph.sha256}
             costs[name] = cost
-        manifest["engines"][name] = entry
-    manifest.update(library.finish(list(manifest["engines"])))
-    manifest["digest"] = digest_of(manifest, library)
-    write_json(out, manifest)
+        engines[name] = entry
+    manifest = replace(manifest, engines=engines, details=library.finish(list(engines)))
+    replace(manifest, digest=manifest.digest_for(library.device_key(manifest.device))).save(out)
     if costs and library.takes_long:
         write_json(out.parent / COSTS, {"format": formats.BUILD_COSTS, "engines": costs})
-    _delete_leftovers(out, {entry["file"] for entry in manifest["engines"].values()}, library.suffixes)
+    _delete_leftovers(out, {entry.file for entry in engines.values()}, library.suffixes)
     return out
 
 
@@ -115,7 +111,7 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
 
 def _build_one(
     graph_path: Path, graph: GraphFile, file: Path, library: Backend, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], Built]:
+) -> tuple[EngineFile, Built]:
     """Build one engine; gives its entry and what the build said. Where the backend asked for another form of the graph,
     the entry says which slots it has and of what."""
     canonical = onnx.load(graph_path)
@@ -125,36 +121,30 @@ def _build_one(
     rewritten = cut or (prepared.model if prepared else None)
     if rewritten is None:
         built = library.build(graph_path, file, options)
-        return {**built.about, "file": file.name, "sha256": sha256_file(file)}, built
+        return EngineFile(file.name, sha256_file(file), graph.sha256, details=built.about), built
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp") as folder:
         rewritten_path = Path(folder) / "prepared.onnx"
         rewritten_path.write_bytes(rewritten.SerializeToString(deterministic=True))
         built = library.build(rewritten_path, file, options)
-    slots = {"slots": [slot.to_json() for slot in prepared.slots], "parts": prepared.parts} if prepared else {}
-    return {**built.about, "file": file.name, "sha256": sha256_file(file), **slots}, built
+    slots, parts = (tuple(prepared.slots), prepared.parts) if prepared else (None, None)
+    return EngineFile(file.name, sha256_file(file), graph.sha256, slots, parts, built.about), built
 
 
-def _reusable(out: Path, manifest: Mapping[str, Any], library: Backend) -> dict[str, Any]:
+def _reusable(out: Path, manifest: EngineSetManifest, library: Backend) -> dict[str, EngineFile]:
     """Entries of the engine set at `out` whose files are whole, when it was made in the same way; else none."""
     if not out.exists():
         return {}
     try:
-        old = read_json(out, formats.ENGINES)
+        old = EngineSetManifest.load(out)
     except InputError:
         return {}  # another format or half a file of an older version: it is built again
-    keys, parts = (
-        ("backend", "precision", "backend_version", "builder_revision"),
-        {"device": library.device_key, "options": library.options_key},
-    )
-    if any(old.get(key) != manifest[key] for key in keys) or any(
-        part(old.get(key, {})) != part(manifest[key]) for key, part in parts.items()
-    ):
+    named = lambda of: (of.backend, of.precision, of.backend_version, of.builder_revision)
+    keys = lambda of: (library.device_key(of.device), library.options_key(of.options))
+    if named(old) != named(manifest) or keys(old) != keys(manifest):  # keys: of this version's device and options only
         return {}
-    whole = lambda entry: (
-        (out.parent / entry["file"]).is_file() and sha256_file(out.parent / entry["file"]) == entry["sha256"]
-    )
-    return {name: entry for name, entry in old["engines"].items() if whole(entry) and library.keeps(name, entry)}
+    whole = lambda entry: (out.parent / entry.file).is_file() and sha256_file(out.parent / entry.file) == entry.sha256
+    return {name: entry for name, entry in old.engines.items() if whole(entry) and library.keeps(name, entry)}
 
 
 def _delete_leftovers(out: Path, kept: set[str], suffixes: tuple[str, ...]) -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import sha256_file, sha256_json
-from lockstep.artifacts.manifests import read_engines
+from lockstep.artifacts.engines import EngineSetManifest
+from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Backend, Program, get_backend
 from lockstep.errors import CheckError
@@ -19,7 +18,7 @@ from lockstep.errors import CheckError
 class EngineSet:
     """Checked engines of one assembly on one backend."""
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any], assembly: Assembly, backend: Backend):
+    def __init__(self, path: Path, manifest: EngineSetManifest, assembly: Assembly, backend: Backend):
         self.path = path
         self.manifest = manifest
         self.assembly = assembly
@@ -30,26 +29,23 @@ class EngineSet:
         """Raises CheckError, with the value recorded and the value found, for another version of the library, another
         device, a damaged or missing engine file or one of another kind, or graphs of another export; InputError for a
         manifest that is none."""
-        path, assembly, manifest = Path(engines_json), Assembly.load(assembly_json), read_engines(engines_json)
-        backend = get_backend(manifest["backend"])
+        path, assembly = Path(engines_json), Assembly.load(assembly_json)
+        manifest = EngineSetManifest.load(path)
+        backend = get_backend(manifest.backend)
         rebuild = "build the engines again on this machine"
-        _same(path, f"{backend.name} version", manifest["backend_version"], backend.version(), rebuild)
+        _same(path, f"{backend.name} version", manifest.backend_version, backend.version(), rebuild)
         _same(
-            path,
-            "device",
-            backend.device_key(manifest["device"]),
-            backend.device_key(backend.describe_device()),
-            rebuild,
+            path, "device", backend.device_key(manifest.device), backend.device_key(backend.describe_device()), rebuild
         )
-        _same(path, "precision", manifest["precision"], assembly.precision, "open them with their own assembly")
-        graphs = dict(backend.graphs(assembly, manifest["options"]))
-        _same(path, "engines", sorted(manifest["engines"]), sorted(graphs), f"build the engines of {assembly_json}")
-        for name, entry in manifest["engines"].items():
-            file = path.parent / entry["file"]
+        _same(path, "precision", manifest.precision, assembly.precision, "open them with their own assembly")
+        graphs = dict(backend.graphs(assembly, manifest.options))
+        _same(path, "engines", sorted(manifest.engines), sorted(graphs), f"build the engines of {assembly_json}")
+        for name, entry in manifest.engines.items():
+            file = path.parent / entry.file
             _same(
                 path,
                 f"graph of engine {name}",
-                entry["graph_sha256"],
+                entry.graph_sha256,
                 graphs[name].sha256,
                 f"build the engines of {assembly_json}",
             )
@@ -63,7 +59,7 @@ class EngineSet:
             _same(
                 file,
                 "sha256",
-                entry["sha256"],
+                entry.sha256,
                 sha256_file(file),
                 "the file is damaged: delete it and build the engines again",
             )
@@ -71,36 +67,32 @@ class EngineSet:
 
     def digest(self) -> str:
         """Hex sha256 of what runs: backend, version, device key, options, and each engine's digest."""
-        return digest_of(self.manifest, self.backend)
+        return self.manifest.digest_for(self.backend.device_key(self.manifest.device))
 
     def names(self) -> list[str]:
         """The engines: classes, and phases of attention as `<variant>.<phase>`."""
-        return sorted(self.manifest["engines"])
+        return sorted(self.manifest.engines)
 
     def load(self, name: str, threads: int | None = None, low_memory: bool = False) -> Program:
         """Load the engine `name` (a class, or `<variant>.prefill`, `<variant>.decode`)."""
-        entry = self.manifest["engines"][name]
-        return self.backend.load(self.path.parent / entry["file"], self.slots(name), threads, low_memory)
+        return self.backend.load(self.file(name), self.slots(name), threads, low_memory)
+
+    def file(self, name: str) -> Path:
+        """The file of the engine `name`."""
+        return self.path.parent / self.manifest.engines[name].file
 
     def slots(self, name: str) -> tuple[IO, ...]:
         """The weight slots of the engine `name`: those of its graph, unless the build made others."""
-        entry, graph = self.manifest["engines"][name], self.assembly.classes.get(name)
-        if "slots" in entry:
-            return tuple(map(IO.from_json, entry["slots"]))
+        made, graph = self.manifest.engines[name].slots, self.assembly.classes.get(name)
+        if made is not None:
+            return made
         return graph.signature.slots if graph else ()
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         """{slot of the engine `name`: tensors} from the assembly's {slot: tensors}: a fused slot takes its parts' one
         after another."""
-        parts = self.manifest["engines"][name].get("parts") or {slot: [slot] for slot in slots}
+        parts = self.manifest.engines[name].parts or {slot: [slot] for slot in slots}
         return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in parts.items()}
-
-
-def digest_of(manifest: Mapping[str, Any], backend: Backend) -> str:
-    """The digest of an engine set by its manifest."""
-    keys = ("backend", "backend_version", "options", "engines", "precision")
-    device = backend.device_key(manifest["device"])
-    return sha256_json({**{key: manifest[key] for key in keys}, "device": device})
 
 
 def _same(where: Path, what: str, recorded: object, found: object, advice: str) -> None:

@@ -12,10 +12,10 @@ from lockstep.backends.engine_set import EngineSet
 def inspected(opened: EngineSet) -> dict[str, Any]:
     """{"digest": of the set, "device": what of it matters, "engines": {name: {"choices", "layers": as the backend gives
     them, "sha256": of the bytes that equal builds share, "left_out": of the others, in words}}}."""
-    backend, manifest, engines = opened.backend, opened.manifest, {}
-    for name, entry in sorted(manifest["engines"].items()):
-        path = opened.path.with_name(entry["file"])
+    backend, engines = opened.backend, {}
+    for name in opened.names():
+        path = opened.file(name)
         shared = backend.canonical_bytes(path)
         found = {"choices": backend.choices(path), "layers": backend.layer_information(path)}
         engines[name] = {**found, "sha256": hashlib.sha256(shared.data).hexdigest(), "left_out": list(shared.removed)}
-    return {"digest": opened.digest(), "device": backend.device_key(manifest["device"]), "engines": engines}
+    return {"digest": opened.digest(), "device": backend.device_key(opened.manifest.device), "engines": engines}

@@ -23,9 +23,12 @@ from typing import Any
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
-from lockstep.artifacts.manifests import DTYPES, LARGEST, read_engines
+from lockstep.artifacts.dtypes import PRECISION_NAMES
+from lockstep.artifacts.engines import EngineSetManifest
+from lockstep.artifacts.manifests import LARGEST
+from lockstep.artifacts.places import StoredFile
 from lockstep.artifacts.schema import check, either, integer, one_of, record, text
-from lockstep.artifacts.weights import WeightsFile, WeightsManifest
+from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
 from lockstep.targets import Target
@@ -37,7 +40,7 @@ _ABOUT = record(
         "target": record(
             {
                 "model": text(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}", "a model's name"),
-                "precision": one_of(*DTYPES),
+                "precision": one_of(*PRECISION_NAMES),
                 "backend": text("[a-z_]+", "a backend's name"),
                 "layers": either(one_of("all"), _LIMIT, words="a number of layers or 'all'"),
             }
@@ -144,21 +147,19 @@ def _is_weights(name: str) -> bool:
 
 def _check_named(archive: Archive, folder: Path, target: Target) -> None:
     """Manifests are of the target; engines and tokenizer are files of the bundle and no others."""
-    assembly, engines = (
-        Assembly.load(folder / "graphs" / "assembly.json"),
-        read_engines(folder / "engines" / "engines.json"),
-    )
-    precisions = {"graphs/assembly.json": assembly.precision, "engines/engines.json": engines["precision"]}
+    assembly = Assembly.load(folder / "graphs" / "assembly.json")
+    engines = EngineSetManifest.load(folder / "engines" / "engines.json")
+    precisions = {"graphs/assembly.json": assembly.precision, "engines/engines.json": engines.precision}
     for name, found, expected in (
         *((name, found, target.precision) for name, found in precisions.items()),
-        ("engines/engines.json", engines["backend"], target.backend),
+        ("engines/engines.json", engines.backend, target.backend),
     ):
         if found != expected:
             raise InputError(
                 f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}"
             )
     tokenizer = assembly.tokenizer
-    names = [f"engines/{entry['file']}" for entry in engines["engines"].values()]
+    names = [f"engines/{entry.file}" for entry in engines.engines.values()]
     for name in [*names, *([f"graphs/{tokenizer.file}"] if tokenizer else [])]:
         if name not in archive.members:
             raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; {_REMEDY}")
@@ -167,25 +168,24 @@ def _check_named(archive: Archive, folder: Path, target: Target) -> None:
 def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     """Rewrite the weights' manifest: its one file is the archive."""
     manifest = WeightsManifest.load(manifest_path)
-    members = []
+    members = {}
     for file in manifest.files:
         member = archive.members.get(f"weights/{file.path}")
         if member is None or (member.size, member.sha256) != (file.size, file.sha256):
             raise InputError(
                 f"{archive.path}: expected weights/{file.path} of sha256 {file.sha256}, found none; {_REMEDY}"
             )
-        members.append(member)
-    tensors = {}
+        members[file.path] = member
+    whole, tensors = StoredFile(os.path.abspath(archive.path), archive.size, digest), {}
     for name, place in manifest.tensors.items():
-        if place.file >= len(members) or place.offset + place.length > members[place.file].size:
+        if place.offset + place.length > members[place.file].size:
             raise InputError(
                 f"{archive.path}: weights/weights.json: expected tensor {name!r} within its "
                 f"file, found {place.to_json()}; {_REMEDY}"
             )
-        tensors[name] = replace(place, file=0, offset=place.offset + members[place.file].offset)
+        tensors[name] = replace(place, file=whole.path, offset=place.offset + members[place.file].offset)
     remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
-    file = WeightsFile(os.path.abspath(archive.path), archive.size, digest)
-    WeightsManifest(manifest.precision, (file,), tensors).save(manifest_path)
+    WeightsManifest(manifest.precision, (whole,), tensors).save(manifest_path)
 
 
 def _bind(manifest_path: Path, weights: Path) -> Path:
@@ -202,6 +202,5 @@ def _bind(manifest_path: Path, weights: Path) -> Path:
                 f"{weights}: expected {name} of {file.size} bytes, found {found}; give the "
                 f"folder of the weights, or a weights.json"
             )
-    files = [replace(file, path=os.path.abspath(weights / Path(file.path).name)) for file in manifest.files]
-    replace(manifest, files=tuple(files)).save(manifest_path)
+    manifest.moved(lambda path: os.path.abspath(weights / Path(path).name)).save(manifest_path)
     return manifest_path

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import SEAL, dump_json, sha256_json
-from lockstep.artifacts.manifests import read_engines
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
@@ -36,8 +36,8 @@ def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path,
 def _engines(results: Results, target: Target) -> Iterator[Entry]:
     manifest = results.engines(target.model, target.precision, target.backend)
     yield from _recorded(manifest, "engines")
-    for _, entry in sorted(read_engines(manifest)["engines"].items()):
-        yield _file(f"engines/{entry['file']}", manifest.parent / entry["file"], entry["sha256"])
+    for _, entry in sorted(EngineSetManifest.load(manifest).engines.items()):
+        yield _file(f"engines/{entry.file}", manifest.parent / entry.file, entry.sha256)
     provenance = provenance_path(manifest)
     reason = (
         wrong_provenance(provenance)
@@ -63,8 +63,7 @@ def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
     path = results.weights(target.model, target.precision)
     manifest = WeightsManifest.load(path)
     names = [os.path.basename(file.path) for file in manifest.files]
-    files = tuple(replace(file, path=name) for file, name in zip(manifest.files, names))
-    bare = replace(manifest, files=files).to_json()
+    bare = manifest.moved(os.path.basename).to_json()
     yield Entry.of_bytes(f"{WEIGHTS}/weights.json", dump_json({**bare, SEAL: sha256_json(bare)}).encode())
     if inside:
         for file, name in zip(manifest.files, names):

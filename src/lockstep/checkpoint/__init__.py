@@ -1,12 +1,5 @@
 """Checkpoints: from a source in the config to a manifest of its files and tensors. No torch, no transformers."""
 
-from lockstep.checkpoint.resolve import (
-    check_checkpoint,
-    checkpoint_folder,
-    describe,
-    resolve,
-    resolve_architecture,
-    resolve_fetched,
-)
+from lockstep.checkpoint.resolve import describe, resolve, resolve_architecture, resolve_fetched
 
-__all__ = ["check_checkpoint", "checkpoint_folder", "describe", "resolve", "resolve_architecture", "resolve_fetched"]
+__all__ = ["describe", "resolve", "resolve_architecture", "resolve_fetched"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.artifacts import model_config
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
-from lockstep.checkpoint.safetensors_header import TensorRecord
+from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.source_files import shorten
 from lockstep.checkpoint.tensors import CheckpointTensors
 from lockstep.errors import InputError
@@ -34,25 +34,25 @@ def check_fit(folder: Path, config: Mapping[str, Any], found: CheckpointTensors)
 
     Raises InputError where they differ, and for weights that are no floats or hold no numbers.
     """
-    for name, (file, record) in found.tensors.items():
+    for name, place in found.tensors.items():
         if name.endswith(".weight"):
-            _check_weight(folder / file, name, record)
+            _check_weight(folder / place.file, name, place)
     _check_layers(folder, config, found)
-    for name, (file, record) in found.tensors.items():
-        if len(record.shape) == 2 and not _OTHER_INPUTS.search(name):
-            _check_embedding(folder / file, config, name, record.shape)
+    for name, place in found.tensors.items():
+        if len(place.shape) == 2 and not _OTHER_INPUTS.search(name):
+            _check_embedding(folder / place.file, config, name, place.shape)
 
 
-def _check_weight(path: Path, name: str, record: TensorRecord) -> None:
+def _check_weight(path: Path, name: str, place: TensorPlace) -> None:
     where = f"{path}: tensor {shorten(name)}"
-    if record.dtype not in FLOAT_DTYPES:
+    if place.dtype not in FLOAT_DTYPES:
         raise InputError(
-            f"{where}: expected one of {', '.join(FLOAT_DTYPES)}, found {record.dtype}, which is not supported; use a"
+            f"{where}: expected one of {', '.join(FLOAT_DTYPES)}, found {place.dtype}, which is not supported; use a"
             " checkpoint that is not quantized"
         )
-    if 0 in record.shape:
+    if 0 in place.shape:
         raise InputError(
-            f"{where}: expected numbers, found none in shape {list(record.shape)}; download this file again"
+            f"{where}: expected numbers, found none in shape {list(place.shape)}; download this file again"
         )
 
 

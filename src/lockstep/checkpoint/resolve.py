@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import formats, model_config
-from lockstep.artifacts.digest_cache import Expected, check_files, remember
+from lockstep.artifacts import model_config
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.fetched import read_fetched
-from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file, write_json
+from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file
+from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.fit import check_fit
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
@@ -65,39 +68,33 @@ def resolve_fetched(source_json: Path, out: Path) -> Path:
     """
     fetched, out = read_fetched(Path(source_json)), Path(out)
     manifest = _manifest(fetched.source, fetched.folder, out, weights=True)
-    for file in manifest["files"]:
-        expected = fetched.sha256.get(file["path"])
-        if file["sha256"] != expected:
-            path = os.path.realpath(fetched.folder / file["path"])
+    for file in manifest.files:
+        expected = fetched.sha256.get(file.path)
+        if file.sha256 != expected:
+            path = os.path.realpath(fetched.folder / file.path)
             raise InputError(
                 f"{path}: expected the file that was fetched (sha256 {expected}), found "
-                f"{file['sha256']}; delete it and {source_json}, then run again"
+                f"{file.sha256}; delete it and {source_json}, then run again"
             )
-    return _save({**manifest, "commit": fetched.commit} if fetched.commit else manifest, out)
+    return _save(replace(manifest, commit=fetched.commit), out)
 
 
 def _write(source: str, folder: Path, out: Path, weights: bool) -> Path:
     return _save(_manifest(source, folder, out, weights), out)
 
 
-def _manifest(source: str, folder: Path, out: Path, weights: bool) -> dict[str, Any]:
-    return {
-        "format": formats.CHECKPOINT,
-        "source": source,
-        "folder": _recorded_folder(source, folder, out),
-        **describe(folder, weights),
-    }
+def _manifest(source: str, folder: Path, out: Path, weights: bool) -> CheckpointManifest:
+    return replace(describe(folder, weights), source=source, folder=_recorded_folder(source, folder, out))
 
 
-def _save(manifest: dict[str, Any], out: Path) -> Path:
+def _save(manifest: CheckpointManifest, out: Path) -> Path:
     remove_leftovers(out)
-    write_json(out, manifest)
+    manifest.save(out)
     return out
 
 
-def describe(folder: Path, weights: bool = True) -> dict[str, Any]:
-    """The manifest of a local checkpoint folder, without its source: files, model_type, num_hidden_layers, config,
-    tensors.
+def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
+    """The manifest of a local checkpoint folder, without a source, as it would stand in that folder.
 
     Without `weights` it lists none of their files and no tensors.
     """
@@ -117,38 +114,16 @@ def describe(folder: Path, weights: bool = True) -> dict[str, Any]:
         check_side_file(path)
     if not weights:  # once a model, and where it is copied from
         check_loads(folder / "tokenizer.json")
-    return {
-        "files": _hash_files(
-            folder, [path.name for path in sorted([*side_files(folder), *weight_files(folder, found)])]
-        ),
-        "model_type": config["model_type"],
-        "num_hidden_layers": depth,
-        "config": config,
-        "tensors": {
-            name: {
-                "file": file,
-                "offset": record.offset,
-                "length": record.length,
-                "dtype": record.dtype,
-                "shape": list(record.shape),
-            }
-            for name, (file, record) in found.tensors.items()
-        },
-        "unindexed": [{"file": file, "tensor": name} for file, name in found.unindexed],
-    }
-
-
-def checkpoint_folder(manifest_path: Path, manifest: dict[str, Any]) -> Path:
-    """The checkpoint's folder as the manifest at `manifest_path` records it."""
-    return Path(manifest_path).parent / manifest["folder"]
-
-
-def check_checkpoint(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raises InputError naming the first file of the checkpoint in `folder` that is not the one `manifest` was made
-    of."""
-    check_files(
-        [Expected(folder / file["path"], file["sha256"], file["size"]) for file in manifest["files"]],
-        "resolve the checkpoint again",
+    names = [path.name for path in sorted([*side_files(folder), *weight_files(folder, found)])]
+    return CheckpointManifest(
+        source="",
+        folder=".",
+        files=_hash_files(folder, names),
+        model_type=config["model_type"],
+        num_hidden_layers=depth,
+        config=config,
+        tensors=found.tensors,
+        unindexed=found.unindexed,
     )
 
 
@@ -218,12 +193,12 @@ def weight_files(folder: Path, found: CheckpointTensors) -> list[Path]:
     return sorted(folder / name for name in [*index, *found.files])
 
 
-def _hash_files(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
-    def entry(name: str) -> dict[str, Any]:
+def _hash_files(folder: Path, names: Iterable[str]) -> tuple[StoredFile, ...]:
+    def entry(name: str) -> StoredFile:
         path = folder / name
         sha256 = sha256_file(path)
         remember(path, sha256)
-        return {"path": name, "size": path.stat().st_size, "sha256": sha256}
+        return StoredFile(name, path.stat().st_size, sha256)
 
     with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib lets go of the interpreter lock
-        return list(pool.map(entry, names))
+        return tuple(pool.map(entry, names))

@@ -13,11 +13,11 @@ import json
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.artifacts.dtypes import DTYPE_BITS
+from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.source_files import cut, shorten
 from lockstep.errors import InputError
 
@@ -29,17 +29,7 @@ _AGAIN = "the file is damaged or incomplete, download it again"
 _LFS_POINTER = b"version https://git-lfs"
 
 
-@dataclass(frozen=True)
-class TensorRecord:
-    """Where a tensor lies in its file: `length` bytes from `offset` on, counted from the start of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    length: int
-
-
-def read_header(path: str | os.PathLike) -> dict[str, TensorRecord]:
+def read_header(path: str | os.PathLike) -> dict[str, TensorPlace]:
     """All tensors of the safetensors file `path`, by name, in file order.
 
     Raises InputError (one line: the file, what was expected, what was found, what to do) on any damage of the header
@@ -55,10 +45,10 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorRecord]:
         header = _parse(path, file.read(header_bytes))
     header.pop("__metadata__", None)
     start = 8 + header_bytes
-    records = {name: _record(path, name, entry, start) for name, entry in header.items()}
-    records = dict(sorted(records.items(), key=lambda item: (item[1].offset, item[1].length, item[0])))
-    _check_layout(path, records, start, size)
-    return records
+    places = {name: _place(path, name, entry, start) for name, entry in header.items()}
+    places = dict(sorted(places.items(), key=lambda item: (item[1].offset, item[1].length, item[0])))
+    _check_layout(path, places, start, size)
+    return places
 
 
 def _refuse_prefix(path: Path, opening: bytes, size: int) -> NoReturn:
@@ -111,7 +101,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     return header
 
 
-def _record(path: Path, name: str, entry: Any, start: int) -> TensorRecord:
+def _place(path: Path, name: str, entry: Any, start: int) -> TensorPlace:
     where = f"tensor {shorten(name)}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         _refuse(path, f"dtype, shape and data_offsets for {where}", shorten(entry))
@@ -130,7 +120,7 @@ def _record(path: Path, name: str, entry: Any, start: int) -> TensorRecord:
         _refuse(
             path, f"{wanted} for {where} ({dtype} {shorten(shape)})", f"{end - begin} bytes in data_offsets {offsets}"
         )
-    return TensorRecord(dtype, tuple(shape), start + begin, end - begin)
+    return TensorPlace(path.name, start + begin, end - begin, dtype, tuple(shape))
 
 
 def _all_sizes(values: Any) -> bool:
@@ -138,13 +128,13 @@ def _all_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
-def _check_layout(path: Path, records: dict[str, TensorRecord], start: int, size: int) -> None:
+def _check_layout(path: Path, places: dict[str, TensorPlace], start: int, size: int) -> None:
     """Each tensor begins where the one before it ends, the first after the header, and the last ends with the file."""
     position = start
-    for name, record in records.items():
-        if record.offset != position:
-            problem = "a hole" if record.offset > position else "an overlap"
-            _refuse(path, f"tensor {shorten(name)} at byte {position}", f"{problem}: it begins at byte {record.offset}")
-        position += record.length
+    for name, place in places.items():
+        if place.offset != position:
+            problem = "a hole" if place.offset > position else "an overlap"
+            _refuse(path, f"tensor {shorten(name)} at byte {position}", f"{problem}: it begins at byte {place.offset}")
+        position += place.length
     if position != size:
         _refuse(path, f"a file of {position} bytes, as its header says", f"{size} bytes")

@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.safetensors_header import MAX_TENSORS, TensorRecord, read_header
+from lockstep.artifacts.places import TensorPlace
+from lockstep.checkpoint.safetensors_header import MAX_TENSORS, read_header
 from lockstep.checkpoint.source_files import cut, present, read_source_json, shorten
 from lockstep.errors import InputError
 
@@ -18,11 +19,11 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """`tensors`: name -> (file name, record). `unindexed`: (file name, tensor name) of what a shard holds but the index
+    """files: their names. tensors: by name. unindexed: (file name, tensor name) of what a shard holds but the index
     does not name."""
 
     files: tuple[str, ...]
-    tensors: dict[str, tuple[str, TensorRecord]]
+    tensors: dict[str, TensorPlace]
     unindexed: tuple[tuple[str, str], ...]
 
 
@@ -37,8 +38,7 @@ def find_tensors(folder: Path) -> CheckpointTensors:
     Raises InputError when there are none, when a shard is absent or damaged, and when index and shards disagree.
     """
     if present(folder / SINGLE):
-        records = read_header(folder / SINGLE)
-        found = CheckpointTensors((SINGLE,), {name: (SINGLE, record) for name, record in records.items()}, ())
+        found = CheckpointTensors((SINGLE,), read_header(folder / SINGLE), ())
     elif present(folder / INDEX):
         found = _sharded(folder)
     else:
@@ -62,21 +62,19 @@ def _sharded(folder: Path) -> CheckpointTensors:
                 f"{folder / shard}: expected tensor {shorten(name)}, as {INDEX} says, found it "
                 f"absent; download this shard and the index again"
             )
-        tensors[name] = (shard, shards[shard][name])
-    unindexed = [
-        (shard, name) for shard, records in shards.items() for name in records if weight_map.get(name) != shard
-    ]
+        tensors[name] = shards[shard][name]
+    unindexed = [(shard, name) for shard, places in shards.items() for name in places if weight_map.get(name) != shard]
     return CheckpointTensors(tuple(shards), tensors, tuple(sorted(unindexed)))
 
 
-def _check_unique(folder: Path, shards: dict[str, dict[str, TensorRecord]]) -> None:
+def _check_unique(folder: Path, shards: dict[str, dict[str, TensorPlace]]) -> None:
     """Raise InputError for a tensor in two shards, which has two values.
 
     The index names one, transformers takes that of the shard it reads last.
     """
     first: dict[str, str] = {}
-    for shard, records in shards.items():
-        for name in records:
+    for shard, places in shards.items():
+        for name in places:
             if first.setdefault(name, shard) != shard:
                 raise InputError(
                     f"{folder / shard}: expected each tensor in one shard, found {shorten(name)} also in {first[name]};"
@@ -111,7 +109,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_shard(folder: Path, shard: str, count: int) -> dict[str, TensorRecord]:
+def _read_shard(folder: Path, shard: str, count: int) -> dict[str, TensorPlace]:
     """count: how many tensors the index has in it."""
     if not present(folder / shard):
         raise InputError(

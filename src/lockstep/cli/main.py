@@ -61,7 +61,7 @@ def summary(as_json: bool, results: Path) -> None:
     config = _used_config(tree)
     found = stage.collect(tree, config.targets(), config.not_run())
     if as_json:
-        return echo_json(found)
+        return echo_json(found.to_json())
     stage.print_table(found)
     stage.print_verdict(found)
     for path, what in ((tree.summary(), "Summary"), (tree.report_page(), "Report")):
@@ -319,12 +319,12 @@ def reproduce(
     record = again(config.dump(), tree, chosen, rounds, lambda line: click.echo(line, err=True))
     path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
     if as_json:
-        echo_json(record)
+        echo_json(record.to_json())
     else:
         print_table(record)
-        click.echo(f"Level reached: {record['level']}, in {path}")
-    if at_least and (record["level"] == "none" or record["level"] < at_least):
-        raise CheckError(f"{chosen}: expected {at_least} or higher, found {record['level']}; {path} says what differs")
+        click.echo(f"Level reached: {record.level}, in {path}")
+    if at_least and (record.level == "none" or record.level < at_least):
+        raise CheckError(f"{chosen}: expected {at_least} or higher, found {record.level}; {path} says what differs")
 
 
 def _hold_against(text: str, lock: Path, config_file: Path | None, as_json: bool, results: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
-from lockstep.checkpoint.safetensors_header import TensorRecord
+from lockstep.artifacts.places import TensorPlace
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 
@@ -71,10 +71,10 @@ def checkpoint_shapes(meta: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in sorted(saved.items())}
 
 
-def check_tensors(meta: PreTrainedModel, tensors: Mapping[str, tuple[str, TensorRecord]], folder: Path) -> None:
+def check_tensors(meta: PreTrainedModel, tensors: Mapping[str, TensorPlace], folder: Path) -> None:
     """Hold a checkpoint's tensors to what a checkpoint of the model holds.
 
-    tensors: file and record by name, of the checkpoint in `folder`. Raises InputError for a tensor that is absent, of
+    tensors: by name, of the checkpoint in `folder`. Raises InputError for a tensor that is absent, of
     another shape or no float. Tensors that the model does not know are no fault.
     """
     for name, shape in checkpoint_shapes(meta).items():
@@ -85,16 +85,15 @@ def check_tensors(meta: PreTrainedModel, tensors: Mapping[str, tuple[str, Tensor
                 f"{folder}: expected tensor {name!r} {list(shape)}, found none of this name; does config.json belong to"
                 " these weights?"
             )
-        file, record = found
-        if record.shape != shape:
+        if found.shape != shape:
             raise InputError(
-                f"{folder / file}: tensor {name!r}: expected shape {list(shape)}, found {list(record.shape)}; does"
+                f"{folder / found.file}: tensor {name!r}: expected shape {list(shape)}, found {list(found.shape)}; does"
                 " config.json belong to these weights?"
             )
-        if record.dtype not in FLOAT_DTYPES:
+        if found.dtype not in FLOAT_DTYPES:
             raise InputError(
-                f"{folder / file}: tensor {name!r}: expected one of {', '.join(FLOAT_DTYPES)}, found {record.dtype};"
-                " use a checkpoint that is not quantized"
+                f"{folder / found.file}: tensor {name!r}: expected one of {', '.join(FLOAT_DTYPES)}, found"
+                f" {found.dtype}; use a checkpoint that is not quantized"
             )
 
 

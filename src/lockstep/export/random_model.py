@@ -18,21 +18,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from lockstep.artifacts.dtypes import NAME_PRECISIONS, PRECISION_DTYPES, named_dtype
 from lockstep.artifacts.fetched import clear, folder_of, write_fetched
 from lockstep.artifacts.files import atomic_path, sha256_file, write_json
 from lockstep.checkpoint.tensors import INDEX, SINGLE
 from lockstep.config.sources import RandomSource, parse_source
 from lockstep.errors import InputError
 
-_DTYPES = {
-    "float32": ("F32", np.dtype(np.float32)),
-    "float16": ("F16", np.dtype(np.float16)),
-    "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
-}
 SHARD_BYTES = 4 << 30
 _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
 
@@ -60,7 +55,8 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
     """
     config_json, folder = Path(config_json), Path(folder)
     config = _read(config_json)
-    label, dtype = _DTYPES[_dtype_name(config_json, config)]
+    name = _dtype_name(config_json, config)
+    label, dtype = PRECISION_DTYPES[NAME_PRECISIONS[name]], named_dtype(name)
     shapes = tensor_shapes(config)
     folder.mkdir(parents=True, exist_ok=True)
     if config_json.resolve() != (folder / "config.json").resolve():
@@ -138,8 +134,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _dtype_name(path: Path, config: Mapping[str, Any]) -> str:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
-        raise InputError(f"{path}: dtype: expected one of {', '.join(sorted(_DTYPES))}, found {name!r}")
+    if name not in NAME_PRECISIONS:
+        raise InputError(f"{path}: dtype: expected one of {', '.join(sorted(NAME_PRECISIONS))}, found {name!r}")
     return name
 
 

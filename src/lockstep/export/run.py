@@ -18,10 +18,9 @@ from typing import Any
 import onnx
 from transformers import PreTrainedModel
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly, AttentionVariant, GraphFile, Layer, Part, TokenizerFile, Uncut
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
-from lockstep.checkpoint import check_checkpoint, checkpoint_folder
 from lockstep.checkpoint.tensors import find_tensors, has_weights
 from lockstep.errors import InputError
 from lockstep.export import attention
@@ -61,9 +60,9 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     """
     checkpoint, out = Path(checkpoint), Path(out)
     check_place(out)
-    manifest = read_json(checkpoint, formats.CHECKPOINT)
-    folder, config = checkpoint_folder(checkpoint, manifest), manifest["config"]
-    check_checkpoint(folder, {**manifest, "files": [file for file in manifest["files"] if file["path"] in _READ]})
+    manifest = CheckpointManifest.load(checkpoint)
+    folder, config = manifest.folder_of(checkpoint), manifest.config
+    replace(manifest, files=tuple(file for file in manifest.files if file.path in _READ)).check(folder)
     stops = _eos_token_ids(folder, config)
     files, assembly = _proven(config, precision, folder)
     tokenizer = (folder / "tokenizer.json").read_bytes()

@@ -32,6 +32,7 @@ from torch.onnx._internal.exporter._capture_strategies import TorchExportNonStri
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.errors import InputError
 from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
@@ -42,7 +43,7 @@ from lockstep.export.rope import freeze_ropes
 
 DOMAIN = "lockstep"
 OPSET = 20
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in PRECISION_NAMES.items()}
 _WEIGHT_PREFIX = "model_under_trace."
 # Numbers in a computed buffer (1 GB): parameters stay without values, rotary frequencies and position tables do not.
 _MAX_TABLE = 1 << 28

@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
 from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.dtypes import NAME_PRECISIONS
 from lockstep.errors import InputError
-
-_SHORT = {"float": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+from lockstep.onnx_tools.signature import dtype_name
 
 
 def show(path: str | os.PathLike) -> str:
@@ -85,9 +85,14 @@ def _is_slot(value: onnx.ValueInfoProto) -> bool:
 
 def _type(value: onnx.ValueInfoProto) -> str:
     tensor = value.type.tensor_type
-    name = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
     dims = [str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in tensor.shape.dim]
-    return f"{_SHORT.get(name, name)} [{', '.join(dims)}]"
+    return f"{_short(tensor.elem_type)} [{', '.join(dims)}]"
+
+
+def _short(element: int) -> str:
+    """An ONNX element type as a precision where it is one."""
+    name = dtype_name(element)
+    return NAME_PRECISIONS.get(name, name)
 
 
 def _call(node: onnx.NodeProto, constants: dict[str, str]) -> str:
@@ -95,8 +100,7 @@ def _call(node: onnx.NodeProto, constants: dict[str, str]) -> str:
     for attribute in node.attribute:
         value = helper.get_attribute_value(attribute)
         if node.op_type == "Cast" and attribute.name == "to":
-            name = onnx.TensorProto.DataType.Name(value).lower()
-            value = _SHORT.get(name, name)
+            value = _short(value)
         if _DEFAULTS.get(attribute.name) != value:
             arguments.append(f"{attribute.name}={list(value) if isinstance(value, (list, tuple)) else value}")
     return f"{node.op_type}({', '.join(arguments)})"

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import onnx
 
+from lockstep.artifacts.dtypes import onnx_dtype
 from lockstep.artifacts.signature import IO, Signature
 
 
@@ -29,5 +30,4 @@ def io_of(value: onnx.ValueInfoProto) -> IO:
 
 def dtype_name(element: int) -> str:
     """An ONNX element type as NumPy calls it. (Older ONNX packages give float32 for bfloat16 as a NumPy type.)"""
-    name = onnx.TensorProto.DataType.Name(element).lower()
-    return {"float": "float32", "double": "float64"}.get(name, name)
+    return onnx_dtype(onnx.TensorProto.DataType.Name(element))

@@ -19,6 +19,11 @@ def widened(model: onnx.ModelProto) -> onnx.ModelProto:
     return made if changed else model
 
 
+def widened_dtype(dtype: str) -> str:
+    """What a graph's dtype becomes."""
+    return "float32" if dtype == "bfloat16" else dtype
+
+
 def _graph(graph: onnx.GraphProto) -> int:
     types = [value.type.tensor_type for value in (*graph.input, *graph.output, *graph.value_info)]
     narrow = [kind for kind in types if kind.elem_type == TensorProto.BFLOAT16]

@@ -5,21 +5,25 @@ In: a manifest, and the record of how it was made. Out: where it stands in the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest
-from lockstep.artifacts.files import read_json, sha256_json
+from lockstep.artifacts.engines import EngineSetManifest
+from lockstep.artifacts.files import sha256_json
 from lockstep.artifacts.manifest_files import named_files
+from lockstep.artifacts.reference import ReferenceManifest, ReferencePrompt
+from lockstep.artifacts.reports import GoldenPrompt, GoldenReport
 
 Pinned = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def pin_checkpoint(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    value = read_json(manifest)
-    about = {"source": value["source"], **({"commit": value["commit"]} if value.get("commit") else {})}
-    return ("checkpoint",), {**about, **{file["path"]: file["sha256"] for file in value["files"]}}
+    value = CheckpointManifest.load(manifest)
+    about = {"source": value.source, **({"commit": value.commit} if value.commit else {})}
+    return ("checkpoint",), {**about, **{file.path: file.sha256 for file in value.files}}
 
 
 def pin_weights(manifest: Path, record: Mapping[str, Any]) -> Pinned:
@@ -33,17 +37,18 @@ def pin_graphs(manifest: Path, record: Mapping[str, Any]) -> Pinned:
 
 def pin_engines(manifest: Path, record: Mapping[str, Any]) -> Pinned:
     names, device = record["names"], device_name(record["backend"])
-    items = {entry["file"]: entry["sha256"] for entry in read_json(manifest)["engines"].values()}
+    items = {entry.file: entry.sha256 for entry in EngineSetManifest.load(manifest).engines.values()}
     return ("precisions", names["precision"], "engines", names["backend"], device), items
 
 
 def pin_reference(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    return ("reference", record["names"]["layers"]), _tokens(manifest)
+    return ("reference", record["names"]["layers"]), _tokens(ReferenceManifest.load(manifest).prompts)
 
 
 def pin_golden(manifest: Path, record: Mapping[str, Any]) -> Pinned:
     names = record["names"]
-    return ("precisions", names["precision"], "golden", names["backend"], names["layers"]), _tokens(manifest)
+    where = ("precisions", names["precision"], "golden", names["backend"], names["layers"])
+    return where, _tokens(GoldenReport.load(manifest).prompts)
 
 
 def pin_files(manifest: Path, record: Mapping[str, Any]) -> Pinned:
@@ -56,9 +61,9 @@ def _named(manifest: Path) -> dict[str, str]:
     return {file.path.name: file.sha256 for file in named_files(manifest)}
 
 
-def _tokens(manifest: Path) -> dict[str, str]:
+def _tokens(prompts: Sequence[ReferencePrompt | GoldenPrompt]) -> dict[str, str]:
     """Token ids on one line by prompt: a difference is then one line too."""
-    return {prompt["text"]: " ".join(map(str, prompt["tokens"])) for prompt in read_json(manifest)["prompts"]}
+    return {prompt.text: " ".join(map(str, prompt.tokens)) for prompt in prompts}
 
 
 def device_name(backend: Mapping[str, Any]) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest
-from lockstep.artifacts.files import read_json
-from lockstep.artifacts.manifest_files import failed_path, lost_files, manifest_entries
+from lockstep.artifacts.manifest_files import failed_path, lost_files
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
@@ -100,9 +100,7 @@ def _key_now(step: Step, record: Mapping[str, Any], again: Mapping[Path, str]) -
 def _changed_files(step: Step, source: Path) -> list[str]:
     """Files of the checkpoint that are not those that its manifest lists."""
     try:
-        manifest = read_json(step.output)
-        with manifest_entries(step.output):
-            recorded = {file["path"]: file["sha256"] for file in manifest["files"]}
+        recorded = {file.path: file.sha256 for file in CheckpointManifest.load(step.output).files}
         weights = weight_files(source, find_tensors(source)) if step.stage == "resolve" else []
         there = {path.name: path for path in [*side_files(source), *weights]}
     except LockstepError as error:

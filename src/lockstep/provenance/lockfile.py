@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import manifest_entries
 from lockstep.errors import CheckError, InputError
@@ -98,8 +99,13 @@ def _runs(section: Section) -> bool:
         return False
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
 
-    options, backend = section.record["options"]["options"], section.record["names"]["backend"]
-    return backends()[backend].cannot_run(options) is None
+    engines = EngineSetManifest.load(section.manifest)
+    if engines.backend not in backends():
+        raise InputError(
+            f"{section.manifest}: expected a backend of {', '.join(backends())}, found {engines.backend!r}; delete it "
+            f"and run again"
+        )
+    return backends()[engines.backend].cannot_run(engines.options) is None
 
 
 def put(lock: dict[str, Any], section: Section) -> None:

@@ -14,14 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lockstep import processes
-from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json, write_json
-from lockstep.checkpoint import check_checkpoint, checkpoint_folder
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.engines import EngineSetManifest
+from lockstep.artifacts.files import write_json
+from lockstep.artifacts.summary import ReproducedLevel, Reproduction
 from lockstep.config.backends import backends
 from lockstep.errors import PREFIX, CheckError
 from lockstep.pipeline import worker
@@ -40,7 +40,7 @@ def reproduce(
     target: Target,
     rounds: int,
     tell: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+) -> Reproduction:
     """Build `target` again `rounds` times, write the record to `results.reproduction` and give it. config: the one that
     the results were made with.
 
@@ -66,15 +66,15 @@ def reproduce(
             )
             made = Results(Path(folder) / "results")
             found.append(compare(before, facts(made, target, look(made), again, _is_run(results, target))))
-    manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
+    manifest = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
     record = _record(manifest, present["digest"], target, before, found)
-    write_json(results.reproduction(*names), record)
+    record.save(results.reproduction(*names))
     return record
 
 
 def _record(
-    engines: Mapping[str, Any], digest: str, target: Target, before: Facts, found: list[dict[str, list[str]]]
-) -> dict[str, Any]:
+    engines: EngineSetManifest, digest: str, target: Target, before: Facts, found: list[dict[str, list[str]]]
+) -> Reproduction:
     levels = {}
     for level, what in LEVELS.items():
         if level not in before.levels:
@@ -84,24 +84,17 @@ def _record(
         ]
         same = sum(not differing[level] for differing in found)
         more = max(0, len(lines) - _SHOWN)
-        levels[level] = {
-            "what": what,
-            "digest": before.digests()[level],
-            "same_rounds": same,
-            "differences": lines[:_SHOWN],
-            "more_differences": more,
-        }
-    return {
-        "format": formats.REPRODUCTION,
-        "target": asdict(target),
-        "engine_digest": digest,
-        "backend_version": engines["backend_version"],
-        "device": engines["device"],
-        "rounds": len(found),
-        "level": reached({level: entry["same_rounds"] == len(found) for level, entry in levels.items()}),
-        "levels": levels,
-        "bytes_left_out": {name: list(removed) for name, removed in before.removed.items()},
-    }
+        levels[level] = ReproducedLevel(what, before.digests()[level], same, tuple(lines[:_SHOWN]), more)
+    return Reproduction(
+        target=target,
+        engine_digest=digest,
+        backend_version=engines.backend_version,
+        device=engines.device,
+        rounds=len(found),
+        level=reached({level: entry.same_rounds == len(found) for level, entry in levels.items()}),
+        levels=levels,
+        bytes_left_out=before.removed,
+    )
 
 
 def _round(
@@ -110,9 +103,9 @@ def _round(
     """Make the target in `folder`/results. Gives the golden check's line where it did not pass, None where it did."""
     tree = Results(folder / "results")
     manifest_path = results.checkpoint(target.model)
-    manifest = read_json(manifest_path, formats.CHECKPOINT)
-    checkpoint = checkpoint_folder(manifest_path, manifest)
-    check_checkpoint(checkpoint, manifest)
+    manifest = CheckpointManifest.load(manifest_path)
+    checkpoint = manifest.folder_of(manifest_path)
+    manifest.check(checkpoint)
     stages = [name for name, entry in STAGES.items() if entry.is_reproduced]
     if _is_run(results, target):
         _take_reference(results, tree, target)
@@ -124,8 +117,8 @@ def _round(
 
 def _is_run(results: Results, target: Target) -> bool:
     """Whether the engines that are there run here."""
-    engines = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
-    return backends()[target.backend].cannot_run(engines["options"]) is None
+    engines = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
+    return backends()[target.backend].cannot_run(engines.options) is None
 
 
 def make_again(
@@ -196,7 +189,7 @@ def _take_reference(results: Results, tree: Results, target: Target) -> None:
 def _take_tactics(results: Results, tree: Results, target: Target) -> None:
     """The files of a record of tactics (`tactics: record` or `verified`), as copies: a build may write to them."""
     made, again = (each.engines(target.model, target.precision, target.backend) for each in (results, tree))
-    for file in read_json(made, formats.ENGINES).get("tactics", {}).get("files", ()):
+    for file in EngineSetManifest.load(made).details.get("tactics", {}).get("files", ()):
         path = made.with_name(file["file"])
         if not path.is_file():
             raise CheckError(
@@ -207,7 +200,7 @@ def _take_tactics(results: Results, tree: Results, target: Target) -> None:
         shutil.copyfile(path, again.with_name(path.name))
 
 
-def print_table(record: Mapping[str, Any]) -> None:
+def print_table(record: Reproduction) -> None:
     """Print the levels of a record as a table, nothing cut."""
     from rich.console import Console
     from rich.table import Table
@@ -215,18 +208,18 @@ def print_table(record: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("level", "same", "rounds", "first difference"):
         table.add_column(heading, justify="right" if heading == "rounds" else "left", no_wrap=True)
-    for level, entry in record["levels"].items():
-        whole = entry["same_rounds"] == record["rounds"]
-        what = entry["what"] + (", without those named below" if level == "R4" and record["bytes_left_out"] else "")
+    for level, entry in record.levels.items():
+        whole = entry.same_rounds == record.rounds
+        what = entry.what + (", without those named below" if level == "R4" and record.bytes_left_out else "")
         table.add_row(
             level,
             what,
-            f"{entry['same_rounds']} of {record['rounds']}",
-            "".join(entry["differences"][:1]),
+            f"{entry.same_rounds} of {record.rounds}",
+            "".join(entry.differences[:1]),
             style=None if whole else "red",
         )
     console = Console(width=240)
     console.print(table)
-    for name, removed in record["bytes_left_out"].items():
+    for name, removed in record.bytes_left_out.items():
         for words in removed:
             console.print(f"left out of {name}: {words}", markup=False)

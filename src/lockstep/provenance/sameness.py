@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json, sha256_json
+from lockstep.artifacts.engines import EngineSetManifest
+from lockstep.artifacts.files import sha256_json
+from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import InputError
 from lockstep.provenance.diff import changes
 from lockstep.provenance.lockfile import numbered
@@ -47,7 +48,7 @@ def facts(
 
     Raises InputError where something was not made, or has no record of how it was made.
     """
-    manifest = read_json(results.engines(target.model, target.precision, target.backend), formats.ENGINES)
+    manifest = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).to_json()
     settings = {**{name: manifest[name] for name in _SETTINGS}, "device": found["device"]}
     engines = found["engines"]
     levels = {
@@ -98,5 +99,5 @@ def _made_by(results: Results, target: Target) -> dict[str, Any]:
 
 
 def _tokens(results: Results, target: Target) -> dict[str, Any]:
-    golden = read_json(results.golden(target.model, target.precision, target.layers, target.backend), formats.GOLDEN)
-    return {prompt["text"]: prompt["tokens"] for prompt in golden["prompts"]}
+    golden = GoldenReport.load(results.golden(target.model, target.precision, target.layers, target.backend))
+    return {prompt.text: list(prompt.tokens) for prompt in golden.prompts}

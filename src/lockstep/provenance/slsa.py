@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
-from lockstep.artifacts import formats
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_file, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.config.sources import HubSource, parse_source
@@ -75,15 +76,14 @@ def write_provenance(step: Step, key: Mapping[str, Any], started: str) -> Path:
 
 def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dict[str, Any]:
     """The statement, not sealed."""
-    engines = read_json(step.output)
+    engines = EngineSetManifest.load(step.output)
     subjects = [
-        {"name": entry["file"], "digest": {"sha256": entry["sha256"]}}
-        for _, entry in sorted(engines["engines"].items())
+        {"name": entry.file, "digest": {"sha256": entry.sha256}} for _, entry in sorted(engines.engines.items())
     ]
     definition = {
         "buildType": BUILD_TYPE,
-        "externalParameters": {**step.names, "options": engines["options"]},
-        "internalParameters": {"buildKey": sha256_json(key), "backend": key["backend"], "device": engines["device"]},
+        "externalParameters": {**step.names, "options": engines.options},
+        "internalParameters": {"buildKey": sha256_json(key), "backend": key["backend"], "device": engines.device},
         "resolvedDependencies": list(_dependencies(step, key)),
     }
     builder = {
@@ -120,11 +120,11 @@ def _checkpoint_files(step: Step) -> Iterator[dict[str, Any]]:
     manifest = results.architecture(step.names["model"])
     if not manifest.is_file():
         return  # graphs that were brought here without their checkpoint
-    value = read_json(manifest, formats.CHECKPOINT)
-    origin = _purl(value["source"], results.source(step.names["model"]))
-    for file in value["files"]:
-        about = {"uri": f"{origin}#{file['path']}"} if origin else {}
-        yield {"name": f"checkpoint/{file['path']}", **about, "digest": {"sha256": file["sha256"]}}
+    value = CheckpointManifest.load(manifest)
+    origin = _purl(value.source, results.source(step.names["model"]))
+    for file in value.files:
+        about = {"uri": f"{origin}#{file.path}"} if origin else {}
+        yield {"name": f"checkpoint/{file.path}", **about, "digest": {"sha256": file.sha256}}
 
 
 def _purl(source: str, fetched: Path) -> str | None:

@@ -9,7 +9,8 @@ import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from lockstep.artifacts.reports import BlockErrors
 
 COLORS = ("#2a7fb8", "#d9730d", "#8a63d2", "#2a9d72", "#c44569", "#8a7a3a")
 _HEAD = (
@@ -96,21 +97,23 @@ def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
     return _svg("Tokens per second", 28 + 22 * len(rows), parts)
 
 
-def worst_by_layer(validation: Mapping[str, Any]) -> Iterator[tuple[int, float | None, float]]:
-    """(layer, largest error of its tensors, largest tolerance) of a validation; None where an error is not finite."""
+def worst_by_layer(blocks: Sequence[BlockErrors]) -> Iterator[tuple[int, float | None, float]]:
+    """(layer, largest error of its tensors, largest tolerance) of validated blocks; None where an error is not
+    finite."""
     found: dict[int, tuple[float | None, float]] = {}
-    for block in validation["blocks"]:
-        for tensor in block["tensors"].values():
-            before, tolerance = found.get(block["layer"], (0.0, 0.0))
-            error = tensor["relative_error"]
+    for block in blocks:
+        assert block.layer is not None  # the embedding is none of them
+        for tensor in block.tensors.values():
+            before, tolerance = found.get(block.layer, (0.0, 0.0))
+            error = tensor.relative_error
             worst = None if error is None or before is None else max(before, error)
-            found[block["layer"]] = (worst, max(tolerance, tensor["tolerance"]))
+            found[block.layer] = (worst, max(tolerance, tensor.tolerance))
     return ((layer, error, tolerance) for layer, (error, tolerance) in sorted(found.items()))
 
 
-def error_line(name: str, validation: Mapping[str, Any]) -> Line:
-    """The line of one validation."""
-    rows = list(worst_by_layer(validation))
+def error_line(name: str, blocks: Sequence[BlockErrors]) -> Line:
+    """The line of one validation. blocks: at least one."""
+    rows = list(worst_by_layer(blocks))
     return Line(name, {layer: error for layer, error, _ in rows}, max(tolerance for _, _, tolerance in rows))
 
 

@@ -6,46 +6,51 @@ report of a failure is there, which the next pass removes. Else it is "not run".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.manifest_files import content, failed_path, record_path
+from lockstep.artifacts.reports import ComparisonReport, GoldenReport, Report, SpeedReport, ValidationReport
+from lockstep.artifacts.summary import Reproduction
 from lockstep.errors import InputError
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS
 from lockstep.targets import Results, Target
 
+AnyReport = TypeVar("AnyReport", bound=Report)
+AnyDocument = TypeVar("AnyDocument")
+
 
 @dataclass(frozen=True)
-class Checked:
-    """What is known of a check: PASS with its report, or FAIL or NOT_RUN with the reason."""
+class Checked(Generic[AnyReport]):
+    """What is known of a check: PASS with its report, FAIL with the reason and its report where it left one, or NOT_RUN
+    with the reason."""
 
     result: str
     reason: str | None = None
-    report: Mapping[str, Any] = field(default_factory=dict)
+    report: AnyReport | None = None
 
 
-def _checked(out: Path, format: str, inputs: Mapping[str, Path]) -> Checked:
+def _checked(kind: type[AnyReport], out: Path, inputs: Mapping[str, Path]) -> Checked[AnyReport]:
     """inputs: what the check reads, by the names of its record."""
     failed = failed_path(out)
     try:
         if failed.is_file():
-            report = read_json(failed)
-            return Checked(
-                FAIL, str(report.get("failure") or f"see {failed}"), report if report["format"] == format else {}
-            )
+            said = read_json(failed).get("failure")
+            return Checked(FAIL, str(said or f"see {failed}"), _loaded(kind.load, failed))
         if not out.is_file():
             return Checked(NOT_RUN, f"{out} is not there")
         if not record_path(out).is_file():
             return Checked(NOT_RUN, f"no record says how {out} was made")
-        report, of = read_json(out, format), read_json(record_path(out), formats.BUILD)["inputs"]
+        report, of = kind.load(out), read_json(record_path(out), formats.BUILD)["inputs"]
         for name, path in inputs.items():
             if name in of and (not path.is_file() or content(path) != of[name]):
                 return Checked(NOT_RUN, f"{path} is another since")
-        return Checked(report["result"], None, report)
+        return Checked(report.result, None, report)
     except (InputError, LookupError, TypeError, AttributeError) as error:
         return Checked(
             NOT_RUN,
@@ -57,13 +62,19 @@ def _checked(out: Path, format: str, inputs: Mapping[str, Path]) -> Checked:
 
 @dataclass(frozen=True)
 class Details:
-    """All that is known of a target. checks: validate, golden, and compare where it ran; engines, speed, reproduction:
-    their manifests, empty where they are not there or of other engines."""
+    """All that is known of a target. compare: None where it did not run; engines, speed, reproduction: None where
+    they are not there or of other engines."""
 
-    checks: Mapping[str, Checked]
-    engines: Mapping[str, Any]
-    speed: Mapping[str, Any]
-    reproduction: Mapping[str, Any]
+    validate: Checked[ValidationReport]
+    golden: Checked[GoldenReport]
+    compare: Checked[ComparisonReport] | None
+    engines: EngineSetManifest | None
+    speed: SpeedReport | None
+    reproduction: Reproduction | None
+
+    def checks(self) -> Mapping[str, Checked]:
+        """The checks by name, those that ran or should have."""
+        return {"validate": self.validate, "golden": self.golden, **({"compare": self.compare} if self.compare else {})}
 
 
 def details(results: Results, target: Target, cannot_run: str | None = None) -> Details:
@@ -73,34 +84,32 @@ def details(results: Results, target: Target, cannot_run: str | None = None) -> 
     graphs = {"assembly": results.assembly(model, precision), "weights": results.weights(model, precision)}
     engines = {"engines": results.engines(model, precision, backend)}
     validation = _checked(
+        ValidationReport,
         results.validation(model, precision, layers),
-        formats.VALIDATION,
         {**graphs, "checkpoint": results.checkpoint(model)},
     )
     golden = _checked(
-        results.golden(*names), formats.GOLDEN, {**graphs, **engines, "reference": results.reference(model, layers)}
+        GoldenReport, results.golden(*names), {**graphs, **engines, "reference": results.reference(model, layers)}
     )
-    comparison = _checked(results.comparison(model, precision, backend), formats.COMPARISON, {**graphs, **engines})
-    built = _entries(engines["engines"])
+    comparison = _checked(ComparisonReport, results.comparison(model, precision, backend), {**graphs, **engines})
+    built = _loaded(EngineSetManifest.load, engines["engines"])
     if golden.result == NOT_RUN and cannot_run and not results.golden(*names).is_file():
         golden = Checked(NOT_RUN, cannot_run)
-    checks = {"validate": validation, "golden": golden}
-    if comparison.result != NOT_RUN:  # only some backends are compared, and not always
-        checks["compare"] = comparison
-    digest = golden.report.get("engine_digest") or built.get("digest")
-    reproduction = _entries(results.reproduction(*names))
+    digest = golden.report.engine_digest if golden.report else built.digest if built else None
+    reproduction = _loaded(Reproduction.load, results.reproduction(*names))
     return Details(
-        checks,
-        built,
-        _entries(results.speed(*names)) if golden.result == PASS else {},
-        reproduction if digest and reproduction.get("engine_digest") == digest else {},
+        validate=validation,
+        golden=golden,
+        compare=comparison if comparison.result != NOT_RUN else None,  # only some backends are compared, not always
+        engines=built,
+        speed=_loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,
+        reproduction=reproduction if reproduction and reproduction.engine_digest == digest else None,
     )
 
 
-def _entries(path: Path) -> Mapping[str, Any]:
-    """A manifest; nothing where there is none that can be read, which the checks that read it say."""
+def _loaded(load: Callable[[Path], AnyDocument], path: Path) -> AnyDocument | None:
+    """A document; None where there is none that can be read, which the checks that read it say."""
     try:
-        value = read_json(path)
+        return load(path)
     except InputError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None

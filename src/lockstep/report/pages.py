@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.manifest_files import failed_path
+from lockstep.artifacts.summary import SummaryRow
 from lockstep.report import charts
 from lockstep.report.details import Details
 from lockstep.report.markup import items, link, page, pairs, result, table, tag, text
 from lockstep.report.prompts import prompt
-from lockstep.report.verdict import sentence, target_of, verdict
+from lockstep.report.verdict import sentence, verdict
 from lockstep.targets import Results, Target
 
-Row = Mapping[str, Any]
 _CHECKS = {
     "validate": "graphs against PyTorch",
     "compare": "engines against ONNX Runtime",
@@ -27,32 +28,38 @@ _CHECKS = {
 _SHORT = "All golden prompts in one batch; they are short: for comparing targets, not machines."
 
 
-def index(results: Results, rows: Sequence[Row], since_lock: Mapping[str, Sequence[str]]) -> bytes:
+def index(results: Results, rows: Sequence[SummaryRow], since_lock: Mapping[str, Sequence[str]]) -> bytes:
     """The first page: the verdict, all targets, their speeds, and what changed since the locks."""
-    here, said = results.report_page(), result(verdict(row["verdict"] for row in rows), sentence(rows))
+    here, verdicts = results.report_page(), [row.verdict for row in rows]
+    said = result(verdict(verdicts), sentence(verdicts))
     parts = [tag("h1", said), _targets(results, rows)]
-    whole, cut = [row for row in rows if row["layers"] == "all"], [row for row in rows if row["layers"] != "all"]
+    whole, cut = [row for row in rows if row.layers == "all"], [row for row in rows if row.layers != "all"]
     parts += _speeds("Speed of the whole model", whole, _SHORT)
     parts += _speeds(
         "Speed by depth",
-        sorted(cut, key=lambda row: (row["model"], row["precision"], row["backend"], row["layers"])),
+        sorted(cut, key=lambda row: (row.model, row.precision, row.backend, row.layers)),
         f"Of the model cut after its first layers, as some targets are checked. {_SHORT}",
     )
-    for model in dict.fromkeys(row["model"] for row in rows):
+    for model in dict.fromkeys(row.model for row in rows):
         parts += _since_lock(model, since_lock.get(model))
     files = (results.summary(), results.summary().with_suffix(".csv"), results.config())
     parts += ["<h2>Files</h2>", items([link(path, here, path.name) for path in files])]
-    return page(f"Lockstep: {sentence(rows)}", parts)
+    return page(f"Lockstep: {sentence(verdicts)}", parts)
 
 
 def target(
-    results: Results, name: Target, rows: Sequence[Row], row: Row, known: Details, since_lock: Sequence[str] | None
+    results: Results,
+    name: Target,
+    rows: Sequence[SummaryRow],
+    row: SummaryRow,
+    known: Details,
+    since_lock: Sequence[str] | None,
 ) -> bytes:
     """The page of one target. rows: those of all targets; row: its own."""
     here = results.target_page(name)
     parts = [
         tag("p", link(results.report_page(), here, "All targets")),
-        f"<h1>{text(name)}: {result(row['verdict'])}</h1>",
+        f"<h1>{text(name)}: {result(row.verdict)}</h1>",
         _shown(lambda: _checks(known)),
         "<h2>Prompts</h2>",
         _shown(lambda: _prompts(known)),
@@ -66,7 +73,7 @@ def target(
         "<h2>Files</h2>",
         items([link(path, here, title) for title, path in _files(results, name) if path.is_file()]),
     ]
-    return page(f"{name}: {row['verdict']}", parts)
+    return page(f"{name}: {row.verdict}", parts)
 
 
 def _shown(make: Callable[[], str]) -> str:
@@ -77,32 +84,32 @@ def _shown(make: Callable[[], str]) -> str:
         return tag("p", "Its report has other entries than this version writes; the files are linked below.", "wait")
 
 
-def _targets(results: Results, rows: Sequence[Row]) -> str:
+def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
     here = results.report_page()
     headings = ["target", "result", "engines", "reproduced", "largest logit error", "tolerance", "why"]
     cells = [
         [
-            link(results.target_page(target_of(row)), here, str(target_of(row))),
-            result(row["verdict"]),
-            tag("code", text(str(row["engine_digest"] or "-")[:12])),
-            text(row["reproduced"]),
-            _number(row["max_logit_error"], ".1e"),
-            _number(row["logit_tolerance"], "g"),
-            text(row["reason"] or ""),
+            link(results.target_page(row.target), here, str(row.target)),
+            result(row.verdict),
+            tag("code", text(str(row.engine_digest or "-")[:12])),
+            text(row.reproduced),
+            _number(row.max_logit_error, ".1e"),
+            _number(row.logit_tolerance, "g"),
+            text(row.reason or ""),
         ]
         for row in rows
     ]
-    if not any(row["reason"] for row in rows):
+    if not any(row.reason for row in rows):
         headings, cells = headings[:-1], [cell[:-1] for cell in cells]
     return table(headings, cells, numbers=(4, 5))
 
 
-def _speeds(title: str, rows: Sequence[Row], caption: str) -> list[str]:
+def _speeds(title: str, rows: Sequence[SummaryRow], caption: str) -> list[str]:
     """A chart of the targets whose speed is known; nothing where there is none."""
     shown = [
-        (str(target_of(row)), row["prefill_tokens_per_s"], row["decode_tokens_per_s"])
+        (str(row.target), row.prefill_tokens_per_s, row.decode_tokens_per_s)
         for row in rows
-        if row["prefill_tokens_per_s"] is not None
+        if row.prefill_tokens_per_s is not None
     ]
     return (
         [tag("h2", text(title)), tag("p", text(caption), "quiet"), _shown(lambda: charts.speeds(shown))]
@@ -119,57 +126,61 @@ def _since_lock(model: str, lines: Sequence[str] | None) -> list[str]:
 
 
 def _checks(known: Details) -> str:
+    checks = known.checks()
     cells = [
-        [text(name), text(what), result(known.checks[name].result), text(known.checks[name].reason or "")]
+        [text(name), text(what), result(checks[name].result), text(checks[name].reason or "")]
         for name, what in _CHECKS.items()
-        if name in known.checks
+        if name in checks
     ]
     return table(("check", "what is compared", "result", "why"), cells)
 
 
 def _prompts(known: Details) -> str:
-    golden = known.checks["golden"]
-    entries = golden.report.get("prompts", ())
-    if not entries:
-        return tag("p", text(f"Nothing to show. {golden.reason or ''}"))
-    equal, long = sum(entry["tokens_equal"] for entry in entries), golden.report.get("long_prompt")
+    golden = known.golden.report
+    if not golden or not golden.prompts:
+        return tag("p", text(f"Nothing to show. {known.golden.reason or ''}"))
+    entries, long = golden.prompts, golden.long_prompt
+    equal = sum(entry.tokens_equal for entry in entries)
     lines = [f"{equal} of {len(entries)} prompts give the reference's tokens."]
     if long:
         lines.append(
-            f"The long prompt, of {long['num_tokens']} tokens: largest logit error "
-            f"{_number(long['max_logit_error'], '.1e')} in one piece, {_number(long['cut_max_logit_error'], '.1e')} "
-            f"in pieces, {_number(long['single_max_logit_error'], '.1e')} token by token."
+            f"The long prompt, of {long.num_tokens} tokens: largest logit error "
+            f"{_number(long.max_logit_error, '.1e')} in one piece, {_number(long.cut_max_logit_error, '.1e')} "
+            f"in pieces, {_number(long.single_max_logit_error, '.1e')} token by token."
         )
     head = [tag("p", text(line), "quiet") for line in lines]
-    return "\n".join([*head, *(prompt(entry, golden.report["tolerance"]) for entry in entries)])
+    return "\n".join([*head, *(prompt(entry, golden.tolerance) for entry in entries)])
 
 
 def _errors(name: Target, known: Details) -> str:
-    validation = known.checks["validate"]
-    if not validation.report.get("blocks"):
-        return tag("p", text(f"Nothing to show. {validation.reason or ''}"))
-    line = charts.error_line(f"{name.precision}, {name.layers} layers", validation.report)
+    validation = known.validate.report
+    if not validation or not validation.blocks:
+        return tag("p", text(f"Nothing to show. {known.validate.reason or ''}"))
+    line = charts.error_line(f"{name.precision}, {name.layers} layers", validation.blocks)
     caption = "Of what each layer of the graphs computes, against PyTorch: absolute up to one, relative above."
     return f"{tag('p', text(caption), 'quiet')}\n{charts.error_by_layer([line])}"
 
 
-def _speed(rows: Sequence[Row], row: Row, known: Details) -> str:
-    if not known.speed:
+def _speed(rows: Sequence[SummaryRow], row: SummaryRow, known: Details) -> str:
+    speed = known.speed
+    if not speed:
         return "<p>Not measured: it is measured by a golden check that passes.</p>"
-    what = "whole model" if row["layers"] == "all" else f"first {row['layers']} layers only"
+    what = "whole model" if row.layers == "all" else f"first {row.layers} layers only"
     cells = [
-        [text(how), _number(known.speed.get(f"{key}prefill_tokens_per_s"), ".0f"),
-         _number(known.speed.get(f"{key}decode_tokens_per_s"), ".0f")]
-        for how, key in ((f"{known.speed['batch_size']} prompts in a batch", ""), ("one prompt alone", "alone_"))
+        [text(how), _number(prefill, ".0f"), _number(decode, ".0f")]
+        for how, prefill, decode in (
+            (f"{speed.batch_size} prompts in a batch", speed.prefill_tokens_per_s, speed.decode_tokens_per_s),
+            ("one prompt alone", speed.alone_prefill_tokens_per_s, speed.alone_decode_tokens_per_s),
+        )
     ]  # fmt: skip
     parts = [_tokens_per_s(what, cells)]
-    same = ("model", "precision", "backend")
-    depths = [other for other in rows if other["layers"] != "all" and all(other[key] == row[key] for key in same)]
-    if row["layers"] == "all" and depths:
+    cut = [other for other in rows if other.layers != "all"]
+    depths = [other for other in cut if replace(other.target, layers="all") == row.target]
+    if row.layers == "all" and depths:
         cells = [
-            [text(f"first {other['layers']}"), _number(other["prefill_tokens_per_s"], ".0f"),
-             _number(other["decode_tokens_per_s"], ".0f")]
-            for other in sorted(depths, key=lambda other: other["layers"])
+            [text(f"first {other.layers}"), _number(other.prefill_tokens_per_s, ".0f"),
+             _number(other.decode_tokens_per_s, ".0f")]
+            for other in sorted(depths, key=lambda other: other.layers)
         ]  # fmt: skip
         parts += ["<h3>By depth: cut models, in a batch</h3>", _tokens_per_s("layers", cells)]
     return "\n".join(parts)
@@ -179,22 +190,21 @@ def _tokens_per_s(first: str, cells: Sequence[Sequence[str]]) -> str:
     return table((first, "prefill, tokens/s", "decode, tokens/s"), cells, numbers=(1, 2))
 
 
-def _engines(results: Results, name: Target, row: Row, known: Details) -> str:
+def _engines(results: Results, name: Target, row: SummaryRow, known: Details) -> str:
     if not known.engines:
         return "<p>Not built.</p>"
     folder = results.engines(name.model, name.precision, name.backend).parent
-    entries = sorted(known.engines["engines"].items())
+    entries = sorted(known.engines.engines.items())
     cells = [
-        [text(engine), _size(folder / entry["file"]), tag("code", text(entry["sha256"][:12]))]
-        for engine, entry in entries
+        [text(engine), _size(folder / entry.file), tag("code", text(entry.sha256[:12]))] for engine, entry in entries
     ]
-    device = known.engines["device"]
+    device = known.engines.device
     facts = (
-        ("engine set", tag("code", text(row["engine_digest"] or "-"))),
+        ("engine set", tag("code", text(row.engine_digest or "-"))),
         ("reproduced", text(_reproduced(known))),
-        ("built by", text(f"{known.engines['backend']} {known.engines['backend_version']}")),
+        ("built by", text(f"{known.engines.backend} {known.engines.backend_version}")),
         ("for", text(" ".join(_words(device)))),
-        ("options", text(json.dumps(known.engines["options"], sort_keys=True, ensure_ascii=False))),
+        ("options", text(json.dumps(known.engines.options, sort_keys=True, ensure_ascii=False))),
     )
     return f"{pairs(facts)}\n{table(('engine', 'size', 'sha256'), cells, numbers=(1,))}"
 
@@ -208,8 +218,9 @@ def _words(device: Mapping[str, Any]) -> Iterable[str]:
 def _reproduced(known: Details) -> str:
     if not known.reproduction:
         return "not tried: lockstep reproduce builds it again"
-    level, rounds = known.reproduction["level"], known.reproduction["rounds"]
-    what = known.reproduction["levels"].get(level, {}).get("what", "")
+    level, rounds = known.reproduction.level, known.reproduction.rounds
+    found = known.reproduction.levels.get(level)
+    what = found.what if found else ""
     return f"{level}{': ' * bool(what)}{what} (built again {'once' if rounds == 1 else f'{rounds} times'})"
 
 

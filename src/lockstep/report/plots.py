@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json, write_bytes
+from lockstep.artifacts.files import write_bytes
+from lockstep.artifacts.reports import BlockErrors, ValidationReport
+from lockstep.artifacts.summary import Summary
 from lockstep.report import charts
-from lockstep.report.verdict import target_of
 
 
 def error_by_layer(validations: Sequence[Path], out: Path) -> None:
@@ -18,17 +17,17 @@ def error_by_layer(validations: Sequence[Path], out: Path) -> None:
 
     A line for each model and precision, of the validation with the most layers: the others' layers are the same.
     """
-    deepest: dict[str, dict[str, Any]] = {}
+    deepest: dict[str, Sequence[BlockErrors]] = {}
     for path in validations:
-        validation = read_json(path, formats.VALIDATION)
-        name = f"{validation['target']['model']}, {validation['target']['precision']}"
-        deepest[name] = max(validation, deepest.get(name, validation), key=lambda item: len(item["blocks"]))
-    lines = [charts.error_line(name, validation) for name, validation in deepest.items()]
+        validation = ValidationReport.load(path)
+        name, blocks = f"{validation.target.model}, {validation.target.precision}", validation.blocks or ()
+        deepest[name] = max(blocks, deepest.get(name, blocks), key=len)
+    lines = [charts.error_line(name, blocks) for name, blocks in deepest.items()]
     write_bytes(out, charts.error_by_layer(lines).encode())
 
 
 def speed(summary_json: Path, out: Path) -> None:
     """Prefill and decode of each target in tokens per second: whole models first, cut ones below."""
-    rows = sorted(read_json(summary_json, formats.SUMMARY)["targets"], key=lambda row: row["layers"] != "all")
-    named = [(str(target_of(row)), row["prefill_tokens_per_s"], row["decode_tokens_per_s"]) for row in rows]
+    rows = sorted(Summary.load(summary_json).targets, key=lambda row: row.layers != "all")
+    named = [(str(row.target), row.prefill_tokens_per_s, row.decode_tokens_per_s) for row in rows]
     write_bytes(out, charts.speeds(named).encode())

@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from lockstep.artifacts.reports import GoldenPrompt, TokenDifference
 from lockstep.report.markup import pairs, tag, text
 
-# Where a first differing token may stand, and what was compared there.
-_COMPARED = {
-    "differences": ("in the reference", "decoding freely"),
-    "alone_differences": ("in the batch", "with this prompt alone"),
-    "generate_differences": ("in the batch", "as lockstep generate decodes"),
-}
 
-
-def prompt(entry: Mapping[str, Any], tolerance: float) -> str:
+def prompt(entry: GoldenPrompt, tolerance: float) -> str:
     """The prompt, the decoded text beside the reference's and the expected one, and each first differing token with its
     margin. tolerance: the largest absolute error of a logit."""
-    decoded, reference, expected = entry["text_out"], entry["reference_text"], entry["expected"]
-    difference = next(iter(entry["differences"]), None)
+    decoded, reference, expected = entry.text_out, entry.reference_text, entry.expected
+    first = entry.differences[0] if entry.differences else None
+    before, found, right = (first.text_before, first.found_text, first.reference_text) if first else (None, None, None)
     rows = [
-        ("prompt", tag("div", text(entry["text"]), "text")),
-        ("decoded", _decoded(decoded, difference, "found_text", reference if expected is None else expected)),
-        ("reference", _decoded(reference, difference, "reference_text", decoded)),
+        ("prompt", tag("div", text(entry.text), "text")),
+        ("decoded", _decoded(decoded, before, found, reference if expected is None else expected)),
+        ("reference", _decoded(reference, before, right, decoded)),
     ]
     if expected == reference:
         rows.append(("expected", rows[-1][1]))
     elif expected is not None:
         rows.append(("expected", _marked(expected, _first_difference(expected, decoded))))
-    rows.append(("logit error", text(_error(entry["max_logit_error"], tolerance))))
+    rows.append(("logit error", text(_error(entry.max_logit_error, tolerance))))
     rows += [
-        ("first difference", text(_words(found, *compared, tolerance)))
-        for key, compared in _COMPARED.items()
-        for found in entry.get(key, ())
+        ("first difference", text(_words(difference, where, how, tolerance)))
+        for differences, where, how in (
+            (entry.differences, "in the reference", "decoding freely"),
+            (entry.alone_differences, "in the batch", "with this prompt alone"),
+            (entry.generate_differences, "in the batch", "as lockstep generate decodes"),
+        )
+        for difference in differences
     ]
     return tag("div", pairs(rows), "prompt")
 
 
-def _decoded(whole: str, difference: Mapping[str, Any] | None, key: str, other: str) -> str:
-    """The text with the first token that differs marked; where no token differs, or its text is not known, the place
-    where the text differs from `other`."""
-    if difference is None or key not in difference:
+def _decoded(whole: str, before: str | None, token: str | None, other: str) -> str:
+    """The text with the first token that differs marked: `token`, behind `before`. Where no token differs, or its text
+    is not known, the place is marked where the text differs from `other`."""
+    if before is None or token is None:
         return _marked(whole, _first_difference(whole, other))
-    start = len(difference["text_before"])
-    return _marked(whole, (start, start + len(difference[key])))
+    return _marked(whole, (len(before), len(before) + len(token)))
 
 
 def _first_difference(one: str, other: str) -> tuple[int, int] | None:
@@ -67,13 +62,13 @@ def _error(error: float | None, tolerance: float) -> str:
     return f"{'not finite' if error is None else f'{error:.2e}'} (tolerance {tolerance:g})"
 
 
-def _words(found: Mapping[str, Any], expected: str, how: str, tolerance: float) -> str:
-    step, gap = found["step"], found["gap"]
-    if found["found"] is None or found["reference"] is None:
+def _words(found: TokenDifference, expected: str, how: str, tolerance: float) -> str:
+    step, gap = found.step, found.gap
+    if found.found is None or found.reference is None:
         return f"step {step}: another number of tokens {expected} than {how}"
-    one, other = (f"{found[token]}{_quoted(found.get(f'{token}_text'))}" for token in ("reference", "found"))
+    one, other = f"{found.reference}{_quoted(found.reference_text)}", f"{found.found}{_quoted(found.found_text)}"
     margin = "the reference has no margin there" if gap is None else f"the reference's margin is {gap:.3g}"
-    why = "accepted, both tokens are equally likely" if found["accepted"] else "a failure"
+    why = "accepted, both tokens are equally likely" if found.accepted else "a failure"
     return f"step {step}: token {one} {expected}, {other} {how}; {margin}, tolerance {tolerance:g}: {why}"
 
 

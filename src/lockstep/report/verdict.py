@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
-from lockstep.targets import Target
+from lockstep.artifacts.reports import FAIL, PASS
 
-PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
+NOT_RUN = "not run"
 
 
 def verdict(results: Iterable[str]) -> str:
@@ -17,9 +16,10 @@ def verdict(results: Iterable[str]) -> str:
     return FAIL if FAIL in found else NOT_RUN if NOT_RUN in found else PASS
 
 
-def sentence(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many targets pass, fail and have not run. rows: those of the summary."""
-    count, total = Counter(row["verdict"] for row in rows), len(rows)
+def sentence(verdicts: Iterable[str]) -> str:
+    """How many targets pass, fail and have not run. verdicts: one of each target."""
+    count = Counter(verdicts)
+    total = count.total()
     if count[PASS] == total:
         return "The only target passes." if total == 1 else f"All {total} targets pass."
     if count[NOT_RUN] == total:
@@ -33,8 +33,3 @@ def sentence(rows: Sequence[Mapping[str, Any]]) -> str:
     parts = [part for part in parts if part]
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
     return f"Of {total} target{'s' * (total != 1)}, {listed}."
-
-
-def target_of(row: Mapping[str, Any]) -> Target:
-    """The target of a row of the summary."""
-    return Target(row["model"], row["precision"], row["layers"], row["backend"])

@@ -192,7 +192,7 @@ def _limits(
 
     Raises InputError for those that engines or model do not allow.
     """
-    built = {name: engines.manifest["options"].get(name) for name in given}
+    built = {name: engines.manifest.options.get(name) for name in given}
     limits: dict[str, Any] = {  # only max_num_tokens may be None: see _DEFAULTS
         name: next((limit for limit in (value, built[name], _DEFAULTS[name]) if limit is not None), None)
         for name, value in given.items()

@@ -4,15 +4,13 @@ does not."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import failed_path
+from lockstep.artifacts.reports import FAIL, PASS, Report
 from lockstep.errors import CheckError
 
 
@@ -64,7 +62,7 @@ def largest(errors: list[float | None]) -> float | None:
     return max(finite, default=0.0) if len(finite) == len(errors) else None
 
 
-def finish(out: str | os.PathLike, report: Mapping[str, Any], failure: str | None) -> Path:
+def finish(out: str | os.PathLike, report: Report, failure: str | None) -> Path:
     """Write a check's report to `out` where `failure` is None, and give `out`.
 
     Otherwise `out` is left alone, the report goes to `failed_path(out)`, and CheckError says `failure` and where the
@@ -72,8 +70,8 @@ def finish(out: str | os.PathLike, report: Mapping[str, Any], failure: str | Non
     """
     out = Path(out)
     if failure is None:
-        write_json(out, {**report, "result": "pass"})
+        replace(report, result=PASS).save(out)
         failed_path(out).unlink(missing_ok=True)
         return out
-    write_json(failed_path(out), {**report, "result": "fail", "failure": failure})
+    replace(report, result=FAIL, failure=failure).save(failed_path(out))
     raise CheckError(f"{failure}; details in {failed_path(out)}")

@@ -14,9 +14,9 @@ import numpy as np
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import FLOAT_DTYPES, PRECISION_DTYPES
 from lockstep.artifacts.files import remove_leftovers
-from lockstep.artifacts.weights import TensorPlace, WeightsFile, WeightsManifest
+from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
-from lockstep.weights.source import PIECE_BYTES, Source, finite_pieces, open_source
+from lockstep.weights.source import PIECE_BYTES, Source, open_source
 from lockstep.weights.writer import write_cast
 
 WEIGHTS = "weights.safetensors"
@@ -54,27 +54,17 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path) -> Path:
 def _point_into(source: Source, precision: str, out: Path) -> WeightsManifest:
     """A manifest that points into the checkpoint, once its numbers are known to be finite."""
     buffer = np.empty(PIECE_BYTES, np.uint8)
-    for tensor in source.tensors:
-        if tensor.dtype in FLOAT_DTYPES:
-            for _ in finite_pieces(tensor, buffer):
+    for name, place in source.tensors.items():
+        if place.dtype in FLOAT_DTYPES:
+            for _ in source.finite_pieces(name, buffer):
                 pass
-    names = sorted({entry["file"] for entry in source.manifest["tensors"].values()})
-    recorded = {file["path"]: file for file in source.manifest["files"]}
-    tensors = {
-        tensor.name: TensorPlace(
-            names.index(tensor.path.name), tensor.offset, tensor.length, tensor.dtype, tensor.shape
-        )
-        for tensor in source.tensors
-    }
-    files = [
-        WeightsFile(_recorded_path(source, name, out), recorded[name]["size"], recorded[name]["sha256"])
-        for name in names
-    ]
-    return WeightsManifest(precision, tuple(files), tensors)
+    recorded = {file.path: file for file in source.manifest.files}
+    here = WeightsManifest(precision, tuple(recorded[file] for file in source.files()), source.tensors)
+    return here.moved(lambda file: _recorded_path(source, file, out))
 
 
 def _recorded_path(source: Source, name: str, out: Path) -> str:
-    if os.path.isabs(source.manifest["folder"]):
+    if os.path.isabs(source.manifest.folder):
         return str(source.folder / name)
     # Of real paths, because `..` after a linked folder leads to the parent of what the link points to.
     return Path(os.path.relpath(os.path.realpath(source.folder), os.path.realpath(out.parent)), name).as_posix()

@@ -7,14 +7,15 @@ import difflib
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
-from lockstep.artifacts.weights import TensorPlace, WeightsManifest
+from lockstep.artifacts.places import TensorPlace
+from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
 
 
@@ -26,8 +27,8 @@ class Weights:
         self,
         manifest_path: Path,
         precision: str,
-        paths: tuple[Path, ...],
-        maps: tuple[np.ndarray, ...],
+        paths: Mapping[str, Path],
+        maps: Mapping[str, np.ndarray],
         tensors: Mapping[str, TensorPlace],
     ):
         self.manifest_path = manifest_path
@@ -41,14 +42,14 @@ class Weights:
         """Raises InputError when the manifest or a file it names is absent or has changed."""
         manifest_path = Path(manifest_path)
         manifest = WeightsManifest.load(manifest_path)
-        paths = tuple(manifest_path.parent / file.path for file in manifest.files)
+        paths = {file.path: manifest_path.parent / file.path for file in manifest.files}
         check_files(
-            [Expected(path, file.sha256, file.size) for path, file in zip(paths, manifest.files)],
+            [Expected(paths[file.path], file.sha256, file.size) for file in manifest.files],
             "convert the checkpoint again",
         )
-        maps = tuple(map(_map, paths))
+        maps = {name: _map(path) for name, path in paths.items()}
         for name, info in manifest.tensors.items():
-            _check_place(manifest_path, name, info, maps)
+            _check_place(manifest_path, name, info, maps[info.file].size)
         return cls(manifest_path, manifest.precision, paths, maps, manifest.tensors)
 
     def names(self) -> list[str]:
@@ -104,9 +105,9 @@ class Weights:
         return array
 
 
-def _check_place(manifest_path: Path, name: str, info: TensorPlace, maps: Sequence[np.ndarray]) -> None:
-    """A manifest is ours, but its numbers choose what memory is read: they are checked as any file's are."""
-    size = maps[info.file].size if 0 <= info.file < len(maps) else 0
+def _check_place(manifest_path: Path, name: str, info: TensorPlace, size: int) -> None:
+    """A manifest is ours, but its numbers choose what memory is read: they are checked as any file's are. size: of the
+    place's file."""
     length = math.prod(info.shape) * DTYPE_BITS.get(info.dtype, 0) // 8
     if info.length != length or info.offset < 0 or info.offset + info.length > size:
         raise InputError(

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import RawIOBase
 from pathlib import Path
@@ -18,23 +18,23 @@ import numpy as np
 
 from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
 from lockstep.artifacts.files import atomic_path, check_place
-from lockstep.artifacts.weights import TensorPlace, WeightsFile
+from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.errors import InputError
 from lockstep.weights.scan import from_bits
-from lockstep.weights.source import PIECE_BYTES, Source, SourceTensor, finite_pieces, pieces
+from lockstep.weights.source import PIECE_BYTES, Source
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_cast(
     source: Source, dtype: str, path: Path, before_rename: Callable[[], None]
-) -> tuple[WeightsFile, dict[str, TensorPlace]]:
+) -> tuple[StoredFile, dict[str, TensorPlace]]:
     """Write all tensors of `source`, floats as `dtype`, to the safetensors file `path`.
 
     Returns the file and the tensors of the weights manifest beside it. `before_rename` is called when the file is
     complete and not yet in place. On any error `path` stays as it was.
     """
-    header, tensors = _layout(source, dtype)
+    header, tensors = _layout(source.tensors, dtype, path.name)
     size = len(header) + sum(place.length for place in tensors.values())
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,11 +45,10 @@ def write_cast(
             f"space or choose another output folder"
         )
     digest = hashlib.sha256()
-    by_name = {tensor.name: tensor for tensor in source.tensors}
     try:
         with atomic_path(path) as temporary:
             with open(temporary, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-                for data in _contents(header, [by_name[name] for name in tensors], dtype):
+                for data in _contents(header, source, tensors, dtype):
                     hashed = pool.submit(digest.update, data)  # hashlib lets go of the interpreter lock
                     _write_all(file, data)
                     hashed.result()
@@ -61,73 +60,67 @@ def write_cast(
         raise InputError(
             f"{path}: expected {size} bytes free for the converted weights, {found}; free space and run again"
         ) from None
-    return WeightsFile(path.name, size, digest.hexdigest()), tensors
+    return StoredFile(path.name, size, digest.hexdigest()), tensors
 
 
-def _layout(source: Source, dtype: str) -> tuple[bytes, dict[str, TensorPlace]]:
-    """The file's opening bytes and the manifest's tensors, both in file order, which is that of the safetensors
+def _layout(tensors: Mapping[str, TensorPlace], dtype: str, file: str) -> tuple[bytes, dict[str, TensorPlace]]:
+    """The opening bytes of `file` and the manifest's tensors, both in file order, which is that of the safetensors
     library."""
-
-    def stored(tensor: SourceTensor) -> str:
-        return dtype if tensor.dtype in FLOAT_DTYPES else tensor.dtype
-
+    stored = {name: dtype if place.dtype in FLOAT_DTYPES else place.dtype for name, place in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for tensor in sorted(source.tensors, key=lambda tensor: (-DTYPE_ORDER[stored(tensor)], tensor.name)):
-        length = math.prod(tensor.shape) * DTYPE_BITS[stored(tensor)] // 8
-        header[tensor.name] = {
-            "dtype": stored(tensor),
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + length],
-        }
+    for name in sorted(tensors, key=lambda name: (-DTYPE_ORDER[stored[name]], name)):
+        shape = tensors[name].shape
+        length = math.prod(shape) * DTYPE_BITS[stored[name]] // 8
+        header[name] = {"dtype": stored[name], "shape": list(shape), "data_offsets": [position, position + length]}
         position += length
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     opening = len(text).to_bytes(8, "little") + text
     del header["__metadata__"]
-    tensors = {
-        name: TensorPlace(0, len(opening) + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
+    places = {
+        name: TensorPlace(file, len(opening) + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
         for name, entry in header.items()
         for begin, end in [entry["data_offsets"]]
     }
-    return opening, tensors
+    return opening, places
 
 
-def _contents(opening: bytes, tensors: list[SourceTensor], dtype: str) -> Iterator[memoryview]:
+def _contents(opening: bytes, source: Source, names: Iterable[str], dtype: str) -> Iterator[memoryview]:
     buffer = np.empty(PIECE_BYTES, np.uint8)
     yield memoryview(opening)
-    for tensor in tensors:
-        if tensor.dtype in FLOAT_DTYPES and tensor.dtype != dtype:
-            yield from _cast(tensor, dtype, buffer)
+    for name in names:
+        found = source.tensors[name].dtype
+        if found in FLOAT_DTYPES and found != dtype:
+            yield from _cast(source, name, dtype, buffer)
+        elif found == dtype:
+            yield from (piece.data for piece, _ in source.finite_pieces(name, buffer))
         else:
-            plain = (
-                (piece for piece, _ in finite_pieces(tensor, buffer))
-                if tensor.dtype == dtype
-                else pieces(tensor, buffer)
-            )
-            yield from (piece.data for piece in plain)
+            yield from (piece.data for piece in source.pieces(name, buffer))
 
 
-def _cast(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> Iterator[memoryview]:
-    found, wanted = numpy_dtype(tensor.dtype), numpy_dtype(dtype)
+def _cast(source: Source, name: str, dtype: str, buffer: np.ndarray) -> Iterator[memoryview]:
+    stored = source.tensors[name].dtype
+    found, wanted = numpy_dtype(stored), numpy_dtype(dtype)
     out = np.empty(PIECE_BYTES // found.itemsize, wanted)
-    for piece, bits in finite_pieces(tensor, buffer):
+    for piece, bits in source.finite_pieces(name, buffer):
         numbers = piece.view(found)
         cast = out[: numbers.size]
         with np.errstate(over="ignore", under="ignore"):  # what overflows is refused, what is too small is rounded
-            if np.isinf(from_bits(tensor.dtype, bits, found).astype(wanted))[0]:
-                _refuse_overflow(tensor, dtype, buffer)
+            if np.isinf(from_bits(stored, bits, found).astype(wanted))[0]:
+                _refuse_overflow(source, name, dtype, buffer)
             np.copyto(cast, numbers, casting="unsafe")
         yield cast.view(np.uint8).data
 
 
-def _refuse_overflow(tensor: SourceTensor, dtype: str, buffer: np.ndarray) -> None:
+def _refuse_overflow(source: Source, name: str, dtype: str, buffer: np.ndarray) -> None:
     """Read the whole tensor once more for its largest number."""
-    largest = from_bits(tensor.dtype, max(bits for _, bits in finite_pieces(tensor, buffer)), numpy_dtype(tensor.dtype))
-    precision = next(name for name, stored in PRECISION_DTYPES.items() if stored == dtype)
+    stored = source.tensors[name].dtype
+    largest = from_bits(stored, max(bits for _, bits in source.finite_pieces(name, buffer)), numpy_dtype(stored))
+    precision = next(precision for precision, wanted in PRECISION_DTYPES.items() if wanted == dtype)
     other = {"F16": "bf16 or fp32", "BF16": "fp32", "F32": "a checkpoint stored in fp32 or smaller"}[dtype]
     raise InputError(
-        f"{tensor}: expected numbers that fit {precision}, found a magnitude of "
+        f"{source.words(name)}: expected numbers that fit {precision}, found a magnitude of "
         f"{float(largest[0]):g}, which overflows; use {other} for this model"
     )
 

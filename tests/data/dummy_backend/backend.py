@@ -12,6 +12,7 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 
 from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes
@@ -48,10 +49,10 @@ class DummyBackend:
     def file(self, name: str) -> str:
         return f"{name}.dummy"
 
-    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         pass
 
-    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
+    def keeps(self, name: str, entry: EngineFile) -> bool:
         return True
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ import onnx
 import onnxruntime as ort
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.dtypes import named_dtype, onnx_dtype
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes
@@ -36,9 +38,6 @@ _LEVELS = {
     "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
-_NUMPY_TYPES = {
-    f"tensor({name})": np.dtype(kind) for name, kind in (("float", "f4"), ("float16", "f2"), ("int64", "i8"))
 }
 _FULL_DISK_BYTES = 1 << 16  # less free than an engine needs
 _pool_threads: int | None = None
@@ -75,10 +74,10 @@ class OnnxRuntimeBackend:
     def file(self, name: str) -> str:
         return f"{name}.onnx"
 
-    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         pass
 
-    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
+    def keeps(self, name: str, entry: EngineFile) -> bool:
         return True
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
@@ -171,6 +170,11 @@ class OnnxRuntimeProgram:
             )
 
 
+def _numpy_type(value: str) -> np.dtype:
+    """The NumPy type of what ONNX Runtime calls "tensor(float)"."""
+    return named_dtype(onnx_dtype(value.removeprefix("tensor(").removesuffix(")")))
+
+
 class Declared(NamedTuple):
     """An input or output of a session; dimensions are numbers or names."""
 
@@ -185,7 +189,7 @@ class OnnxRuntimeExecutable:
         self._session = session
         self._values = values
         self.where = where
-        declared = lambda values: {value.name: Declared(_NUMPY_TYPES[value.type], value.shape) for value in values}
+        declared = lambda values: {value.name: Declared(_numpy_type(value.type), value.shape) for value in values}
         self.inputs, self.outputs = declared(session.get_inputs()), declared(session.get_outputs())
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes, Program
@@ -129,22 +130,17 @@ class TensorRTBackend:
         """A plan for TensorRT, or the graph of a rotary encoding."""
         return name + (_GRAPH if name.endswith(".rotary") else _PLAN)
 
-    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         if any(name.endswith(".rotary") for name in names):
-            require_capability(manifest["device"])
+            require_capability(manifest.device)
             require_cudnn()
         require_nvrtc()
-        device, options = self.device_key(manifest["device"]), self.options_key(manifest["options"])
-        made_by = {
-            "version": manifest["backend_version"],
-            "device": device,
-            "options": options,
-            "revision": self.revision,
-        }
-        self._tactics = Tactics(manifest["options"]["tactics"], folder, made_by)
+        device, options = self.device_key(manifest.device), self.options_key(manifest.options)
+        made_by = {"version": manifest.backend_version, "device": device, "options": options, "revision": self.revision}
+        self._tactics = Tactics(manifest.options["tactics"], folder, made_by)
 
-    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
-        return self.file(name).endswith(_GRAPH) or self._started().keeps(name, entry["tactics_sha256"])
+    def keeps(self, name: str, entry: EngineFile) -> bool:
+        return self.file(name).endswith(_GRAPH) or self._started().keeps(name, entry.details["tactics_sha256"])
 
     def _started(self) -> Tactics:
         assert self._tactics is not None, "expected `start` before `keeps` and `finish`"

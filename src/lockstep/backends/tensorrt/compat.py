@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.artifacts.dtypes import named_dtype
 from lockstep.backends.tensorrt.features import FEATURES, Version, available
 from lockstep.errors import CheckError, InputError
 
@@ -326,10 +327,10 @@ class Library:
                 profile: trt.IOptimizationProfile = profiles[number]
                 sizes = profile.get_shape(name) if -1 in shape else (shape,) * 3
                 bounds += [tuple(map(tuple, sizes))]
-            found.append(Tensor(name, True, _dtype(dtypes[given.dtype]), shape, tuple(bounds)))
+            found.append(Tensor(name, True, named_dtype(dtypes[given.dtype]), shape, tuple(bounds)))
         for number in range(network.num_outputs):
             made: trt.ITensor = network.get_output(number)
-            found.append(Tensor(made.name, False, _dtype(dtypes[made.dtype]), tuple(made.shape), ()))
+            found.append(Tensor(made.name, False, named_dtype(dtypes[made.dtype]), tuple(made.shape), ()))
         return found
 
     def create_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> tuple[trt.ITimingCache | None, bool]:
@@ -418,7 +419,7 @@ class Library:
                 Tensor(
                     name,
                     is_input,
-                    _dtype(dtypes[engine.get_tensor_dtype(name)]),
+                    named_dtype(dtypes[engine.get_tensor_dtype(name)]),
                     tuple(engine.get_tensor_shape(name)),
                     bounds,
                 )
@@ -482,14 +483,6 @@ class Library:
         """The inspector's JSON of all layers; may hold raw control characters."""
         inspector: trt.EngineInspector = engine.create_engine_inspector()
         return inspector.get_engine_information(self.api.LayerInformationFormat.JSON)
-
-
-def _dtype(name: str) -> np.dtype:
-    if name == "bfloat16":
-        import ml_dtypes  # NumPy has none
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 TENSORRT = Library()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes, Program
@@ -67,10 +68,10 @@ class TensorRTRTXBackend:
     def file(self, name: str) -> str:
         return name + _PLAN
 
-    def start(self, folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         pass
 
-    def keeps(self, name: str, entry: Mapping[str, Any]) -> bool:
+    def keeps(self, name: str, entry: EngineFile) -> bool:
         return True
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:

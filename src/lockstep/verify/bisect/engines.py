@@ -22,7 +22,7 @@ class Engines:
         self.set, self._weights, self._threads = engines, weights, threads
         self._programs: dict[str, Program] = {}
         self._names = set(engines.names())
-        rows = engines.manifest["options"].get("max_batch_size")
+        rows = engines.manifest.options.get("max_batch_size")
         self.max_rows: int | None = rows  # requests that the engines were built for; None: any number
 
     def run(self, stage: Stage, like: Mapping[str, np.ndarray]) -> Arrays | None:

@@ -136,7 +136,7 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     if row is None:
         return None
     stage, found = row.stage, lambda node, look_at: Fault("engine", row, walked.before(row), row.stage, node, look_at)
-    file = engines.set.path.parent / engines.set.manifest["engines"][stage.graph]["file"]
+    file = engines.set.file(stage.graph)
     backend = engines.set.backend.name
     if file.suffix != ".onnx":
         return found(
@@ -149,7 +149,7 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     ]
     feeds = _engine_feeds(engines, graphs, stage)
     with tempfile.TemporaryDirectory() as folder:
-        again = build(assembly_json, backend, Path(folder) / "engines.json", engines.set.manifest["options"])
+        again = build(assembly_json, backend, Path(folder) / "engines.json", engines.set.manifest.options)
         right = (again.parent / file.name).read_bytes()
     suspect, precision = onnx.load(file), graphs.assembly.precision
     if right != file.read_bytes():

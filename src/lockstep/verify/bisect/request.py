@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json
+from lockstep.artifacts.reference import ReferenceManifest, ReferencePrompt
+from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Results, Target
@@ -45,8 +44,8 @@ def choose(results: Results, target: Target, prompt: str | None, vocab_size: int
         raise InputError(
             f"{path}: expected the reference of {target}, found none; run snakemake first, or give --prompt"
         )
-    entries = read_json(path, formats.REFERENCE)["prompts"]
-    texts = [entry["text"] for entry in entries]
+    entries = ReferenceManifest.load(path).prompts
+    texts = [entry.text for entry in entries]
     if prompt is not None:
         return (
             _of(entries, texts.index(prompt), "given") if prompt in texts else _own(results, target, prompt, vocab_size)
@@ -55,9 +54,7 @@ def choose(results: Results, target: Target, prompt: str | None, vocab_size: int
     found = failing(path, failed) if failed.is_file() else None
     if found:
         return found
-    longest = max(
-        range(len(entries)), key=lambda number: len(entries[number]["prompt_ids"]) + len(entries[number]["tokens"])
-    )
+    longest = max(range(len(entries)), key=lambda number: len(entries[number].prompt_ids) + len(entries[number].tokens))
     return _of(entries, longest, "the longest of the reference; none is known to fail")
 
 
@@ -66,10 +63,10 @@ def failing(reference: Path, failed: Path) -> Request | None:
 
     Raises InputError for a prompt that the reference does not have.
     """
-    manifest, report = read_json(reference, formats.REFERENCE), read_json(failed, formats.GOLDEN)
-    entries, why = manifest["prompts"], f"the first that fails in {failed}"
-    texts = [entry["text"] for entry in entries]
-    text = next((entry["text"] for entry in report["prompts"] if _is_wrong(entry, report["tolerance"])), None)
+    manifest, report = ReferenceManifest.load(reference), GoldenReport.load(failed)
+    entries, why = manifest.prompts, f"the first that fails in {failed}"
+    texts = [entry.text for entry in entries]
+    text = next((entry.text for entry in report.prompts if entry.is_wrong(report.tolerance)), None)
     if text is not None and text not in texts:
         raise InputError(
             f"{failed}: expected a prompt of {reference}, found {text[:40]!r}; "
@@ -77,18 +74,17 @@ def failing(reference: Path, failed: Path) -> Request | None:
         )
     if text is not None:
         return _of(entries, texts.index(text), why)
-    if report.get("long_prompt") and manifest["long"] and _is_off(report["long_prompt"], report["tolerance"]):
-        ids = [*manifest["long"]["prompt_ids"], *manifest["long"]["tokens"]]
-        return Request(
-            "the long prompt", Tokens(np.array(ids, np.int64), len(manifest["long"]["prompt_ids"])), None, why
-        )
+    long = manifest.long
+    if report.long_prompt and long and report.long_prompt.is_wrong(report.tolerance):
+        ids = [*long.prompt_ids, *long.tokens]
+        return Request("the long prompt", Tokens(np.array(ids, np.int64), len(long.prompt_ids)), None, why)
     return None
 
 
-def _of(entries: list[Mapping[str, Any]], number: int, why: str) -> Request:
+def _of(entries: Sequence[ReferencePrompt], number: int, why: str) -> Request:
     entry = entries[number]
-    ids = [*entry["prompt_ids"], *entry["tokens"]]
-    return Request(entry["text"], Tokens(np.array(ids, np.int64), len(entry["prompt_ids"])), number, why)
+    ids = [*entry.prompt_ids, *entry.tokens]
+    return Request(entry.text, Tokens(np.array(ids, np.int64), len(entry.prompt_ids)), number, why)
 
 
 def _own(results: Results, target: Target, prompt: str, vocab_size: int) -> Request:
@@ -101,21 +97,3 @@ def _own(results: Results, target: Target, prompt: str, vocab_size: int) -> Requ
             "give another prompt"
         )
     return Request(prompt, Tokens(np.asarray(ids, np.int64), len(ids)), None, "given")
-
-
-def _is_wrong(entry: Mapping[str, Any], tolerance: float) -> bool:
-    """Tell whether a prompt's entry in a golden report says that it is wrong.
-
-    An error over tolerance, a difference that is not accepted, another text.
-    """
-    texts_differ = not entry["prompt_ids_equal"] or entry["expected"] not in (None, entry["text_out"])
-    return _is_off(entry, tolerance) or texts_differ
-
-
-def _is_off(entry: Mapping[str, Any], tolerance: float) -> bool:
-    for key, value in entry.items():
-        if "max_logit" in key and (value is None or value > tolerance):
-            return True
-        if key.endswith("differences") and any(not difference.get("accepted") for difference in value):
-            return True
-    return False

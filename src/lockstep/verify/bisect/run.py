@@ -18,7 +18,8 @@ import torch
 from safetensors.numpy import load_file
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
 from lockstep.targets import Results, Target
@@ -85,7 +86,7 @@ def bisect(
     for path in (checkpoint_json, weights_json, assembly_json):
         if not path.is_file():
             raise InputError(f"{path}: expected the results of {target}, found none; run snakemake first")
-    config = read_json(checkpoint_json, formats.CHECKPOINT)["config"]
+    config = CheckpointManifest.load(checkpoint_json).config
     graphs = open_graphs(assembly_json, weights_json, target.layers, threads)
     request = choose(results, target, prompt, graphs.assembly.vocab_size)
     _check_length(request, graphs.assembly.max_position_embeddings)
@@ -171,7 +172,7 @@ def _weights_error(
     if request.number is None:
         return None
     path = results.reference(target.model, target.layers)
-    found = load_file(path.parent / read_json(path, formats.REFERENCE)["logits"]["file"])[f"logits.{request.number}"]
+    found = load_file(path.parent / ReferenceManifest.load(path).logits.file)[f"logits.{request.number}"]
     return compare_steps(logits[request.tokens.num_prompt - 1 :], _placed(found, request), request.tokens, tolerance)
 
 

@@ -19,7 +19,7 @@ import onnx
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.onnx_tools.widened import widened
+from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
 from lockstep.verify.metrics import Difference, difference
 from lockstep.weights import Weights, check_slots, slot_array
@@ -93,7 +93,7 @@ class Graphs:
                 "give the weights of this precision"
             )
         self.layers = assembly.layers[: layer_count(assembly, layers)]
-        self.dtype = np.dtype(_computed(assembly.dtype))
+        self.dtype = np.dtype(widened_dtype(assembly.dtype))
         self.files = dict(assembly.graphs())
         for part in (assembly.embedding, *(layer.block for layer in self.layers), self.layers[-1].exit):
             check_slots(weights, part.slots, self.files[part.graph].signature.slots, part.graph)
@@ -130,7 +130,9 @@ class Graphs:
                 f"found {', '.join(missing)}; export again"
             )
         weights = {
-            slot.name: slot_array(self.weights, slots[slot.name], slot.sizes).astype(_computed(slot.dtype), copy=False)
+            slot.name: slot_array(self.weights, slots[slot.name], slot.sizes).astype(
+                widened_dtype(slot.dtype), copy=False
+            )
             for slot in signature.slots
         }
         return {io.name: inputs[io.name] for io in signature.inputs} | weights
@@ -145,10 +147,6 @@ class Graphs:
             return dict(zip(outputs, self._sessions[name].run(outputs, feeds), strict=True))
         except Exception as error:  # ONNX Runtime's errors share no base class
             raise CheckError(f"graph {name}: ONNX Runtime cannot run it: {' '.join(str(error).split())}") from error
-
-
-def _computed(dtype: str) -> str:
-    return "float32" if dtype == "bfloat16" else dtype
 
 
 @dataclass(frozen=True)

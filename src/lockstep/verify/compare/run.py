@@ -24,8 +24,8 @@ from polygraphy.backend.base import BaseRunner
 from polygraphy.comparator import Comparator
 from polygraphy.exception import PolygraphyException
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.reports import PASS, ComparedEngine, ComparedRun, ComparisonReport, OutputError
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import RotaryGraph, graph_file
 from lockstep.errors import CheckError, InputError
@@ -43,30 +43,26 @@ _COMPARISON = "lockstep.backends.*.comparison"
 
 @dataclass(frozen=True)
 class Error:
-    """Of one output of an engine. magnitude: rms of what ONNX Runtime gives. max_abs_error: largest |found - expected|.
-    relative_error: largest
-    |found - expected| / max(magnitude, |expected|). All None but the magnitude where the engine gives NaN or infinity.
-    True where it is small enough."""
+    """Of one output of an engine; true where it is small enough.
 
-    magnitude: float
-    max_abs_error: float | None
-    relative_error: float | None
-    cosine: float | None
+    of.magnitude: rms of what ONNX Runtime gives. of.max_abs_error: largest |found - expected|. of.relative_error:
+    largest |found - expected| / max(magnitude, |expected|). All None but the magnitude where the engine gives NaN or
+    infinity.
+    """
+
+    of: OutputError
     tolerance: float
 
     def __bool__(self) -> bool:
-        return self.relative_error is not None and self.relative_error <= self.tolerance
-
-    def report(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("magnitude", "max_abs_error", "relative_error", "cosine")}
+        return self.of.relative_error is not None and self.of.relative_error <= self.tolerance
 
     def __str__(self) -> str:
-        if self.relative_error is None:
+        if self.of.relative_error is None:
             return "expected finite numbers, found NaN or infinity"
-        found = f"{self.relative_error:.3g} (largest absolute error {self.max_abs_error:.3g}, cosine {self.cosine:.6f})"
+        largest = f"largest absolute error {self.of.max_abs_error:.3g}, cosine {self.of.cosine:.6f}"
         return (
             f"expected an error of at most {self.tolerance:g} of the output's magnitude "
-            f"({self.magnitude:.3g}), found {found}"
+            f"({self.of.magnitude:.3g}), found {self.of.relative_error:.3g} ({largest})"
         )
 
 
@@ -98,29 +94,30 @@ def run(
             f"{weights_json}: precision: expected {assembly.precision} as in the assembly, "
             f"found {weights.precision}; give the weights of this precision"
         )
-    graphs = dict(engines.backend.graphs(assembly, engines.manifest["options"]))
-    report: dict[str, Any] = {
-        "format": formats.COMPARISON,
-        "backend": engines.backend.name,
-        "precision": assembly.precision,
-        "engine_digest": engines.digest(),
-        "versions": {
+    graphs = dict(engines.backend.graphs(assembly, engines.manifest.options))
+    compared: dict[str, ComparedEngine] = {}
+    failures: list[str] = []
+    for name in (name for name in engines.names() if not isinstance(graphs[name], RotaryGraph)):
+        pair = _Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads)
+        compared[name] = pair.compare(tolerance)
+        failures += pair.failures[:1]
+    report = ComparisonReport(
+        result=PASS,
+        backend=engines.backend.name,
+        precision=assembly.precision,
+        engine_digest=engines.digest(),
+        versions={
             engines.backend.name: engines.backend.version(),
             "onnxruntime": onnxruntime.__version__,
             "polygraphy": polygraphy.__version__,
         },
-        "seed": inputs.SEED,
-        "tolerance": tolerance,
-        "engines": {},
-    }
-    failures = []
-    for name in (name for name in engines.names() if not isinstance(graphs[name], RotaryGraph)):
-        pair = _Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads)
-        report["engines"][name] = pair.compare(tolerance)
-        failures += pair.failures[:1]
-    found = [entry["relative_error"] for entry in report["engines"].values()]
-    more = f" ({len(failures) - 1} more of {len(found)} engines differ)" if len(failures) > 1 else ""
-    return finish(out, {**report, "relative_error": largest(found)}, failures[0] + more if failures else None)
+        seed=inputs.SEED,
+        tolerance=tolerance,
+        engines=compared,
+        relative_error=largest([entry.relative_error for entry in compared.values()]),
+    )
+    more = f" ({len(failures) - 1} more of {len(compared)} engines differ)" if len(failures) > 1 else ""
+    return finish(out, report, failures[0] + more if failures else None)
 
 
 class _Pair:
@@ -137,8 +134,8 @@ class _Pair:
         limits: Mapping[str, int],
         threads: int | None,
     ):
-        self.name, self.file = name, engines.path.parent / engines.manifest["engines"][name]["file"]
-        self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest["options"], limits)
+        self.name, self.file = name, engines.file(name)
+        self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest.options, limits)
         self._variant = engines.assembly.variants.get(name.rpartition(".")[0])
         self._model = onnx.load(graph_file(folder, graph))
         slots, layer = graph.signature.slots, None
@@ -162,29 +159,30 @@ class _Pair:
             self._engine = lambda profile: HostRunner("engine", self._signature, bound)
         self.failures: list[str] = []
 
-    def compare(self, tolerance: float) -> dict[str, Any]:
+    def compare(self, tolerance: float) -> ComparedEngine:
         """The engine's entry in the report."""
-        runs: list[dict[str, Any]] = []
+        runs: list[ComparedRun] = []
         for case in inputs.cases(self._model, self._assembly, self._limits, self._variant):
             feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._variant)
             errors = self._run(case.profile, feed, tolerance)
-            about = {
-                "profile": case.profile,
-                "sizes": case.sizes,
-                **({"past_lengths": list(case.past_lengths)} if case.past_lengths else {}),
-            }
-            runs.append({**about, "outputs": {output: error.report() for output, error in errors.items()}})
+            outputs = {output: error.of for output, error in errors.items()}
+            runs.append(ComparedRun(case.profile, case.sizes, outputs, tuple(case.past_lengths) or None))
             self.failures += [
                 f"{self.file}: engine {self.name}, profile {case.profile} ({case}), {output}: {error}"
                 for output, error in errors.items()
                 if not error
             ]
-        found = [error for run in runs for error in run["outputs"].values()]
-        worst = {key: largest([error[key] for error in found]) for key in ("max_abs_error", "relative_error")}
-        cosines = [error["cosine"] for error in found]
-        cosine = None if None in cosines else min(cosines)
-        about = {} if self._layer is None else {"weights_of_layer": self._layer}
-        return {**about, **worst, "cosine": cosine, "tolerance": tolerance, "passed": not self.failures, "runs": runs}
+        found = [error for run in runs for error in run.outputs.values()]
+        finite = [error.cosine for error in found if error.cosine is not None]
+        return ComparedEngine(
+            max_abs_error=largest([error.max_abs_error for error in found]),
+            relative_error=largest([error.relative_error for error in found]),
+            cosine=min(finite) if len(finite) == len(found) else None,
+            tolerance=tolerance,
+            passed=not self.failures,
+            runs=tuple(runs),
+            weights_of_layer=self._layer,
+        )
 
     def _run(self, profile: int, feed: Mapping[str, np.ndarray], tolerance: float) -> Mapping[str, Error]:
         def errors(graph: Mapping[str, np.ndarray], engine: Mapping[str, np.ndarray]) -> OrderedDict[str, Error]:
@@ -221,7 +219,7 @@ def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str
     unit = magnitude or 1.0
     scaled = difference(exact / unit, other / unit)
     absolute = None if scaled.max_abs_error is None else scaled.max_abs_error * unit
-    return Error(magnitude, absolute, scaled.relative_error, scaled.cosine, tolerance)
+    return Error(OutputError(magnitude, absolute, scaled.relative_error, scaled.cosine), tolerance)
 
 
 def _place(assembly: Assembly, name: str) -> tuple[int | None, Mapping[str, Sequence[str]]]:

@@ -11,15 +11,15 @@ edge of cache, window and RoPE, and beside the others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.dtypes import numpy_dtype
-from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.reference import LongPrompt, ReferenceManifest
+from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, SpeedReport, TokenDifference
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Decoding, Model, Request, Speed
@@ -36,11 +36,11 @@ class Prompt:
     expected text."""
 
     text: str
-    prompt_ids: list[int]
-    tokens: list[int]
+    prompt_ids: Sequence[int]
+    tokens: Sequence[int]
     new_text: str
     logits: np.ndarray
-    gaps: list[float | None]
+    gaps: Sequence[float | None]
     expected: str | None
 
     @property
@@ -86,12 +86,12 @@ def check(
     `<out>.failed.json`; InputError for inputs that do not fit together or prompts that exceed the limits.
     """
     prompts, long, reference = _read_reference(Path(reference_json), expected)
-    if reference["layers"] != target.layers:
+    if reference.layers != target.layers:
         raise InputError(
-            f"{reference_json}: layers: expected {target.layers}, found {reference['layers']}; "
+            f"{reference_json}: layers: expected {target.layers}, found {reference.layers}; "
             f"make the reference of this target"
         )
-    _check_limits(prompts, long, reference["max_new_tokens"], limits)
+    _check_limits(prompts, long, reference.max_new_tokens, limits)
     model = Model.open(
         engines_json,
         assembly_json,
@@ -110,10 +110,9 @@ def check(
         )
     tokenizer = Tokenizer.open(assembly_json)
     checked = _Check(model, tokenizer, prompts, long, reference, tolerance["logits"], limits["max_num_tokens"])
-    report, speed = checked.run()
-    about = {"target": asdict(target), "engine_digest": model.engines.digest()}
-    finish(out, {"format": formats.GOLDEN, **about, **report}, checked.failures[0] if checked.failures else None)
-    write_json(speed_out, {"format": formats.SPEED, **about, **speed})
+    report, speed = checked.run(target)
+    finish(out, report, checked.failures[0] if checked.failures else None)
+    speed.save(speed_out)
     return Path(out)
 
 
@@ -134,42 +133,66 @@ class _Check:
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
         long: Long | None,
-        reference: Mapping[str, Any],
+        reference: ReferenceManifest,
         tolerance: float,
         max_num_tokens: int,
     ):
         self.model, self.tokenizer, self.prompts, self.long = model, tokenizer, prompts, long
-        self.max_new_tokens, self.eos_token_ids = reference["max_new_tokens"], tuple(reference["eos_token_ids"])
+        self.max_new_tokens, self.eos_token_ids = reference.max_new_tokens, reference.eos_token_ids
         self.tolerance, self.max_num_tokens = tolerance, max_num_tokens
         self.failures: list[str] = []
 
-    def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def run(self, target: Target) -> tuple[GoldenReport, SpeedReport]:
         """(report, speeds)"""
         if tuple(sorted(self.model.eos_token_ids)) != self.eos_token_ids:
             expected, found = list(self.eos_token_ids), list(self.model.eos_token_ids)
             self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
         free, _ = self._decode([self._freely(prompt) for prompt in self.prompts])
         forced, batch = self._decode([_along_reference(prompt) for prompt in self.prompts])
-        entries, alone = [], []
+        judged, alone = [], []
         for i, prompt in enumerate(self.prompts):
             lone, speed = self._decode([self._freely(prompt)])
             alone.append(speed)
-            entries.append(self._judge(prompt, free[i], forced[i], lone[0]))
-        self._generate(self.prompts, entries, frozenset(self.eos_token_ids))
+            judged.append(self._judge(prompt, free[i], forced[i], lone[0]))
+        tokens = [entry.tokens for entry in judged]
+        entries = [
+            replace(entry, generate_equal=not found, generate_differences=found)
+            for entry, found in zip(judged, self._generate(self.prompts, tokens, frozenset(self.eos_token_ids)))
+        ]
         long = self._long(self.long) if self.long else None
-        self._mixed(entries, long)
-        errors = [entry[key] for entry in entries for key in ("max_logit_error", "mixed_max_logit_error")]
-        errors += [error for key, error in (long or {}).items() if key.endswith("max_logit_error")]
-        report = {
-            "tolerance": self.tolerance,
-            "max_logit_error": largest(errors),
-            "prompts": entries,
-            "long_prompt": long,
-        }
-        return report, _speed(batch, alone, min(len(self.prompts), self.model.max_batch_size))
+        mixed = self._mixed()
+        entries = [replace(entry, mixed_max_logit_error=error) for entry, error in zip(entries, mixed)]
+        long = long and replace(long, mixed_max_logit_error=mixed[-1])
+        errors = [error for entry in entries for error in (entry.max_logit_error, entry.mixed_max_logit_error)]
+        report = GoldenReport(
+            result=PASS,
+            target=target,
+            engine_digest=self.model.engines.digest(),
+            tolerance=self.tolerance,
+            max_logit_error=largest([*errors, *(long.errors() if long else ())]),
+            prompts=tuple(entries),
+            long_prompt=long,
+        )
+        return report, self._speed(target, batch, alone)
 
-    def _generate(self, prompts: Sequence[Prompt], entries: Sequence[dict[str, Any]], stop_ids: frozenset[int]) -> None:
-        """Decode as `lockstep generate` does; adds to the entries whether it came to the same tokens."""
+    def _speed(self, target: Target, batch: Speed, alone: Sequence[Speed]) -> SpeedReport:
+        """Tokens per second in the batch, and alone. Of the pass along the reference's tokens: as long as others', and
+        behind a warm-up."""
+        each = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
+        return SpeedReport(
+            target=target,
+            engine_digest=self.model.engines.digest(),
+            batch_size=min(len(self.prompts), self.model.max_batch_size),
+            prefill_tokens_per_s=batch.prefill_tokens_per_second,
+            decode_tokens_per_s=batch.decode_tokens_per_second,
+            alone_prefill_tokens_per_s=each.prefill_tokens_per_second,
+            alone_decode_tokens_per_s=each.decode_tokens_per_second,
+        )
+
+    def _generate(
+        self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], stop_ids: frozenset[int]
+    ) -> list[tuple[TokenDifference, ...]]:
+        """Decode as `lockstep generate` does; gives for each prompt where it first came to others than `tokens`."""
         requests = [Request(prompt.prompt_ids, self.max_new_tokens, stop_ids=stop_ids) for prompt in prompts]
         found: list[list[int]] = [[] for _ in prompts]
         try:
@@ -177,34 +200,43 @@ class _Check:
                 found[made.request].append(made.token)
         except CheckError as error:
             self.failures.append(f"generating: {error}")
-        for prompt, entry, tokens in zip(prompts, entries, found):
-            entry["generate_differences"] = self._first_difference(
-                prompt, "as lockstep generate decodes", entry["tokens"], tokens
-            )
-            entry["generate_equal"] = not entry["generate_differences"]
+        return [
+            self._first_difference(prompt, "as lockstep generate decodes", expected, made)
+            for prompt, expected, made in zip(prompts, tokens, found)
+        ]
 
-    def _long(self, long: Long) -> dict[str, Any]:
-        """The long prompt's entry: its logits when it comes whole, as often as fills a step; cut at the edges; and
-        token by token; and what it generates."""
+    def _long(self, long: Long) -> GoldenLongPrompt:
+        """The long prompt's entry, without `mixed_max_logit_error`: its logits when it comes whole, as often as fills a
+        step; cut at the edges; and token by token; and what it generates."""
         prompt, logits = long.prompt, long.logits
         count, answer = len(prompt.prompt_ids), tuple(range(len(prompt.prompt_ids) + 1, prompt.total + 1))
-        entry: dict[str, Any] = {"num_tokens": count, "tokens": prompt.tokens}
         full = min(self.model.max_batch_size, self.max_num_tokens // count + 2)
-        for key, how, ends in (
-            ("max_logit_error", "in one piece", [(count, *answer)] * full),
-            ("cut_max_logit_error", "in pieces", [(*long.edges, *answer)]),
-            ("single_max_logit_error", "token by token", list(stretches(long.edges))),
+        worst = []
+        for how, ends in (
+            ("in one piece", [(count, *answer)] * full),
+            ("in pieces", [(*long.edges, *answer)]),
+            ("token by token", list(stretches(long.edges))),
         ):
             errors = force(
                 self.model, [prompt.forced(each, logits) for each in ends], self.tolerance, self.max_num_tokens
             )
-            entry[key] = self._forced_error(prompt, how, errors)
-        self._generate([prompt], [entry], frozenset())
-        return entry
+            worst.append(self._forced_error(prompt, how, errors))
+        (differences,) = self._generate([prompt], [prompt.tokens], frozenset())
+        whole, cut, single = worst
+        return GoldenLongPrompt(
+            num_tokens=count,
+            tokens=tuple(prompt.tokens),
+            max_logit_error=whole,
+            cut_max_logit_error=cut,
+            single_max_logit_error=single,
+            generate_equal=not differences,
+            generate_differences=differences,
+            mixed_max_logit_error=None,
+        )
 
-    def _mixed(self, entries: Sequence[dict[str, Any]], long: dict[str, Any] | None) -> None:
-        """All prompts in random pieces, in all slots and a few times more, beside the long prompt; adds the largest
-        errors to the entries."""
+    def _mixed(self) -> list[float | None]:
+        """All prompts in random pieces, in all slots and a few times more, beside the long prompt; gives the largest
+        error of each, the long prompt's last."""
         random, requests, owners = np.random.default_rng(0), [], []
         if self.long:
             prompt, logits = self.long.prompt, self.long.logits
@@ -217,11 +249,11 @@ class _Check:
             requests.append(prompt.forced(pieces(len(prompt.prompt_ids), prompt.total, random)))
             owners.append(prompt)
         errors = force(self.model, requests, self.tolerance, self.max_num_tokens, pauses=True)
-        for prompt, entry in zip(
-            [*self.prompts, *([self.long.prompt] if self.long else [])], [*entries, *([long] if long else [])]
-        ):
+        worst = []
+        for prompt in [*self.prompts, *([self.long.prompt] if self.long else [])]:
             own = [found for found, owner in zip(errors, owners) if owner is prompt]
-            entry["mixed_max_logit_error"] = self._forced_error(prompt, "in pieces beside other requests", own)
+            worst.append(self._forced_error(prompt, "in pieces beside other requests", own))
+        return worst
 
     def _forced_error(self, prompt: Prompt, how: str, errors: Sequence[Errors]) -> float | None:
         """The largest error; the first over tolerance goes to `failures`."""
@@ -245,12 +277,13 @@ class _Check:
             found[made.request].logits.append(made.logits)
         return found, decoding.speed
 
-    def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone: Decoded) -> dict[str, Any]:
-        """A prompt's entry in the report; what is wrong with it goes to `failures`."""
+    def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone: Decoded) -> GoldenPrompt:
+        """A prompt's entry in the report, without what `_generate` and `_mixed` find; what is wrong with it goes to
+        `failures`."""
         tokens = free.tokens
         found_ids = self.tokenizer.encode(prompt.text).tolist()
-        if found_ids != prompt.prompt_ids:
-            self._fail(prompt, f"prompt ids: expected {prompt.prompt_ids} as in transformers, found {found_ids}")
+        if found_ids != list(prompt.prompt_ids):
+            self._fail(prompt, f"prompt ids: expected {list(prompt.prompt_ids)} as in transformers, found {found_ids}")
         differences = self._first_difference(prompt, "decoding freely", prompt.tokens, tokens)
         errors = [difference(row, found) for row, found in zip(prompt.logits, forced.logits)]
         worst = largest([error.max_abs_error for error in errors])
@@ -258,7 +291,7 @@ class _Check:
             step = next(i for i, error in enumerate(errors) if not error.within(self.tolerance))
             self._fail(prompt, f"step {step}, along the reference's tokens: {_off(errors[step], self.tolerance)}")
         lone = self._first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens)
-        same = lone[0]["step"] + 1 if lone else len(tokens)  # logits of equal histories
+        same = lone[0].step + 1 if lone else len(tokens)  # logits of equal histories
         drift = [difference(row, found) for row, found in zip(free.logits[:same], alone.logits)]
         drifted = next((i for i, error in enumerate(drift) if not error.within(self.tolerance)), None)
         if drifted is not None:
@@ -267,25 +300,28 @@ class _Check:
         if prompt.expected is not None and text != prompt.expected:
             said = f"(the reference says {prompt.new_text!r})"
             self._fail(prompt, f"text: expected {prompt.expected!r} as in the config, found {text!r} {said}")
-        return {
-            "text": prompt.text,
-            "tokens": tokens,
-            "text_out": text,
-            "reference_text": prompt.new_text,
-            "expected": prompt.expected,
-            "prompt_ids_equal": found_ids == prompt.prompt_ids,
-            "tokens_equal": tokens == prompt.tokens,
-            "differences": differences,
-            "max_logit_error": worst,
-            "alone_equal": not lone,
-            "alone_differences": lone,
-            "alone_max_logit_difference": largest([error.max_abs_error for error in drift]),
-        }
+        return GoldenPrompt(
+            text=prompt.text,
+            tokens=tuple(tokens),
+            text_out=text,
+            reference_text=prompt.new_text,
+            expected=prompt.expected,
+            prompt_ids_equal=found_ids == list(prompt.prompt_ids),
+            tokens_equal=not differences,
+            differences=differences,
+            max_logit_error=worst,
+            alone_equal=not lone,
+            alone_differences=lone,
+            alone_max_logit_difference=largest([error.max_abs_error for error in drift]),
+            generate_equal=True,
+            generate_differences=(),
+            mixed_max_logit_error=None,
+        )
 
     def _first_difference(
         self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]
-    ) -> list[dict[str, Any]]:
-        """The first differing token, as a list of one or none: behind it the histories differ, and nothing can be
+    ) -> tuple[TokenDifference, ...]:
+        """The first differing token, one or none: behind it the histories differ, and nothing can be
         compared.
 
         It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest,
@@ -295,9 +331,9 @@ class _Check:
         if step is None and len(expected) != len(found):
             step = min(len(expected), len(found))
             self._fail(prompt, f"step {step}, {how}: expected {len(expected)} tokens, found {len(found)}")
-            return [{"step": step, "reference": None, "found": None, "gap": None, "accepted": False}]
+            return (TokenDifference(step, None, None, None, False),)
         if step is None:
-            return []
+            return ()
         gap, row = prompt.gaps[step], prompt.logits[step]
         apart = abs(float(row[expected[step]]) - float(row[found[step]]))
         accepted = gap is not None and max(gap, apart) < self.tolerance
@@ -309,25 +345,26 @@ class _Check:
             )
             self._fail(prompt, f"step {step}, {how}: expected token {expected[step]}, found {found[step]}; {why}")
         texts = self._token_texts(prompt, expected, found, step)
-        return [
-            {"step": step, "reference": expected[step], "found": found[step], "gap": gap, "accepted": accepted, **texts}
-        ]
+        return (TokenDifference(step, expected[step], found[step], gap, accepted, *texts),)
 
-    def _token_texts(self, prompt: Prompt, expected: Sequence[int], found: Sequence[int], step: int) -> dict[str, str]:
-        """The text before the first differing token, and what either token adds to it."""
+    def _token_texts(
+        self, prompt: Prompt, expected: Sequence[int], found: Sequence[int], step: int
+    ) -> tuple[str, str, str]:
+        """The text before the first differing token, and what either token adds to it: the expected one, the found
+        one."""
         text = lambda tokens: new_text(self.tokenizer.decode, prompt.prompt_ids, tokens)
         before = text(expected[:step])
         of = lambda tokens: text(tokens[: step + 1])[len(before) :]
-        return {"text_before": before, "reference_text": of(expected), "found_text": of(found)}
+        return before, of(expected), of(found)
 
     def _fail(self, prompt: Prompt, what: str) -> None:
         self.failures.append(f"prompt {_short(prompt.text)!r}, {what}")
 
 
-def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], Long | None, dict[str, Any]]:
-    manifest = read_json(path, formats.REFERENCE)
-    logits = _read_logits(path.parent / manifest["logits"]["file"], manifest["logits"]["sha256"])
-    entries = manifest["prompts"]
+def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
+    manifest = ReferenceManifest.load(path)
+    logits = _read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
+    entries = manifest.prompts
     texts = list(expected) or [None] * len(entries)
     if len(texts) != len(entries):
         raise InputError(
@@ -335,28 +372,20 @@ def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Pr
         )
     prompts = []
     for i, (entry, text) in enumerate(zip(entries, texts)):
-        gaps = [step["gap"] for step in entry["steps"]]
+        gaps = [step.gap for step in entry.steps]
         prompts.append(
-            Prompt(
-                entry["text"],
-                entry["prompt_ids"],
-                entry["tokens"],
-                entry["new_text"],
-                logits[f"logits.{i}"],
-                gaps,
-                text,
-            )
+            Prompt(entry.text, entry.prompt_ids, entry.tokens, entry.new_text, logits[f"logits.{i}"], gaps, text)
         )
-    return prompts, _read_long(manifest["long"], logits), manifest
+    return prompts, _read_long(manifest.long, logits), manifest
 
 
-def _read_long(entry: Mapping[str, Any] | None, logits: Mapping[str, np.ndarray]) -> Long | None:
+def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray]) -> Long | None:
     if entry is None:
         return None
     two = np.sort(logits["long.logits"], axis=1)[:, -2:]
     gaps = [float(row[1] - row[0]) if len(row) > 1 else None for row in two]
-    prompt = Prompt("the long prompt", entry["prompt_ids"], entry["tokens"], "", logits["long.logits"], gaps, None)
-    return Long(prompt, tuple(entry["edges"]), dict(zip(entry["counts"], logits["long.prompt"], strict=True)))
+    prompt = Prompt("the long prompt", entry.prompt_ids, entry.tokens, "", logits["long.logits"], gaps, None)
+    return Long(prompt, entry.edges, dict(zip(entry.counts, logits["long.prompt"], strict=True)))
 
 
 def _read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
@@ -402,19 +431,6 @@ def _off(error: Difference, tolerance: float) -> str:
 def _along_reference(prompt: Prompt) -> Request:
     tokens = iter(prompt.tokens)
     return Request(prompt.prompt_ids, len(prompt.tokens), lambda logits: next(tokens))
-
-
-def _speed(batch: Speed, alone: Sequence[Speed], batch_size: int) -> dict[str, Any]:
-    """Tokens per second in the batch, and alone. Of the pass along the reference's tokens: as long as others', and
-    behind a warm-up."""
-    each = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
-    return {
-        "batch_size": batch_size,
-        "prefill_tokens_per_s": batch.prefill_tokens_per_second,
-        "decode_tokens_per_s": batch.decode_tokens_per_second,
-        "alone_prefill_tokens_per_s": each.prefill_tokens_per_second,
-        "alone_decode_tokens_per_s": each.decode_tokens_per_second,
-    }
 
 
 def _short(text: str) -> str:

@@ -22,9 +22,9 @@ import torch
 from safetensors.numpy import save
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
-from lockstep.checkpoint import check_checkpoint, checkpoint_folder
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.files import sha256_file, write_bytes
+from lockstep.artifacts.reference import LogitsFile, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, load_folder
@@ -82,36 +82,25 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     the model.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
-    manifest = read_json(checkpoint_json, formats.CHECKPOINT)
-    folder = checkpoint_folder(checkpoint_json, manifest)
-    check_checkpoint(folder, manifest)
+    manifest = CheckpointManifest.load(checkpoint_json)
+    folder = manifest.folder_of(checkpoint_json)
+    manifest.check(folder)
     reference = compute(
-        folder, manifest["config"], layers, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
+        folder, manifest.config, layers, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
     )
     logits_path, long = out.with_suffix(".safetensors"), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
     if long:
         tensors |= {"long.prompt": long.prompt_logits, "long.logits": long.logits}
     write_bytes(logits_path, save(tensors))
-    logits = {"file": logits_path.name, "sha256": sha256_file(logits_path)}
-    write_json(
-        out,
-        {
-            "format": formats.REFERENCE,
-            "layers": layers,
-            "max_new_tokens": golden["max_new_tokens"],
-            "eos_token_ids": list(reference.eos_token_ids),
-            "logits": logits,
-            "prompts": [_entry(answer) for answer in reference.answers],
-            "long": long
-            and {
-                "prompt_ids": list(long.prompt_ids),
-                "edges": list(long.edges),
-                "counts": list(long.counts),
-                "tokens": list(long.tokens),
-            },
-        },
-    )
+    ReferenceManifest(
+        layers=layers,
+        max_new_tokens=golden["max_new_tokens"],
+        eos_token_ids=reference.eos_token_ids,
+        logits=LogitsFile(logits_path.name, sha256_file(logits_path)),
+        prompts=tuple(map(_entry, reference.answers)),
+        long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
+    ).save(out)
     return out
 
 
@@ -218,24 +207,18 @@ def _decode(
     return tuple(tokens), np.stack(rows)
 
 
-def _entry(answer: Answer) -> dict[str, Any]:
+def _entry(answer: Answer) -> ReferencePrompt:
     order = np.argsort(-answer.logits, axis=-1, kind="stable")[:, :TOP]  # equal logits: the lower id first, as argmax
     top = np.take_along_axis(answer.logits, order, axis=-1)
-    steps = [
-        {
-            "top_ids": ids.tolist(),
-            "top_logits": values.astype(float).tolist(),
-            "gap": float(values[0] - values[1]) if len(values) > 1 else None,
-        }
+    steps = (
+        ReferenceStep(
+            top_ids=tuple(ids.tolist()),
+            top_logits=tuple(values.astype(float).tolist()),
+            gap=float(values[0] - values[1]) if len(values) > 1 else None,
+        )
         for ids, values in zip(order, top)
-    ]
-    return {
-        "text": answer.text,
-        "prompt_ids": list(answer.prompt_ids),
-        "tokens": list(answer.tokens),
-        "new_text": answer.new_text,
-        "steps": steps,
-    }
+    )
+    return ReferencePrompt(answer.text, answer.prompt_ids, answer.tokens, answer.new_text, tuple(steps))
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

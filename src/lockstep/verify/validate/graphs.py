@@ -19,7 +19,7 @@ from lockstep.artifacts.assembly import Assembly, GraphFile, Part
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.onnx_tools.widened import widened
+from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
 from lockstep.verify.validate.gate import check_arrays, check_graph
 from lockstep.weights import Weights, check_slots, slot_array
@@ -35,7 +35,7 @@ class Graph:
         self.model = check_graph(path, graph.sha256, declared)
         self.computed = widened(self.model)
         self.inputs, self.slots, self.outputs = (
-            tuple(replace(io, dtype=_computed(io.dtype)) for io in ios)
+            tuple(replace(io, dtype=widened_dtype(io.dtype)) for io in ios)
             for ios in (declared.inputs, declared.slots, declared.outputs)
         )
         self._threads = threads
@@ -91,7 +91,7 @@ class Graphs:
                 "give the weights of this precision"
             )
         self.num_layers = layer_count(assembly, layers)
-        self.dtype = np.dtype(_computed(assembly.dtype))
+        self.dtype = np.dtype(widened_dtype(assembly.dtype))
         self.layers = assembly.layers[: self.num_layers]
         self.exit = self.layers[-1].exit
         self.embedding = assembly.embedding
@@ -144,10 +144,6 @@ class Graphs:
         if uncut is None or self.num_layers < len(self.assembly.layers):
             return None
         return Graph(self.path.parent / uncut.file, uncut, threads)
-
-
-def _computed(dtype: str) -> str:
-    return "float32" if dtype == "bfloat16" else dtype
 
 
 def _run(

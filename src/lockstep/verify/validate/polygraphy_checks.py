@@ -25,6 +25,7 @@ from polygraphy.tools.args import OnnxrtSessionArgs
 from polygraphy.tools.check.subtool.lint import Lint
 from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
 
+from lockstep.artifacts.reports import ForwardError, Inspected, Linted
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
@@ -45,7 +46,7 @@ def check_model(path: Path, model: onnx.ModelProto) -> None:
         raise CheckError(f"{path}: the ONNX checker refuses this graph: {one_line(error)}") from error
 
 
-def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> dict[str, Any]:
+def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> Inspected:
     """What Polygraphy reads in the graph: number of nodes, and how often each operator occurs. Its inputs and outputs
     are gated first."""
     Signature(tuple(inputs), tuple(outputs)).check(signature_of(model.graph), str(path), "export again")
@@ -58,10 +59,10 @@ def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: S
                 f"{path}: Polygraphy inspect: expected the {role} "
                 f"{sorted(io.name for io in declared)}, found {sorted(names)}"
             )
-    return {"nodes": len(data.nodes), "operators": dict(sorted(Counter(node.op_type for node in data.nodes).items()))}
+    return Inspected(len(data.nodes), dict(sorted(Counter(node.op_type for node in data.nodes).items())))
 
 
-def lint(path: Path, file: Path, inputs: Sequence[IO]) -> dict[str, Any]:
+def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
     """Run Polygraphy's lint on `file`, the graph `path` as it is computed: ONNX checker, then every node in ONNX
     Runtime. Gives the number of nodes and its warnings.
 
@@ -90,10 +91,7 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> dict[str, Any]:
         first = serious[0] if serious else {"message": "failed without a message"}
         node = f"node {first['nodes'][0]}: " if first.get("nodes") else ""
         raise CheckError(f"{path}: Polygraphy lint: {node}{one_line(first['message'])}")
-    return {
-        "nodes": len(tool.report.summary["passing"]),
-        "warnings": sorted({one_line(entry["message"]) for entry in entries}),
-    }
+    return Linted(len(tool.report.summary["passing"]), tuple(sorted({one_line(entry["message"]) for entry in entries})))
 
 
 class _Sessions(OnnxrtSessionArgs):
@@ -133,11 +131,11 @@ class GraphRunner(BaseRunner):
 
 def compare(
     runners: Sequence[BaseRunner], inputs: Sequence[IO], feeds: Sequence[Mapping[str, np.ndarray]], tolerance: float
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, ForwardError]:
     """Run all runners on all feeds with Polygraphy's Comparator; each is compared with the last, by largest absolute
     error and cosine.
 
-    Gives {runner: {"max_abs_error", "cosine", "tolerance", "passed"}}. Raises CheckError when a feed is not what
+    Gives {runner: its error}. Raises CheckError when a feed is not what
     `inputs` declare, when a runner takes other inputs, or when runners give other outputs: Polygraphy would match by
     position, cast, or skip.
     """
@@ -164,18 +162,13 @@ def compare(
 
 def _summary(
     errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float
-) -> dict[str, Any]:
+) -> ForwardError:
     """The worst of all feeds and outputs. `passed` is Polygraphy's own verdict, and false for NaN."""
     results = [result for outputs in errors for result in outputs.values()]
     worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in results])
     cosine = min((angle.cosine_similarity for outputs in angles for angle in outputs.values()), default=0.0)
     passed = bool(results) and all(bool(result) for result in results) and worst is not None
-    return {
-        "max_abs_error": worst,
-        "cosine": cosine if math.isfinite(cosine) else None,
-        "tolerance": tolerance,
-        "passed": passed,
-    }
+    return ForwardError(worst, cosine if math.isfinite(cosine) else None, tolerance, passed)
 
 
 def _check_metadata(runner: BaseRunner, inputs: Sequence[IO]) -> None:

@@ -8,6 +8,7 @@ caches up to the length that the limits allow, then the whole forward through Po
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,18 @@ import tokenizers
 import torch
 from polygraphy.backend.base import BaseRunner
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.reports import (
+    PASS,
+    BlockErrors,
+    CacheError,
+    GraphChecks,
+    LongContext,
+    TensorError,
+    ValidatedGraphs,
+    ValidationReport,
+)
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
@@ -31,6 +41,23 @@ from lockstep.weights import Weights
 
 _NUM_BEHIND = 3  # tokens behind a long cache: at an edge, before it and after it
 _TEXT = "The river comes down from the hills, and the town lies where it is wide and slow."
+
+
+@dataclass
+class _Found:
+    """What was found until now: the report of a check that fails has it too."""
+
+    report: ValidationReport
+
+    def note(self, **found: Any) -> None:
+        self.report = replace(self.report, **found)
+
+    def note_graph(self, name: str, **found: Any) -> None:
+        """Note what a check gave of the graph `name`, under the name of that check."""
+        checks = self.report.checks
+        assert checks is not None  # it begins with none of any graph
+        added = {check: {**getattr(checks, check), name: result} for check, result in found.items()}
+        self.note(checks=replace(checks, **added))
 
 
 def run(
@@ -57,28 +84,27 @@ def run(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint, assembly = read_json(checkpoint_json, formats.CHECKPOINT), Assembly.load(assembly_json)
-    target = {"model": model or Path(checkpoint["source"]).name, "precision": assembly.precision, "layers": layers}
-    report: dict[str, Any] = {"format": formats.VALIDATION, "target": target, "first_failing_layer": None}
+    checkpoint, assembly = CheckpointManifest.load(checkpoint_json), Assembly.load(assembly_json)
+    target = ValidatedGraphs(model or Path(checkpoint.source).name, assembly.precision, layers)
+    found = _Found(ValidationReport(result=PASS, target=target, first_failing_layer=None))
     try:
         graphs = Graphs(Path(assembly_json), assembly, Weights.open(weights_json), layers, threads)
-        report["unused_tensors"] = graphs.weights.unused(_bound_tensors(assembly))
-        report["checks"] = {"checker": {}, "inspect": {}, "lint": {}}
-        for name, graph in graphs.graphs().items():
-            _check_graph(name, graph, report["checks"])
-        torch_model = TorchModel(checkpoint["config"], graphs.weights, layers)
-        records = [torch_model.record(token_ids) for token_ids in _sequences(graphs)]
-        _check_layers(graphs, records, tolerance, report)
-        _check_long_contexts(
-            graphs, torch_model, records[0], checkpoint["config"], max_seq_len, tolerance["block"], report
+        found.note(
+            unused_tensors=tuple(graphs.weights.unused(_bound_tensors(assembly))), checks=GraphChecks({}, {}, {})
         )
+        for name, graph in graphs.graphs().items():
+            _check_graph(name, graph, found)
+        torch_model = TorchModel(checkpoint.config, graphs.weights, layers)
+        records = [torch_model.record(token_ids) for token_ids in _sequences(graphs)]
+        _check_layers(graphs, records, tolerance, found)
+        _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance["block"], found)
         uncut = graphs.uncut(threads)
         if uncut is not None:
-            _check_graph("batchful", uncut, report["checks"])
-        _check_forward(graphs, uncut, torch_model, records, tolerance["logits"], report)
+            _check_graph("batchful", uncut, found)
+        _check_forward(graphs, uncut, torch_model, records, tolerance["logits"], found)
     except CheckError as error:
-        return finish(out, report, str(error))
-    return finish(out, report, None)
+        return finish(out, found.report, str(error))
+    return finish(out, found.report, None)
 
 
 def _bound_tensors(assembly: Assembly) -> list[str]:
@@ -88,35 +114,31 @@ def _bound_tensors(assembly: Assembly) -> list[str]:
     return [name for part in parts for names in part.slots.values() for name in names]
 
 
-def _check_graph(name: str, graph: Graph, checks: dict[str, Any]) -> None:
-    """Checker, inspect and lint of one graph; what they gave goes to `checks` by check and graph."""
+def _check_graph(name: str, graph: Graph, found: _Found) -> None:
+    """Checker, inspect and lint of one graph."""
     inputs = [*graph.inputs, *graph.slots]
     check_model(graph.path, graph.model)
-    checks["checker"][name] = "pass"
-    checks["inspect"][name] = inspect(graph.path, graph.computed, inputs, graph.outputs)
+    found.note_graph(name, checker=PASS)
+    found.note_graph(name, inspect=inspect(graph.path, graph.computed, inputs, graph.outputs))
     with graph.computed_file() as file:
-        checks["lint"][name] = lint(graph.path, file, inputs)
+        found.note_graph(name, lint=lint(graph.path, file, inputs))
 
 
-def _check_layers(
-    graphs: Graphs, records: list[Record], tolerance: Mapping[str, float], report: dict[str, Any]
-) -> None:
+def _check_layers(graphs: Graphs, records: list[Record], tolerance: Mapping[str, float], found: _Found) -> None:
     """The embedding and each layer, teacher-forced."""
     embedding = embedding_error(graphs, records)
     errors, logits = layer_errors(graphs, records)
     block, bound = tolerance["block"], tolerance["logits"]
-    report["embedding"] = {"block": graphs.embedding.graph, "tensors": {"hidden": _entry(embedding, block)}}
-    report["blocks"] = [_layer_entry(entry, block) for entry in errors]
-    report["exit"] = {
-        "block": graphs.exit.graph,
-        "layer": graphs.num_layers - 1,
-        "tensors": {"logits": _entry(logits, bound)},
-    }
+    found.note(
+        embedding=BlockErrors(graphs.embedding.graph, {"hidden": _entry(embedding, block)}),
+        blocks=tuple(_layer_entry(entry, block) for entry in errors),
+        exit=BlockErrors(graphs.exit.graph, {"logits": _entry(logits, bound)}, graphs.num_layers - 1),
+    )
     if not embedding.within_scaled(block):
         raise CheckError(f"embedding ({graphs.embedding.graph}): {_found('hidden', embedding, block)}")
-    _check_errors(errors, block, "", report)
+    _check_errors(errors, block, "", found)
     if not logits.within(bound):
-        report["first_failing_layer"] = graphs.num_layers - 1
+        found.note(first_failing_layer=graphs.num_layers - 1)
         where = f"layer {graphs.num_layers - 1} (block {graphs.exit.graph}, behind the last attention)"
         raise CheckError(f"{where}: {_found('logits', logits, bound)}")
 
@@ -128,7 +150,7 @@ def _check_long_contexts(
     config: Mapping[str, Any],
     max_seq_len: int,
     tolerance: float,
-    report: dict[str, Any],
+    found: _Found,
 ) -> None:
     """Each kind of layer behind synthetic caches that end at the edges of pages, windows, RoPE lengths and of
     `max_seq_len`, teacher-forced.
@@ -141,7 +163,8 @@ def _check_long_contexts(
     windows = {graphs.assembly.variants[variant].window for _, variant in pairs} - {0, None}
     lengths = config_lengths(config) | windows
     random = np.random.default_rng(0)
-    report["long_context"] = {"max_seq_len": max_seq_len, "layers": count, "caches": []}
+    caches: list[CacheError] = []
+    found.note(long_context=LongContext(max_seq_len, count, ()))
     with torch_model.first_layers(count):
         for number, num_past in enumerate(
             sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})
@@ -155,18 +178,17 @@ def _check_long_contexts(
             record = torch_model.record(random.integers(0, graphs.assembly.vocab_size, _NUM_BEHIND), past)
             errors = errors_behind(graphs, record, max_seq_len if number % 2 else 0)
             worst = largest([error.relative_error for entry in errors for error in entry.tensors.values()])
-            report["long_context"]["caches"].append(
-                {"num_past": num_past, "relative_error": worst, "tolerance": tolerance}
-            )
-            _check_errors(errors, tolerance, f"behind {num_past} cached tokens, ", report)
+            caches.append(CacheError(num_past, worst, tolerance))
+            found.note(long_context=LongContext(max_seq_len, count, tuple(caches)))
+            _check_errors(errors, tolerance, f"behind {num_past} cached tokens, ", found)
 
 
-def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, report: dict[str, Any]) -> None:
+def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, found: _Found) -> None:
     """Raises CheckError for the first tensor over tolerance, and notes its layer."""
     for entry in errors:
         for name, error in entry.tensors.items():
             if not error.within_scaled(tolerance):
-                report["first_failing_layer"] = entry.layer
+                found.note(first_failing_layer=entry.layer)
                 raise CheckError(
                     f"layer {entry.layer} (block {entry.block}, {entry.kind}): {where}{_found(name, error, tolerance)}"
                 )
@@ -183,12 +205,7 @@ def _sequences(graphs: Graphs) -> list[np.ndarray]:
 
 
 def _check_forward(
-    graphs: Graphs,
-    uncut: Graph | None,
-    torch_model: TorchModel,
-    records: list[Record],
-    tolerance: float,
-    report: dict[str, Any],
+    graphs: Graphs, uncut: Graph | None, torch_model: TorchModel, records: list[Record], tolerance: float, found: _Found
 ) -> None:
     """Whole sequences, free, through Polygraphy: the chain of split graphs, and at full depth the uncut graph, each
     against torch."""
@@ -210,28 +227,24 @@ def _check_forward(
         }
         for record in records
     ]
-    report["forward"] = compare(runners, inputs, feeds, tolerance)
-    for runner, result in report["forward"].items():
-        if not result["passed"]:
+    errors = compare(runners, inputs, feeds, tolerance)
+    found.note(forward=errors)
+    for runner, error in errors.items():
+        if not error.passed:
             raise CheckError(
                 f"whole forward ({runner}): every layer alone is within tolerance, but the logits together "
-                f"differ by {result['max_abs_error']}, "
+                f"differ by {error.max_abs_error}, "
                 f"expected at most {tolerance:g}"
             )
 
 
-def _layer_entry(errors: LayerErrors, tolerance: float) -> dict[str, Any]:
+def _layer_entry(errors: LayerErrors, tolerance: float) -> BlockErrors:
     tensors = {name: _entry(error, tolerance) for name, error in errors.tensors.items()}
-    return {"layer": errors.layer, "block": errors.block, "kind": errors.kind, "tensors": tensors}
+    return BlockErrors(errors.block, tensors, errors.layer, errors.kind)
 
 
-def _entry(error: Difference, tolerance: float) -> dict[str, Any]:
-    return {
-        "max_abs_error": error.max_abs_error,
-        "relative_error": error.relative_error,
-        "cosine": error.cosine,
-        "tolerance": tolerance,
-    }
+def _entry(error: Difference, tolerance: float) -> TensorError:
+    return TensorError(error.max_abs_error, error.relative_error, error.cosine, tolerance)
 
 
 def _found(name: str, error: Difference, tolerance: float) -> str:

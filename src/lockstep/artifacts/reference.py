@@ -1,0 +1,65 @@
+"""The manifest of a reference: what transformers answers to the golden prompts. `reference/<layers>.json` in and out.
+
+Logits lie in a safetensors file beside it: `logits.<number of the prompt>` [len(tokens), vocab_size], and those of the
+long prompt, `long.prompt` [len(counts), vocab_size] and `long.logits` [len(tokens), vocab_size]; all float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.typed import Document
+
+
+@dataclass(frozen=True)
+class LogitsFile:
+    """The file beside the manifest, and its sha256."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """The largest logits of a step. gap: between the two largest; None where there is one token only."""
+
+    top_ids: tuple[int, ...]
+    top_logits: tuple[float, ...]
+    gap: float | None
+
+
+@dataclass(frozen=True)
+class ReferencePrompt:
+    """A prompt and what follows it. new_text: the tokens as text."""
+
+    text: str
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    new_text: str
+    steps: tuple[ReferenceStep, ...]
+
+
+@dataclass(frozen=True)
+class LongPrompt:
+    """The long prompt and what follows it. counts: numbers of its tokens behind which logits are kept; edges: those of
+    them at which something begins or ends."""
+
+    prompt_ids: tuple[int, ...]
+    edges: tuple[int, ...]
+    counts: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReferenceManifest(Document):
+    """What a model of the first `layers` layers (or "all") answers. long: None where there is no long prompt."""
+
+    FORMAT: ClassVar[str] = formats.REFERENCE
+    layers: int | str
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...]
+    logits: LogitsFile
+    prompts: tuple[ReferencePrompt, ...]
+    long: LongPrompt | None

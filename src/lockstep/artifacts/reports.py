@@ -1,0 +1,279 @@
+"""The reports of checks: validate, compare, golden, and the speeds that golden measures. JSON in and out.
+
+A report of a check that passed lies where its stage says; one that failed lies beside it (`failed_path`). An error of
+None is not finite: NaN or infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.typed import Document
+from lockstep.targets import Target
+
+PASS, FAIL = "pass", "fail"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Document):
+    """What all reports say. result: PASS or FAIL; failure: in one line what is wrong, where it is FAIL."""
+
+    result: str
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """How far a tensor is off (`verify.metrics.Difference`), and the tolerance that it is held to."""
+
+    max_abs_error: float | None
+    relative_error: float | None
+    cosine: float | None
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class BlockErrors:
+    """The errors of what a block, and the attention behind it, gave, by tensor. layer, kind: of the decoder layer that
+    it ends in, and of its attention; None where there is none."""
+
+    block: str
+    tensors: Mapping[str, TensorError]
+    layer: int | None = None
+    kind: str | None = None
+
+
+@dataclass(frozen=True)
+class CacheError:
+    """The largest error of the layers behind a cache of `num_past` tokens."""
+
+    num_past: int
+    relative_error: float | None
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """The first `layers` layers behind long caches."""
+
+    max_seq_len: int
+    layers: int
+    caches: tuple[CacheError, ...]
+
+
+@dataclass(frozen=True)
+class ForwardError:
+    """How far the logits of whole sequences are off, and Polygraphy's verdict."""
+
+    max_abs_error: float | None
+    cosine: float | None
+    tolerance: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What Polygraphy reads in a graph: how many nodes, and how often each operator occurs."""
+
+    nodes: int
+    operators: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Linted:
+    """What Polygraphy's lint says: how many nodes pass, and its warnings."""
+
+    nodes: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GraphChecks:
+    """What was found of each graph by ONNX's checker (PASS), by inspect and by lint."""
+
+    checker: Mapping[str, str]
+    inspect: Mapping[str, Inspected]
+    lint: Mapping[str, Linted]
+
+
+@dataclass(frozen=True)
+class ValidatedGraphs:
+    """What a validation is of."""
+
+    model: str
+    precision: str
+    layers: int | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationReport(Report):
+    """How far graphs are from PyTorch. Of a check that failed, what was found until then.
+
+    forward: by runner. unused_tensors: of the checkpoint, that no block takes.
+    """
+
+    FORMAT: ClassVar[str] = formats.VALIDATION
+    target: ValidatedGraphs
+    first_failing_layer: int | None
+    unused_tensors: tuple[str, ...] | None = None
+    checks: GraphChecks | None = None
+    embedding: BlockErrors | None = None
+    blocks: tuple[BlockErrors, ...] | None = None
+    exit: BlockErrors | None = None
+    long_context: LongContext | None = None
+    forward: Mapping[str, ForwardError] | None = None
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """How far an output of an engine is off. magnitude: rms of what it should be, which `relative_error` is relative
+    to."""
+
+    magnitude: float
+    max_abs_error: float | None
+    relative_error: float | None
+    cosine: float | None
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """An engine on one input. sizes: of the free dimensions. past_lengths: of attention's requests."""
+
+    profile: int
+    sizes: Mapping[str, int]
+    outputs: Mapping[str, OutputError]
+    past_lengths: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ComparedEngine:
+    """The largest errors of an engine's runs. weights_of_layer: whose weights it ran with, where it takes some."""
+
+    max_abs_error: float | None
+    relative_error: float | None
+    cosine: float | None
+    tolerance: float
+    passed: bool
+    runs: tuple[ComparedRun, ...]
+    weights_of_layer: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonReport(Report):
+    """How far the engines of a set are from their graphs. versions: of the libraries that ran them."""
+
+    FORMAT: ClassVar[str] = formats.COMPARISON
+    backend: str
+    precision: str
+    engine_digest: str
+    versions: Mapping[str, str]
+    seed: int
+    tolerance: float
+    engines: Mapping[str, ComparedEngine]
+    relative_error: float | None
+
+
+@dataclass(frozen=True)
+class TokenDifference:
+    """The first token that differs; None for both where there is another number of them.
+
+    gap: the reference's, between its two likeliest tokens. accepted: both are equally likely. The texts: of what stands
+    before it, and of what each token adds.
+    """
+
+    step: int
+    reference: int | None
+    found: int | None
+    gap: float | None
+    accepted: bool
+    text_before: str | None = None
+    reference_text: str | None = None
+    found_text: str | None = None
+
+
+@dataclass(frozen=True)
+class GoldenPrompt:
+    """A prompt of the golden check: what was decoded freely, and how far its logits are off in each way of running.
+
+    expected: the text that the config asks for. The lists of differences have one entry or none.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    text_out: str
+    reference_text: str
+    expected: str | None
+    prompt_ids_equal: bool
+    tokens_equal: bool
+    differences: tuple[TokenDifference, ...]
+    max_logit_error: float | None
+    alone_equal: bool
+    alone_differences: tuple[TokenDifference, ...]
+    alone_max_logit_difference: float | None
+    generate_equal: bool
+    generate_differences: tuple[TokenDifference, ...]
+    mixed_max_logit_error: float | None
+
+    def is_wrong(self, tolerance: float) -> bool:
+        """Whether an error is over tolerance, a difference is not accepted, or ids or text are others."""
+        errors = (self.max_logit_error, self.alone_max_logit_difference, self.mixed_max_logit_error)
+        found = (*self.differences, *self.alone_differences, *self.generate_differences)
+        texts_differ = not self.prompt_ids_equal or self.expected not in (None, self.text_out)
+        return _is_off(errors, found, tolerance) or texts_differ
+
+
+@dataclass(frozen=True)
+class GoldenLongPrompt:
+    """The long prompt: how far its logits are off in one piece, in pieces, token by token, and beside others."""
+
+    num_tokens: int
+    tokens: tuple[int, ...]
+    max_logit_error: float | None
+    cut_max_logit_error: float | None
+    single_max_logit_error: float | None
+    generate_equal: bool
+    generate_differences: tuple[TokenDifference, ...]
+    mixed_max_logit_error: float | None
+
+    def errors(self) -> tuple[float | None, ...]:
+        return (self.max_logit_error, self.cut_max_logit_error, self.single_max_logit_error, self.mixed_max_logit_error)
+
+    def is_wrong(self, tolerance: float) -> bool:
+        """Whether an error is over tolerance, or a difference is not accepted."""
+        return _is_off(self.errors(), self.generate_differences, tolerance)
+
+
+def _is_off(errors: Iterable[float | None], differences: Iterable[TokenDifference], tolerance: float) -> bool:
+    return any(error is None or error > tolerance for error in errors) or any(
+        not difference.accepted for difference in differences
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenReport(Report):
+    """What an engine set says to the golden prompts. tolerance: the largest absolute error of a logit."""
+
+    FORMAT: ClassVar[str] = formats.GOLDEN
+    target: Target
+    engine_digest: str
+    tolerance: float
+    max_logit_error: float | None
+    prompts: tuple[GoldenPrompt, ...]
+    long_prompt: GoldenLongPrompt | None
+
+
+@dataclass(frozen=True)
+class SpeedReport(Document):
+    """Tokens per second of the golden prompts: in a batch of `batch_size`, and each alone."""
+
+    FORMAT: ClassVar[str] = formats.SPEED
+    target: Target
+    engine_digest: str
+    batch_size: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    alone_prefill_tokens_per_s: float
+    alone_decode_tokens_per_s: float

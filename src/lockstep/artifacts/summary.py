@@ -1,0 +1,79 @@
+"""What is said of finished targets: `summary.json`, a row for each, and the record of a target that was built again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.typed import Document
+from lockstep.targets import Target
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """A target: what its checks say, and its speed. None: not known.
+
+    verdict, validation, golden: "pass", "fail" or "not run". engine_error: of the comparison of these engines.
+    reproduced: the level of sameness, "-" where it was not tried. reason: why the verdict is no pass.
+    """
+
+    model: str
+    layers: int | str
+    precision: str
+    backend: str
+    verdict: str
+    backend_version: str | None
+    device: str | None
+    engine_digest: str | None
+    engine_error: float | None
+    reproduced: str
+    validation: str
+    golden: str
+    reason: str | None
+    max_logit_error: float | None
+    logit_tolerance: float | None
+    tokens_differing: int | None
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+
+    @property
+    def target(self) -> Target:
+        return Target(self.model, self.precision, self.layers, self.backend)
+
+
+@dataclass(frozen=True)
+class Summary(Document):
+    """All targets. not_run: why engines do not run here, by backend."""
+
+    FORMAT: ClassVar[str] = formats.SUMMARY
+    targets: tuple[SummaryRow, ...]
+    not_run: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ReproducedLevel:
+    """A level of sameness: what it is of, its digest, in how many rounds it was the same, and the first differences."""
+
+    what: str
+    digest: str
+    same_rounds: int
+    differences: tuple[str, ...]
+    more_differences: int
+
+
+@dataclass(frozen=True)
+class Reproduction(Document):
+    """A target that was built again `rounds` times. device: JSON, as its engine set describes it. level: the highest
+    that all rounds reached. bytes_left_out: by engine, in words."""
+
+    FORMAT: ClassVar[str] = formats.REPRODUCTION
+    target: Target
+    engine_digest: str
+    backend_version: str
+    device: Mapping[str, Any]
+    rounds: int
+    level: str
+    levels: Mapping[str, ReproducedLevel]
+    bytes_left_out: Mapping[str, tuple[str, ...]]

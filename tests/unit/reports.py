@@ -1,0 +1,74 @@
+"""Reports of checks as they are left on disk, with entries of a check that passed where a test does not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.artifacts.reports import (
+    PASS,
+    BlockErrors,
+    ComparisonReport,
+    GoldenPrompt,
+    GoldenReport,
+    SpeedReport,
+    TensorError,
+    ValidatedGraphs,
+    ValidationReport,
+)
+from lockstep.targets import Target
+
+DIGEST = "ab" * 32
+
+
+def golden_prompt(text: str = "A", **found: Any) -> GoldenPrompt:
+    passed: dict[str, Any] = {
+        "tokens": (1,),
+        "text_out": "",
+        "reference_text": "",
+        "expected": None,
+        "prompt_ids_equal": True,
+        "tokens_equal": not found.get("differences"),
+        "differences": (),
+        "max_logit_error": 1e-6,
+        "alone_equal": not found.get("alone_differences"),
+        "alone_differences": (),
+        "alone_max_logit_difference": 0.0,
+        "generate_equal": not found.get("generate_differences"),
+        "generate_differences": (),
+        "mixed_max_logit_error": 1e-6,
+    }
+    return GoldenPrompt(text=text, **{**passed, **found})
+
+
+def golden(target: Target, *prompts: GoldenPrompt, **found: Any) -> GoldenReport:
+    passed: dict[str, Any] = {"result": PASS, "engine_digest": DIGEST, "tolerance": 0.5, "max_logit_error": 0.0}
+    return GoldenReport(target=target, prompts=prompts, long_prompt=None, **{**passed, **found})
+
+
+def speed(target: Target, prefill: float, decode: float) -> SpeedReport:
+    return SpeedReport(target, DIGEST, 4, prefill, decode, prefill, decode)
+
+
+def blocks(*errors: float | None, tolerance: float = 0.5) -> tuple[BlockErrors, ...]:
+    """A block of one tensor for each error, layer by layer."""
+    tensor = lambda error: TensorError(error, error, 1.0, tolerance)
+    return tuple(BlockErrors("middle", {"hidden": tensor(error)}, layer) for layer, error in enumerate(errors))
+
+
+def validation(target: Target, found: tuple[BlockErrors, ...] | None = None) -> ValidationReport:
+    of = ValidatedGraphs(target.model, target.precision, target.layers)
+    return ValidationReport(result=PASS, target=of, first_failing_layer=None, blocks=found)
+
+
+def comparison(relative_error: float, digest: str = DIGEST) -> ComparisonReport:
+    return ComparisonReport(
+        result=PASS,
+        backend="onnxruntime",
+        precision="fp16",
+        engine_digest=digest,
+        versions={},
+        seed=0,
+        tolerance=0.01,
+        engines={},
+        relative_error=relative_error,
+    )
