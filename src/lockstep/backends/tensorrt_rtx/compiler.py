@@ -92,7 +92,7 @@ def _start() -> subprocess.Popen[str]:
             text=True,
             env=environment,
             pass_fds=(heap,),
-            process_group=0,  # Ctrl-C is for this process, which ends the builder and says so in one line
+            start_new_session=True,  # Ctrl-C is for this process, which ends the builder and says so in one line
         )
     finally:
         os.close(heap)
