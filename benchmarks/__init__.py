@@ -37,6 +37,7 @@ INSIDE = {
     # Builds and engines of TensorRT, looked into.
     "artifacts.digest_cache": "random weights whose digests are known",
     "backends.builder": "what each engine's build took",
+    "backends.tensorrt": "events of the device, to time its share of a step",
     "backends.tensorrt.compat": "what this version of the library can do",
     "backends.tensorrt.layers": "layers in which two builds differ",
     "backends.tensorrt.tactics": "records of tactics",

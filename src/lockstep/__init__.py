@@ -20,9 +20,11 @@ for _name, _value in NO_TELEMETRY.items():
 _API = {
     "Advance": ("runtime", "Advance"),
     "CheckError": ("errors", "CheckError"),
+    "Engine": ("runtime", "Engine"),
     "EngineSet": ("backends", "EngineSet"),
     "InputError": ("errors", "InputError"),
     "Model": ("runtime", "Model"),
+    "Request": ("runtime", "Request"),
     "Results": ("targets", "Results"),
     "Sampling": ("runtime", "Sampling"),
     "Target": ("targets", "Target"),

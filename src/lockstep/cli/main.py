@@ -155,7 +155,11 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 @click.option(
     "--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder, or a weights.json."
 )
-@click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--prompt", help="The text to go on from.")
+@click.option(
+    "--input", "source", type=click.Path(path_type=Path), help="Or a file of prompts, one JSON record a line."
+)
+@click.option("--output", "out", type=click.Path(path_type=Path), help="For --input: the file of completions.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
 @click.option(
@@ -176,14 +180,19 @@ def generate(
     target: str | None,
     archive: Path | None,
     weights: Path | None,
-    prompt: str,
+    prompt: str | None,
+    source: Path | None,
+    out: Path | None,
     max_new_tokens: int,
     stop: tuple[str, ...],
     threads: int | None,
     results: Path,
     **sampling: Any,
 ) -> None:
-    """Text from an engine set or a bundle, as it is made; then the speed, on stderr."""
+    """Text from an engine set or a bundle, as it is made; then the speed, on stderr.
+
+    With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it goes
+    on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}."""
     from lockstep.bundle.opened import Opened, opened
     from lockstep.pipeline import worker
 
@@ -195,6 +204,17 @@ def generate(
         )
         raise InputError(
             f"generate: expected --target, or --bundle with or without --weights, found {given or 'neither'}"
+        )
+
+    if (prompt is None) == (source is None) or (source is None) != (out is None):
+        raise InputError(
+            "generate: expected --prompt, or --input and --output, found "
+            + (
+                " ".join(
+                    name for name, value in (("--prompt", prompt), ("--input", source), ("--output", out)) if value
+                )
+                or "neither"
+            )
         )
 
     def of_target() -> Opened:
@@ -212,15 +232,16 @@ def generate(
 
     def run(place: Opened) -> None:
         python = _used_config(Results(results)).interpreter(place.target.backend) if archive is None else None
+        asked = {"prompt": prompt} if source is None else {"source": str(source), "out": str(out)}
         worker.call(
             python,
-            "generate",
+            "generate" if source is None else "generate_file",
             assembly=str(place.assembly),
             weights=str(place.weights),
             engines=str(place.engines),
             layers=place.target.layers,
             limits=dict(place.limits),
-            prompt=prompt,
+            **asked,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop=list(stop),

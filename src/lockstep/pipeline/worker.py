@@ -234,7 +234,47 @@ def generate(
         print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
 
 
-_STAGES = {function.__name__: function for function in (identity, inspect, build, compare, golden, bisect, generate)}
+def generate_file(
+    assembly: str,
+    weights: str,
+    engines: str,
+    layers: int | str,
+    limits: Mapping[str, int],
+    source: str,
+    out: str,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    stop: list[str],
+    threads: int | None = None,
+) -> None:
+    """A file of completions; on a terminal how far it is. Raises CheckError, when all lines are through, for lines that
+    failed."""
+    from lockstep.runtime import Model, Sampling, Tokenizer
+    from lockstep.runtime.batch_file import Defaults, Done
+    from lockstep.runtime.batch_file import generate_file as run
+    from lockstep.runtime.request import Speed
+
+    def say(done: Done, speed: Speed) -> None:
+        if sys.stderr.isatty():
+            rate = f"{speed.decode_tokens_per_second:.0f} tokens/s"
+            print(f"\r{done.lines} requests done, {speed.decode_tokens} tokens, {rate} ", end="", file=sys.stderr)
+
+    sizes: dict[str, Any] = {key: limits[key] for key in ("max_batch_size", "max_seq_len", "max_num_tokens")}
+    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, threads=threads, **sizes)
+    defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop))
+    tokenizer = Tokenizer.open(Path(assembly))
+    done = run(model, tokenizer, Path(source), Path(out), defaults, limits["max_input_len"], say)
+    print(
+        f"{chr(13) if sys.stderr.isatty() else ''}{out}: {done.lines} requests, {done.failed} failed", file=sys.stderr
+    )
+    if done.failed:
+        raise CheckError(f"{done.first_error} (the first of {done.failed} requests that failed; see {out})")
+
+
+_STAGES = {
+    function.__name__: function
+    for function in (identity, inspect, build, compare, golden, bisect, generate, generate_file)
+}
 
 
 def main() -> None:

@@ -1,14 +1,18 @@
 """The runtime: an engine set and a weights manifest in, logits, tokens and text out. NumPy and the backend only."""
 
-from lockstep.runtime.engine import Decoding, Engine, Request, Speed, Token
+from lockstep.runtime.completion import Choice, Completion
+from lockstep.runtime.engine import Decoding, Engine
 from lockstep.runtime.generate import Generation, Piece, generate
 from lockstep.runtime.model import Model
+from lockstep.runtime.request import Request, Speed, Token
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import Advance
 from lockstep.step.sampling import Sampler, Sampling
 
 __all__ = [
     "Advance",
+    "Choice",
+    "Completion",
     "Decoding",
     "Engine",
     "Generation",

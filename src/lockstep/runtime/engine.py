@@ -5,79 +5,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import CheckError, InputError
+from lockstep.runtime.completion import Collector, Completion
 from lockstep.runtime.model import Model, default_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
+from lockstep.runtime.request import Request, Speed, Token
 from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, Status, Step
+from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import Advance
 from lockstep.step.pages import PAGE_SIZE
-from lockstep.step.sampling import Logprobs, Sampled, Sampler, Sampling
+from lockstep.step.sampling import Sampled, Sampler, Sampling
 from lockstep.targets import Limits
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt (token ids, at least one) and how to go on.
-
-    Ends after `max_new_tokens`, after a token of `stop_ids` (which is given out), or when `max_seq_len` is reached.
-    choose: gives the next token from logits [vocab_size] float32, instead of `sampling`. n: how many choices to make of
-    the prompt, which is computed once. priority: lower goes first. cache_salt: prefixes are shared with requests of the
-    same salt only. answer_ids: tokens that were given out before an interruption: they are computed again, one a step
-    as then, and new ones follow them.
-    """
-
-    prompt_ids: Sequence[int] | np.ndarray
-    max_new_tokens: int
-    choose: Callable[[np.ndarray], int] | None = None
-    stop_ids: frozenset[int] = frozenset()
-    sampling: Sampling = Sampling()
-    n: int = 1
-    priority: int = 0
-    cache_salt: str = ""
-    answer_ids: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Token:
-    """One new token of choice `choice` of request number `request`, chosen from `logits` [vocab_size] float32; None
-    when the model chose: see `Engine`.
-
-    `finish` says why it is the last: "stop_id", "max_new_tokens", "max_seq_len", or "error" for logits that are NaN or
-    infinite, when `token` is -1; None when more follow.
-    """
-
-    request: int
-    token: int
-    logits: np.ndarray | None
-    finish: str | None
-    choice: int = 0
-    logprobs: Logprobs | None = None
-
-
-@dataclass
-class Speed:
-    """Tokens and seconds spent in steps. A step that brings any part of a prompt counts as prefill, with its prompt
-    tokens only. One that was under way before it was asked for (on a GPU) takes from the end of the one before: what
-    the reader of its tokens did meanwhile is in it."""
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -187,10 +131,12 @@ class Engine:
             self._choices[scheduled] = _Choice(index, number, request, prompt, sampler, scheduled, again=deque(again))
         return index
 
-    def abort(self, index: int) -> bool:
-        """End all choices of a request, wherever it stands; its slots and pages are free. False for one that has
-        ended."""
-        found = [choice for choice in self._choices.values() if choice.index == index]
+    def abort(self, index: int, number: int | None = None) -> bool:
+        """End all choices of a request, or choice `number` of it, wherever it stands; its slots and pages are free.
+        False for what has ended."""
+        found = [
+            choice for choice in self._choices.values() if choice.index == index and number in (None, choice.number)
+        ]
         for choice in found:
             if choice.scheduled in self._choices:  # else it went along with another
                 self._end(choice)
@@ -211,6 +157,37 @@ class Engine:
                 yield from self.step()
         finally:
             self.close()
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int] | np.ndarray],
+        tokenizer: Tokenizer,
+        sampling: Sampling | Sequence[Sampling] = Sampling(),
+        max_new_tokens: int = 16,
+        stop: Sequence[str] = (),
+        n: int = 1,
+    ) -> list[Completion]:
+        """Complete all prompts (text, or token ids); gives a completion for each, in their order. sampling: of all, or
+        of each. Raises InputError, before any step, for a prompt that cannot be taken."""
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(each) != len(prompts):
+            raise InputError(f"sampling: expected one, or one for each of {len(prompts)} prompts, found {len(each)}")
+        ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        stop_ids = frozenset(self._model.eos_token_ids)
+        found: dict[int, Collector] = {}
+        try:
+            for prompt, of_one in zip(ids, each, strict=True):
+                index = self.add(Request(prompt, max_new_tokens, stop_ids=stop_ids, sampling=of_one, n=n))
+                found[index] = Collector(tokenizer, len(prompt), n, stop)
+            while self.has_work:
+                for made in self.step():
+                    if made.request in found and found[made.request].push(made):
+                        self.abort(made.request, made.choice)
+        except BaseException:
+            for index in found:
+                self.abort(index)
+            raise
+        return [collector.completion for collector in found.values()]
 
     def step(self) -> list[Token]:
         """Take one step; gives the tokens that it made. Raises CheckError, and ends all requests, when the device

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.errors import InputError
-from lockstep.runtime.engine import Decoding, Request, Speed
+from lockstep.runtime.completion import StopFilter
+from lockstep.runtime.engine import Decoding
 from lockstep.runtime.model import Model
+from lockstep.runtime.request import Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.sampling import Sampling
 
@@ -80,33 +81,3 @@ def generate(
         for i, prompt in enumerate(prompts)
     ]
     return Generation(Decoding(model, requests, max_input_len, max_num_tokens), tokenizer, len(prompts), stop)
-
-
-class StopFilter:
-    """Text in pieces, out up to the first stop string. What may be the start of one is held back until more has
-    come."""
-
-    def __init__(self, stop: Sequence[str]):
-        if any(not text for text in stop):
-            raise InputError("stop: expected strings that are not empty, found an empty one")
-        self.found = False
-        self._stop = tuple(stop)
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        """What can be given out now. Nothing after a stop string was found."""
-        if self.found:
-            return ""
-        self._held += text
-        ends = [at for at in map(self._held.find, self._stop) if at >= 0]
-        if ends:
-            self.found = True
-            return self._held[: min(ends)]
-        keep = max((n for stop in self._stop for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return text
-
-    def rest(self) -> str:
-        """What was held back, when no more comes."""
-        text, self._held = self._held, ""
-        return "" if self.found else text

@@ -63,8 +63,8 @@ class Tokenizer:
             raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {found}; export again")
         return cls(path)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids int64 [num_tokens] with the special tokens that the tokenizer adds to a prompt.
+    def encode(self, text: str, special: bool = True) -> np.ndarray:
+        """Token ids int64 [num_tokens]; special: with the tokens that the tokenizer adds to a prompt.
 
         Raises InputError for text that is not Unicode, and for a text that the tokenizer fails on.
         """
@@ -76,7 +76,7 @@ class Tokenizer:
                 " correct it"
             ) from None
         with _one_line(f"prompt: expected a text that {self._path} can split, found {text[:40]!r}: "):
-            return np.array(self._tokenizer.encode(text).ids, np.int64)
+            return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of token ids, without special tokens."""

@@ -1,0 +1,215 @@
+"""A file of prompts in, a file of completions out, one record a line, as many at a time as the engine takes.
+
+In (JSON lines, OpenAI's and vLLM's names): `prompt` (text, or token ids); all else may be left out: `id`, `max_tokens`,
+`n`, `stop`, `ignore_eos`, `priority`, `bad_words` (texts), and the fields of `Sampling`. Out: `line` (from 1), `id`,
+`input` (of the line, to know it again), `choices` and `usage`, or `error`; in the order in which requests end.
+
+A run that was interrupted goes on: lines that have a whole record are not computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError, LockstepError
+from lockstep.runtime.completion import Collector, Completion
+from lockstep.runtime.engine import Engine
+from lockstep.runtime.model import Model
+from lockstep.runtime.request import Request, Speed
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.step.sampling import Sampling
+
+_SAMPLING = {field.name for field in dataclasses.fields(Sampling)} - {"bad_words", "logit_bias"}
+_KNOWN = _SAMPLING | {
+    "prompt", "id", "max_tokens", "n", "stop", "ignore_eos", "priority", "bad_words", "logit_bias", "cache_salt",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What a line takes that does not say otherwise."""
+
+    max_tokens: int = 64
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class Done:
+    """Lines with a record, those of them that failed, and the first failure."""
+
+    lines: int = 0
+    failed: int = 0
+    first_error: str = ""
+
+
+def generate_file(
+    model: Model,
+    tokenizer: Tokenizer,
+    source: Path,
+    out: Path,
+    defaults: Defaults = Defaults(),
+    max_input_len: int | None = None,
+    progress: Callable[[Done, Speed], None] | None = None,
+) -> Done:
+    """Complete all lines of `source` into `out`; progress: called behind each step.
+
+    Raises InputError for a source that cannot be read, and an `out` that is of another source. A line that cannot be
+    completed has an `error` in its record.
+    """
+    lines = _numbered_lines(source)
+    lines = itertools.chain([next(lines, (0, b""))], lines)  # a source that cannot be read is told before `out` is made
+    known = _records(out)
+    engine, done, running = Engine(model, max_input_len), Done(), {}
+    end = False
+    with open(out, "a", encoding="utf-8") as file:
+        while not end or engine.has_work:
+            while not end and engine.scheduler.num_waiting < model.max_batch_size:
+                number, line = next(lines, (0, b""))
+                end = not number
+                if not line.strip():
+                    continue
+                record: dict[str, Any] = {"line": number, "input": hashlib.sha256(line).hexdigest()[:16]}
+                if number in known:
+                    _count(done, known[number], record, out)
+                    continue
+                try:
+                    entry = _entry(line)
+                    record["id"] = entry.get("id")
+                    request, stop = _request(entry, tokenizer, model, defaults)
+                    collector = Collector(tokenizer, len(request.prompt_ids), request.n, stop)
+                    running[engine.add(request)] = record, collector
+                except LockstepError as error:
+                    _write(file, done, {**record, "error": f"{source}:{number}: {error}"})
+            for made in engine.step():
+                record, collector = running[made.request]
+                if collector.push(made):
+                    engine.abort(made.request, made.choice)
+                if collector.completion.done:
+                    del running[made.request]
+                    _write(file, done, {**record, **_answer(collector.completion, f"{source}:{record['line']}")})
+            if progress:
+                progress(done, engine.speed)
+    return done
+
+
+def _numbered_lines(source: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with open(source, "rb") as file:
+            yield from enumerate(file, 1)
+    except OSError as error:
+        raise InputError(f"{source}: expected a file of prompts, one JSON record a line: {error.strerror}") from None
+
+
+def _records(out: Path) -> dict[int, dict[str, Any]]:
+    """Records of an earlier run, by line; a last one that is not whole is cut off."""
+    if not out.exists():
+        return {}
+    data = out.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    known = {}
+    for number, line in enumerate(data[:whole].splitlines(), 1):
+        try:
+            record = json.loads(line)
+            known[int(record["line"])] = {"input": record["input"], "error": record.get("error")}
+        except (ValueError, KeyError, TypeError):
+            raise InputError(
+                f"{out}:{number}: expected a record of an earlier run, found {line[:60]!r}; give another --output"
+            ) from None
+    if whole < len(data):
+        os.truncate(out, whole)
+    return known
+
+
+def _count(done: Done, known: Mapping[str, Any], record: Mapping[str, Any], out: Path) -> None:
+    if known["input"] != record["input"]:
+        raise InputError(
+            f"{out}: expected records of this input, found one of another for line {record['line']}; "
+            "give another --output, or remove it"
+        )
+    done.lines += 1
+    if known["error"]:
+        done.failed += 1
+        done.first_error = done.first_error or known["error"]
+
+
+def _write(file: Any, done: Done, record: Mapping[str, Any]) -> None:
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    file.flush()
+    done.lines += 1
+    if "error" in record:
+        done.failed += 1
+        done.first_error = done.first_error or record["error"]
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        raise InputError(f"expected a JSON record, found {line[:60]!r}") from None
+    if not isinstance(entry, dict) or "prompt" not in entry:
+        raise InputError(f"expected a record with a prompt, found {line[:60]!r}")
+    unknown = sorted(set(entry) - _KNOWN)
+    if unknown:
+        raise InputError(f"expected only {', '.join(sorted(_KNOWN))}, found {', '.join(unknown)}")
+    return entry
+
+
+def _request(
+    entry: Mapping[str, Any], tokenizer: Tokenizer, model: Model, defaults: Defaults
+) -> tuple[Request, tuple[str, ...]]:
+    prompt = entry["prompt"]
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        ids = prompt
+    elif isinstance(prompt, str):
+        ids = tokenizer.encode(prompt).tolist()
+    else:
+        raise InputError(f"prompt: expected text or a list of token ids, found {repr(prompt)[:60]}")
+    sampling: dict[str, Any] = {name: entry[name] for name in _SAMPLING if name in entry}
+    try:
+        sampling |= {"logit_bias": {int(token): float(value) for token, value in entry.get("logit_bias", {}).items()}}
+        sampling |= {"bad_words": tuple(_word(word, tokenizer) for word in entry.get("bad_words", ()))}
+        stop = entry.get("stop", defaults.stop)
+        stop = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
+        n, priority = int(entry.get("n", 1)), int(entry.get("priority", 0))
+        most = int(entry.get("max_tokens", defaults.max_tokens))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"expected values of their fields' types: {error}") from None
+    stop_ids = frozenset() if entry.get("ignore_eos") else frozenset(model.eos_token_ids)
+    request = Request(
+        ids,
+        most,
+        stop_ids=stop_ids,
+        sampling=dataclasses.replace(defaults.sampling, **sampling),
+        n=n,
+        priority=priority,
+        cache_salt=str(entry.get("cache_salt", "")),
+    )
+    return request, stop
+
+
+def _word(word: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(int(token) for token in tokenizer.encode(word, special=False))
+
+
+def _answer(completion: Completion, where: str) -> dict[str, Any]:
+    if any(choice.finish == "error" for choice in completion.choices):
+        return {"error": f"{where}: logits: expected finite numbers, found NaN or infinity as the largest"}
+    choices = []
+    for index, choice in enumerate(completion.choices):
+        entry = {"index": index, "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish}
+        if choice.logprobs:
+            entry["logprobs"] = [
+                {"token_id": token, "logprob": of.chosen, "top": [list(pair) for pair in of.top]}
+                for token, of in zip(choice.token_ids, choice.logprobs)
+            ]
+        choices.append(entry)
+    made = sum(len(choice.token_ids) for choice in completion.choices)
+    return {"choices": choices, "usage": {"prompt_tokens": completion.num_prompt_tokens, "completion_tokens": made}}

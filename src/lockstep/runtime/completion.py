@@ -1,0 +1,93 @@
+"""Tokens of a request's choices in, their texts out, up to the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.errors import InputError
+from lockstep.runtime.request import Token
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.step.sampling import Logprobs
+
+
+@dataclass
+class Choice:
+    """One answer. finish: as `Token.finish`, or "stop_string"; None while more follows. token_ids: all that were made,
+    the end of sequence and those of a stop string too. logprobs: one for each token, where they were asked for."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: str | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
+@dataclass
+class Completion:
+    """The answers to one prompt."""
+
+    num_prompt_tokens: int
+    choices: list[Choice]
+
+    @property
+    def done(self) -> bool:
+        """All choices have ended."""
+        return all(choice.finish for choice in self.choices)
+
+
+class Collector:
+    """Makes the completion of one request from its tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, num_prompt_tokens: int, n: int, stop: Sequence[str] = ()):
+        self.completion = Completion(num_prompt_tokens, [Choice() for _ in range(n)])
+        self._streams = [tokenizer.stream() for _ in range(n)]
+        self._filters = [StopFilter(stop) for _ in range(n)]
+
+    def push(self, made: Token) -> bool:
+        """Take one token. True where a stop string has ended its choice, which must be aborted if it goes on."""
+        choice, stream = self.completion.choices[made.choice], self._streams[made.choice]
+        stop = self._filters[made.choice]
+        if made.finish == "error":
+            choice.finish = made.finish
+            return False
+        choice.token_ids.append(made.token)
+        if made.logprobs is not None:
+            choice.logprobs.append(made.logprobs)
+        text = "" if made.finish == "stop_id" else stream.push(made.token)
+        choice.text += stop.push(text + stream.finish() if made.finish else text)
+        choice.finish = made.finish
+        if stop.found:
+            choice.finish = "stop_string"
+        elif made.finish:
+            choice.text += stop.rest()
+        return stop.found and made.finish is None
+
+
+class StopFilter:
+    """Text in pieces, out up to the first stop string. What may be the start of one is held back until more has
+    come."""
+
+    def __init__(self, stop: Sequence[str]):
+        if any(not text for text in stop):
+            raise InputError("stop: expected strings that are not empty, found an empty one")
+        self.found = False
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """What can be given out now. Nothing after a stop string was found."""
+        if self.found:
+            return ""
+        self._held += text
+        ends = [at for at in map(self._held.find, self._stop) if at >= 0]
+        if ends:
+            self.found = True
+            return self._held[: min(ends)]
+        keep = max((n for stop in self._stop for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text
+
+    def rest(self) -> str:
+        """What was held back, when no more comes."""
+        text, self._held = self._held, ""
+        return "" if self.found else text

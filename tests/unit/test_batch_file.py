@@ -1,0 +1,137 @@
+"""A file of prompts: all completed, resumed to the byte, and mistakes told by line."""
+
+import json
+
+import pytest
+
+from lockstep.errors import InputError
+from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer, batch_file
+from lockstep.runtime.batch_file import Defaults, generate_file
+
+LINES = [
+    {"prompt": "San Francisco is a", "max_tokens": 9, "id": "a"},
+    {"prompt": [45, 320, 78], "temperature": 0.9, "seed": 5, "n": 2, "logprobs": 2},
+    {"prompt": "Ice floats because", "max_tokens": 50},
+    {"prompt": "Light", "stop": ["a"], "max_tokens": 30},
+    {"prompt": "Light", "ignore_eos": True, "bad_words": [" the"], "logit_bias": {"7": 1.5}, "min_p": 0.1},
+]
+
+
+@pytest.fixture(scope="module")
+def model(demo):
+    paths = (
+        demo.engines("demo-llama", "fp32", "onnxruntime"),
+        demo.assembly("demo-llama", "fp32"),
+        demo.weights("demo-llama", "fp32"),
+    )
+    return Model.open(*paths, max_batch_size=2, max_seq_len=256)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo):
+    return Tokenizer.open(demo.assembly("demo-llama", "fp32"))
+
+
+def run(model, tokenizer, folder, lines=LINES, **options):
+    source, out = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    done = generate_file(model, tokenizer, source, out, Defaults(8), **options)
+    records = {record["line"]: record for record in map(json.loads, out.read_text().splitlines())}
+    assert len(records) == done.lines
+    return done, records
+
+
+def test_each_line_is_completed_as_alone(model, tokenizer, tmp_path):
+    done, records = run(model, tokenizer, tmp_path)
+    assert (done.lines, done.failed) == (5, 0) and sorted(records) == [1, 2, 3, 4, 5]
+    request = Request(tokenizer.encode("San Francisco is a"), 9, stop_ids=frozenset(model.eos_token_ids))
+    tokens = [made.token for made in Engine(model).run([request])]
+    (first,) = records[1]["choices"]
+    assert first["token_ids"] == tokens and first["text"] == tokenizer.decode(tokens)
+    assert records[1]["id"] == "a" and records[1]["usage"] == {
+        "prompt_tokens": request.prompt_ids.size,
+        "completion_tokens": 9,
+    }
+    one, two = records[2]["choices"]
+    assert one["token_ids"] != two["token_ids"] and len(one["logprobs"]) == 8 and len(one["logprobs"][0]["top"]) == 2
+    assert records[3]["choices"][0]["finish_reason"] == "stop_id"
+    assert "a" not in records[4]["choices"][0]["text"] and records[4]["choices"][0]["finish_reason"] == "stop_string"
+    assert len(records[5]["choices"][0]["token_ids"]) == 8
+
+
+def test_an_interrupted_run_goes_on(model, tokenizer, tmp_path):
+    whole, expected = run(model, tokenizer, tmp_path)
+    out = tmp_path / "out.jsonl"
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:2]) + lines[2][:20])  # killed while it wrote the third
+    again, records = run(model, tokenizer, tmp_path)
+    assert records == expected and again == whole
+    before = out.read_bytes()
+    run(model, tokenizer, tmp_path)
+    assert out.read_bytes() == before
+
+
+def test_records_of_another_input_are_refused(model, tokenizer, tmp_path):
+    run(model, tokenizer, tmp_path)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(InputError, match="expected records of this input, found one of another for line 1"):
+        run(model, tokenizer, tmp_path, [{"prompt": "Other"}, *LINES[1:]])
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    (tmp_path / "out.jsonl").write_text("no record\n")
+    with pytest.raises(InputError, match=r"out.jsonl:1: expected a record of an earlier run, found b'no record'"):
+        run(model, tokenizer, tmp_path)
+
+
+def test_a_line_that_is_wrong_is_told_and_the_others_are_completed(model, tokenizer, tmp_path):
+    wrong = {
+        "{": "expected a JSON record, found b'{",
+        "[1]": "expected a record with a prompt",
+        '{"prompt": 5}': "prompt: expected text or a list of token ids, found 5",
+        '{"prompt": "A", "tempratur": 1}': "found tempratur",
+        '{"prompt": "A", "temperature": -1}': "temperature: expected 0 or more, found -1",
+        '{"prompt": "A", "seed": 18446744073709551616}': "seed: expected 0 to 2**64-1",
+        '{"prompt": "A", "n": 3}': "n: expected at most 2 choices",
+        '{"prompt": "A", "max_tokens": "x"}': "expected values of their fields' types",
+        json.dumps({"prompt": "A " * 300}): "expected 1 to 256 tokens",
+    }
+    done, records = run(model, tokenizer, tmp_path, [*wrong, "", LINES[0]])
+    assert (done.lines, done.failed) == (len(wrong) + 1, len(wrong))
+    for number, message in enumerate(wrong.values(), 1):
+        assert records[number]["error"].startswith(f"{tmp_path}/in.jsonl:{number}: ")
+        assert message in records[number]["error"]
+    assert done.first_error == records[1]["error"]
+    assert records[len(wrong) + 2]["choices"][0]["finish_reason"] == "max_new_tokens"
+
+
+def test_a_source_that_is_not_there_is_one_line_and_makes_nothing(model, tokenizer, tmp_path):
+    with pytest.raises(InputError, match="none.jsonl: expected a file of prompts, one JSON record a line: No such"):
+        generate_file(model, tokenizer, tmp_path / "none.jsonl", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_long_file_is_read_as_it_is_needed(model, tokenizer, tmp_path, monkeypatch):
+    waiting = []
+    lines = [{"prompt": "A", "max_tokens": 2}] * 40
+    add = Engine.add
+
+    def counted(self, request):
+        waiting.append(self.scheduler.num_waiting)
+        return add(self, request)
+
+    monkeypatch.setattr(batch_file.Engine, "add", counted)
+    run(model, tokenizer, tmp_path, lines)
+    assert len(waiting) == 40 and max(waiting) < 2
+
+
+def test_the_engine_completes_a_list(model, tokenizer):
+    prompts = ["San Francisco is a", [45, 320, 78], "Light"]
+    found = Engine(model).generate(prompts, tokenizer, Sampling(0.8, seed=3), max_new_tokens=5, n=2)
+    assert [len(each.choices) for each in found] == [2, 2, 2] and all(each.done for each in found)
+    alone = Engine(model).generate(prompts[1:2], tokenizer, [Sampling(0.8, seed=3)], max_new_tokens=5)
+    assert alone[0].choices[0].token_ids == found[1].choices[0].token_ids
+    with pytest.raises(InputError, match="sampling: expected one, or one for each of 3 prompts, found 2"):
+        Engine(model).generate(prompts, tokenizer, [Sampling()] * 2)
+    engine = Engine(model)
+    with pytest.raises(InputError, match="prompt 2: expected 1 to 256 tokens"):
+        engine.generate(["A", []], tokenizer)
+    assert not engine.has_work
