@@ -793,7 +793,7 @@ def test_engines_that_cannot_run_here_are_reproduced_without_golden_tokens(made,
         monkeypatch.setattr(processes, "run", here)
     shutil.copytree(made / "results", tmp_path / "results")
     record = reproduce(CONFIG.dump(), Results(tmp_path / "results"), TARGET, 1)
-    assert {level: entry["same_rounds"] for level, entry in record["levels"].items()} == dict.fromkeys(
+    assert {level: entry.same_rounds for level, entry in record.levels.items()} == dict.fromkeys(
         ("R0", "R1", "R2", "R4"), 1
-    ), record["levels"]
-    assert record["level"] == "R4"
+    ), record.levels
+    assert record.level == "R4"
