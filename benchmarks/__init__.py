@@ -22,7 +22,9 @@ INSIDE = {
     "config.backends": "the tolerance of an engine beside its graph",
     "config.types": "the default tolerances",
     "onnx_tools.graph_types": "types of the values in a graph that is edited",
+    "step.pages": "a pool of pages for the scheduler alone",
     "step": "the KV cache, the plan and the host's step go wrong",
+    "runtime.scheduler": "what the scheduler's share of a step takes",
     # Exports of shapes and of tiny models, which are no checkpoints.
     "export.parity": "depths at which a model has all its kinds of layers",
     "export.quiet": "transformers says nothing while it is timed",

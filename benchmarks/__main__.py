@@ -81,6 +81,28 @@ def decode(
 
 
 @bench.command()
+@click.option("--target", "targets", multiple=True, help="A target of a finished run, in results/; instead of models.")
+@click.option("--model", "models", multiple=True, metavar="FOLDER|SHAPE", help="As for decode.  [default: as there]")
+@click.option("--requests", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--batch", type=click.IntRange(min=1), default=16, show_default=True, help="Requests in flight together.")
+@click.option("--mean-prompt", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a prompt.")
+@click.option("--mean-new", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens of a request.")
+@click.option(
+    "--prefix", type=click.IntRange(min=0), default=2048, show_default=True, help="Tokens that prompts share."
+)
+@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
+@_ROUNDS
+@_DOCS
+def throughput(models: tuple[str, ...], targets: tuple[str, ...], docs: Path | None, **settings: Any) -> None:
+    """Requests through the engine beside its bare steps, reused prefixes, sampling, the scheduler alone."""
+    from benchmarks.throughput import run
+
+    chosen = models or (() if targets else ("llama-1024x8", "resources/demo-llama"))
+    _deliver(run(chosen, targets, **settings), docs)
+
+
+@bench.command()
 @_SHAPES
 @_PRECISION
 @_ROUNDS

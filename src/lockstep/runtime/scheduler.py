@@ -42,7 +42,7 @@ class Scheduled:
     """A request as the scheduler sees it; of a request with several choices, one of them.
 
     num_prompt_tokens: must be computed before its first new token. max_tokens: held at most, prompt and answer.
-    num_computed: tokens that the cache holds. num_tokens: tokens that are known. prefix: keys of its whole chunks.
+    num_computed: tokens that the cache holds. prefix: keys of its whole chunks.
     siblings: its further choices. published: chunks of its prompt that others can reuse.
     """
 
@@ -54,7 +54,6 @@ class Scheduled:
     status: Status = Status.WAITING
     slot: int = -1  # none
     num_computed: int = 0
-    num_tokens: int = 0
     published: int = 0
     order: tuple[int, int] = (0, 0)
 
@@ -135,9 +134,8 @@ class Scheduler:
                 f"n: expected at most {self._num_slots} choices (max_batch_size), found {1 + len(request.siblings)}"
             )
         request.order = (request.priority * AGEING + self._steps, self._arrivals)
-        request.num_tokens = request.num_prompt_tokens
         for sibling in request.siblings:
-            sibling.order, sibling.num_tokens = request.order, request.num_tokens
+            sibling.order = request.order
         self._arrivals += 1
         self._num_waiting += 1
         heapq.heappush(self._waiting, (request.order, request))
@@ -191,19 +189,17 @@ class Scheduler:
             self.tables.reserve({each.slot: each.num_computed + 1 for each in self._running if each.decodes})
         if self._swap_in(step):
             self._admit(step)
-        left, decoding = self.max_num_tokens, False
-        for request in self._running:
-            if request.decodes:
-                step.shares.append((request, 1))
-                left, decoding = left - 1, True
-        for request in self._running:
-            if not request.decodes:
-                count = self._chunks(request, left, decoding)
-                if count:
-                    step.shares.append((request, count))
-                    left -= count
-                if left <= 0:
-                    break
+        step.shares = [(each, 1) for each in self._running if each.num_computed >= each.num_prompt_tokens]
+        left, decoding = self.max_num_tokens - len(step.shares), bool(step.shares)
+        if len(step.shares) < len(self._running):
+            for request in self._running:
+                if not request.decodes:
+                    count = self._chunks(request, left, decoding)
+                    if count:
+                        step.shares.append((request, count))
+                        left -= count
+                    if left <= 0:
+                        break
         return step
 
     def computed(self, step: Step) -> list[tuple[Scheduled, int, list[int]]]:
@@ -212,8 +208,7 @@ class Scheduler:
         copies = []
         for request, count in step.shares:
             request.num_computed += count
-            request.num_tokens = max(request.num_tokens, request.num_computed)
-            if request.published < len(request.prefix):
+            if request.prefix and request.published < len(request.prefix):
                 copies += self._publish(request)
         return copies
 
@@ -224,7 +219,7 @@ class Scheduler:
         for sibling in siblings:
             if self.tables.shares:
                 self.tables.fork(request.slot, sibling.slot, request.num_computed)
-            sibling.num_computed, sibling.num_tokens = request.num_computed, request.num_tokens
+            sibling.num_computed = request.num_computed
             sibling.status = Status.RUNNING
             self._insert(sibling)
         request.siblings = ()

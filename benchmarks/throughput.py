@@ -1,0 +1,173 @@
+"""What serving costs: requests through the engine beside the bare steps that it took, prefixes that are reused,
+sampling, and the scheduler alone.
+
+In: a target of a finished run, or a checkpoint folder or shape as for `decode`. Out: medians of rounds, and ratios of
+what ran in turn in one process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lockstep
+from benchmarks.decode import prepare
+from benchmarks.export import SHAPES, shape_names
+from benchmarks.measure import in_turn, ratios, spread, surroundings
+from lockstep import Advance, Engine, Model, Request, Sampling
+from lockstep.runtime.scheduler import Scheduled, Scheduler
+from lockstep.step.pages import PagePool, PageTables
+
+PACKAGES = ("numpy", "onnxruntime")
+_TAIL = 64  # tokens behind the shared prefix
+SAMPLED = Sampling(temperature=0.8, top_p=0.95)
+
+
+def run(
+    models: Sequence[str],
+    targets: Sequence[str],
+    precision: str,
+    requests: int,
+    batch: int,
+    mean_prompt: int,
+    mean_new: int,
+    prefix: int,
+    rounds: int,
+    threads: int | None,
+) -> dict[str, Any]:
+    """Measure each of `models` (folders or shapes) and `targets`; see `measure`."""
+    sizes: dict[str, Any] = {
+        "max_batch_size": batch,
+        "max_seq_len": max(prefix + 2 * _TAIL, 4 * (mean_prompt + mean_new)),
+    }
+    measured = {}
+    for target in targets:
+        with_limits = lockstep.open_model(target, threads=threads)
+        measured[target] = measure(with_limits, requests, mean_prompt, mean_new, prefix, rounds)
+    for name in models:
+        with tempfile.TemporaryDirectory() as work:
+            shape = name in shape_names()
+            folder = (
+                lockstep.make_random_checkpoint(SHAPES / f"{name}.json", 0, Path(work) / name) if shape else Path(name)
+            )
+            paths = prepare(folder, precision, Path(work) / "results")
+            opened = Model.open(paths["engines"], paths["assembly"], paths["weights"], threads=threads, **sizes)
+            measured[folder.name] = measure(opened, requests, mean_prompt, mean_new, prefix, rounds)
+    measured_scheduler = {str(rows): scheduler_microseconds(rows) for rows in (16, 64, 256)}
+    return {
+        "benchmark": "throughput",
+        "precision": precision,
+        "models": measured,
+        "scheduler_microseconds_per_step": measured_scheduler,
+        **surroundings(*PACKAGES, threads=threads),
+    }
+
+
+def measure(model: Model, requests: int, mean_prompt: int, mean_new: int, prefix: int, rounds: int) -> dict[str, Any]:
+    """Of one model:
+
+    mixed: seconds of `requests` requests at once, lengths drawn around the means, through the engine, greedy and
+    sampled, and of the steps that the engine took for the greedy ones, asked for one after another.
+    prefix: seconds to the first token of a prompt of `prefix` + 64 tokens, cold, and when the prefix is there already.
+    """
+    random = np.random.default_rng(0)
+    room = model.max_seq_len
+    lengths = [
+        np.clip(random.normal(mean, mean / 4, requests).round().astype(int), 1, room // 2)
+        for mean in (mean_prompt, mean_new)
+    ]
+    prompts = [random.integers(3, model.vocab_size, count) for count in lengths[0]]
+
+    def through_engine(sampling: Sampling) -> list[list[Advance]]:
+        engine, taken = Engine(model, prefix_caching=False), []
+        step_tokens = model.step_tokens
+
+        def recorded(advances: Sequence[Advance], more: bool = False) -> np.ndarray:
+            taken.append(list(advances))
+            return step_tokens(advances, more)
+
+        model.step_tokens = recorded  # type: ignore[method-assign]
+        try:
+            for number, (prompt, new) in enumerate(zip(prompts, lengths[1])):
+                of_one = Sampling(sampling.temperature, top_p=sampling.top_p, seed=number)
+                engine.add(Request(prompt, int(new), sampling=of_one))
+            for _ in engine.run():
+                pass
+        finally:
+            del model.step_tokens
+        return taken
+
+    steps = through_engine(Sampling())
+
+    def bare() -> None:
+        for advances in steps:
+            model.step_tokens(advances)
+        for slot in range(model.max_batch_size):
+            model.release(slot)
+
+    times = in_turn(
+        {
+            "engine": lambda: _seconds(lambda: through_engine(Sampling())),
+            "bare steps": lambda: _seconds(bare),
+            "engine, sampled": lambda: _seconds(lambda: through_engine(SAMPLED)),
+        },
+        rounds,
+    )
+    tokens = int(sum(lengths[0]) + sum(lengths[1]))
+    mixed = {
+        "requests": requests,
+        "prompt_tokens": int(sum(lengths[0])),
+        "new_tokens": int(sum(lengths[1])),
+        "steps": len(steps),
+        "seconds": {name: spread(values) for name, values in times.items()},
+        "tokens_per_second": round(tokens / spread(times["engine"])["median"], 1),
+        "speed_of_engine_relative_to": ratios(times, "engine"),
+    }
+    found: dict[str, Any] = {"max_batch_size": model.max_batch_size, "chunk_size": model.chunk_size, "mixed": mixed}
+    if prefix + _TAIL < room:
+        found["prefix"] = _prefix(model, prefix, rounds, random)
+    return found
+
+
+def _prefix(model: Model, prefix: int, rounds: int, random: np.random.Generator) -> dict[str, Any]:
+    shared = random.integers(3, model.vocab_size, prefix)
+
+    def first_token(engine: Engine) -> float:
+        tail = random.integers(3, model.vocab_size, _TAIL)
+        return _seconds(lambda: list(engine.run([Request(np.concatenate([shared, tail]), 1)])))
+
+    warm = Engine(model)
+    first_token(warm)
+    times = in_turn(
+        {"reused": lambda: first_token(warm), "cold": lambda: first_token(Engine(model, prefix_caching=False))}, rounds
+    )
+    return {
+        "tokens": prefix,
+        "seconds_to_first_token": {name: spread(values) for name, values in times.items()},
+        "share_of_cold": round(spread(times["reused"])["median"] / spread(times["cold"])["median"], 4),
+    }
+
+
+def _seconds(call: Any) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def scheduler_microseconds(rows: int, steps: int = 300) -> float:
+    """Median microseconds of the scheduler's share of a step in which `rows` requests decode."""
+    scheduler = Scheduler(PageTables(PagePool(rows * 40, 1), rows), rows, 2048, 256)
+    for _ in range(rows):
+        scheduler.add(Scheduled(4, 2000))
+    times = []
+    for number in range(steps):
+        start = time.perf_counter()
+        scheduler.computed(scheduler.schedule())
+        if number:
+            times.append(time.perf_counter() - start)
+    return round(float(np.median(times)) * 1e6, 1)
