@@ -20,6 +20,7 @@ from benchmarks.decode import prepare
 from benchmarks.export import SHAPES, shape_names
 from benchmarks.measure import in_turn, ratios, spread, surroundings
 from lockstep import Advance, Engine, Model, Request, Sampling
+from lockstep.artifacts.assembly import Assembly
 from lockstep.runtime.scheduler import Scheduled, Scheduler
 from lockstep.step.pages import PagePool, PageTables
 
@@ -41,10 +42,6 @@ def run(
     threads: int | None,
 ) -> dict[str, Any]:
     """Measure each of `models` (folders or shapes) and `targets`; see `measure`."""
-    sizes: dict[str, Any] = {
-        "max_batch_size": batch,
-        "max_seq_len": max(prefix + 2 * _TAIL, 4 * (mean_prompt + mean_new)),
-    }
     measured = {}
     for target in targets:
         with_limits = lockstep.open_model(target, threads=threads)
@@ -56,8 +53,13 @@ def run(
                 lockstep.make_random_checkpoint(SHAPES / f"{name}.json", 0, Path(work) / name) if shape else Path(name)
             )
             paths = prepare(folder, precision, Path(work) / "results")
-            opened = Model.open(paths["engines"], paths["assembly"], paths["weights"], threads=threads, **sizes)
-            measured[folder.name] = measure(opened, requests, mean_prompt, mean_new, prefix, rounds)
+            allowed = Assembly.load(paths["assembly"]).max_position_embeddings
+            length = max(prefix + 2 * _TAIL, 4 * (mean_prompt + mean_new))
+            length = length if allowed is None else min(length, allowed)
+            limits = {"max_batch_size": batch, "max_seq_len": length}
+            opened = Model.open(paths["engines"], paths["assembly"], paths["weights"], threads=threads, **limits)
+            shared = min(prefix, length - 2 * _TAIL)
+            measured[folder.name] = measure(opened, requests, mean_prompt, mean_new, shared, rounds)
     measured_scheduler = {str(rows): scheduler_microseconds(rows) for rows in (16, 64, 256)}
     return {
         "benchmark": "throughput",

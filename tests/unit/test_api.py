@@ -49,7 +49,11 @@ def test_benchmarks_import_below_it_only_what_they_list() -> None:
 
 def test_the_examples_of_the_docs_run(demo: Results, tmp_path: Path) -> None:
     (tmp_path / "results").symlink_to(demo.root, target_is_directory=True)
-    for code in PYTHON.findall((ROOT / "docs" / "python.md").read_text()):
+    codes = [
+        code for page in ("python.md", "scheduling.md") for code in PYTHON.findall((ROOT / "docs" / page).read_text())
+    ]
+    assert len(codes) > 3
+    for code in codes:
         subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")}, cwd=tmp_path)
 
 

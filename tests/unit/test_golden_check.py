@@ -15,7 +15,9 @@ from safetensors.numpy import load_file, save_file
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
+from lockstep.runtime import model
 from lockstep.step.host import HostExecutor
+from lockstep.step.kv_cache import KVCache
 from lockstep.targets import Target
 from lockstep.verify import golden
 from lockstep.verify.metrics import failed_path
@@ -155,6 +157,20 @@ def test_another_token_fails_and_is_named_with_its_gap(copy, tmp_path):
         rf"\d+; .* below 0.001, here it is {gap}",
     )
     assert report["prompts"][0]["differences"][0]["accepted"] is False
+
+
+def test_a_prefix_that_is_reused_wrongly_fails(references, tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "CHUNK_SIZE", 64)  # the demo's longest prompt has no whole chunk else
+    copy_in, copied = KVCache.copy_in, []
+
+    def page_lost(self, slot, start, arrays):
+        copied.append(start)
+        copy_in(self, slot, start, [array * (start != 64) for array in arrays])
+
+    check(references, tmp_path)
+    monkeypatch.setattr(KVCache, "copy_in", page_lost)
+    fails(references, tmp_path, "step 0, on the prefix that was left: expected a logit error of at most")
+    assert copied[:3] == [0, 64, 128]
 
 
 def test_requests_that_see_each_other_give_something_else_alone(copy, tmp_path):

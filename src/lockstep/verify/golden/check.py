@@ -222,6 +222,13 @@ class _Check:
             )
             worst.append(self._forced_error(prompt, how, errors))
         (differences,) = self._generate([prompt], [prompt.tokens], frozenset())
+        if count > self.model.chunk_size:  # else it has no whole chunk that could be reused
+            for how in ("leaving a prefix", "on the prefix that was left"):
+                (decoded,), _ = self._decode([_along_reference(prompt)], prefix_caching=True)
+                for step, (row, found) in enumerate(zip(prompt.logits, decoded.logits)):
+                    if not (error := difference(row, found)).within(self.tolerance):
+                        self._fail(prompt, f"step {step}, {how}: {_off(error, self.tolerance)}")
+                        break
         whole, cut, single = worst
         return GoldenLongPrompt(
             num_tokens=count,
@@ -267,9 +274,9 @@ class _Check:
         choose = lambda logits: int(logits.argmax())
         return Request(prompt.prompt_ids, self.max_new_tokens, choose, frozenset(self.eos_token_ids))
 
-    def _decode(self, requests: Sequence[Request]) -> tuple[list[Decoded], Speed]:
+    def _decode(self, requests: Sequence[Request], prefix_caching: bool = False) -> tuple[list[Decoded], Speed]:
         """What the loop that `lockstep generate` runs makes of the requests, with the logits that they choose from."""
-        decoding = Decoding(self.model, requests, max_num_tokens=self.max_num_tokens)
+        decoding = Decoding(self.model, requests, None, self.max_num_tokens, prefix_caching)
         found = [Decoded() for _ in requests]
         for made in decoding:
             assert made.logits is not None  # each request chooses by itself
