@@ -167,7 +167,7 @@ def test_a_prefix_that_is_reused_wrongly_fails(references, tmp_path, monkeypatch
         copied.append(start)
         copy_in(self, slot, start, [array * (start != 64) for array in arrays])
 
-    check(references, tmp_path, out=tmp_path / "right.json")
+    check(references, tmp_path, out=tmp_path / "right.json", speed_out=tmp_path / "right.speed.json")
     monkeypatch.setattr(KVCache, "copy_in", page_lost)
     fails(references, tmp_path, "step 0, on the prefix that was left: expected a logit error of at most")
     assert copied[:3] == [0, 64, 128]
