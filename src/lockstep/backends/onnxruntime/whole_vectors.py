@@ -1,4 +1,4 @@
-"""Cosines and sines in whole vectors: a graph in, one out whose angles have a row length that SIMD registers divide.
+"""Cosines and sines in whole vectors: a graph in, one out whose rows of angles are whole SIMD registers.
 
 ONNX Runtime computes the elements behind the last whole vector of a Cos or Sin by another function, which differs in
 the last bit. Where a row of angles is no multiple of a vector, which elements these are depends on the number of rows:
@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-VECTOR = 16  # float32 numbers in the widest register
+VECTOR = 4  # float32 numbers, as ONNX Runtime is compiled for x86-64 and AArch64, whatever the CPU has
 
 
 def pad_angles(model: onnx.ModelProto) -> bool:
