@@ -103,9 +103,10 @@ class Engine:
             "logit_bias": request.sampling.logit_bias,
         }
         for name, tokens in ids.items():
-            bad = next((token for token in tokens if not 0 <= token < model.vocab_size), None)
-            if bad is not None:
-                raise InputError(f"{where}: {name}: expected tokens 0 to {model.vocab_size - 1}, found {bad}")
+            array = np.fromiter(tokens, np.int64)
+            bad = array[(array < 0) | (array >= model.vocab_size)]
+            if len(bad):
+                raise InputError(f"{where}: {name}: expected tokens 0 to {model.vocab_size - 1}, found {bad[0]}")
         if request.max_new_tokens < 1:
             raise InputError(f"{where}: max_new_tokens: expected at least 1, found {request.max_new_tokens}")
         if request.n < 1:

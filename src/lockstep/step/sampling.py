@@ -118,7 +118,7 @@ class Sampler:
         """prompt: token ids; stop_ids: what `min_tokens` holds back; choice: number of the request's choice;
         num_prompt_tokens: fewer than `prompt` has, where its last tokens are an answer that was interrupted."""
         self.sampling, self._choice = sampling, choice
-        tokens = [int(token) for token in prompt]
+        tokens = [int(token) for token in prompt] if sampling.changes_logits else []  # else none is looked at
         cut = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
         self._prompt, self._answer = frozenset(tokens[:cut]), tokens[cut:]
         self._stop_ids = sorted(stop_ids)
