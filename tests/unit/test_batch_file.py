@@ -90,9 +90,24 @@ def test_a_line_that_is_wrong_is_told_and_the_others_are_completed(model, tokeni
         '{"prompt": "A", "tempratur": 1}': "found tempratur",
         '{"prompt": "A", "temperature": -1}': "temperature: expected 0 or more, found -1",
         '{"prompt": "A", "seed": 18446744073709551616}': "seed: expected 0 to 2**64-1",
-        '{"prompt": "A", "n": 3}': "n: expected at most 2 choices",
-        '{"prompt": "A", "max_tokens": "x"}': "expected values of their fields' types",
-        json.dumps({"prompt": "A " * 300}): "expected 1 to 256 tokens",
+        '{"prompt": "A", "n": 3}': ": n: expected 1 to 2 choices (max_batch_size), found 3",
+        '{"prompt": "A", "n": 1000000000000}': "n: expected 1 to 2 choices",
+        '{"prompt": "A", "max_tokens": "3"}': "max_tokens: expected a whole number, found '3'",
+        '{"prompt": "A", "max_tokens": Infinity}': "max_tokens: expected a whole number, found inf",
+        '{"prompt": "A", "max_tokens": 0}': "in.jsonl:11: max_new_tokens: expected at least 1, found 0",
+        '{"prompt": "A", "priority": -Infinity}': "priority: expected a whole number, found -inf",
+        '{"prompt": "A", "stop": null}': "stop: expected text or a list of texts, found None",
+        '{"prompt": "A", "bad_words": "abc"}': "bad_words: expected a list of texts, found 'abc'",
+        '{"prompt": "A", "ignore_eos": "false"}': "ignore_eos: expected true or false, found 'false'",
+        '{"prompt": "A", "logprobs": "2"}': "logprobs: expected a whole number, or none, found 2",
+        '{"prompt": "A", "logprobs": 2.5}': "logprobs: expected a whole number, or none, found 2.5",
+        '{"prompt": "A", "logit_bias": {"a": 1}}': "logit_bias: expected numbers by token id, found {'a': 1}",
+        '{"prompt": "A", "logit_bias": {"18446744073709551616": 1}}': "logit_bias: expected tokens 0 to 767",
+        '{"prompt": "A", "temperature": 1' + "0" * 400 + "}": "temperature: expected at most 3.4e+38, found 1000",
+        '{"prompt": [18446744073709551616]}': "prompt_ids: expected tokens 0 to 767, found one of more than 64 bits",
+        '{"prompt": [true]}': "prompt: expected text or a list of token ids, found [True]",
+        "[" * 100000: "expected a JSON record, found b'[[[[",
+        json.dumps({"prompt": "A " * 300}): ": expected 1 to 256 tokens",
     }
     done, records = run(model, tokenizer, tmp_path, [*wrong, "", LINES[0]])
     assert (done.lines, done.failed) == (len(wrong) + 1, len(wrong))
@@ -101,6 +116,35 @@ def test_a_line_that_is_wrong_is_told_and_the_others_are_completed(model, tokeni
         assert message in records[number]["error"]
     assert done.first_error == records[1]["error"]
     assert records[len(wrong) + 2]["choices"][0]["finish_reason"] == "max_new_tokens"
+
+
+def test_a_record_has_the_id_of_its_line_whatever_it_is(model, tokenizer, tmp_path):
+    lines = ['{"prompt": "A", "id": "\\ud800", "max_tokens": 1}', {"prompt": "A", "id": [1], "n": "2"}]
+    _, records = run(model, tokenizer, tmp_path, lines)
+    assert records[1]["id"] == "\ud800" and records[1]["choices"]
+    assert records[2]["id"] == [1] and "n: expected a whole number" in records[2]["error"]
+
+
+def test_a_file_that_is_no_output_is_left_as_it_is(model, tokenizer, tmp_path):
+    out = tmp_path / "out.jsonl"
+    for text in ("notes without an end of line", '{"line": 1, "input": "x"}\nnotes', '{"prompt": "A"}'):
+        out.write_text(text)
+        with pytest.raises(InputError, match=r"out.jsonl:[12]: expected a record of an earlier run, found b'"):
+            run(model, tokenizer, tmp_path)
+        assert out.read_text() == text
+    for place in (tmp_path, tmp_path / "none/out.jsonl"):
+        with pytest.raises(InputError, match="expected a file that completions can be written to: .*another --output"):
+            generate_file(model, tokenizer, tmp_path / "in.jsonl", place)
+
+
+def test_lines_can_be_added_behind_a_last_one_without_an_end(model, tokenizer, tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "A", "max_tokens": 1}')
+    generate_file(model, tokenizer, source, out)
+    first = out.read_bytes()
+    source.write_text('{"prompt": "A", "max_tokens": 1}\n{"prompt": "B", "max_tokens": 1}\n')
+    assert generate_file(model, tokenizer, source, out).lines == 2
+    assert out.read_bytes().startswith(first) and len(out.read_bytes().splitlines()) == 2
 
 
 def test_a_source_that_is_not_there_is_one_line_and_makes_nothing(model, tokenizer, tmp_path):

@@ -266,9 +266,9 @@ def test_pages_that_are_short_are_one_line_before_the_step_and_change_nothing(de
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt_ids": []}, "prompt 1: expected 1 to 256 tokens"),
-        ({"prompt_ids": [5, 768 * 9]}, "prompt 1: prompt_ids: expected tokens 0 to [0-9]+, found 6912"),
-        ({"n": 0}, "prompt 1: n: expected at least 1, found 0"),
+        ({"prompt_ids": []}, "^expected 1 to 256 tokens"),
+        ({"prompt_ids": [5, 768 * 9]}, "^prompt_ids: expected tokens 0 to [0-9]+, found 6912"),
+        ({"n": 0}, "^n: expected at least 1, found 0"),
         ({"n": 5}, "n: expected at most 4 choices .max_batch_size., found 5"),
         ({"answer_ids": [1, 2, 3]}, "answer_ids: expected fewer than max_new_tokens .3., .* found 3 and n 1"),
         ({"answer_ids": [-1]}, "answer_ids: expected tokens 0 to [0-9]+, found -1"),

@@ -9,6 +9,7 @@ A run that was interrupted goes on: lines that have a whole record are not compu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -16,7 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.runtime.completion import Collector, Completion
@@ -26,10 +27,41 @@ from lockstep.runtime.request import Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.sampling import Sampling
 
-_SAMPLING = {field.name for field in dataclasses.fields(Sampling)} - {"bad_words", "logit_bias"}
-_KNOWN = _SAMPLING | {
-    "prompt", "id", "max_tokens", "n", "stop", "ignore_eos", "priority", "bad_words", "logit_bias", "cache_salt",
-}  # fmt: skip
+_RECORD = b'{"line": '  # how each line of an output begins
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        token.isdecimal() and isinstance(bias, int | float) and not isinstance(bias, bool)
+        for token, bias in value.items()
+    )
+
+
+# What the fields of a line must be; `Sampling` checks the others of its own.
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "prompt": (
+        "text or a list of token ids",
+        lambda value: isinstance(value, str) or isinstance(value, list) and all(map(_is_whole, value)),
+    ),
+    "max_tokens": ("a whole number", _is_whole),
+    "n": ("a whole number", _is_whole),
+    "priority": ("a whole number", _is_whole),
+    "stop": ("text or a list of texts", lambda value: isinstance(value, str) or _are_texts(value)),
+    "bad_words": ("a list of texts", _are_texts),
+    "logit_bias": ("numbers by token id", _is_bias),
+    "ignore_eos": ("true or false", lambda value: isinstance(value, bool)),
+    "cache_salt": ("text", lambda value: isinstance(value, str)),
+}
+_SAMPLING = {field.name for field in dataclasses.fields(Sampling)} - set(_FIELDS)
+_KNOWN = {"id", *_FIELDS, *_SAMPLING}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,27 +93,27 @@ def generate_file(
 ) -> Done:
     """Complete all lines of `source` into `out`; progress: called behind each step.
 
-    Raises InputError for a source that cannot be read, and an `out` that is of another source. A line that cannot be
-    completed has an `error` in its record.
+    Raises InputError for a source that cannot be read, and an `out` that cannot be written or is of another source. A
+    line that cannot be completed has an `error` in its record.
     """
     lines = _numbered_lines(source)
     lines = itertools.chain([next(lines, (0, b""))], lines)  # a source that cannot be read is told before `out` is made
     known = _records(out)
     engine, done, running = Engine(model, max_input_len), Done(), {}
     end = False
-    with open(out, "a", encoding="utf-8") as file:
+    with _appended(out) as file:
         while not end or engine.has_work:
             while not end and engine.scheduler.num_waiting < model.max_batch_size:
                 number, line = next(lines, (0, b""))
                 end = not number
                 if not line.strip():
                     continue
-                record: dict[str, Any] = {"line": number, "input": hashlib.sha256(line).hexdigest()[:16]}
+                record: dict[str, Any] = {"line": number, "input": hashlib.sha256(line.strip()).hexdigest()[:16]}
                 if number in known:
                     _count(done, known[number], record, out)
                     continue
                 try:
-                    entry = _entry(line)
+                    entry = _entry(line.strip())
                     record["id"] = entry.get("id")
                     request, stop = _request(entry, tokenizer, model, defaults)
                     collector = Collector(tokenizer, len(request.prompt_ids), request.n, stop)
@@ -108,23 +140,45 @@ def _numbered_lines(source: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"{source}: expected a file of prompts, one JSON record a line: {error.strerror}") from None
 
 
+@contextlib.contextmanager
+def _expect_file(out: Path) -> Iterator[None]:
+    """Raise InputError where a file of completions is opened and cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{out}: expected a file that completions can be written to: {error.strerror}; give another --output"
+        ) from None
+
+
+def _appended(out: Path) -> TextIO:
+    with _expect_file(out):
+        # Half of a surrogate pair, which an `id` may have, becomes the escape that JSON has for it.
+        return open(out, "a", encoding="utf-8", errors="backslashreplace")
+
+
 def _records(out: Path) -> dict[int, dict[str, Any]]:
     """Records of an earlier run, by line; a last one that is not whole is cut off."""
     if not out.exists():
         return {}
-    data = out.read_bytes()
-    whole = data.rfind(b"\n") + 1
+    with _expect_file(out):
+        data = out.read_bytes()
+    *whole, rest = data.split(b"\n")
     known = {}
-    for number, line in enumerate(data[:whole].splitlines(), 1):
+    for number, line in enumerate([*whole, rest], 1):
         try:
+            if number > len(whole):
+                if not _RECORD.startswith(rest[: len(_RECORD)]):
+                    raise ValueError
+                break
             record = json.loads(line)
             known[int(record["line"])] = {"input": record["input"], "error": record.get("error")}
         except (ValueError, KeyError, TypeError):
             raise InputError(
                 f"{out}:{number}: expected a record of an earlier run, found {line[:60]!r}; give another --output"
             ) from None
-    if whole < len(data):
-        os.truncate(out, whole)
+    if rest:
+        os.truncate(out, len(data) - len(rest))
     return known
 
 
@@ -152,47 +206,39 @@ def _write(file: Any, done: Done, record: Mapping[str, Any]) -> None:
 def _entry(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"expected a JSON record, found {line[:60]!r}") from None
     if not isinstance(entry, dict) or "prompt" not in entry:
         raise InputError(f"expected a record with a prompt, found {line[:60]!r}")
-    unknown = sorted(set(entry) - _KNOWN)
-    if unknown:
-        raise InputError(f"expected only {', '.join(sorted(_KNOWN))}, found {', '.join(unknown)}")
     return entry
 
 
 def _request(
     entry: Mapping[str, Any], tokenizer: Tokenizer, model: Model, defaults: Defaults
 ) -> tuple[Request, tuple[str, ...]]:
-    prompt = entry["prompt"]
-    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-        ids = prompt
-    elif isinstance(prompt, str):
-        ids = tokenizer.encode(prompt).tolist()
-    else:
-        raise InputError(f"prompt: expected text or a list of token ids, found {repr(prompt)[:60]}")
+    unknown = sorted(set(entry) - _KNOWN)
+    if unknown:
+        raise InputError(f"expected only {', '.join(sorted(_KNOWN))}, found {', '.join(unknown)}")
+    for name, (expected, holds) in _FIELDS.items():
+        if name in entry and not holds(entry[name]):
+            raise InputError(f"{name}: expected {expected}, found {repr(entry[name])[:60]}")
+    prompt, n = entry["prompt"], entry.get("n", 1)
+    if not 1 <= n <= model.max_batch_size:
+        raise InputError(f"n: expected 1 to {model.max_batch_size} choices (max_batch_size), found {n}")
+    stop = entry.get("stop", defaults.stop)
     sampling: dict[str, Any] = {name: entry[name] for name in _SAMPLING if name in entry}
-    try:
-        sampling |= {"logit_bias": {int(token): float(value) for token, value in entry.get("logit_bias", {}).items()}}
-        sampling |= {"bad_words": tuple(_word(word, tokenizer) for word in entry.get("bad_words", ()))}
-        stop = entry.get("stop", defaults.stop)
-        stop = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
-        n, priority = int(entry.get("n", 1)), int(entry.get("priority", 0))
-        most = int(entry.get("max_tokens", defaults.max_tokens))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"expected values of their fields' types: {error}") from None
-    stop_ids = frozenset() if entry.get("ignore_eos") else frozenset(model.eos_token_ids)
+    sampling["logit_bias"] = {int(token): bias for token, bias in entry.get("logit_bias", {}).items()}
+    sampling["bad_words"] = tuple(_word(word, tokenizer) for word in entry.get("bad_words", ()))
     request = Request(
-        ids,
-        most,
-        stop_ids=stop_ids,
+        tokenizer.encode(prompt) if isinstance(prompt, str) else prompt,
+        entry.get("max_tokens", defaults.max_tokens),
+        stop_ids=frozenset() if entry.get("ignore_eos") else frozenset(model.eos_token_ids),
         sampling=dataclasses.replace(defaults.sampling, **sampling),
         n=n,
-        priority=priority,
-        cache_salt=str(entry.get("cache_salt", "")),
+        priority=entry.get("priority", 0),
+        cache_salt=entry.get("cache_salt", ""),
     )
-    return request, stop
+    return request, (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def _word(word: str, tokenizer: Tokenizer) -> tuple[int, ...]:

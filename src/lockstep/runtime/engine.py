@@ -90,30 +90,21 @@ class Engine:
         """Queue a request; gives its number. Raises InputError for a prompt that is empty or too long, values that
         cannot be, and a request that could never have the memory that it may need."""
         index, model = self._count, self._model
-        prompt, again = np.asarray(request.prompt_ids, np.int64), [int(token) for token in request.answer_ids]
-        where = f"prompt {index + 1}"
+        prompt = _token_ids("prompt_ids", request.prompt_ids, model.vocab_size)
+        again = _token_ids("answer_ids", request.answer_ids, model.vocab_size).tolist()
+        _token_ids("logit_bias", request.sampling.logit_bias, model.vocab_size)
         if not 1 <= len(prompt) <= self._longest:
             raise InputError(
-                f"{where}: expected 1 to {self._longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; "
+                f"expected 1 to {self._longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; "
                 "shorten it or raise the limits"
             )
-        ids: dict[str, Iterable[int]] = {
-            "prompt_ids": prompt,
-            "answer_ids": again,
-            "logit_bias": request.sampling.logit_bias,
-        }
-        for name, tokens in ids.items():
-            array = np.fromiter(tokens, np.int64)
-            bad = array[(array < 0) | (array >= model.vocab_size)]
-            if len(bad):
-                raise InputError(f"{where}: {name}: expected tokens 0 to {model.vocab_size - 1}, found {bad[0]}")
         if request.max_new_tokens < 1:
-            raise InputError(f"{where}: max_new_tokens: expected at least 1, found {request.max_new_tokens}")
+            raise InputError(f"max_new_tokens: expected at least 1, found {request.max_new_tokens}")
         if request.n < 1:
-            raise InputError(f"{where}: n: expected at least 1, found {request.n}")
+            raise InputError(f"n: expected at least 1, found {request.n}")
         if again and (request.n > 1 or len(again) >= request.max_new_tokens):
             raise InputError(
-                f"{where}: answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
+                f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
                 f"one choice, found {len(again)} and n {request.n}"
             )
         # The last new token is given out, and needs no place of its own.
@@ -131,6 +122,19 @@ class Engine:
             sampler = Sampler(request.sampling, [*prompt, *again], request.stop_ids, number, len(prompt))
             self._choices[scheduled] = _Choice(index, number, request, prompt, sampler, scheduled, again=deque(again))
         return index
+
+    def add_all(self, requests: Iterable[Request]) -> list[int]:
+        """Queue requests that come together; gives their numbers. Raises InputError, which names the prompt by its
+        place among them, and queues none, for one that `add` refuses."""
+        added: list[int] = []
+        try:
+            for request in requests:
+                added.append(self.add(request))
+        except InputError as error:
+            for index in added:
+                self.abort(index)
+            raise InputError(f"prompt {len(added) + 1}: {error}") from None
+        return added
 
     def abort(self, index: int, number: int | None = None) -> bool:
         """End all choices of a request, or choice `number` of it, wherever it stands; its slots and pages are free.
@@ -151,8 +155,7 @@ class Engine:
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Token]:
         """Add requests, then step until none is left. Left early, all requests end."""
-        for request in requests:
-            self.add(request)
+        self.add_all(requests)
         try:
             while self.has_work:
                 yield from self.step()
@@ -175,11 +178,10 @@ class Engine:
             raise InputError(f"sampling: expected one, or one for each of {len(prompts)} prompts, found {len(each)}")
         ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         stop_ids = frozenset(self._model.eos_token_ids)
-        found: dict[int, Collector] = {}
+        collectors = [Collector(tokenizer, len(prompt), n, stop) for prompt in ids]
+        requests = [Request(prompt, max_new_tokens, stop_ids=stop_ids, sampling=s, n=n) for prompt, s in zip(ids, each)]
+        found = dict(zip(self.add_all(requests), collectors, strict=True))
         try:
-            for prompt, of_one in zip(ids, each, strict=True):
-                index = self.add(Request(prompt, max_new_tokens, stop_ids=stop_ids, sampling=of_one, n=n))
-                found[index] = Collector(tokenizer, len(prompt), n, stop)
             while self.has_work:
                 for made in self.step():
                     if made.request in found and found[made.request].push(made):
@@ -311,6 +313,18 @@ class Engine:
         return self._root_keys[salt]
 
 
+def _token_ids(name: str, tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Token ids as an array int64 [num_tokens]. Raises InputError for one that is outside the vocabulary."""
+    try:
+        array = np.fromiter(tokens, np.int64)
+    except OverflowError:
+        raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found one of more than 64 bits") from None
+    bad = array[(array < 0) | (array >= vocab_size)]
+    if len(bad):
+        raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad[0]}")
+    return array
+
+
 class Decoding:
     """Requests that all come at once. Iterate to run them; tokens come in the order in which steps make them. `speed`
     is filled as it goes.
@@ -329,8 +343,7 @@ class Decoding:
     ):
         self._engine = Engine(model, max_input_len, max_num_tokens, prefix_caching)
         self.speed = self._engine.speed
-        for request in requests:
-            self._engine.add(request)
+        self._engine.add_all(requests)
 
     def __iter__(self) -> Iterator[Token]:
         for made in self._engine.run():

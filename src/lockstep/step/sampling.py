@@ -20,6 +20,7 @@ import numpy as np
 from lockstep.errors import InputError
 
 MAX_LOGPROBS = 20
+_LARGEST = float(np.finfo(np.float32).max)  # what logits are computed with
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Sampling:
     def __post_init__(self) -> None:
         def expect(name: str, expected: str, holds: bool) -> None:
             if not holds:
-                raise InputError(f"{name}: expected {expected}, found {getattr(self, name)}")
+                raise InputError(f"{name}: expected {expected}, found {str(getattr(self, name))[:60]}")
 
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -57,14 +58,18 @@ class Sampling:
         for name in ("top_k", "min_tokens", "seed"):
             value = getattr(self, name)
             expect(name, "a whole number", isinstance(value, int) and not isinstance(value, bool))
+        if self.logprobs is not None:
+            expect("logprobs", "a whole number, or none", type(self.logprobs) is int)
         expect("temperature", "0 or more", 0 <= self.temperature < math.inf)
         expect("top_k", "0 (all) or more", self.top_k >= 0)
         expect("top_p", "above 0 and up to 1", 0 < self.top_p <= 1)
         expect("min_p", "0 to 1", 0 <= self.min_p <= 1)
         expect("repetition_penalty", "above 0", 0 < self.repetition_penalty < math.inf)
+        for name in ("temperature", "repetition_penalty"):
+            expect(name, f"at most {_LARGEST:.2g}", getattr(self, name) <= _LARGEST)
         for name in ("presence_penalty", "frequency_penalty"):
             expect(name, "-2 to 2", -2 <= getattr(self, name) <= 2)
-        expect("logit_bias", "finite numbers by token id", all(map(math.isfinite, self.logit_bias.values())))
+        expect("logit_bias", "finite numbers by token id", all(abs(v) <= _LARGEST for v in self.logit_bias.values()))
         expect("bad_words", "sequences of at least one token", all(len(word) for word in self.bad_words))
         expect("min_tokens", "0 or more", self.min_tokens >= 0)
         expect("seed", "0 to 2**64-1", 0 <= self.seed < 1 << 64)
