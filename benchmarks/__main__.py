@@ -81,10 +81,17 @@ def decode(
 
 
 @bench.command()
-@click.option("--target", "targets", multiple=True, help="A target of a finished run, in results/; instead of models.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    help="A target of a finished run, in results/, with its limits; instead of models.",
+)
 @click.option("--model", "models", multiple=True, metavar="FOLDER|SHAPE", help="As for decode.  [default: as there]")
 @click.option("--requests", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--batch", type=click.IntRange(min=1), default=16, show_default=True, help="Requests in flight together.")
+@click.option(
+    "--batch", type=click.IntRange(min=1), default=16, show_default=True, help="Of models: requests in flight together."
+)
 @click.option("--mean-prompt", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a prompt.")
 @click.option("--mean-new", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens of a request.")
 @click.option(

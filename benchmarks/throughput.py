@@ -19,12 +19,14 @@ import lockstep
 from benchmarks.decode import prepare
 from benchmarks.export import SHAPES, shape_names
 from benchmarks.measure import in_turn, ratios, spread, surroundings
-from lockstep import Advance, Engine, Model, Request, Sampling
+from lockstep import Advance, Engine, Model, Request, Results, Sampling
 from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import read_json
 from lockstep.runtime.scheduler import Scheduled, Scheduler
 from lockstep.step.pages import PagePool, PageTables
 
 PACKAGES = ("numpy", "onnxruntime")
+_LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
 _TAIL = 64  # tokens behind the shared prefix
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
@@ -41,11 +43,13 @@ def run(
     rounds: int,
     threads: int | None,
 ) -> dict[str, Any]:
-    """Measure each of `models` (folders or shapes) and `targets`; see `measure`."""
+    """Measure each of `models` (folders or shapes), made in `precision` for `batch` requests, and of `targets`, with
+    the limits of their run; see `measure`."""
     measured = {}
     for target in targets:
-        with_limits = lockstep.open_model(target, threads=threads)
-        measured[target] = measure(with_limits, requests, mean_prompt, mean_new, prefix, rounds)
+        limits = {name: read_json(Results().config())["limits"][name] for name in _LIMITS}
+        opened = lockstep.open_model(target, threads=threads, **limits)
+        measured[target] = measure(opened, requests, mean_prompt, mean_new, prefix, rounds)
     for name in models:
         with tempfile.TemporaryDirectory() as work:
             shape = name in shape_names()
@@ -58,12 +62,11 @@ def run(
             length = length if allowed is None else min(length, allowed)
             limits = {"max_batch_size": batch, "max_seq_len": length}
             opened = Model.open(paths["engines"], paths["assembly"], paths["weights"], threads=threads, **limits)
-            shared = min(prefix, length - 2 * _TAIL)
-            measured[folder.name] = measure(opened, requests, mean_prompt, mean_new, shared, rounds)
+            measured[folder.name] = measure(opened, requests, mean_prompt, mean_new, prefix, rounds)
     measured_scheduler = {str(rows): scheduler_microseconds(rows) for rows in (16, 64, 256)}
     return {
         "benchmark": "throughput",
-        "precision": precision,
+        **({"precision": precision} if models else {}),
         "models": measured,
         "scheduler_microseconds_per_step": measured_scheduler,
         **surroundings(*PACKAGES, threads=threads),
@@ -75,7 +78,9 @@ def measure(model: Model, requests: int, mean_prompt: int, mean_new: int, prefix
 
     mixed: seconds of `requests` requests at once, lengths drawn around the means, through the engine, greedy and
     sampled, and of the steps that the engine took for the greedy ones, asked for one after another.
-    prefix: seconds to the first token of a prompt of `prefix` + 64 tokens, cold, and when the prefix is there already.
+    prefix: seconds to the first token of a prompt of `prefix` + 64 tokens, cold, and when the prefix is there already;
+    of as many whole chunks as a request has room for. None where it has none for one: the prefix of shorter prompts is
+    not kept.
     """
     random = np.random.default_rng(0)
     room = model.max_seq_len
@@ -130,10 +135,14 @@ def measure(model: Model, requests: int, mean_prompt: int, mean_new: int, prefix
         "tokens_per_second": round(tokens / spread(times["engine"])["median"], 1),
         "speed_of_engine_relative_to": ratios(times, "engine"),
     }
-    found: dict[str, Any] = {"max_batch_size": model.max_batch_size, "chunk_size": model.chunk_size, "mixed": mixed}
-    if prefix + _TAIL < room:
-        found["prefix"] = _prefix(model, prefix, rounds, random)
-    return found
+    shared = min(prefix, room - 2 * _TAIL) // model.chunk_size * model.chunk_size
+    return {
+        "max_batch_size": model.max_batch_size,
+        "max_seq_len": room,
+        "chunk_size": model.chunk_size,
+        "mixed": mixed,
+        "prefix": _prefix(model, shared, rounds, random) if shared > 0 else None,
+    }
 
 
 def _prefix(model: Model, prefix: int, rounds: int, random: np.random.Generator) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import gpu, gpu_transformers, peers, peers_table
+from benchmarks import gpu, gpu_transformers, peers, peers_table, throughput
 from benchmarks.__main__ import bench
 from benchmarks.child import run_child
 from click.testing import CliRunner
@@ -20,6 +20,7 @@ from lockstep.errors import InputError
 from lockstep.provenance import code_identity
 from lockstep.runtime import Advance, Model
 
+MODEL = "demo-llama"
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -395,3 +396,17 @@ def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
         2 * 10 * (3 * qkv + 2 * rest),
         2 * seen + 2 * (rest + head),
     )
+
+
+def test_throughput_runs_a_prefix_of_whole_chunks(demo):
+    paths = (demo.engines(MODEL, "fp32", "onnxruntime"), demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32"))
+    model = Model.open(*paths, max_batch_size=2, max_seq_len=256, chunk_size=64)
+    found = throughput.measure(model, requests=3, mean_prompt=8, mean_new=4, prefix=200, rounds=1)
+    assert found["mixed"]["requests"] == 3 and set(found["mixed"]["seconds"]) == {
+        "engine",
+        "bare steps",
+        "engine, sampled",
+    }
+    assert found["prefix"]["tokens"] == 128
+    model = Model.open(*paths, max_batch_size=2, max_seq_len=256)
+    assert throughput.measure(model, 3, 8, 4, prefix=200, rounds=1)["prefix"] is None
