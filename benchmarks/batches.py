@@ -232,12 +232,12 @@ def page(record: Mapping[str, Any]) -> str:
                     row["tokens_per_second"],
                     *_beside(row["tokens_per_second"], other and other["decode"].get(batch)),
                 ]
-                for batch, row in record["decode"].items()
+                for batch, row in _by_size(record["decode"])
             ],
         ),
         "",
         "A prompt alone, milliseconds: "
-        + ", ".join(f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in record["prompts"].items())
+        + ", ".join(f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in _by_size(record["prompts"]))
         + (f" (vLLM: 2048 tokens {other['prompt_2048']})" if other and other["prompt_2048"] else "")
         + ".",
         "",
@@ -256,8 +256,8 @@ def page(record: Mapping[str, Any]) -> str:
                     row["of_parts"],
                     row["host_milliseconds"]["median"],
                 ]
-                for rows, chunks in record["mixed"].items()
-                for chunk, row in chunks.items()
+                for rows, chunks in _by_size(record["mixed"])
+                for chunk, row in _by_size(chunks)
             ],
         ),
     ]
@@ -268,6 +268,11 @@ def page(record: Mapping[str, Any]) -> str:
             f"new ones: {min(found['seconds'])} s" + (f", vLLM {min(other['requests'])} s" if other else "") + ".",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _by_size(rows: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Keys of JSON are sorted as text."""
+    return sorted(rows.items(), key=lambda row: int(row[0]))
 
 
 def _beside(ours: float, theirs: float | None) -> list[Any]:

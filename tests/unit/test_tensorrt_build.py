@@ -66,19 +66,21 @@ def graph(*inputs: str) -> onnx.ModelProto:
 
 
 def test_a_block_has_profiles_for_one_request_for_several_and_for_prompts():
-    one, several, prefill = profiles(BLOCK, LIMITS)
+    one, several, more, prefill = profiles(BLOCK, LIMITS)
     assert one == {"hidden": ((1, 16),) * 3, "rows": ((1,),) * 3}
-    assert several == {"hidden": ((2, 16), (8, 16), (8, 16)), "rows": ((2,), (8,), (8,))}
+    assert several == {"hidden": ((2, 16), (4, 16), (4, 16)), "rows": ((2,), (4,), (4,))}
+    assert more == {"hidden": ((5, 16), (8, 16), (8, 16)), "rows": ((5,), (8,), (8,))}
     # a step of max_num_tokens, and a token of each row that decodes
     assert prefill["hidden"] == ((1, 16), (64, 16), (72, 16))
     assert len(profiles(BLOCK, LIMITS | {"max_batch_size": 1})) == 2
 
 
 def test_an_exit_has_profiles_for_one_row_and_for_several_and_an_embedding_one():
-    one, several = profiles(graph("num_tokens, 4", "num_requests"), LIMITS)
+    one, several, more = profiles(graph("num_tokens, 4", "num_requests"), LIMITS)
     assert one == {"x0": ((1, 4),) * 3, "x1": ((1,),) * 3}
     # a step that brings prompts may ask for one row
-    assert several == {"x0": ((1, 4), (64, 4), (72, 4)), "x1": ((1,), (8,), (8,))}
+    assert several == {"x0": ((1, 4), (64, 4), (72, 4)), "x1": ((1,), (4,), (4,))}
+    assert more == {"x0": ((5, 4), (64, 4), (72, 4)), "x1": ((5,), (8,), (8,))}
     embedding = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 17]> g (int64[num_tokens] '
         "token_ids, float[9, 4] table) => (float[num_tokens, 4] y) { y = Gather(table, token_ids) }"
@@ -91,10 +93,9 @@ def test_an_exit_has_profiles_for_one_row_and_for_several_and_an_embedding_one()
     [
         (1, [(1, 1)]),
         (2, [(1, 1), (2, 2)]),
-        (8, [(1, 1), (2, 8)]),
-        (9, [(1, 1), (2, 8), (9, 9)]),
-        (256, [(1, 1), (2, 8), (9, 32), (33, 128), (129, 256)]),
-        (1000, [(1, 1), (2, 8), (9, 32), (33, 128), (129, 512), (513, 1000)]),
+        (8, [(1, 1), (2, 4), (5, 8)]),
+        (9, [(1, 1), (2, 4), (5, 8), (9, 9)]),
+        (100, [(1, 1), (2, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 100)]),
     ],
 )
 def test_rows_that_decode_come_in_ranges_up_to_the_limit(rows, ranges):
@@ -102,14 +103,14 @@ def test_rows_that_decode_come_in_ranges_up_to_the_limit(rows, ranges):
 
 
 def test_each_range_of_rows_has_a_profile_that_is_tuned_for_its_top():
-    limits = LIMITS | {"max_batch_size": 40, "max_num_tokens": 64}
+    limits = LIMITS | {"max_batch_size": 10, "max_num_tokens": 64}
     _, *decode, prefill = [profile["rows"] for profile in profiles(BLOCK, limits)]
-    assert decode == [((2,), (8,), (8,)), ((9,), (32,), (32,)), ((33,), (40,), (40,))]
-    assert prefill == ((1,), (64,), (104,))
+    assert decode == [((2,), (4,), (4,)), ((5,), (8,), (8,)), ((9,), (10,), (10,))]
+    assert prefill == ((1,), (64,), (74,))
     one, *several = profiles(graph("num_tokens, 4", "num_requests"), limits)
     assert one["x1"] == ((1,),) * 3
-    assert [profile["x1"] for profile in several] == [((1,), (8,), (8,)), ((9,), (32,), (32,)), ((33,), (40,), (40,))]
-    assert [profile["x0"] for profile in several] == [((low, 4), (64, 4), (104, 4)) for low in (1, 9, 33)]
+    assert [profile["x1"] for profile in several] == [((1,), (4,), (4,)), ((5,), (8,), (8,)), ((9,), (10,), (10,))]
+    assert [profile["x0"] for profile in several] == [((low, 4), (64, 4), (74, 4)) for low in (1, 5, 9)]
 
 
 def test_kinds_have_the_dimensions_that_they_name():
@@ -198,10 +199,10 @@ def test_beside_a_profile_of_one_size_an_output_may_be_told_with_that_size():
             r"float16 \[16, 32\]",
         ),
         (changed(1, dtype=np.dtype("int64")), r"input rows: expected int32 \[-1\] as in the assembly, found int64"),
-        (changed(0, profiles=(((1, 16), (8, 16), (8, 16)),)), "expected 3 optimization profiles, found 1"),
+        (changed(0, profiles=(((1, 16), (8, 16), (8, 16)),)), "expected 4 optimization profiles, found 1"),
         (
-            changed(1, profiles=(((1,),) * 3, ((2,), (8,), (8,)), ((1,), (64,), (64,)))),
-            r"input rows, profile 2: expected \[1\] to \[72\], tuned "
+            changed(1, profiles=(((1,),) * 3, ((2,), (4,), (4,)), ((5,), (8,), (8,)), ((1,), (64,), (64,)))),
+            r"input rows, profile 3: expected \[1\] to \[72\], tuned "
             r"for \[64\], found \[1\] to \[64\]",
         ),
     ],
@@ -923,7 +924,7 @@ def test_without_nvrtc_no_engines_are_opened(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     with pytest.raises(InputError) as error:
-        TensorRTBackend.executor(None, None, 1, 1, 1)  # before anything of the backend is looked at
+        TensorRTBackend.executor(None, None, 1, 1, 1, None)  # before anything of the backend is looked at
     assert str(error.value) == (
         "backend tensorrt: expected the library NVRTC of the CUDA toolkit (nvidia-cuda-nvrtc), which "
         "compiles the kernels of attention and of the KV cache, "

@@ -59,7 +59,7 @@ class TensorRTBackend:
     library = TENSORRT
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 7
+    revision = 8
     takes_long = True
 
     def __init__(self) -> None:

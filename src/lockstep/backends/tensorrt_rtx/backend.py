@@ -36,7 +36,7 @@ class TensorRTRTXBackend:
     library = TENSORRT_RTX
     name = "tensorrt_rtx"
     suffixes = (_PLAN,)
-    revision = 2
+    revision = 3
     precisions = ("fp32", "fp16", "bf16")
     takes_long = False
 
