@@ -42,7 +42,7 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, precision, attention):
     assert np.array_equal(found, expected) and np.array_equal(found[0][1], found[FIRST + 1][1])
     # What a step takes, part by part, can be captured; decoding leaves the rows as they are, a prompt's row is
     # forgotten.
-    assert model.ahead and not reference.ahead
+    assert model.in_flight and not reference.in_flight
     assert {"block", "attention", "exit", "gaps"} < set(model._executor.breakdown(len(prompts)))
     model.step_tokens([Advance(0, prompts[0], 0)])
     assert {"block", "attention", "exit"} < set(model._executor.breakdown_prefill())

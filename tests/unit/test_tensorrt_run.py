@@ -208,7 +208,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     gains = next(array for name, array in model._executor._network.exit.run._weights.items() if "norm" in name)
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
     # -1 is no token that a step could go on with
-    assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.ahead
+    assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.in_flight
     assert model.step_tokens([Advance(1, np.arange(5), 0)]).tolist() == [-1]
     for slot in range(2):
         model.release(slot)
@@ -232,12 +232,12 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
         for _ in range(14):  # slot 2 goes over 64 tokens
             launches, plain = gpu.launches, gpu.plain
             both.step(1, 2, 0)
-            assert both.found.ahead
+            assert both.found.in_flight
     assert (gpu.launches, gpu.plain) == (launches + 1, plain) and launched[-1] == launches + 1, (
         "a launch a step, before its tokens are waited for"
     )
     both.step(2, 0)  # some of its rows
-    assert both.found.ahead and gpu.launches == launches + 2, "the next one without the row that ended"
+    assert both.found.in_flight and gpu.launches == launches + 2, "the next one without the row that ended"
     for _ in range(2):
         both.step(2, 0)
     both.step(2, 1)  # a row that it has not
@@ -256,16 +256,16 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
     both.step(3, prompts=[(1, 120)])  # pages of rows that the step is still at work in
     for _ in range(2):
         both.step(1, 2, 3)
-    assert "step" in both.found._executor.breakdown(4) and not both.found.ahead
+    assert "step" in both.found._executor.breakdown(4) and not both.found.in_flight
     for _ in range(3):
         both.step(1, 2, 3)
     both.step(2, prompts=[(1, 254 - both.found.length(1))])
     for _ in range(2):
         both.step(1, 2)
-    assert both.found.length(1) == 256 and not both.found.ahead  # no room for one more
+    assert both.found.length(1) == 256 and not both.found.in_flight  # no room for one more
     for _ in range(3):
         both.step(2, 3)
-    assert both.found.ahead  # for others there is
+    assert both.found.in_flight  # for others there is
 
 
 def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form, gpu, monkeypatch):
@@ -287,7 +287,7 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
 
         for _ in range(2):
             both.step(0, 1)
-        assert not both.found.ahead
+        assert not both.found.in_flight
         with pytest.raises(CheckError, match="free GPU memory"):
             both.found.step_tokens([Advance(0, np.array([1]), 64)])
     for _ in range(2):
@@ -309,7 +309,7 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
 def test_decoding_goes_ahead_whatever_comes_and_goes_and_ends_with_nothing_under_way(open_model, form, gpu):
     model = open_model()
     requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
-    seen = [(made.request, model.ahead) for made in Decoding(model, requests)]
+    seen = [(made.request, model.in_flight) for made in Decoding(model, requests)]
     assert len(seen) == 33 and not seen[-1][1] and all(ahead for _, ahead in seen[:-1])
 
 
@@ -379,12 +379,12 @@ def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model,
     """It is not taken again; and the step behind both goes ahead too."""
     both = Both(demo, open_model, form[1], more=True)
     both.step(prompts=[(0, 8), (1, 63)])  # a cache of 64, where the step under way writes the last token
-    assert both.found.ahead, "the prompts' next tokens are on the device"
+    assert both.found.in_flight, "the prompts' next tokens are on the device"
     for _ in range(3):
         both.step(0, 1)
     launches = gpu.launches
     both.step(0, 1, prompts=[(2, 100)])  # the cache grows
-    assert both.found.ahead and gpu.launches <= launches + 1, "no launch but the one ahead"
+    assert both.found.in_flight and gpu.launches <= launches + 1, "no launch but the one ahead"
     both.step(0, 1, 2)
     launches = gpu.launches
     both.step(0, 2, prompts=[(1, 7), (3, 2)])  # a row of the step goes on with other tokens
@@ -561,7 +561,7 @@ def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
     model = open_model()
     for start, count in ((0, 5), (5, 1), (6, 1), (7, 1)):
         model.step_tokens([Advance(0, np.arange(count), start)], more=True)
-    assert model.ahead
+    assert model.in_flight
     gc.collect()
     gc.disable()
     try:

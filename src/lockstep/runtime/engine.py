@@ -251,7 +251,7 @@ class Engine:
         else:
             rows = model.step_tokens(advances, more=goes_on).tolist()
         ended = time.perf_counter()
-        seconds, self._began = ended - began, ended if model.ahead else None
+        seconds, self._began = ended - began, ended if model.in_flight else None
         if prompt_tokens:
             self.speed.prefill_tokens += prompt_tokens
             self.speed.prefill_seconds += seconds

@@ -111,9 +111,9 @@ class Model:
         return self._take(advances, lambda advances: self._executor.tokens(advances, more))
 
     @property
-    def ahead(self) -> bool:
+    def in_flight(self) -> bool:
         """A step was begun before it was asked for: see `step_tokens`."""
-        return self._executor.ahead
+        return self._executor.in_flight
 
     @property
     def tables(self) -> PageTables:

@@ -50,7 +50,7 @@ class Executor(Protocol):
     def lengths(self) -> np.ndarray: ...
 
     @property
-    def ahead(self) -> bool:
+    def in_flight(self) -> bool:
         """A step was begun that nobody has asked for yet."""
         ...
 

@@ -26,7 +26,7 @@ class HostExecutor:
     copies, which `share` copies back.
     """
 
-    ahead = False
+    in_flight = False
 
     def __init__(self, network: Network, num_slots: int, max_seq_len: int, chunk_size: int, kv_bytes: int):
         """chunk_size: tokens brought together are cut at multiples of it. kv_bytes: for the pages of all requests."""

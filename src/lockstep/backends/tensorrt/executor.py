@@ -59,7 +59,7 @@ class _Flight:
     ends: dict[int, int]
     tokens: np.ndarray  # page-locked: what it finds, by slot, once `done`
     done: cuda.Event
-    given: np.ndarray | None = None  # of a step ahead: the tokens that it went on with, by slot
+    given: np.ndarray | None = None  # of a step in flight: the tokens that it went on with, by slot
 
 
 class GpuExecutor:
@@ -92,10 +92,10 @@ class GpuExecutor:
         self._attention = make_attention(network, self.tables, num_slots, max_seq_len, self._kernels)
         self._forms = list(dict.fromkeys(self._attention))
         self._plans: dict[tuple, _Plan] = {}
-        self._ahead: _Flight | None = None  # a step that nobody has asked for yet
+        self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
         self._prompt: tuple[_Plan, list[int]] | None = None
-        # of a step, and of the one ahead of it
+        # of a step, and of the one behind it
         self._fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
         self._host_logits: np.ndarray | None = None
 
@@ -104,9 +104,9 @@ class GpuExecutor:
             self._stream.drain()  # what is freed now may be at work still
 
     @property
-    def ahead(self) -> bool:
+    def in_flight(self) -> bool:
         """A step was begun that nobody has asked for yet."""
-        return self._ahead is not None
+        return self._in_flight is not None
 
     def reset(self, slot: int) -> None:
         """Forget what a slot holds; its pages go back."""
@@ -152,7 +152,7 @@ class GpuExecutor:
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         """Take a step that is checked already; [len(advances), vocab_size] float32, in the order of the list."""
         decoding, chunks = _split(advances)
-        self._ahead = None
+        self._in_flight = None
         self._begin(advances)
         plans = [self._decode(decoding)] if decoding else []
         plans += [self._prefill(chunks)] if chunks else []
@@ -184,19 +184,19 @@ class GpuExecutor:
                 self._prefill(chunks)
             flight = self._fetch(_ends(advances))
         slots = [advance.slot for advance in advances]
-        ahead = self._go_ahead({slot: flight.ends[slot] for slot in slots}) if more else None
+        launched = self._launch_next({slot: flight.ends[slot] for slot in slots}) if more else None
         flight.done.wait()
         found = flight.tokens.copy()
-        if ahead is None:
+        if launched is None:
             self._state.tell(slots, found)
         else:
-            ahead.given = found
-        self._ahead = ahead
+            launched.given = found
+        self._in_flight = launched
         return found[slots].astype(np.int64)
 
     def _asked_for(self, decoding: Sequence[Advance]) -> _Flight | None:
-        """The step ahead, if these are slots of it; else it is dropped: nobody asks for it any more."""
-        flight, self._ahead = self._ahead, None
+        """The step in flight, if these are slots of it; else it is dropped: nobody asks for it any more."""
+        flight, self._in_flight = self._in_flight, None
         if flight is None or not decoding or flight.given is None:
             return None
         asked = all(
@@ -213,7 +213,7 @@ class GpuExecutor:
         flight.done.record(self._stream)
         return flight
 
-    def _go_ahead(self, held: dict[int, int]) -> _Flight | None:
+    def _launch_next(self, held: dict[int, int]) -> _Flight | None:
         """Put the step of these slots, which hold so much by then, on the stream too, if all have room."""
         if max(held.values()) == self.max_seq_len:
             return None
@@ -336,7 +336,7 @@ class GpuExecutor:
                 f"breakdown: expected room for {end - held.max()} more tokens in each row, at "
                 f"most {self.max_seq_len} (max_seq_len), found a row of {held.max()}"
             )
-        self._prompt = self._ahead = None
+        self._prompt = self._in_flight = None
         self._reserve(dict.fromkeys(range(batch), end), self.lengths)
         plan = self._decode_plan(count)
         self._state.decode(range(batch), [0] * batch, held.tolist(), self._stream)
@@ -359,7 +359,7 @@ class GpuExecutor:
         """
         if self._prompt is None:
             raise InputError("breakdown: expected a step with one prompt just before, found none")
-        (plan, slots), self._prompt, self._ahead = self._prompt, None, None
+        (plan, slots), self._prompt, self._in_flight = self._prompt, None, None
         try:
             return self._parts(plan)
         finally:
