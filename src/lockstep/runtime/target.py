@@ -16,7 +16,8 @@ def open_model(target: str, results: str | os.PathLike = "results", **limits: An
     """Open the model of a target, such as `demo-llama/fp16/all/onnxruntime`, of a finished run.
 
     results: the results tree. limits: of `Model.open` (`max_batch_size`, `max_seq_len`, `max_num_tokens`, `threads`,
-    `low_memory`). Raises InputError for a name that is no target's, and what `Model.open` raises.
+    `low_memory`, `kv_bytes`, `chunk_size`). Raises InputError for a name that is no target's, and what `Model.open`
+    raises.
     """
     tree, names = Results(Path(results)), _parse(target)
     model, precision = names.model, names.precision
