@@ -570,14 +570,14 @@ def test_an_explanation_ends_in_time_and_hides_nothing(copied, right):
 
 
 def test_a_fault_of_the_runtime_is_told_from_one_of_graphs_and_engines(copied, right, monkeypatch):
-    pack = host._pack
+    pack = host.HostExecutor._pack
 
-    def first_token_wrong(plan, advances):
-        rows = pack(plan, advances)
+    def first_token_wrong(self, plan, advances):
+        rows = pack(self, plan, advances)
         plan.token_ids[0] = 7
         return rows
 
-    monkeypatch.setattr(host, "_pack", first_token_wrong)
+    monkeypatch.setattr(host.HostExecutor, "_pack", first_token_wrong)
     report = follow(copied, right)
     assert report["wrong"] == "runtime" and not report["faults"] and not report["served"]["passed"]
     assert "lockstep.runtime" in explained(copied, right)

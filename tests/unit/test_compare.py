@@ -266,12 +266,35 @@ LIMITS = {"max_batch_size": 16, "max_num_tokens": 512, "max_seq_len": 256}
 @pytest.mark.parametrize(
     "graph, limits, expected",
     [
-        (GRAPH, {}, [(0, 1, 1), (1, 1, 1), (1, 32, 16)]),
+        (GRAPH, {}, [(0, 1, 1), (1, 1, 1), (1, 32, 4), (2, 5, 5), (2, 32, 8), (3, 9, 9), (3, 32, 16)]),
         (GRAPH, {"max_batch_size": 1, "max_num_tokens": 8}, [(0, 1, 1), (1, 1, 1), (1, 9, 1)]),
-        (GRAPH, {"max_batch_size": 100}, [(0, 1, 1), (1, 1, 1), (1, 32, 32)]),
-        (BLOCK, {}, [(0, 1), (1, 2), (1, 16), (2, 1), (2, 32)]),
+        (
+            GRAPH,
+            {"max_batch_size": 100},
+            [(0, 1, 1), (1, 1, 1), (1, 32, 4), (2, 5, 5), (2, 32, 8), (3, 9, 9), (3, 32, 16), (4, 17, 17), (4, 32, 32)]
+            + [(5, 33, 33), (6, 65, 65)],
+        ),
+        (BLOCK, {}, [(0, 1), (1, 2), (1, 4), (2, 5), (2, 8), (3, 9), (3, 16), (4, 1), (4, 32)]),
         (BLOCK, {"max_batch_size": 1, "max_num_tokens": 8}, [(0, 1), (1, 1), (1, 9)]),
-        (BLOCK, {"max_batch_size": 100}, [(0, 1), (1, 2), (1, 32), (2, 1), (2, 32)]),
+        (
+            BLOCK,
+            {"max_batch_size": 100},
+            [
+                (0, 1),
+                (1, 2),
+                (1, 4),
+                (2, 5),
+                (2, 8),
+                (3, 9),
+                (3, 16),
+                (4, 17),
+                (4, 32),
+                (5, 33),
+                (6, 65),
+                (7, 1),
+                (7, 32),
+            ],
+        ),
     ],
 )
 def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
