@@ -97,7 +97,7 @@ def decode(
 @click.option(
     "--prefix", type=click.IntRange(min=0), default=2048, show_default=True, help="Tokens that prompts share."
 )
-@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True)
+@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True, help="Of models.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
 @_ROUNDS
 @_DOCS

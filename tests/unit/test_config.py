@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.artifacts.files import write_json
+from lockstep.config.backends import backends
 from lockstep.config.load import Config, load, load_merged
 from lockstep.errors import InputError
 from lockstep.targets import Results, Target
@@ -99,7 +100,7 @@ MISTAKES = [
     (
         "[onnxruntime]",
         "[tensorflow]",
-        "models.demo-llama.backends[0]: expected one of onnxruntime, tensorrt, tensorrt_rtx; found 'tensorflow'",
+        f"models.demo-llama.backends[0]: expected one of {', '.join(backends())}; found 'tensorflow'",
     ),
     (
         "[onnxruntime]",

@@ -20,6 +20,7 @@ from lockstep.backends.base import Built
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, describe_cpu, thread_count
 from lockstep.backends.tensorrt.device import gpu_key
+from lockstep.config.backends import backends
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.prepare import Prepared, check_same
 from lockstep.runtime import Advance, Model
@@ -161,7 +162,7 @@ def test_an_opset_that_nothing_is_lowered_to_is_a_mistake_of_the_user(demo, tmp_
         ({"device": {"architecture": "riscv64", "isa": []}}, "device: made for architecture riscv64"),
         ({"precision": "fp16"}, "precision: made for fp16, found fp32"),
         ({"engines": {}}, "engines: made for , found attention.decode attention.prefill"),
-        ({"backend": "abacus"}, "backend: expected one of onnxruntime, tensorrt, tensorrt_rtx, found 'abacus'"),
+        ({"backend": "abacus"}, f"backend: expected one of {', '.join(backends())}, found 'abacus'"),
         ({"format": "lockstep.engines/9"}, "expected format 'lockstep.engines/1', found 'lockstep.engines/9'"),
     ],
 )

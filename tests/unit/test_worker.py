@@ -137,7 +137,7 @@ def test_a_question_that_cannot_be_answered_is_an_error_to_be_caught(python, cap
     with pytest.raises(InputError) as error:
         worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), "identity", name="nothing")
     assert (
-        str(error.value) == ("backend: expected one of onnxruntime, tensorrt, tensorrt_rtx, found 'nothing'")
+        str(error.value) == f"backend: expected one of {', '.join(backends.backends())}, found 'nothing'"
         and not capfd.readouterr().err
     )
     with pytest.raises(CheckError, match="^other bytes$"):
