@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime.completion import Collector, Completion
-from lockstep.runtime.model import Model, default_chunk_size
+from lockstep.runtime.model import Model, fitting_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
 from lockstep.runtime.request import Request, Speed, Token
 from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, Status, Step
@@ -60,7 +60,7 @@ class Engine:
         self.speed = Speed()
         self._model = model
         budget = max_num_tokens or model.max_num_tokens or Limits().max_num_tokens
-        chunk_size = min(model.chunk_size, default_chunk_size(model.max_batch_size, budget))
+        chunk_size = fitting_chunk_size(model.chunk_size, model.max_batch_size, budget)
         if admission == "optimistic" and model.tables.shares is None:
             raise InputError(
                 f"admission: expected guaranteed, for the attention of {model.engines.path} cannot be swapped out, "

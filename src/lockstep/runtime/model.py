@@ -81,7 +81,7 @@ class Model:
             {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens},
         )
         network = open_network(engines, weights_json, layers, threads, low_memory)
-        chunk_size = default_chunk_size(rows, tokens) if chunk_size is None else chunk_size
+        chunk_size = fitting_chunk_size(CHUNK_SIZE, rows, tokens) if chunk_size is None else chunk_size
         if chunk_size < 1:
             raise InputError(f"chunk_size: expected at least 1, found {chunk_size}")
         if kv_bytes is not None and kv_bytes < 1:
@@ -174,11 +174,11 @@ class Model:
         self._executor.lengths[slot] = swapped[1]
 
 
-def default_chunk_size(num_slots: int, max_num_tokens: int | None) -> int:
-    """256 tokens, or what a step has room for beside a token of each other request: in whole pages where that is at
-    least one."""
-    room = CHUNK_SIZE if max_num_tokens is None else min(CHUNK_SIZE, max(1, max_num_tokens - num_slots + 1))
-    return room // PAGE_SIZE * PAGE_SIZE or room
+def fitting_chunk_size(wanted: int, num_slots: int, max_num_tokens: int | None) -> int:
+    """Return `wanted` tokens, or what a step has room for beside a token of each other request: in whole pages where
+    that is at least one."""
+    room = wanted if max_num_tokens is None else max(1, max_num_tokens - num_slots + 1)
+    return wanted if wanted <= room else room // PAGE_SIZE * PAGE_SIZE or room
 
 
 def _quarter_of_memory() -> int:
