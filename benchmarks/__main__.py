@@ -14,6 +14,7 @@ import click
 from lockstep import InputError
 from lockstep.artifacts.files import dump_json, read_json, write_json
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
+from lockstep.cli.stages import RESULTS
 
 _DOCS = click.option(
     "--write",
@@ -82,10 +83,7 @@ def decode(
 
 @bench.command()
 @click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    help="A target of a finished run, in results/, with its limits; instead of models.",
+    "--target", "targets", multiple=True, help="A target of a finished run, with its limits; instead of models."
 )
 @click.option("--model", "models", multiple=True, metavar="FOLDER|SHAPE", help="As for decode.  [default: as there]")
 @click.option("--requests", type=click.IntRange(min=1), default=64, show_default=True)
@@ -99,6 +97,7 @@ def decode(
 )
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True, help="Of models.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
+@RESULTS
 @_ROUNDS
 @_DOCS
 def throughput(models: tuple[str, ...], targets: tuple[str, ...], docs: Path | None, **settings: Any) -> None:

@@ -42,13 +42,14 @@ def run(
     prefix: int,
     rounds: int,
     threads: int | None,
+    results: Path,
 ) -> dict[str, Any]:
-    """Measure each of `models` (folders or shapes), made in `precision` for `batch` requests, and of `targets`, with
-    the limits of their run; see `measure`."""
+    """Measure each of `models` (folders or shapes), made in `precision` for `batch` requests, and of `targets` in
+    `results`, with the limits of their run; see `measure`."""
     measured = {}
     for target in targets:
-        limits = {name: read_json(Results().config())["limits"][name] for name in _LIMITS}
-        opened = lockstep.open_model(target, threads=threads, **limits)
+        limits = {name: read_json(Results(results).config())["limits"][name] for name in _LIMITS}
+        opened = lockstep.open_model(target, results, threads=threads, **limits)
         measured[target] = measure(opened, requests, mean_prompt, mean_new, prefix, rounds)
     for name in models:
         with tempfile.TemporaryDirectory() as work:
