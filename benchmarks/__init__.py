@@ -12,6 +12,7 @@ INSIDE = {
     "artifacts.assembly": "graphs and layers of an export",
     "artifacts.signature": "inputs and outputs of graphs",
     "artifacts.files": "JSON, digests, files written whole or not at all",
+    "cli.stages": "the option that names the results tree",
     "cli.guarded": "`python -m benchmarks` ends with one line on a mistake, as `lockstep` does",
     "pipeline": "worker: measures and plants faults in the Python that a backend runs in",
     # What the numbers were measured on.
