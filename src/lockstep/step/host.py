@@ -39,6 +39,7 @@ class HostExecutor:
         self._stored: dict[int, list[np.ndarray]] = {}  # by page
         pool = PagePool(kv_bytes // page_nbytes, page_nbytes, self._drop_stored)
         self.tables = PageTables(pool, num_slots, pages_for, shares=False)
+        self._room = [0] * num_slots  # tokens that each slot's row has room for, and pages
         self._plans: dict[Layout, Plan] = {}
 
     @property
@@ -49,12 +50,15 @@ class HostExecutor:
         """Forget what the slot holds, so that its memory may be used again."""
         self._cache.reset(slot)
         self.tables.release(slot)
+        self._room[slot] = 0
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
-        self.tables.reserve(ends)
-        for slot, end in ends.items():
-            self._reserve_row(slot, end)
+        grown = {slot: end for slot, end in ends.items() if end > self._room[slot]}
+        if grown:
+            self.tables.reserve(grown)
+            for slot, end in grown.items():
+                self._reserve_row(slot, end)
         plan = self._plan(self._lay_out(advances))
         decoded = self._pack(plan, advances)
         plan.run()
@@ -100,20 +104,18 @@ class HostExecutor:
     def _reserve_row(self, slot: int, length: int) -> None:
         if self._cache.reserve(slot, length):
             self._plans.clear()
+        self._room[slot] = self._cache.place(slot).capacity
 
     def _lay_out(self, advances: Sequence[Advance]) -> Layout:
         """Requests of one token decode, in the order of their rows; the others follow, in the order of the list."""
-        places = [self._cache.place(advance.slot) for advance in advances]
         rows: dict[int, list[int]] = {}
-        for advance, place in zip(advances, places):
+        chunks = []
+        for advance in advances:
+            place = self._cache.place(advance.slot)
             if len(advance.tokens) == 1:
                 rows.setdefault(place.capacity, []).append(place.row)
-        chunks = [
-            Chunk(place, start, end - start)
-            for advance, place in zip(advances, places)
-            if len(advance.tokens) > 1
-            for start, end in self._pieces(advance)
-        ]
+            else:
+                chunks += [Chunk(place, start, end - start) for start, end in self._pieces(advance)]
         decoding = [Rows(capacity, min(found), max(found) + 1) for capacity, found in sorted(rows.items())]
         return Layout(tuple(decoding), tuple(chunks), len(advances))
 
@@ -140,7 +142,7 @@ class HostExecutor:
         """Fill the plan's token ids, positions and logit rows; gives by capacity the cache rows that decode,
         ascending."""
         layout = plan.layout
-        first_of = {part.capacity: at.start - part.low for part, at in zip(layout.decoding, layout.slices())}
+        first_of = {part.capacity: at.start - part.low for part, at in zip(layout.decoding, plan.slices)}
         decoded: dict[int, list[int]] = {capacity: [] for capacity in first_of}
         offset = layout.num_decode
         if offset > sum(len(advance.tokens) == 1 for advance in advances):

@@ -74,7 +74,7 @@ class Plan:
     `logits`."""
 
     def __init__(self, network: Network, cache: KVCache, layout: Layout):
-        self.layout = layout
+        self.layout, self.slices = layout, layout.slices()
         self._cache = cache
         self._dims = {"num_tokens": layout.num_tokens, "num_requests": layout.num_logits}
         self._buffers: dict[tuple, list[np.ndarray]] = {}
@@ -108,7 +108,7 @@ class Plan:
     def write_decoded(self, decoded: Mapping[int, np.ndarray]) -> None:
         """Put the decoding rows' new keys and values at their positions in the cache. decoded: by capacity, the rows
         that decode, ascending."""
-        for part, tokens, new in zip(self.layout.decoding, self.layout.slices(), self._new):
+        for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
             rows = decoded[part.capacity]
             offsets = rows - part.low
             starts = self.position_ids[tokens][offsets]
@@ -125,7 +125,7 @@ class Plan:
 
     def _add_attention(self, index: int, kind: Kind, values: dict[str, np.ndarray]) -> None:
         attention = self._buffer(kind.attention, self.layout.num_tokens)
-        cache, slices = self._cache, self.layout.slices()
+        cache, slices = self._cache, self.slices
         group, index_in_group = cache.layer(index)
         for part, tokens, new in zip(self.layout.decoding, slices, self._new):
             past = cache.view(index, part.capacity, part.low, part.high)
