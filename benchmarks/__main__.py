@@ -215,6 +215,12 @@ def _settings(context: click.Context, parameter: click.Parameter, given: tuple[s
     return found
 
 
+_SETTING = click.option(
+    "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
+    help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
+)  # fmt: skip
+
+
 @bench.command()
 @click.option("--backend", type=click.Choice(["onnxruntime", "tensorrt"]), default="onnxruntime", show_default=True)
 @click.option(
@@ -245,10 +251,7 @@ def _settings(context: click.Context, parameter: click.Parameter, given: tuple[s
     metavar="INTERPRETER",
     help="The Python that engines run in, as backends.tensorrt.python.  [default: this one]",
 )
-@click.option(
-    "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
-    help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
-)  # fmt: skip
+@_SETTING
 @click.option(
     "--loosen",
     type=click.FloatRange(min=1),
@@ -280,6 +283,19 @@ def faults(
     benchmark.check(record)
 
 
+_TENSORRT_PYTHON = click.option(
+    "--python",
+    metavar="INTERPRETER",
+    help="The Python that TensorRT runs in, as backends.tensorrt.python.  [default: this one]",
+)
+_WORK = click.option(
+    "--work",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Scratch folder: random weights and engines (14 GB for 7B).",
+)
+
+
 @bench.command()
 @click.option(
     "--shape",
@@ -287,21 +303,9 @@ def faults(
     show_default=True,
     help="A Llama shape that comes with the benchmark, or a config.json.",
 )
-@click.option(
-    "--python",
-    metavar="INTERPRETER",
-    help="The Python that TensorRT runs in, as backends.tensorrt.python.  [default: this one]",
-)
-@click.option(
-    "--work",
-    type=click.Path(file_okay=False, path_type=Path),
-    required=True,
-    help="Scratch folder: random weights and engines (14 GB for 7B).",
-)
-@click.option(
-    "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
-    help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
-)  # fmt: skip
+@_TENSORRT_PYTHON
+@_WORK
+@_SETTING
 @click.option(
     "--write",
     "docs",
@@ -341,21 +345,9 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
 
 @bench.command()
 @click.option("--shape", default="llama-2-7b", show_default=True, help="A shape that comes with the benchmark.")
-@click.option(
-    "--python",
-    metavar="INTERPRETER",
-    help="The Python that TensorRT runs in, as backends.tensorrt.python.  [default: this one]",
-)
-@click.option(
-    "--work",
-    type=click.Path(file_okay=False, path_type=Path),
-    required=True,
-    help="Scratch folder: random weights and engines (14 GB for 7B).",
-)
-@click.option(
-    "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
-    help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
-)  # fmt: skip
+@_TENSORRT_PYTHON
+@_WORK
+@_SETTING
 @click.option(
     "--vllm",
     type=click.Path(dir_okay=False, exists=True, path_type=Path),

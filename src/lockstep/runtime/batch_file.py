@@ -122,7 +122,8 @@ def generate_file(
                     _write(file, done, {**record, "error": f"{source}:{number}: {error}"})
             for made in engine.step():
                 record, collector = running[made.request]
-                if collector.push(made):
+                collector.push(made)
+                if collector.stopped(made):
                     engine.abort(made.request, made.choice)
                 if collector.completion.done:
                     del running[made.request]

@@ -43,24 +43,30 @@ class Collector:
         self._streams = [tokenizer.stream() for _ in range(n)]
         self._filters = [StopFilter(stop) for _ in range(n)]
 
-    def push(self, made: Token) -> bool:
-        """Take one token. True where a stop string has ended its choice, which must be aborted if it goes on."""
+    def push(self, made: Token) -> str:
+        """Take one token; gives the text that it adds. A choice that a stop string has ended (`finish`) must be
+        aborted: more would follow."""
         choice, stream = self.completion.choices[made.choice], self._streams[made.choice]
         stop = self._filters[made.choice]
         if made.finish == "error":
             choice.finish = made.finish
-            return False
+            return ""
         choice.token_ids.append(made.token)
         if made.logprobs is not None:
             choice.logprobs.append(made.logprobs)
         text = "" if made.finish == "stop_id" else stream.push(made.token)
-        choice.text += stop.push(text + stream.finish() if made.finish else text)
+        text = stop.push(text + stream.finish() if made.finish else text)
         choice.finish = made.finish
         if stop.found:
             choice.finish = "stop_string"
         elif made.finish:
-            choice.text += stop.rest()
-        return stop.found and made.finish is None
+            text += stop.rest()
+        choice.text += text
+        return text
+
+    def stopped(self, made: Token) -> bool:
+        """A stop string has ended the choice of this token."""
+        return self.completion.choices[made.choice].finish == "stop_string"
 
 
 class StopFilter:

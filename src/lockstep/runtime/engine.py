@@ -118,8 +118,9 @@ class Engine:
         for scheduled in choices[:1] if choices[0].siblings else choices:
             self._scheduler.add(scheduled)
         self._count += 1
+        known = np.concatenate([prompt, np.array(again, np.int64)])
         for number, scheduled in enumerate(choices):
-            sampler = Sampler(request.sampling, [*prompt, *again], request.stop_ids, number, len(prompt))
+            sampler = Sampler(request.sampling, known, request.stop_ids, number, len(prompt))
             self._choices[scheduled] = _Choice(index, number, request, prompt, sampler, scheduled, again=deque(again))
         return index
 
@@ -142,16 +143,12 @@ class Engine:
         found = [
             choice for choice in self._choices.values() if choice.index == index and number in (None, choice.number)
         ]
-        for choice in found:
-            if choice.scheduled in self._choices:  # else it went along with another
-                self._end(choice)
+        self._end_all(found)
         return bool(found)
 
     def close(self) -> None:
         """Abort all requests."""
-        for choice in [*self._choices.values()]:
-            if choice.scheduled in self._choices:
-                self._end(choice)
+        self._end_all([*self._choices.values()])
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Token]:
         """Add requests, then step until none is left. Left early, all requests end."""
@@ -184,8 +181,10 @@ class Engine:
         try:
             while self.has_work:
                 for made in self.step():
-                    if made.request in found and found[made.request].push(made):
-                        self.abort(made.request, made.choice)
+                    if (collector := found.get(made.request)) is not None:
+                        collector.push(made)
+                        if collector.stopped(made):
+                            self.abort(made.request, made.choice)
         except BaseException:
             for index in found:
                 self.abort(index)
@@ -295,6 +294,11 @@ class Engine:
         if finish:
             self._end(choice)
         return Token(choice.index, token, logits, finish, choice.number, sampled.logprobs)
+
+    def _end_all(self, choices: Iterable[_Choice]) -> None:
+        for choice in choices:
+            if choice.scheduled in self._choices:  # else it went along with another
+                self._end(choice)
 
     def _end(self, choice: _Choice) -> None:
         """Free what a choice holds; a prompt that is not through takes its further choices along."""

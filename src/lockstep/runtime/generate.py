@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.runtime.completion import StopFilter
+from lockstep.runtime.completion import Collector
 from lockstep.runtime.engine import Decoding
 from lockstep.runtime.model import Model
 from lockstep.runtime.request import Request, Speed
@@ -30,10 +30,10 @@ class Generation:
     decode."""
 
     def __init__(self, decoding: Decoding, tokenizer: Tokenizer, count: int, stop: Sequence[str]):
-        self.tokens: list[list[int]] = [[] for _ in range(count)]
         self._decoding = decoding
-        self._streams = [tokenizer.stream() for _ in range(count)]
-        self._filters = [StopFilter(stop) for _ in range(count)]
+        self._collectors = [Collector(tokenizer, 0, 1, stop) for _ in range(count)]
+        self._choices = [collector.completion.choices[0] for collector in self._collectors]
+        self.tokens: list[list[int]] = [choice.token_ids for choice in self._choices]
 
     @property
     def speed(self) -> Speed:
@@ -41,19 +41,12 @@ class Generation:
 
     def __iter__(self) -> Iterator[Piece]:
         for made in self._decoding:
-            i = made.request
-            stream, stop = self._streams[i], self._filters[i]
-            self.tokens[i].append(made.token)
-            text = "" if made.finish == "stop_id" else stream.push(made.token)
-            text = stop.push(text + stream.finish() if made.finish else text)
-            finish = made.finish
-            if stop.found:
-                finish = "stop_string"
-                self._decoding.finish(i)
-            elif finish:
-                text += stop.rest()
+            collector = self._collectors[made.request]
+            text, finish = collector.push(made), self._choices[made.request].finish
+            if collector.stopped(made):
+                self._decoding.finish(made.request)
             if text or finish:
-                yield Piece(i, text, finish)
+                yield Piece(made.request, text, finish)
 
 
 def generate(

@@ -284,8 +284,7 @@ class Scheduler:
             each.slot = heapq.heappop(self._free_slots)
             if number:
                 each.status = Status.FORKING
-                shared = request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if tables.shares else 0
-                tables.reserve({each.slot: tokens - shared})
+                tables.reserve({each.slot: tokens - self._shared_tokens(request)})
             else:
                 each.status = Status.RUNNING
                 if tables.shares:
@@ -297,8 +296,11 @@ class Scheduler:
     def _pages_for(self, request: Scheduled, tokens: int) -> int:
         """Pages of a request that holds `tokens`, its choices together."""
         pages_for = self.tables.pages_for
-        shared = request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
-        return pages_for(tokens) + len(request.siblings) * pages_for(tokens - shared)
+        return pages_for(tokens) + len(request.siblings) * pages_for(tokens - self._shared_tokens(request))
+
+    def _shared_tokens(self, request: Scheduled) -> int:
+        """Tokens of a prompt whose pages its choices share."""
+        return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
 
     def _swap_in(self, step: Step) -> bool:
         """Bring requests back while there is room; False when one is left, before which none is admitted."""

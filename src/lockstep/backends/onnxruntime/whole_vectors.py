@@ -17,24 +17,21 @@ VECTOR = 4  # float32 numbers, as ONNX Runtime is compiled for x86-64 and AArch6
 def pad_angles(model: onnx.ModelProto) -> bool:
     """Pad the inputs of Cos and Sin, in place; False where all rows are whole vectors already."""
     inferred = onnx.shape_inference.infer_shapes(model)
-    sizes = {
-        value.name: value.type.tensor_type.shape.dim[-1].dim_value
+    shapes = {
+        value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         for value in (*inferred.graph.value_info, *inferred.graph.input)
-        if value.type.tensor_type.shape.dim
     }
     graph, nodes, padded = model.graph, [], {}
     for node in graph.node:
-        size = sizes.get(node.input[0], 0) if node.op_type in ("Cos", "Sin") else 0
-        if size % VECTOR == 0:
+        shape = shapes.get(node.input[0]) if node.op_type in ("Cos", "Sin") else None
+        size = shape[-1] if shape else 0
+        if not shape or size % VECTOR == 0:
             nodes.append(node)
             continue
         angles, found = node.input[0], node.output[0]
         if angles not in padded:
             padded[angles] = f"{angles}/padded"
-            ends = next(
-                len(value.type.tensor_type.shape.dim) for value in inferred.graph.value_info if value.name == angles
-            )
-            pads = np.zeros(2 * ends, np.int64)
+            pads = np.zeros(2 * len(shape), np.int64)
             pads[-1] = -size % VECTOR
             graph.initializer.append(numpy_helper.from_array(pads, f"{angles}/pads"))
             nodes.append(helper.make_node("Pad", [angles, f"{angles}/pads"], [padded[angles]]))
