@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 
 from lockstep.artifacts.files import write_json
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime.generate import StopFilter
+from lockstep.runtime.completion import StopFilter
 from lockstep.runtime.tokenizer import Tokenizer
 
 
