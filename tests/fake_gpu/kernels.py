@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from fake_gpu.device import Fault, Gpu
+from lockstep.step.sampling import PARAMETERS, Sampling, draw
 
 NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
 
@@ -121,7 +122,8 @@ def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
 
 
 def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
-    """What Kernels.advance says. Slots are read one by one, so that each array is touched just where it may be."""
+    """What Kernels.advance says, by the host's definition. Slots are read one by one, so that each array is touched
+    just where it may be."""
     slots, held = gpu.array(k.slots, (count,), "i4").copy(), _integers(gpu, k.held, k.wide, count).copy()
     logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])
     for row, slot in enumerate(slots.tolist()):
@@ -130,6 +132,11 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
         with np.errstate(invalid="ignore"):
             best = logits[row].max()
         found = int(logits[row].argmax()) if np.isfinite(best) else -1
+        terms = gpu.array(k.samplings, (slot + 1,), PARAMETERS)[slot]
+        if found >= 0 and terms["temperature"] > 0:
+            names = ("temperature", "top_k", "top_p", "min_p", "seed")
+            sampling = Sampling(**{name: terms[name].item() for name in names})
+            found = draw(logits[row].astype(np.float32), sampling, int(terms["choice"]), int(held[row]) + 1)
         if not 0 <= held[row] < k.limit:
             raise Fault(f"advance: position {held[row]} of slot {slot}, at most {k.limit - 1} expected")
         gpu.array(k.found_tokens, (slot + 1,), "i4")[slot] = found

@@ -9,6 +9,7 @@ import pytest
 from lockstep.errors import InputError
 from lockstep.runtime import Advance, Engine, Model, Request, Sampling, scheduler
 from lockstep.runtime.prefix import root_key
+from lockstep.step.host import HostExecutor
 
 CHUNK = 64
 
@@ -136,6 +137,32 @@ def test_a_seed_gives_the_same_tokens_in_any_company_and_order(model):
     assert found == alone and len(set(alone)) > 4
 
 
+def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
+    """Whatever else is in the step, in slots that others had, and behind a swap; `logprobs` has the host draw."""
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
+    page = open_model(demo).tables.pool.page_nbytes
+    model = open_model(demo, kv_bytes=5 * page)
+    rules = [Sampling(1.2, seed=2**64 - 1), Sampling(0.8, top_p=0.9), Sampling(), Sampling(3.0, top_k=40, min_p=0.01)]
+    terms = [(length, rules[length % 4]) for length in (9, 62, 100, 7, 60, 33, 1, 66)]
+
+    def tokens(**more):
+        engine, found = Engine(model, prefix_caching=False, admission="optimistic"), {}
+        requests = [Request(ids(n, n), 20, sampling=dataclasses.replace(rule, **more)) for n, rule in terms]
+        several = Request(ids(30), 9, sampling=dataclasses.replace(rules[0], **more), n=3)
+        for made in engine.run([*requests, several]):
+            found.setdefault((made.request, made.choice), []).append(made.token)
+            assert (made.logits is None) == (not more) or made.request == 8  # whose choices fork from logits
+        engine.scheduler.check()
+        return found, engine.scheduler.num_swaps
+
+    (drawn, swaps), (by_logits, _) = tokens(), tokens(logprobs=0)
+    assert drawn == by_logits and len({tuple(drawn[8, choice]) for choice in range(3)}) == 3 and swaps
+    greedy = model.step_tokens([Advance(slot, ids(9), 0) for slot in range(4)])
+    assert len(set(greedy.tolist())) == 1, "slots are greedy again once they are released"
+    with pytest.raises(InputError, match="sampling: expected temperature, top_k, top_p, min_p and seed alone"):
+        model.set_sampling(0, Sampling(1.0, logprobs=2))
+
+
 @pytest.mark.parametrize("given", [1, 7, 15])
 def test_an_interrupted_request_goes_on_to_the_bit(model, given):
     for sampling, choose in ((Sampling(1.0, seed=3, presence_penalty=0.5), None), (Sampling(), argmax)):
@@ -210,21 +237,24 @@ def test_an_abort_frees_everything_in_every_state(demo, state, monkeypatch):
     assert [model.length(slot) for slot in range(4)] == [0] * 4
 
 
-def test_logits_that_are_not_finite_end_their_request_only(model, monkeypatch):
-    step = Model.step
+HOW = [Sampling(), Sampling(1e-9), Sampling(1e-9, logprobs=0)]  # the executor chooses, draws; the host draws
+
+
+@pytest.mark.parametrize("sampling", HOW, ids=["greedy", "drawn", "by-logits"])
+def test_logits_that_are_not_finite_end_their_request_only(model, monkeypatch, sampling):
+    whole = HostExecutor.logits
 
     def poisoned(self, advances):
-        logits = step(self, advances)
+        logits = whole(self, advances)
         for row, advance in zip(logits, advances):
             if advance.start + len(advance.tokens) == 13:
                 row[5] = np.nan
         return logits
 
-    monkeypatch.setattr(Model, "step", poisoned)
-    choose = Sampling(1e-9)  # by the host
+    monkeypatch.setattr(HostExecutor, "logits", poisoned)
     engine = Engine(model)
     good, bad = (list(ids(length, length)) for length in (20, 12))
-    ended = list(engine.run([Request(good, 6, sampling=choose), Request(bad, 6, sampling=choose)]))
+    ended = list(engine.run([Request(prompt, 6, sampling=sampling) for prompt in (good, bad)]))
     assert [(made.request, made.token) for made in ended if made.finish == "error"] == [(1, -1)]
     assert [made.finish for made in ended if made.request == 0][-1] == "max_new_tokens"
     engine.scheduler.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import shutil
 import threading
@@ -21,7 +22,8 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Advance, Decoding, Engine, Model, Request, Tokenizer, generate, scheduler
+from lockstep.runtime import Advance, Decoding, Engine, Model, Request, Sampling, Tokenizer, generate, scheduler
+from lockstep.step.sampling import Sampler
 from lockstep.targets import Target
 from lockstep.verify import golden
 from lockstep.verify.bisect.explain import engine_report
@@ -209,6 +211,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
     # -1 is no token that a step could go on with
     assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.in_flight
+    model.set_sampling(1, Sampling(1.0))
     assert model.step_tokens([Advance(1, np.arange(5), 0)]).tolist() == [-1]
     for slot in range(2):
         model.release(slot)
@@ -636,6 +639,76 @@ def test_requests_share_pages_fork_and_are_swapped_out_with_the_tokens_that_they
         open_model(kv_bytes=2 * page_nbytes).step([Advance(0, np.arange(129), 0)])
     with pytest.raises(CheckError, match="KV cache: expected room for a page of 64 tokens, .* raise kv_bytes"):
         open_model(kv_bytes=page_nbytes - 1)
+
+
+RULES = [Sampling(1.2, seed=2**64 - 1), Sampling(), Sampling(0.8, top_p=0.95, seed=7), Sampling(2.0, 50, min_p=0.01)]
+
+
+def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_model, form, gpu, monkeypatch):
+    """The tokens that the host draws from the same logits (`logprobs` asks for them), in slots that others had."""
+    from lockstep.backends.tensorrt import cuda
+
+    model, fetched = open_model(), set()
+    prompts = [np.random.default_rng(seed).integers(0, 768, count) for seed, count in enumerate((5, 70, 9, 30, 3, 100))]
+    requests = lambda **more: [
+        Request(prompt, 12 + number, sampling=dataclasses.replace(RULES[number % 4], **more))
+        for number, prompt in enumerate(prompts)
+    ]
+    expected = tokens_of(Engine(model, prefix_caching=False), requests(logprobs=0))
+    download = cuda.Stream.download
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda.Stream, "download", lambda *given: (fetched.add(given[2].address), download(*given))[1])
+        engine, found, ahead = Engine(model, prefix_caching=False), {}, []
+        for made in engine.run(requests()):
+            found.setdefault((made.request, made.choice), []).append(made.token)
+            ahead.append(model.in_flight)
+    assert found == expected and fetched == {model._executor._state.found.address} and all(ahead[:-1])
+    alone = [tokens_of(Engine(model), [request])[0, 0] for request in requests()]
+    assert [expected[number, 0] for number in range(6)] == alone
+
+
+def test_choices_of_a_sampled_request_draw_for_themselves(open_model, form, gpu):
+    model = open_model()
+    given = [
+        Request(np.arange(3, 20), 10, sampling=dataclasses.replace(RULES[0], logprobs=each), n=3) for each in (None, 0)
+    ]
+    drawn, by_logits = (tokens_of(Engine(model), [request]) for request in given)
+    assert drawn == by_logits and len({tuple(tokens) for tokens in drawn.values()}) == 3
+
+
+def test_only_the_logits_of_requests_that_need_them_come_back(open_model, form, gpu, monkeypatch):
+    from lockstep.backends.tensorrt import cuda
+
+    model = open_model()
+    first = [Advance(slot, np.arange(2, 9 + slot), 0) for slot in range(3)]
+    expected, tokens = model.step(first), {}
+    for slot in range(3):
+        model.release(slot)
+    fetched, download = [], cuda.Stream.download
+    monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2].shape), download(*given))[1])
+    found, logits = model.step_with_logits(first, [2, 0])
+    assert sorted(fetched) == [(1, 768), (1, 768), (model.max_batch_size,)]
+    np.testing.assert_array_equal(logits, expected[[2, 0]])
+    tokens = dict(enumerate(found.tolist()))
+    advances = lambda: [Advance(slot, np.array([tokens[slot]]), model.length(slot)) for slot in (1, 2, 0)]
+    tokens |= zip((1, 2, 0), model.step_tokens(advances(), more=True).tolist())
+    assert model.in_flight
+    found, logits = model.step_with_logits(advances(), [1])  # of the step under way
+    assert logits.shape == (1, 768) and logits.argmax() == found[1] and not model.in_flight
+
+
+def test_a_step_under_way_is_not_asked_for_in_a_slot_that_samples_in_another_way(open_model, form, gpu):
+    model = open_model()
+    tokens = model.step_tokens([Advance(slot, np.arange(2, 9), 0) for slot in range(2)], more=True)
+    model.set_sampling(1, Sampling(50.0, seed=3))  # hot: another token than the likeliest
+    advances = [Advance(slot, tokens[slot : slot + 1], 7) for slot in range(2)]
+    found, logits = model.step_with_logits(advances, [0, 1])
+    assert found.tolist() == [logits[0].argmax(), Sampler(Sampling(50.0, seed=3))(logits[1], 8).token]
+    assert found[1] != logits[1].argmax()
+    for slot in range(2):
+        model.release(slot)
+    found = model.step_tokens([Advance(slot, np.arange(2, 9), 0) for slot in range(2)])
+    assert found.tolist() == tokens.tolist(), "greedy again"
 
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)

@@ -37,14 +37,23 @@ class _Choice:
     scheduled: Scheduled
     made: int = 0
     next_token: int = -1
+    sampling_slot: int = -1  # the slot that the model was told of
     again: deque[int] = field(default_factory=deque)
+
+    @property
+    def needs_logits(self) -> bool:
+        """The host chooses the next token: also where choices that are still to fork draw from the same logits."""
+        request = self.request
+        forks = bool(self.scheduled.siblings and request.sampling.temperature)
+        return request.choose is not None or request.sampling.needs_logits or forks
 
 
 class Engine:
     """`add` requests at any time, `step` until there are no more; not for several threads at once.
 
-    Where all requests of a step take the most likely token, the model chooses (`Model.step_tokens`): on a GPU no logits
-    come back, and the next step is under way before it is asked for.
+    The model chooses the tokens, greedy or drawn (`Model.step_tokens`): on a GPU no logits come back, and the next step
+    is under way before it is asked for. Not so in steps with a request that needs logits (`choose`, penalties, lists,
+    logprobs): its own come back, and the host chooses.
     """
 
     def __init__(
@@ -218,6 +227,7 @@ class Engine:
         model, scheduler = self._model, self._scheduler
         while (victim := scheduler.victim()) is not None:
             self._swapped[victim] = model.swap_out(victim.slot)
+            self._choices[victim].sampling_slot = -1
             scheduler.swapped_out(victim)
         step = scheduler.schedule()
         for request in step.swapped_in:
@@ -231,7 +241,8 @@ class Engine:
 
     def _take(self, step: Step) -> Sequence[np.ndarray | int]:
         """Take the step: for each share its logits, or the token that the model chose."""
-        model, advances, prompt_tokens, by_logits, goes_on = self._model, [], 0, False, False
+        model, advances, prompt_tokens, goes_on = self._model, [], 0, False
+        wanted = []  # of which logits are
         for scheduled, count in step.shares:
             choice, start = self._choices[scheduled], scheduled.num_computed
             if scheduled.decodes:
@@ -240,13 +251,20 @@ class Engine:
                 tokens = choice.prompt[start : start + count]
                 prompt_tokens += count
             advances.append(Advance(scheduled.slot, tokens, start))
-            last = start + count >= scheduled.num_prompt_tokens
-            by_logits |= last and not (choice.request.choose is None and choice.request.sampling.is_greedy)
+            if start + count >= scheduled.num_prompt_tokens:
+                if choice.needs_logits:
+                    wanted.append(len(advances) - 1)
+                elif choice.request.sampling.temperature and choice.sampling_slot != scheduled.slot:
+                    model.set_sampling(scheduled.slot, choice.request.sampling, choice.number)
+                    choice.sampling_slot = scheduled.slot
             goes_on |= choice.made + 1 < choice.request.max_new_tokens and start + 1 < model.max_seq_len
         began = self._began or time.perf_counter()
-        rows: Sequence[np.ndarray | int]
-        if by_logits:
-            rows = list(model.step(advances))
+        rows: list[np.ndarray | int]
+        if wanted:
+            tokens, logits = model.step_with_logits(advances, wanted)
+            rows = tokens.tolist()
+            for number, row in zip(wanted, logits):
+                rows[number] = row
         else:
             rows = model.step_tokens(advances, more=goes_on).tolist()
         ended = time.perf_counter()

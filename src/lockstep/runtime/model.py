@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from lockstep.runtime.binding import open_network
 from lockstep.step.advance import Advance, Executor, check
 from lockstep.step.host import HostExecutor
 from lockstep.step.pages import PAGE_SIZE, PageTables
+from lockstep.step.sampling import Sampling
 from lockstep.targets import Limits
 
 _DEFAULTS = {
@@ -22,6 +23,8 @@ _DEFAULTS = {
     "max_seq_len": Limits().max_seq_len,
     "max_num_tokens": None,  # any number
 }
+_GREEDY = Sampling()
+_Taken = TypeVar("_Taken")
 CHUNK_SIZE = 256  # tokens of a prompt that are computed together, unless a step has less room
 
 
@@ -102,13 +105,28 @@ class Model:
         return self._take(advances, self._executor.logits)
 
     def step_tokens(self, advances: Sequence[Advance], more: bool = False) -> np.ndarray:
-        """As `step`, but gives only each request's most likely next token, [len(advances)] int64: on a GPU nothing else
-        comes back. -1 where that one's logit is NaN or infinite.
+        """As `step`, but gives only each request's next token, [len(advances)] int64, the most likely one or what
+        `set_sampling` says: on a GPU nothing else comes back. -1 where the largest logit is NaN or infinite.
 
         more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU may begin it
         at once, before the tokens are back; any other step may follow all the same.
         """
         return self._take(advances, lambda advances: self._executor.tokens(advances, more))
+
+    def step_with_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """As `step_tokens`, and the logits [len(wanted), vocab_size] float32 behind `advances[i]` for i of `wanted`: on
+        a GPU no others come back."""
+        return self._take(advances, lambda advances: self._executor.tokens_and_logits(advances, wanted))
+
+    def set_sampling(self, slot: int, sampling: Sampling, choice: int = 0) -> None:
+        """Have steps that give tokens draw those of a slot as `sampling` and the number of the request's choice say,
+        until the slot is released. Raises InputError for what needs logits (`Sampling.needs_logits`)."""
+        if sampling.needs_logits:
+            raise InputError(
+                "sampling: expected temperature, top_k, top_p, min_p and seed alone, found what needs logits; take "
+                "steps that give logits, and sample with `Sampler`"
+            )
+        self._executor.set_sampling(slot, sampling, choice)
 
     @property
     def in_flight(self) -> bool:
@@ -120,7 +138,7 @@ class Model:
         """Which pages of the KV cache each slot has, and the pool that they are from."""
         return self._executor.tables
 
-    def _take(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], np.ndarray]) -> np.ndarray:
+    def _take(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], _Taken]) -> _Taken:
         check(advances, self._executor, self.vocab_size, self.max_num_tokens)
         lengths = self._executor.lengths
         for advance in advances:
@@ -142,8 +160,10 @@ class Model:
         return int(self._executor.lengths[slot])
 
     def release(self, slot: int) -> None:
-        """Forget what the slot holds, so that its memory may be used again. A new request at start 0 does the same."""
+        """Forget what the slot holds, so that its memory may be used again, and how it samples. A new request at start
+        0 does the first."""
         self._executor.reset(slot)
+        self._executor.set_sampling(slot, _GREEDY, 0)
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
         """Begin a slot that holds nothing with the pages of a prefix: see `Executor.share`."""
@@ -165,7 +185,9 @@ class Model:
         if not length:
             self.release(slot)
             return None, 0
-        return self._executor.swap_out(slot), length
+        swapped = self._executor.swap_out(slot)
+        self._executor.set_sampling(slot, _GREEDY, 0)
+        return swapped, length
 
     def swap_in(self, slot: int, swapped: tuple[Any, int]) -> None:
         """Make a slot, which has pages and holds nothing, hold what was swapped out."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.step.pages import PageTables
+from lockstep.step.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,17 @@ class Executor(Protocol):
         ...
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
-        """Take a step; each request's most likely next token, [len(advances)] int64; -1 where that logit is NaN or
-        infinite. more: `Model.step_tokens`."""
+        """Take a step; each request's next token, as `set_sampling` says, [len(advances)] int64; -1 where the largest
+        logit is NaN or infinite. more: `Model.step_tokens`."""
+        ...
+
+    def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """As `tokens`, and the logits [len(wanted), vocab_size] float32 behind `advances[i]` for each i of `wanted`."""
+        ...
+
+    def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
+        """Choose a slot's tokens by `sampling.draw` from now on, as choice `choice` of its request; at temperature 0,
+        as at first, the most likely one. What needs logits (`Sampling.needs_logits`) is not looked at."""
         ...
 
     def share(self, slot: int, pages: Sequence[int]) -> None:

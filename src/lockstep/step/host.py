@@ -15,6 +15,7 @@ from lockstep.step.kv_cache import KVCache
 from lockstep.step.network import Network
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.plan import Chunk, Layout, Plan, Rows
+from lockstep.step.sampling import Sampling, draw
 
 _KEPT_PLANS = 8
 
@@ -41,6 +42,7 @@ class HostExecutor:
         self.tables = PageTables(pool, num_slots, pages_for, shares=False)
         self._room = [0] * num_slots  # tokens that each slot's row has room for, and pages
         self._plans: dict[Layout, Plan] = {}
+        self._samplings: dict[int, tuple[Sampling, int]] = {}  # of slots that sample
 
     @property
     def lengths(self) -> np.ndarray:
@@ -66,7 +68,25 @@ class HostExecutor:
         return plan.logits.astype(np.float32)
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
-        return most_likely(self.logits(advances))
+        return self._choose(advances, self.logits(advances))
+
+    def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        logits = self.logits(advances)
+        return self._choose(advances, logits), logits[wanted]
+
+    def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
+        if sampling.temperature:
+            self._samplings[slot] = sampling, choice
+        else:
+            self._samplings.pop(slot, None)
+
+    def _choose(self, advances: Sequence[Advance], logits: np.ndarray) -> np.ndarray:
+        tokens = most_likely(logits)
+        for number, advance in enumerate(advances):
+            if advance.slot in self._samplings and tokens[number] >= 0:
+                sampling, choice = self._samplings[advance.slot]
+                tokens[number] = draw(logits[number], sampling, choice, advance.start + len(advance.tokens))
+        return tokens
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
         self._reserve_row(slot, len(pages) * PAGE_SIZE)

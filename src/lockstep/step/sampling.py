@@ -20,6 +20,19 @@ import numpy as np
 from lockstep.errors import InputError
 
 MAX_LOGPROBS = 20
+_LEAST_TEMPERATURE = 1e-30  # above 0: fp32 can divide by it
+# What a device draws with: `parameters` of a slot. temperature: 0 is greedy; top_k: 0 is all.
+PARAMETERS = np.dtype(
+    [
+        ("temperature", "f4"),
+        ("top_k", "i4"),
+        ("min_p", "f4"),
+        ("unused", "i4"),
+        ("top_p", "f8"),
+        ("seed", "u8"),
+        ("choice", "u8"),
+    ]
+)
 _LARGEST = float(np.finfo(np.float32).max)  # what logits are computed with
 
 
@@ -76,9 +89,9 @@ class Sampling:
         expect("logprobs", f"0 to {MAX_LOGPROBS}, or none", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS)
 
     @property
-    def is_greedy(self) -> bool:
-        """The most likely token of the logits as they are, and nothing else is asked for."""
-        return self.temperature == 0 and self.logprobs is None and not self.changes_logits
+    def needs_logits(self) -> bool:
+        """`draw` or the most likely token of the logits as they are does not do: the host must see them."""
+        return self.logprobs is not None or self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
@@ -165,6 +178,17 @@ class Sampler:
         return logits
 
 
+def parameters(sampling: Sampling, choice: int) -> tuple[float, int, float, int, float, int, int]:
+    """The fields of PARAMETERS, for the draws of a request's choice."""
+    temperature = float(_temperature(sampling)) if sampling.temperature else 0.0
+    top_k = min(sampling.top_k, np.iinfo(np.int32).max)
+    return temperature, top_k, sampling.min_p, 0, sampling.top_p, sampling.seed, choice
+
+
+def _temperature(sampling: Sampling) -> np.float32:
+    return np.float32(max(sampling.temperature, _LEAST_TEMPERATURE))
+
+
 def draw(logits: np.ndarray, sampling: Sampling, choice: int, position: int) -> int:
     """A token for logits [vocab_size], at a temperature above 0."""
     weights = probabilities(logits, sampling)
@@ -182,7 +206,7 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     factor; 0 for those that min-p, top-k or top-p leave out."""
     # The largest is taken off before the division: a tiny temperature then gives exp(-inf) = 0, not an overflow.
     with np.errstate(over="ignore"):
-        weights = np.exp((logits.astype(np.float32) - logits.max()) / np.float32(max(sampling.temperature, 1e-30)))
+        weights = np.exp((logits.astype(np.float32) - logits.max()) / _temperature(sampling))
     if sampling.min_p:
         weights[weights < np.float32(sampling.min_p)] = 0
     if 0 < sampling.top_k < len(weights):

@@ -12,6 +12,7 @@ import numpy as np
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.staging import Staging
+from lockstep.step.sampling import PARAMETERS, Sampling, parameters
 
 _UNKNOWN = -1  # a token that the host has not seen
 
@@ -21,21 +22,40 @@ class DecodeState:
 
     token_ids, positions (of dtype `integer`): of slots that do not decode any that are valid. rows (int32): the slot
     itself, or -1 where it does not decode. found (int32): the token that was found last, -1 for one that is none.
+    samplings (sampling.PARAMETERS): how tokens are chosen; they change when a slot's request does, not each step.
     """
 
     def __init__(self, slots: int, max_seq_len: int, integer: np.dtype):
         self.token_ids, self.positions = (cuda.zeros((slots,), integer) for _ in range(2))
         self.rows, self.found = (cuda.zeros((slots,), "i4") for _ in range(2))
+        self.samplings = cuda.zeros((slots,), PARAMETERS)  # greedy
         self._limit = max_seq_len
         self._staging = Staging(self.rows.nbytes + 2 * self.positions.nbytes, 3)
+        self._sampling_staging = Staging(self.samplings.nbytes, 1)
+        self._samplings, self._sampling_changed = np.zeros(slots, PARAMETERS), False
         self._tokens, self._positions = (np.zeros(slots, np.int64) for _ in range(2))
         self._rows = np.zeros(slots, np.int32)  # the device's: no step has set it yet
+
+    def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> bool:
+        """Choose the slot's tokens so in steps from the next `send_samplings` on; False if that is how they are."""
+        changed = np.array(parameters(sampling, choice) if sampling.temperature else (0,) * 7, PARAMETERS)
+        if changed == self._samplings[slot]:
+            return False
+        self._samplings[slot], self._sampling_changed = changed, True
+        return True
+
+    def send_samplings(self, stream: cuda.Stream) -> None:
+        """Upload how tokens are chosen, if the device does not hold it."""
+        if self._sampling_changed:
+            self._sampling_staging.send(stream, [(self.samplings, self._samplings)])
+            self._sampling_changed = False
 
     def decode(
         self, slots: Sequence[int], tokens: Sequence[int] | None, positions: Sequence[int], stream: cuda.Stream
     ) -> None:
         """Prepare a step of `slots`, which is put on the stream next: their `tokens` (None: what the device found
         last) at `positions`. Uploads what the device does not hold."""
+        self.send_samplings(stream)
         chosen = np.array(slots, np.int64)
         pairs: list[tuple[cuda.Array, np.ndarray]] = []
         rows = np.full(len(self._rows), -1, np.int32)

@@ -6,9 +6,9 @@ nowhere. Tokens of prompts are a pass of their own behind it, put on the stream 
 device is at the decoding rows, or at the first layers, while the host prepares the next ones. So rows decode by the
 graph that they have alone, whatever a step brings.
 
-Where only the most likely tokens are asked for, no logits come back, and the device holds what the next step goes on
-with. Where the caller says that it will, that step is launched before these tokens are back, so that the device does
-not wait for the host; prompts that arrive meanwhile follow it.
+The device chooses the tokens, greedy or drawn: where these alone are asked for, no logits come back, and the device
+holds what the next step goes on with. Where the caller says that it will, that step is launched before these tokens are
+back, so that the device does not wait for the host; prompts that arrive meanwhile follow it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lockstep.backends.tensorrt.prompts import Inputs, PromptInputs
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, Network
+from lockstep.step.sampling import Sampling
 
 Call = Callable[[], None]
 _ROUNDS = 20  # of what is timed
@@ -114,6 +115,7 @@ class GpuExecutor:
             for attention in self._forms:
                 attention.reset(slot, self._stream)
         self._written.discard(slot)
+        self._leave_flight(slot)
         self.tables.release(slot)
         self.lengths[slot] = 0
 
@@ -149,40 +151,27 @@ class GpuExecutor:
         """All attention, where a slot's content can be moved (`tables.shares`)."""
         return cast(list[PagedAttention], self._forms)
 
+    def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
+        """Choose a slot's tokens so in steps that are launched from now on: see `Executor.set_sampling`."""
+        if self._state.set_sampling(slot, sampling, choice):
+            self._leave_flight(slot)
+
+    def _leave_flight(self, slot: int) -> None:
+        """What the step in flight finds for the slot is not asked for: it was launched for another request."""
+        if self._in_flight is not None:
+            self._in_flight.ends.pop(slot, None)
+
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         """Take a step that is checked already; [len(advances), vocab_size] float32, in the order of the list."""
-        decoding, chunks = _split(advances)
-        self._in_flight = None
-        self._begin(advances)
-        plans = [self._decode(decoding)] if decoding else []
-        plans += [self._prefill(chunks)] if chunks else []
-        counts = [plan.logits.shape[0] for plan in plans]
-        if self._host_logits is None or self._host_logits.shape[0] < sum(counts):
-            _, vocab_size = plans[0].logits.shape
-            self._host_logits = cuda.pinned((max(sum(counts), self.num_slots), vocab_size), plans[0].logits.dtype)
-        at, row = 0, {advance.slot: advance.slot for advance in decoding}
-        for plan, count in zip(plans, counts):
-            self._stream.download(self._host_logits[at : at + count], plan.logits)
-            at += count
-        row |= {chunk.slot: sum(counts) - len(chunks) + number for number, chunk in enumerate(chunks)}
-        self._stream.synchronize()
-        return self._host_logits[[row[advance.slot] for advance in advances]].astype(np.float32)
+        return self.tokens_and_logits(advances, range(len(advances)))[1]
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
-        """As `logits`, but just the most likely tokens come back, [len(advances)] int64; -1 where its logit is NaN or
-        infinite.
+        """As `logits`, but just the tokens come back that `set_sampling` asks for, [len(advances)] int64; -1 where the
+        largest logit is NaN or infinite.
 
         more: the next step goes on with these tokens, in these slots or some of them, as far as the caller knows.
         """
-        decoding, chunks = _split(advances)
-        flight = self._asked_for(decoding)
-        if flight is None or chunks:
-            self._begin(advances, flight)
-            if flight is None and decoding:
-                self._decode(decoding)
-            if chunks:
-                self._prefill(chunks)
-            flight = self._fetch(_ends(advances))
+        flight, _ = self._put(advances)
         slots = [advance.slot for advance in advances]
         launched = self._launch_next({slot: flight.ends[slot] for slot in slots}) if more else None
         flight.done.wait()
@@ -193,6 +182,37 @@ class GpuExecutor:
             launched.given = found
         self._in_flight = launched
         return found[slots].astype(np.int64)
+
+    def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """As `tokens`, and the logits behind some of the requests: see `Executor.tokens_and_logits`."""
+        flight, rows = self._put(advances)
+        found = [rows[advances[number].slot] for number in wanted]
+        if self._host_logits is None:
+            self._host_logits = cuda.pinned((self.num_slots, found[0].shape[1]), found[0].dtype)
+        for at, row in enumerate(found):
+            self._stream.download(self._host_logits[at : at + 1], row)
+        self._stream.synchronize()
+        slots = [advance.slot for advance in advances]
+        self._state.tell(slots, flight.tokens)
+        return flight.tokens[slots].astype(np.int64), self._host_logits[: len(found)].astype(np.float32)
+
+    def _put(self, advances: Sequence[Advance]) -> tuple[_Flight, dict[int, cuda.Array]]:
+        """Put a step on the stream, as far as it is not in flight; what it finds, and by slot the row of logits
+        [1, vocab_size], which is there until the next step."""
+        decoding, chunks = _split(advances)
+        flight, rows = self._asked_for(decoding), {}
+        if flight is None or chunks:
+            self._begin(advances, flight)
+            if flight is None and decoding:
+                self._decode(decoding)
+            if chunks:
+                logits = self._prefill(chunks).logits
+                rows = {chunk.slot: logits[number : number + 1] for number, chunk in enumerate(chunks)}
+            flight = self._fetch(_ends(advances))
+        if decoding:
+            logits = self._buffers["logits", "decode"]
+            rows |= {advance.slot: logits[advance.slot : advance.slot + 1] for advance in decoding}
+        return flight, rows
 
     def _asked_for(self, decoding: Sequence[Advance]) -> _Flight | None:
         """The step in flight, if these are slots of it; else it is dropped: nobody asks for it any more."""
@@ -310,6 +330,7 @@ class GpuExecutor:
     def _prefill(self, chunks: Sequence[Advance]) -> _Plan:
         """A pass of prompts, put on the stream; the logits of `chunks`, in their order."""
         self._prompt = None
+        self._state.send_samplings(self._stream)
         slots = [chunk.slot for chunk in chunks]
         self._state.advance(slots, [chunk.start + len(chunk.tokens) for chunk in chunks])
         plan = self._pass(*self._prompts.send(chunks, self._stream))
@@ -417,7 +438,7 @@ class GpuExecutor:
         add("exit", self._block(network.exit, values, dims, own))
         logits, state, limit = values["logits"], self._state, self.max_seq_len
         kernels, stream = self._kernels, self._stream  # not `self`, which holds the plan
-        found = state.found, state.token_ids, state.positions
+        found = state.samplings, state.found, state.token_ids, state.positions
         add("next token", lambda: kernels.advance(stream, logits, inputs.slots, inputs.held, limit, *found))
         return _Plan(calls, names, logits)
 

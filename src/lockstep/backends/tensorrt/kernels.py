@@ -1,12 +1,15 @@
 """The few small kernels of our own: keys and values into the cache, and the next token out of the logits. (Of fused
-attention: decode_kernel.py, rotate_kernel.py.)
+attention: paged_decode_attention.py, rope_kernel.py.)
 
 Token ids and positions are int32 or int64, as the engine wants them: `wide` says which.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lockstep.backends.tensorrt.cuda import Array, Kernel, Stream, compile_kernels
+from lockstep.errors import CheckError
 
 _SOURCE = r"""
 __device__ long long integer(const void* values, int wide, long long i) {
@@ -40,42 +43,10 @@ extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values
     write_cache<T>(key, value, keys, values, rows, positions, wide, capacity, heads, key_size, value_size); }
 WRITE(write_cache_2, unsigned short)
 WRITE(write_cache_16, uint4)
-
-// One block a row of the logits: the first of the largest is what was found, -1 where that is NaN, which counts as the largest, or infinite. It becomes the
-// next token of the row's slot, or 0, so that a step may follow whatever was found, one position behind the row's own; at `limit` positions 0, which is valid.
-// Rows without a slot (-1) change nothing.
-extern "C" __global__ void advance(const void* logits, int kind, int size, const int* slots, const void* held, int limit, int* found_tokens, void* tokens,
-                                   void* positions, int wide) {
-    int row = blockIdx.x, slot = slots[row];
-    if (slot < 0) return;
-    float best = __int_as_float(0xff800000);  // minus infinity
-    int at = size;
-    for (int i = threadIdx.x; i < size; i += blockDim.x) {
-        float found = number(logits, kind, (long long)row * size + i);
-        if (isnan(found)) found = __int_as_float(0x7f800000);  // infinity
-        if (found > best || at == size) { best = found; at = i; }
-    }
-    for (int offset = 16; offset; offset >>= 1) {
-        float other = __shfl_down_sync(~0u, best, offset);
-        int place = __shfl_down_sync(~0u, at, offset);
-        if (other > best || (other == best && place < at)) { best = other; at = place; }
-    }
-    __shared__ float bests[32];
-    __shared__ int places[32];
-    int warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) { bests[warp] = best; places[warp] = at; }
-    __syncthreads();
-    if (threadIdx.x) return;
-    for (int i = 1; i < blockDim.x / 32; ++i)
-        if (bests[i] > best || (bests[i] == best && places[i] < at)) { best = bests[i]; at = places[i]; }
-    found_tokens[slot] = isinf(best) ? -1 : at;
-    if (isinf(best)) at = 0;
-    long long next = integer(held, wide, row) + 1;
-    if (next >= limit) next = 0;
-    if (wide) { ((long long*)tokens)[slot] = at; ((long long*)positions)[slot] = next; }
-    else { ((int*)tokens)[slot] = at; ((int*)positions)[slot] = (int)next; }
-}
 """  # noqa: E501
+_NEXT_TOKEN = Path(__file__).with_name("next_token.cu").read_text(encoding="utf-8")
+_MOST_TOKENS = 1 << 20  # of a vocabulary: next_token.cu, ID_BITS
+_THREADS = 1024  # likewise, THREADS
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
@@ -83,7 +54,7 @@ class Kernels:
     """The kernels, compiled for this GPU. `wide`: token ids and positions are int64."""
 
     def __init__(self, wide: bool):
-        module = compile_kernels(_SOURCE)
+        module = compile_kernels(_SOURCE + _NEXT_TOKEN)
         self.wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
         self._advance = module["advance"]
@@ -121,28 +92,39 @@ class Kernels:
         slots: Array,
         held: Array,
         limit: int,
+        samplings: Array,
         found: Array,
         tokens: Array,
         positions: Array,
     ) -> None:
-        """Find the most likely token of each row of logits [num_requests, vocab_size], for the slot `slots[row]`
-        (int32; -1: none).
+        """Choose a token of each row of logits [num_requests, vocab_size], for the slot `slots[row]` (int32; -1: none):
+        the most likely one, or what `sampling.draw` draws, as `samplings[slot]` (`decode_state.SAMPLING`) says.
+
+        What the draw weighs and its noise are fp32, within the last bits of NumPy's: each ratio of the two within 2^-19
+        of it. The set that top-p keeps may end a token earlier or later for the same reason.
 
         It goes into found [slots] int32, -1 for one that is NaN or infinite, and into tokens [slots], 0 for that;
         positions [slots] becomes `held[row]` + 1, or 0 where that is `limit`, which no token may have. held
-        [num_requests]: the positions of the tokens that the logits follow; it may be `positions`.
+        [num_requests]: the positions of the tokens that the logits follow; it may be `positions`. Raises CheckError for
+        more than 2^20 tokens.
         """
         count, size = logits.shape
+        if size > _MOST_TOKENS:
+            raise CheckError(
+                f"vocab_size: expected at most {_MOST_TOKENS} for the kernel that samples, found {size}; use the "
+                "backend onnxruntime"
+            )
         self._advance.launch(
             stream,
             count,
-            1024,
+            _THREADS,
             logits,
             NUMBERS[logits.dtype.name],
             size,
             slots,
             held,
             limit,
+            samplings,
             found,
             tokens,
             positions,

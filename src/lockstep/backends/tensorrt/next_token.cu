@@ -1,0 +1,214 @@
+// The next token of each row of the logits: step/sampling.py on the device. Compiled behind `integer` and `number` of kernels.py.
+//
+// A block a row. A token's key is the bits of its weight exp((logit - largest) / temperature), which is positive, and below them its id from the other end: keys
+// are distinct, and in the order of weights, the lower id first of equals. What min-p, top-k and top-p leave is the tokens from one key on (`floor`), which is
+// found digit by digit (radix select): counts, or masses in fixed point, by digit. Both are integers, so nothing hangs on the order in which they are added.
+typedef unsigned long long Wide;
+
+constexpr int DIGIT = 10, BINS = 1 << DIGIT, THREADS = BINS;  // a thread has a bin where bins are summed
+constexpr int ID_BITS = 2 * DIGIT, KEY_BITS = 5 * DIGIT;      // weights are at most 1: 30 bits
+constexpr float MASS = 8796093022208.f;                       // 2^43: 2^20 tokens of weight 1 fit into 64 bits
+
+struct Sampling {  // of a slot: decode_state.SAMPLING
+    float temperature;  // 0: the most likely token
+    int top_k;          // 0: all
+    float min_p;
+    int unused;
+    double top_p;
+    Wide seed, choice;
+};
+
+struct Row {
+    const void* logits;
+    int kind, size;
+    long long first;
+    float largest, temperature;
+
+    __device__ float logit(int id) const { return number(logits, kind, first + id); }
+    __device__ float weight(float logit) const { return expf((logit - largest) / temperature); }
+};
+
+__device__ Wide key_of(float weight, int id) { return (Wide)__float_as_uint(weight) << ID_BITS | (unsigned)((1 << ID_BITS) - 1 - id); }
+__device__ Wide mass_of(float weight) { return (Wide)(weight * MASS); }
+
+// Calls f(id, logit) for all tokens of a row, ids ascending in a thread; four loads are on their way at a time.
+template <typename F> __device__ void each(const Row& row, F f) {
+    for (int base = threadIdx.x; base < row.size; base += 4 * THREADS) {
+        float found[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            if (base + n * THREADS < row.size) found[n] = row.logit(base + n * THREADS);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            if (base + n * THREADS < row.size) f(base + n * THREADS, found[n]);
+    }
+}
+
+// The first of the largest of a block, to all its threads.
+__device__ void first_largest(float& best, int& at) {
+    __shared__ float bests[32];
+    __shared__ int places[32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int round = 0; round < 2; ++round) {  // in a warp, then of the warps
+        for (int offset = 16; offset; offset >>= 1) {
+            const float other = __shfl_xor_sync(~0u, best, offset);
+            const int place = __shfl_xor_sync(~0u, at, offset);
+            if (other > best || (other == best && place < at)) { best = other; at = place; }
+        }
+        if (round) break;
+        if (lane == 0) { bests[warp] = best; places[warp] = at; }
+        __syncthreads();
+        best = bests[lane];
+        at = places[lane];
+    }
+    __syncthreads();  // before they are written again
+}
+
+// The sum of this thread's value and those of the threads before; total: of all.
+__device__ Wide sum_to_here(Wide value, Wide& total) {
+    __shared__ Wide sums[32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const Wide other = __shfl_up_sync(~0u, value, offset);
+        if (lane >= offset) value += other;
+    }
+    if (lane == 31) sums[warp] = value;
+    __syncthreads();
+    Wide before = lane < warp ? sums[lane] : 0;
+    total = sums[lane];
+    for (int offset = 16; offset; offset >>= 1) {
+        before += __shfl_xor_sync(~0u, before, offset);
+        total += __shfl_xor_sync(~0u, total, offset);
+    }
+    return before + value;
+}
+
+// Of the tokens from `floor` on the key of the last one to keep: of the `count` largest; or, where that is 0, of the fewest largest that hold `share` of their
+// mass. `floor` where they are not so many.
+__device__ Wide cut(const Row& row, Wide floor, Wide count, double share) {
+    __shared__ unsigned low[BINS], high[BINS];  // halves of sums: shared memory adds 32 bits at a time
+    __shared__ Wide above, inside;
+    __shared__ int chosen;
+    bool by_mass = count == 0;
+    Wide need = count, prefix = 0;
+    for (int shift = KEY_BITS - DIGIT; shift >= 0; shift -= DIGIT) {
+        low[threadIdx.x] = high[threadIdx.x] = 0;
+        if (threadIdx.x == 0) chosen = -1;
+        __syncthreads();
+        each(row, [&](int id, float logit) {
+            const float weight = row.weight(logit);
+            const Wide key = key_of(weight, id);
+            if (key < floor || key >> (shift + DIGIT) != prefix) return;
+            const int bin = (int)(key >> shift) & (BINS - 1);
+            if (by_mass) {
+                const Wide mass = mass_of(weight);
+                const unsigned part = (unsigned)mass, before = atomicAdd(low + bin, part);
+                const unsigned carried = (unsigned)(mass >> 32) + (before + part < before);
+                if (carried) atomicAdd(high + bin, carried);
+            } else atomicAdd(low + bin, 1u);
+        });
+        __syncthreads();
+        const int bin = BINS - 1 - threadIdx.x;  // the largest first
+        const Wide own = (Wide)high[bin] << 32 | low[bin];
+        Wide total, upto = sum_to_here(own, total);
+        if (need == 0) need = (Wide)ceil(share * (double)total);
+        if (upto - own < need && need <= upto) { chosen = bin; above = upto - own; inside = own; }
+        __syncthreads();
+        if (chosen < 0) return floor;
+        prefix = prefix << DIGIT | chosen;
+        need -= above;
+        Wide held = inside;
+        if (by_mass && shift == ID_BITS) {  // tokens of one weight: so many of them
+            const Wide mass = mass_of(__uint_as_float((unsigned)prefix));
+            need = (need + mass - 1) / mass;
+            held /= mass;
+            by_mass = false;
+        }
+        __syncthreads();  // all have read what the next digit writes
+        if (!by_mass && need >= held && prefix << shift > floor) return prefix << shift;
+        if (!by_mass && need >= held) return floor;
+    }
+    return prefix;
+}
+
+// sampling.exponential_noise: Philox4x64-10 (Salmon et al. 2011), here of a block of 8 tokens.
+__device__ void philox(Wide (&words)[4], Wide block, Wide position, Wide seed, Wide choice) {
+    words[0] = block;
+    words[1] = position;
+    words[2] = words[3] = 0;
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const Wide a = words[0], b = words[2];
+        words[0] = __umul64hi(0xCA5A826395121157ULL, b) ^ words[1] ^ seed;
+        words[1] = 0xCA5A826395121157ULL * b;
+        words[2] = __umul64hi(0xD2E7470EE14C6C93ULL, a) ^ words[3] ^ choice;
+        words[3] = 0xD2E7470EE14C6C93ULL * a;
+        seed += 0x9E3779B97F4A7C15ULL;
+        choice += 0xBB67AE8584CAA73BULL;
+    }
+}
+
+__device__ float noise_of(unsigned bits) { return -log1pf(-(((float)bits + 0.5f) * 2.3283064365386963e-10f)); }  // 2^-32
+
+// sampling.draw. The noise of a token is computed where one of its 8 is kept.
+__device__ int draw(const Row& row, const Sampling& sampling, Wide position) {
+    Wide floor = (Wide)1 << ID_BITS;  // weights above 0
+    const Wide least = (Wide)__float_as_uint(sampling.min_p) << ID_BITS;
+    if (least > floor) floor = least;
+    if (sampling.top_k > 0 && sampling.top_k < row.size) floor = cut(row, floor, sampling.top_k, 0);
+    if (sampling.top_p < 1) floor = cut(row, floor, 0, sampling.top_p);
+    float best = -1;
+    int at = row.size;
+    for (int group = threadIdx.x; group * 8 < row.size; group += THREADS) {
+        float weights[8];
+        bool any = false;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const int id = group * 8 + n;
+            weights[n] = id < row.size ? row.weight(row.logit(id)) : 0;
+            if (key_of(weights[n], id) < floor) weights[n] = 0;
+            any |= weights[n] > 0;
+        }
+        if (!any) continue;
+        Wide words[4];
+        philox(words, group + 1, position, sampling.seed, sampling.choice);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const float found = weights[n] / noise_of((unsigned)(words[n / 2] >> n % 2 * 32));
+            if (weights[n] > 0 && found > best) { best = found; at = group * 8 + n; }
+        }
+    }
+    first_largest(best, at);
+    return at;
+}
+
+// What was found is the first of the largest where the row's slot has temperature 0, else a draw; -1 where the largest is NaN, which counts as the largest, or
+// infinite. It becomes the next token of the slot, or 0, so that a step may follow whatever was found, one position behind the row's own; at `limit` positions 0,
+// which is valid. Rows without a slot (-1) change nothing.
+extern "C" __global__ void __launch_bounds__(THREADS)
+advance(const void* logits, int kind, int size, const int* slots, const void* held, int limit, const Sampling* samplings, int* found_tokens, void* tokens,
+        void* positions, int wide) {
+    const int slot = slots[blockIdx.x];
+    if (slot < 0) return;
+    Row row = {logits, kind, size, (long long)blockIdx.x * size, 0, 0};
+    float best = __int_as_float(0xff800000);  // minus infinity
+    int at = size;
+    each(row, [&](int id, float logit) {
+        if (isnan(logit)) logit = __int_as_float(0x7f800000);  // infinity
+        if (logit > best || at == size) { best = logit; at = id; }
+    });
+    first_largest(best, at);
+    long long next = integer(held, wide, blockIdx.x) + 1;
+    if (isinf(best)) at = -1;
+    else if (samplings[slot].temperature > 0) {
+        row.largest = best;
+        row.temperature = samplings[slot].temperature;
+        at = draw(row, samplings[slot], next);
+    }
+    if (threadIdx.x) return;
+    found_tokens[slot] = at;
+    if (at < 0) at = 0;
+    if (next >= limit) next = 0;
+    if (wide) { ((long long*)tokens)[slot] = at; ((long long*)positions)[slot] = next; }
+    else { ((int*)tokens)[slot] = at; ((int*)positions)[slot] = (int)next; }
+}
