@@ -8,6 +8,7 @@ scratch folder the record is written after each part, so that a run that is cut 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import sys
 import time
@@ -19,7 +20,7 @@ import numpy as np
 
 from benchmarks.gpu import build_seconds, random_weights, timed
 from benchmarks.measure import spread
-from lockstep import Advance, Engine, InputError, Model, Request
+from lockstep import Advance, Engine, InputError, Model, Request, Sampling
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, write_json
 
@@ -30,6 +31,7 @@ ROWS, CHUNKS = (15, 63, 255), (64, 128, 256, 512, 1024, 1792)
 PROMPTS = (512, 2048)
 CONTEXT, WARM, STEPS, MIXED_STEPS = 512, 8, 64, 8
 REQUESTS = 512
+SAMPLED, SAMPLED_BATCHES = Sampling(0.8, top_p=0.95), (1, 16, 64, 256)
 
 
 def measure(assembly: str, work: str, out: str, **settings: Any) -> None:
@@ -74,9 +76,10 @@ def run(
     model._executor.wait()
     note(warm_up_seconds=round(timed(model._executor.warm_up)[0], 2))
     note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
+    note(sampled={str(batch): sampled(model, batch, rounds) for batch in SAMPLED_BATCHES})
     note(prompts={str(tokens): prompt(model, tokens, rounds) for tokens in PROMPTS})
     note(mixed={str(rows): mixed(model, rows, rounds) for rows in ROWS})
-    note(requests=requests(model))
+    note(requests=requests(model), sampled_requests=requests(model, SAMPLED))
     if vllm:
         note(vllm=of_vllm(read_json(Path(vllm))))
     write_json(out, record)
@@ -99,19 +102,35 @@ def release(model: Model) -> None:
 
 def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
     """Steps of `batch` requests behind CONTEXT tokens, each launched before the tokens of the one before are back."""
-    seconds = []
-    for _ in range(rounds):
-        tokens = begin(model, batch)
-        for number in range(WARM + STEPS):
-            if number == WARM:
-                began = time.perf_counter()
-            advances = [Advance(slot, tokens[slot : slot + 1], CONTEXT + number) for slot in range(batch)]
-            tokens = model.step_tokens(advances, more=number < WARM + STEPS - 1)
-        seconds.append((time.perf_counter() - began) / STEPS)
-        release(model)
+    seconds = [seconds_of_a_step(model, batch, Sampling()) for _ in range(rounds)]
     return {
         "milliseconds": spread([1e3 * value for value in seconds], 3),
         "tokens_per_second": round(batch / statistics.median(seconds), 1),
+    }
+
+
+def seconds_of_a_step(model: Model, batch: int, sampling: Sampling) -> float:
+    """The mean of STEPS steps behind WARM, each request with a seed of its own."""
+    tokens = begin(model, batch)
+    for slot in range(batch):
+        model.set_sampling(slot, dataclasses.replace(sampling, seed=slot))
+    for number in range(WARM + STEPS):
+        if number == WARM:
+            began = time.perf_counter()
+        advances = [Advance(slot, tokens[slot : slot + 1], CONTEXT + number) for slot in range(batch)]
+        tokens = model.step_tokens(advances, more=number < WARM + STEPS - 1)
+    seconds = (time.perf_counter() - began) / STEPS
+    release(model)
+    return seconds
+
+
+def sampled(model: Model, batch: int, rounds: int) -> dict[str, Any]:
+    """Steps of requests that are SAMPLED beside greedy ones, in turn. of_greedy: the median of the rounds' ratios."""
+    pairs = [[seconds_of_a_step(model, batch, each) for each in (Sampling(), SAMPLED)] for _ in range(rounds)]
+    return {
+        "milliseconds": spread([1e3 * drawn for _, drawn in pairs], 3),
+        "greedy_milliseconds": spread([1e3 * greedy for greedy, _ in pairs], 3),
+        "of_greedy": round(statistics.median(drawn / greedy for greedy, drawn in pairs), 3),
     }
 
 
@@ -182,11 +201,16 @@ def lengths() -> tuple[np.ndarray, np.ndarray]:
     return prompts, np.clip(np.rint(random.normal(128, 32, REQUESTS)), 8, 512).astype(int)
 
 
-def requests(model: Model) -> dict[str, Any]:
-    """REQUESTS requests at once, twice; the better counts."""
+def requests(model: Model, sampling: Sampling = Sampling()) -> dict[str, Any]:
+    """REQUESTS requests at once, twice, each with a seed of its own; the better counts."""
     random, runs = np.random.default_rng(0), []
     prompts, new = lengths()
-    given = [Request(random.integers(3, model.vocab_size, count), int(most)) for count, most in zip(prompts, new)]
+    given = [
+        Request(
+            random.integers(3, model.vocab_size, count), int(most), sampling=dataclasses.replace(sampling, seed=number)
+        )
+        for number, (count, most) in enumerate(zip(prompts, new))
+    ]
     for _ in range(2):
         seconds, made = timed(lambda: sum(1 for _ in Engine(model, prefix_caching=False).run(given)))
         runs.append(round(seconds, 2))
@@ -235,6 +259,7 @@ def page(record: Mapping[str, Any]) -> str:
                 for batch, row in _by_size(record["decode"])
             ],
         ),
+        *_sampled_lines(record),
         "",
         "A prompt alone, milliseconds: "
         + ", ".join(f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in _by_size(record["prompts"]))
@@ -265,9 +290,29 @@ def page(record: Mapping[str, Any]) -> str:
         lines += [
             "",
             f"{found['requests']} requests at once, {found['prompt_tokens']} prompt tokens and {found['new_tokens']} "
-            f"new ones: {min(found['seconds'])} s" + (f", vLLM {min(other['requests'])} s" if other else "") + ".",
+            f"new ones: {min(found['seconds'])} s"
+            + (f", vLLM {min(other['requests'])} s" if other else "")
+            + (f"; sampled {min(drawn['seconds'])} s" if (drawn := record.get("sampled_requests")) else "")
+            + ".",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _sampled_lines(record: Mapping[str, Any]) -> list[str]:
+    """None for a record that was made before the device sampled."""
+    if "sampled" not in record:
+        return []
+    rows = [
+        [batch, row["greedy_milliseconds"]["median"], row["milliseconds"]["median"], row["of_greedy"]]
+        for batch, row in _by_size(record["sampled"])
+    ]
+    terms = f"temperature {SAMPLED.temperature}, top-p {SAMPLED.top_p}"
+    return [
+        "",
+        f"Sampled ({terms}) beside greedy, in turn:",
+        "",
+        *_table(["batch", "greedy, ms", "sampled, ms", "ratio"], rows),
+    ]
 
 
 def _by_size(rows: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -17,7 +17,8 @@ What is imitated, strictly:
 - Kernels (`kernels`) and cuDNN's attention over pages (`cudnn`), in NumPy. What cuDNN spoils is NaN.
 
 What is not: TensorRT's builder, inspector and timing cache (`TensorRTBackend.build` is replaced), the precision of its
-kernels, whether NVRTC compiles a source, speed, and more than one device.
+kernels, whether NVRTC compiles a source, speed, and more than one device. (`host_block.h` runs the source of a kernel,
+compiled for the host, apart from this GPU.)
 """
 
 from __future__ import annotations

@@ -144,6 +144,17 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
         _integers(gpu, k.positions, k.wide, slot + 1)[slot] = (held[row] + 1) % k.limit
 
 
-KERNELS: dict[str, Callable] = {"rotate": rotate, "decode_attention": decode_attention, "advance": advance}
+def words(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
+    """Noise, by a kernel that a test compiles behind ours: 32 threads a block, 4 words a thread."""
+    key, counter = gpu.array(k.key, (2,), "u8").copy(), np.array([0, k.position, 0, 0], np.uint64)
+    gpu.array(k.out, (128 * blocks,), "u8")[:] = np.random.Philox(key=key, counter=counter).random_raw(128 * blocks)
+
+
+KERNELS: dict[str, Callable] = {
+    "rotate": rotate,
+    "decode_attention": decode_attention,
+    "advance": advance,
+    "words": words,
+}
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)

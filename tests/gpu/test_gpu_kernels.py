@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lockstep.step.sampling import Sampling
+from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
+
 pytestmark = pytest.mark.gpu
 
 POSITIONS, HEADS, KV_HEADS, DIM, PAGE = 200, 4, 2, 16, 64
@@ -289,9 +292,9 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     logits = logits.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     integer = np.int64 if wide else np.int32
     on_device = [device.up(array.astype(np.int32 if name == "found" else integer)) for name, array in before.items()]
-    Kernels(wide).advance(
-        device.stream, device.up(logits), device.up(slots), device.up(held.astype(integer)), limit, *on_device
-    )
+    given = [device.up(array) for array in (logits, slots, held.astype(integer))]
+    greedy = device.up(np.zeros(12, SAMPLING))
+    Kernels(wide).advance(device.stream, *given, limit, greedy, *on_device)
     best = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -299,3 +302,61 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
             before["positions"][slot] = (held[row] + 1) % limit
     for array, expected in zip(on_device, before.values()):
         assert device.down(array).tolist() == expected.tolist()
+
+
+class Drawing:
+    """Rows of logits on the device, row i of slot i, and what the kernel finds of them."""
+
+    def __init__(self, logits: np.ndarray, dtype: str, records: np.ndarray, positions: np.ndarray):
+        from lockstep.backends.tensorrt.kernels import Kernels
+
+        self.device, self.count, self.limit = OnDevice(), len(logits), int(positions.max()) + 1
+        self._kernels, zeros = Kernels(False), np.zeros(self.count, np.int32)
+        slots, held = np.arange(self.count, dtype=np.int32), (positions - 1).astype(np.int32)
+        self._given = [self.device.up(array) for array in (logits.astype(numbers(dtype)), slots, held)]
+        self._samplings, *self._outs = (self.device.up(array) for array in (records, zeros, zeros, zeros))
+
+    def found(self) -> np.ndarray:
+        self._kernels.advance(self.device.stream, *self._given, self.limit, self._samplings, *self._outs)
+        return self.device.down(self._outs[0])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_drawn_tokens_are_those_of_the_definition(dtype, case):
+    """And the same each time: sums are of integers, whatever order they are added in."""
+    logits, samplings, choices, positions = rows_of(case, 16)
+    rounded = logits.astype(numbers(dtype)).astype(np.float32)
+    drawing = Drawing(rounded, dtype, record(samplings, choices), positions)
+    found = drawing.found()
+    check_draws(found, rounded, samplings, choices, positions)
+    assert all(np.array_equal(drawing.found(), found) for _ in range(2))
+
+
+def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do():
+    logits = np.random.default_rng(0).standard_normal((6, 32000)).astype(np.float32)
+    logits[1, [3, 900]], logits[2, 1], logits[3, 2], logits[4] = 9, np.nan, np.inf, -np.inf
+    samplings = [Sampling(), Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.5), Sampling(1.0), Sampling(1.0, top_k=1)]
+    found = Drawing(logits, "float32", record(samplings, [0] * 6), np.arange(1, 7)).found()
+    assert found.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
+
+
+def test_bits_of_the_noise_are_numpys():
+    from lockstep.backends.tensorrt import cuda
+    from lockstep.backends.tensorrt.kernels import SOURCE
+
+    device, blocks, position, seed, choice = OnDevice(), 4000, 2**31 - 1, 2**63 + 5, 255
+    source = (
+        SOURCE
+        + """
+extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
+    const int block = blockIdx.x * blockDim.x + threadIdx.x;
+    philox(*(Wide(*)[4])(out + 4 * block), block + 1, position, key[0], key[1]);
+}
+"""
+    )
+    out, key = device.up(np.zeros(4 * blocks, np.uint64)), device.up(np.array([seed, choice], np.uint64))
+    cuda.compile_kernels(source)["words"].launch(device.stream, blocks // 32, 32, out, key, position)
+    counter = np.array([0, position, 0, 0], np.uint64)
+    bits = np.random.Philox(key=np.array([seed, choice], np.uint64), counter=counter).random_raw(4 * blocks)
+    assert np.array_equal(device.down(out), bits)

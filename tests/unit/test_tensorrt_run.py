@@ -494,11 +494,19 @@ def test_the_benchmark_of_batch_sizes_says_what_each_kind_of_step_takes(open_mod
         "mixed": {"3": batches.mixed(model, 3, 1)},
         "requests": batches.requests(model),
     }
+    record |= {
+        "sampled": {"4": batches.sampled(model, 4, 2)},
+        "sampled_requests": batches.requests(model, batches.SAMPLED),
+    }
+    assert record["sampled_requests"]["new_tokens"] == 19 and record["sampled"]["4"]["of_greedy"] > 0
     assert record["requests"]["new_tokens"] == 19 and set(record["mixed"]["3"]) == {"16", "40"}
     mixed = record["mixed"]["3"]["40"]
     assert 0 < mixed["host_milliseconds"]["median"] < mixed["milliseconds"]["median"]
     assert [model.length(slot) for slot in range(4)] == [0] * 4
+    before = {name: part for name, part in record.items() if "sampled" not in name}
+    assert "ampled" not in batches.page(before)
     text = batches.page(record)
+    assert "Sampled (temperature 0.8, top-p 0.95)" in text and "; sampled " in text
     assert "| 4 |" in text and "| 3 | 40 |" in text and "vLLM" not in text
     theirs = {
         "versions": {"vllm": "0.23.0"},

@@ -35,7 +35,7 @@ class Request:
 @dataclass(frozen=True)
 class Token:
     """One new token of choice `choice` of request number `request`, chosen from `logits` [vocab_size] float32; None
-    when the model chose: see `Engine`.
+    when the model chose, greedy or drawn: see `Engine`.
 
     `finish` says why it is the last: "stop_id", "max_new_tokens", "max_seq_len", or "error" for logits that are NaN or
     infinite, when `token` is -1; None when more follow.

@@ -44,7 +44,7 @@ extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values
 WRITE(write_cache_2, unsigned short)
 WRITE(write_cache_16, uint4)
 """  # noqa: E501
-_NEXT_TOKEN = Path(__file__).with_name("next_token.cu").read_text(encoding="utf-8")
+SOURCE = _SOURCE + Path(__file__).with_name("next_token.cu").read_text(encoding="utf-8")
 _MOST_TOKENS = 1 << 20  # of a vocabulary: next_token.cu, ID_BITS
 _THREADS = 1024  # likewise, THREADS
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -54,7 +54,7 @@ class Kernels:
     """The kernels, compiled for this GPU. `wide`: token ids and positions are int64."""
 
     def __init__(self, wide: bool):
-        module = compile_kernels(_SOURCE + _NEXT_TOKEN)
+        module = compile_kernels(SOURCE)
         self.wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
         self._advance = module["advance"]
