@@ -188,7 +188,8 @@ class GpuExecutor:
         flight, rows = self._put(advances)
         found = [rows[advances[number].slot] for number in wanted]
         if self._host_logits is None:
-            self._host_logits = cuda.pinned((self.num_slots, found[0].shape[1]), found[0].dtype)
+            any_row = next(iter(rows.values()))
+            self._host_logits = cuda.pinned((self.num_slots, any_row.shape[1]), any_row.dtype)
         for at, row in enumerate(found):
             self._stream.download(self._host_logits[at : at + 1], row)
         self._stream.synchronize()
