@@ -31,6 +31,7 @@ LAYERS = (
     "provenance",
     "bundle",
     "report",
+    "load",
     "cli",
     "__main__",
 )
