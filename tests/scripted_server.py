@@ -48,8 +48,13 @@ class ScriptedServer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self.end()
+
+    def end(self) -> None:
+        """Close all connections and the port. May be called again."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
 
     def stall(self, after: float, seconds: float) -> None:
         """Do nothing at all for some time, as a process that was stopped."""

@@ -32,6 +32,7 @@ LAYERS = (
     "bundle",
     "report",
     "load",
+    "serve",
     "cli",
     "__main__",
 )

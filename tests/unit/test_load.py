@@ -76,7 +76,7 @@ def test_exponential_arrivals_are_a_poisson_process() -> None:
     # 1.358 in 5 % of them. The limits are four deviations of a count of 400: 10 and 4.4.
     assert abs(sum(distance > 0.828 for distance in distances) - 200) < 40
     assert abs(sum(distance > 1.358 for distance in distances) - 20) < 18
-    # A gap tells nothing of the next: the correlation, so scaled, is normal with deviation 1; of 400 their mean is within
+    # A gap tells nothing of the next: the correlation, so scaled, is normal with deviation 1; the mean of 400 is within
     # four deviations of 1/20, and their deviation within four of 1 / sqrt(800).
     assert abs(np.mean(correlations)) < 0.2 and abs(np.std(correlations) - 1) < 0.15
 
