@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from demo_model import DEMO
 
 from lockstep.cli.main import main
 from lockstep.errors import CheckError, InputError
@@ -21,6 +22,7 @@ from lockstep.load.measure import Plan, measure
 from lockstep.load.records import CANCELLED, COMPLETED, FAILED, REFUSED, Prompt, Record
 from lockstep.load.report import LoadReport
 from lockstep.load.sse import EventReader
+from lockstep.runtime.tokenizer import Tokenizer
 from scripted_server import ScriptedServer, Step, words
 
 
@@ -391,6 +393,19 @@ def test_the_spellings_of_tensorrt_llms_benchmark(server: ScriptedServer, capsys
     assert code == 0 and json.loads(out)["settings"]["requests"] == 5
     prompts_sent = [body["prompt"] for body in server.bodies]
     assert prompts_sent[:6] == prompts_sent[6:]  # the warm-up's and five: both spellings ask the same
+
+
+def test_a_dataset_is_sent_as_token_ids(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "set.json"
+    path.write_text(json.dumps([{"input": text, "instruction": "", "output": "a b"} for text in ("Hello", "H" * 99)]))
+    options = ("-i", "http", "dataset", "--dataset", path, "--tokenizer_dir", DEMO, "--tokenizer_type", "llama")
+    assert told(capsys, server.url, *options, "--max_input_len", 20, "--num_requests", 5000)[0] == 0
+    expected = Tokenizer(DEMO / "tokenizer.json").encode("Hello")
+    assert {tuple(body["prompt"]) for body in server.bodies} == {tuple(expected)}
+    code, _, err = told(capsys, server.url, "-i", "grpc", *options[2:])
+    assert code == 2 and "expected --protocol http, found grpc" in err
 
 
 BAD = {

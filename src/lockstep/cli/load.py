@@ -21,12 +21,6 @@ _LATE = 0.005  # seconds: a quarter of a decode step's usual 20 ms
 _WORKLOADS = ("dataset", "token-norm-dist", "token-from-histogram", "trace")
 
 
-def _option(*names: str, **attributes: Any) -> Any:
-    """An option that may also be written with underscores."""
-    others = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name.lstrip("-")]
-    return click.option(*dict.fromkeys([*names, *others]), names[0].lstrip("-").replace("-", "_"), **attributes)
-
-
 class _Rates(click.ParamType):
     """Requests per second, several by commas; -1 and inf are all at once."""
 
@@ -42,58 +36,74 @@ class _Rates(click.ParamType):
         return rates
 
 
-@click.command()
+@click.command(context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
 @click.argument("url")
 @click.argument("workload", required=False, metavar="[WORKLOAD]")
-@_option("--dataset", type=click.Path(path_type=Path), help="Prompts from a file: JSON, or JSON lines.")
-@_option("--token-norm-dist", metavar="IN,SD,OUT,SD", help="Or drawn: mean and deviation of prompt and answer, tokens.")
-@_option("--histogram", type=click.Path(path_type=Path), help="Or drawn with lengths from a file of histograms.")
-@_option("--histogram-key", help="Which of them: KEY_ip and KEY_op.  [default: input and output]")
-@_option("--trace", type=click.Path(path_type=Path), help="Or requests with their times: JSON lines.")
-@_option("--input-mean", type=float, help="--token-norm-dist in four options.")
-@_option("--input-stdev", type=float, default=0.0)
-@_option("--output-mean", type=float)
-@_option("--output-stdev", type=float, default=0.0)
-@_option("--requests", "--num-requests", type=click.IntRange(min=1), help="How many.  [default: 100, or all of a file]")
-@_option(
+@click.option("--dataset", type=click.Path(path_type=Path), help="Prompts from a file: JSON, or JSON lines.")
+@click.option(
+    "--token-norm-dist", metavar="IN,SD,OUT,SD", help="Or drawn: mean and deviation of prompt and answer, tokens."
+)
+@click.option("--histogram", type=click.Path(path_type=Path), help="Or drawn with lengths from a file of histograms.")
+@click.option("--histogram-key", help="Which of them: KEY_ip and KEY_op.  [default: input and output]")
+@click.option("--trace", type=click.Path(path_type=Path), help="Or requests with their times: JSON lines.")
+@click.option("--input-mean", type=float, help="--token-norm-dist in four options.")
+@click.option("--input-stdev", type=float, default=0.0)
+@click.option("--output-mean", type=float)
+@click.option("--output-stdev", type=float, default=0.0)
+@click.option(
+    "--tokenizer-dir", type=click.Path(path_type=Path), help="Send texts as token ids: a folder with tokenizer.json."
+)  # noqa: E501
+@click.option(
+    "--tokenizer-type", type=click.Choice(["auto", "llama", "t5"]), hidden=True, help="tokenizer.json says it."
+)
+@click.option("--max-input-len", type=click.IntRange(min=1), help="Leave out prompts of more token ids.")
+@click.option("--protocol", "-i", type=click.Choice(["http", "grpc"]), default="http", hidden=True)
+@click.option(
+    "--requests", "--num-requests", type=click.IntRange(min=1), help="How many.  [default: 100, or all of a file]"
+)
+@click.option(
     "--rate",
     "--request-rate",
     type=_Rates(),
     default="inf",
     help="Requests/s, a run each: 2,4,8.  [default: all at once]",
 )  # noqa: E501
-@_option("--arrivals", "--time-delay-dist", default="exponential", show_default=True, help="Or constant.")
-@_option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@_option("--concurrency", "-c", type=click.IntRange(min=1), help="Most requests in flight.  [default: no limit]")
-@_option("--cancel", type=float, default=0.0, help="Cancel this share of the requests, such as 0.1.")
-@_option(
+@click.option("--arrivals", "--time-delay-dist", default="exponential", show_default=True, help="Or constant.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--concurrency", "-c", type=click.IntRange(min=1), help="Most requests in flight.  [default: no limit]")
+@click.option("--cancel", type=float, default=0.0, help="Cancel this share of the requests, such as 0.1.")
+@click.option(
     "--cancel-within",
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
     help="At most so many seconds after they were sent.",
 )  # noqa: E501
-@_option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True)
-@_option("--model", help="As the server calls it.  [default: its first]")
-@_option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Where the file says none.")
-@_option("--body", metavar="JSON", help='Fields for each request, such as \'{"temperature": 0.8, "seed": 1}\'.')
-@_option("--goodput", default="", metavar="LIMITS", help="Count requests within ttft:500,tpot:30,e2el:5000 (ms).")
-@_option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests before each run.")
-@_option(
+@click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True)
+@click.option("--model", help="As the server calls it.  [default: its first]")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Where the file says none."
+)
+@click.option("--body", metavar="JSON", help='Fields for each request, such as \'{"temperature": 0.8, "seed": 1}\'.')
+@click.option("--goodput", default="", metavar="LIMITS", help="Count requests within ttft:500,tpot:30,e2el:5000 (ms).")
+@click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests before each run.")
+@click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=600.0,
     show_default=True,
     help="Seconds for a request.",
 )  # noqa: E501
-@_option("--api-key-file", type=click.Path(path_type=Path), help="A file with the API key.")
-@_option("--functional", is_flag=True, help="Check the answers instead: alone, streamed, all at once.")
-@_option("--exact", is_flag=True, help="With --functional: the same texts among the others as alone.")
-@_option(
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="A file with the API key.")
+@click.option("--functional", is_flag=True, help="Check the answers instead: alone, streamed, all at once.")
+@click.option("--exact", is_flag=True, help="With --functional: the same texts among the others as alone.")
+@click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="A folder for load.json, requests.jsonl and plots."
 )  # noqa: E501
-@_option("--check", type=click.Path(path_type=Path), help="Exit code 1 where a figure is worse than in this load.json.")
-@_option(
+@click.option(
+    "--check", type=click.Path(path_type=Path), help="Exit code 1 where a figure is worse than in this load.json."
+)
+@click.option(
     "--rtol",
     type=click.FloatRange(min=0),
     default=0.1,
@@ -156,7 +166,12 @@ def _plan(workload: str | None, given: dict[str, Any]) -> Plan:
     from lockstep.load.figures import goals
     from lockstep.load.measure import Plan
 
+    if given["protocol"] != "http":
+        raise InputError(
+            "load: expected --protocol http, found grpc, which this command does not measure: leave it out"
+        )
     prompts, about = _prompts(workload, given)
+    prompts, about = _as_ids(prompts, given["tokenizer_dir"], given["max_input_len"], about)
     arrivals = SPELLINGS.get(given["arrivals"], given["arrivals"])
     extra = _extra(given["body"])
     if about["kind"] in ("token-norm-dist", "histogram") and "ignore_eos" not in extra:
@@ -204,6 +219,28 @@ def _prompts(workload: str | None, given: dict[str, Any]) -> tuple[list[Prompt],
     else:
         prompts = made.trace(source, number, given["max_tokens"], seed)
     return prompts, {"kind": chosen[0], "sha256": sha256_file(source), "key": given["histogram_key"]}
+
+
+def _as_ids(
+    prompts: list[Prompt], folder: Path | None, longest: int | None, about: dict[str, Any]
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """Encode texts, where there is a tokenizer, and leave out what is longer than `longest`."""
+    from dataclasses import replace
+
+    if folder is not None:
+        from lockstep.runtime.tokenizer import Tokenizer
+
+        path = folder / "tokenizer.json" if folder.is_dir() else folder
+        tokenizer = Tokenizer(path)
+        prompts = [
+            replace(each, content=tokenizer.encode(each.content).tolist()) if isinstance(each.content, str) else each
+            for each in prompts
+        ]
+    if longest is not None:
+        prompts = [each for each in prompts if not isinstance(each.content, list) or len(each.content) <= longest]
+        if not prompts:
+            raise InputError(f"--max-input-len: expected prompts of at most {longest} tokens, found none; raise it")
+    return prompts, {**about, "as_ids": folder is not None, "max_input_len": longest}
 
 
 def _extra(text: str | None) -> dict[str, Any]:
