@@ -35,6 +35,7 @@ class ScriptedServer:
         self.refusal: Callable[[int], tuple[int, str] | None] = lambda number: None
         self.pages: dict[str, tuple[bytes, dict[str, str]]] = {}
         self.status: dict[str, Any] = {}
+        self.connections = 0
         self._loop, started = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
@@ -73,6 +74,7 @@ class ScriptedServer:
         self._loop.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         try:
             while head := (await reader.readuntil(b"\r\n\r\n")).decode():
                 method, path, _ = head.split(" ", 2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,36 @@ def test_the_first_token_is_the_first_text_and_not_the_role(server: ScriptedServ
     (record,) = records_of(server, Plan([Prompt("hello there", 2)], {}, endpoint="chat", warmup=0))
     assert record.ttft is not None and record.ttft >= 0.1 and len(record.gaps) == 1 and record.gaps[0] >= 0.099
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "hello there"}]
+
+
+def test_connections_are_used_again_but_not_after_a_pause(server: ScriptedServer) -> None:
+    """A server closes what is idle for long, and a request that meets the closing would fail."""
+    due = [0.0, 0.1, 0.2, 1.5, 1.6]
+    records = records_of(server, Plan([Prompt("a", 1, at) for at in due], {}, warmup=0))
+    assert all(record.status == COMPLETED for record in records) and server.connections == 2
+
+
+def test_more_requests_at_once_than_a_process_may_have_files(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        # the server has one of each connection too, in this process
+        assert told(capsys, server.url, "--token-norm-dist", "4,0,40,0", "--requests", 200, "-c", 90)[0] == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 256
+        told(capsys, server.url, "--token-norm-dist", "4,0,1,0", "--requests", 300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 364
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_httptools_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "httptools", None)
+    code, _, err = told(capsys, "http://127.0.0.1:1", "--token-norm-dist", "4,1,4,1")
+    assert code == 2 and err.endswith("install lockstep[load]\n") and len(err.splitlines()) == 1
 
 
 # --- cancel

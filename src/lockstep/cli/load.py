@@ -124,6 +124,7 @@ def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
     plan = _plan(workload, given)
     base = LoadReport.load(given["check"]) if given["check"] else None
     client = Client(url, _api_key(given["api_key_file"]))
+    _allow_connections(plan.concurrency or len(plan.prompts))
     if given["functional"]:
         found = asyncio.run(_functional(client, plan, given["model"], given["exact"]))
         if as_json:
@@ -144,6 +145,16 @@ def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
         raise CheckError(f"{given['check']}: {lines[0]}{f'; {len(lines) - 1} more stand above' if lines[1:] else ''}")
     if failed := [each for run in records.values() for each in run if each.status == "failed"]:
         raise CheckError(f"{url}: {len(failed)} requests failed, the first, {failed[0].number}: {failed[0].error}")
+
+
+def _allow_connections(number: int) -> None:
+    """Let this process have so many files open at once, as far as it may: a connection is one."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + 64 if hard == resource.RLIM_INFINITY else min(number + 64, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _functional(client: Any, plan: Plan, model: str | None, exact: bool) -> Any:

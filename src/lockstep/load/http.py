@@ -20,6 +20,9 @@ from urllib.parse import urlsplit
 from lockstep.errors import InputError
 
 clock = time.perf_counter
+# Seconds for which an idle connection is kept. Servers close theirs after 2 (gunicorn) or 5 (uvicorn): a request that
+# meets the closing would fail, and to send it again would hide time.
+_KEPT = 1.0
 _LARGEST = 64 << 20  # bytes of an answer that is no stream
 
 
@@ -49,6 +52,7 @@ class _Connection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self.transport: Any = None
         self.reusable = True
+        self.since = 0.0  # the clock when it became idle
 
     def ask(self, request: bytes, on_piece: OnPiece | None) -> asyncio.Future[Answer]:
         """Send a request. on_piece: gets each piece of the body and the clock at which it was read."""
@@ -181,8 +185,9 @@ class Client:
         """
         while self._idle:
             connection = self._idle.pop()
-            if connection.reusable and not connection.transport.is_closing():
+            if connection.reusable and not connection.transport.is_closing() and clock() - connection.since < _KEPT:
                 break
+            connection.close()
         else:
             try:
                 _, connection = await asyncio.get_running_loop().create_connection(
@@ -198,6 +203,7 @@ class Client:
             connection.close()
             raise
         if connection.reusable:
+            connection.since = clock()
             self._idle.append(connection)
         else:
             connection.close()
