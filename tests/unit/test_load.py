@@ -7,6 +7,7 @@ import json
 import math
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,8 @@ def test_a_stall_of_the_server_is_in_the_latency_of_all_that_were_due_meanwhile(
     records = records_of(server, plan)
     latencies = [1000 * (record.latency or 0) for record in records]
     held = [latency for latency in latencies if latency > 50]
-    # Ten are due in half a second; each waits for what is left of it, so their latencies fall by 50 ms one by one.
-    assert 8 <= len(held) <= 11 and max(held) > 400
+    # Ten are due in half a second, and each waits for what is left of it: the first for nearly all, the last for 50 ms.
+    assert len(held) >= 8 and max(held) > 400
     assert all(record.status == COMPLETED for record in records)
 
 
@@ -186,7 +187,11 @@ def test_cancelled_requests_leave_and_are_in_no_time(server: ScriptedServer) -> 
     found = figures(records)
     assert found["completed"] == 40 - len(cancelled) and found["cancelled"] == len(cancelled)
     assert (found["latency_mean_ms"] or 0) >= 400  # 200 pieces, 2 ms apart: only those that ran to their end
-    assert len(server.gone) == len(cancelled)  # the server saw each of them go
+    # The server saw each of them go that it had begun; the last ones it sees with its next piece.
+    until = time.monotonic() + 10
+    while len(server.bodies) - len(server.gone) > 40 - len(cancelled) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(server.bodies) - len(server.gone) == 40 - len(cancelled)
 
 
 # --- what a server may do
@@ -362,10 +367,11 @@ def test_check_passes_on_the_same_and_fails_on_worse(
     asked = (server.url, "--token-norm-dist", "8,0,5,0", "--requests", 6, "--rate", 50)
     assert told(capsys, *asked, "--out", tmp_path)[0] == 0
     base = tmp_path / "load.json"
-    # The machine is shared with other tests: a factor of 100 is not passed by its noise, a wait of 2 s is seen.
+    # The machine is shared with other tests: a factor of 100 is not passed by its noise, and 600 ms
+    # beside the usual 15 are seen.
     assert told(capsys, *asked, "--check", base, "--rtol", 100)[0] == 0
-    server.script = lambda body, number: iter((2.0, *words(body, number)))
-    code, _, said = told(capsys, *asked, "--check", base, "--rtol", 20)
+    server.script = lambda body, number: iter((0.6, *words(body, number)))
+    code, _, said = told(capsys, *asked, "--check", base, "--rtol", 4)
     assert code == 1 and said.splitlines()[-1].startswith(f"lockstep: error: {base}: 50/s: ") and "expected" in said
     assert any("latency_p50_ms" in line for line in said.splitlines())
     code, _, said = told(capsys, *asked, "--seed", 1, "--check", base)
