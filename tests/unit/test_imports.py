@@ -31,6 +31,8 @@ LAYERS = (
     "provenance",
     "bundle",
     "report",
+    "load",
+    "serve",
     "cli",
     "__main__",
 )

@@ -16,6 +16,7 @@ import click
 from lockstep import __version__
 from lockstep.cli.cache import cache
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
+from lockstep.cli.load import load as load_command
 from lockstep.cli.locks import COMMANDS
 from lockstep.cli.stages import CONFIG, RESULTS, Project, load_config, stage_commands
 from lockstep.cli.terminal import JSON, echo_json
@@ -382,5 +383,5 @@ def _checkpoint_folder(project: Project, model: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-for command in (cache, *COMMANDS):
+for command in (load_command, cache, *COMMANDS):
     main.add_command(command)

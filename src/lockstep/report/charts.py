@@ -17,7 +17,7 @@ _HEAD = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
     'role="img" aria-label="{label}" font-family="system-ui, sans-serif" font-size="12" fill="currentColor">'
 )
-_WIDTH = 720
+WIDTH = 720
 _SMALLEST = 1e-9  # a log scale has no zero; an exact layer stands at the edge of what fp32 can tell
 _LEGEND_ROW = 18
 
@@ -33,7 +33,7 @@ class Line:
 
 def error_by_layer(lines: Sequence[Line]) -> str:
     """The error of each layer on a log scale, each line beside its tolerance (dashed), both named in the legend."""
-    left, plot, base = 60, (_WIDTH - 80, 200), 210
+    left, plot, base = 60, (WIDTH - 80, 200), 210
     values = [error for line in lines for error in line.errors.values() if error is not None]
     decades = [math.log10(max(value, _SMALLEST)) for value in [*values, *(line.tolerance for line in lines)]]
     low, high = math.floor(min(decades)), math.ceil(max(decades) + 0.05)
@@ -41,60 +41,62 @@ def error_by_layer(lines: Sequence[Line]) -> str:
     span = max(layers[-1] - layers[0], 1)
 
     def x(layer: int) -> str:
-        return _number(left + plot[0] * (layer - layers[0] + 0.5) / (span + 1))
+        return coordinate(left + plot[0] * (layer - layers[0] + 0.5) / (span + 1))
 
     def y(value: float | None) -> str:
         decade = high if value is None else math.log10(max(value, _SMALLEST))
-        return _number(base - plot[1] * (decade - low) / (high - low))
+        return coordinate(base - plot[1] * (decade - low) / (high - low))
 
     parts = []
     for decade in range(low, high + 1):
         at = y(10.0**decade)
-        parts.append(_rule(left, at, left + plot[0], at))
-        parts.append(_text(left - 8, at, f"1e{decade}", "end"))
+        parts.append(rule(left, at, left + plot[0], at))
+        parts.append(label(left - 8, at, f"1e{decade}", "end"))
     step = max(1, math.ceil(len(layers) / 16))
-    parts += [_text(x(layer), base + 16, str(layer), "middle") for layer in layers[::step]]
-    parts.append(_text(left + plot[0] / 2, base + 34, "layer", "middle"))
+    parts += [label(x(layer), base + 16, str(layer), "middle") for layer in layers[::step]]
+    parts.append(label(left + plot[0] / 2, base + 34, "layer", "middle"))
     for number, line in enumerate(lines):
         color = COLORS[number % len(COLORS)]
         points = [(x(layer), y(error), layer, error) for layer, error in sorted(line.errors.items())]
         path = " ".join(f"{px},{py}" for px, py, _, _ in points)
         at = y(line.tolerance)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        parts.append(_rule(left, at, left + plot[0], at, f'stroke="{color}" stroke-dasharray="6 4"'))
+        parts.append(rule(left, at, left + plot[0], at, f'stroke="{color}" stroke-dasharray="6 4"'))
         for px, py, layer, error in points:
             said = "not finite" if error is None else f"{error:.2e}"
-            tip = f"<title>{_escape(f'{line.name}, layer {layer}: {said}')}</title>"
+            tip = f"<title>{escape(f'{line.name}, layer {layer}: {said}')}</title>"
             parts.append(f'<circle cx="{px}" cy="{py}" r="3" fill="{color}">{tip}</circle>')
             if error is None:
-                parts.append(_text(px, float(py) + 14, "not finite", "middle"))
+                parts.append(label(px, float(py) + 14, "not finite", "middle"))
         row = base + 58 + 2 * _LEGEND_ROW * number
-        parts.append(_rule(left, row, left + 24, row, f'stroke="{color}" stroke-width="1.5"'))
-        parts.append(_text(left + 32, row, f"{line.name}: largest error", "start"))
+        parts.append(rule(left, row, left + 24, row, f'stroke="{color}" stroke-width="1.5"'))
+        parts.append(label(left + 32, row, f"{line.name}: largest error", "start"))
         row += _LEGEND_ROW
-        parts.append(_rule(left, row, left + 24, row, f'stroke="{color}" stroke-dasharray="6 4"'))
-        parts.append(_text(left + 32, row, f"{line.name}: tolerance {line.tolerance:g}", "start"))
+        parts.append(rule(left, row, left + 24, row, f'stroke="{color}" stroke-dasharray="6 4"'))
+        parts.append(label(left + 32, row, f"{line.name}: tolerance {line.tolerance:g}", "start"))
     height = base + 58 + 2 * _LEGEND_ROW * len(lines)
-    return _svg("Largest error by layer, and the tolerance", height, parts)
+    return svg("Largest error by layer, and the tolerance", height, parts)
 
 
 def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
     """Bars of tokens per second, prefill and decode each on its own scale: (name, prefill, decode) of each row."""
     names = max(120, min(330, 12 + 7 * max((len(name) for name, _, _ in rows), default=0)))
-    room, bar = (_WIDTH - names) / 2, 14
+    room, bar = (WIDTH - names) / 2, 14
     parts = []
     for column, (kind, color) in enumerate((("prefill", COLORS[0]), ("decode", COLORS[1]))):
         values = [(prefill, decode)[column] for _, prefill, decode in rows]
         largest = max((value for value in values if value), default=1.0)
         left = names + column * room
-        parts.append(_text(left, 12, f"{kind}, tokens/s", "start"))
+        parts.append(label(left, 12, f"{kind}, tokens/s", "start"))
         for number, value in enumerate(values):
             middle, width = 34 + 22 * number, (room - 70) * (value or 0) / largest
-            shape = f'x="{_number(left)}" y="{_number(middle - bar / 2)}" width="{_number(width)}" height="{bar}"'
+            shape = (
+                f'x="{coordinate(left)}" y="{coordinate(middle - bar / 2)}" width="{coordinate(width)}" height="{bar}"'
+            )
             parts.append(f'<rect {shape} fill="{color}"/>')
-            parts.append(_text(left + width + 5, middle, "-" if value is None else f"{value:.0f}", "start"))
-    parts += [_text(names - 8, 34 + 22 * number, name, "end") for number, (name, _, _) in enumerate(rows)]
-    return _svg("Tokens per second", 28 + 22 * len(rows), parts)
+            parts.append(label(left + width + 5, middle, "-" if value is None else f"{value:.0f}", "start"))
+    parts += [label(names - 8, 34 + 22 * number, name, "end") for number, (name, _, _) in enumerate(rows)]
+    return svg("Tokens per second", 28 + 22 * len(rows), parts)
 
 
 def worst_by_layer(blocks: Sequence[BlockErrors]) -> Iterator[tuple[int, float | None, float]]:
@@ -117,24 +119,29 @@ def error_line(name: str, blocks: Sequence[BlockErrors]) -> Line:
     return Line(name, {layer: error for layer, error, _ in rows}, max(tolerance for _, _, tolerance in rows))
 
 
-def _svg(label: str, height: float, parts: Sequence[str]) -> str:
-    return "\n".join([_HEAD.format(width=_WIDTH, height=_number(height), label=_escape(label)), *parts, "</svg>"])
+def svg(title: str, height: float, parts: Sequence[str]) -> str:
+    """Return a chart of the elements `parts`, `WIDTH` wide. title: for those who cannot see it."""
+    return "\n".join([_HEAD.format(width=WIDTH, height=coordinate(height), label=escape(title)), *parts, "</svg>"])
 
 
-def _text(x: float | str, y: float | str, text: str, anchor: str) -> str:
-    where = f'x="{_number(float(x))}" y="{_number(float(y) + 4)}"'
-    return f'<text {where} text-anchor="{anchor}">{_escape(text)}</text>'
+def label(x: float | str, y: float | str, text: str, anchor: str) -> str:
+    """Return a text whose middle is at `y`. anchor: `start`, `middle` or `end` of the text stands at `x`."""
+    where = f'x="{coordinate(float(x))}" y="{coordinate(float(y) + 4)}"'
+    return f'<text {where} text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _rule(x1: float, y1: float | str, x2: float, y2: float | str, how: str = "") -> str:
+def rule(x1: float, y1: float | str, x2: float, y2: float | str, how: str = "") -> str:
+    """Return a straight line. how: its attributes, by default those of a grid line."""
     how = how or 'stroke="currentColor" stroke-opacity="0.15"'
-    ends = (f'{name}="{_number(float(value))}"' for name, value in zip(("x1", "y1", "x2", "y2"), (x1, y1, x2, y2)))
+    ends = (f'{name}="{coordinate(float(value))}"' for name, value in zip(("x1", "y1", "x2", "y2"), (x1, y1, x2, y2)))
     return f"<line {' '.join(ends)} {how}/>"
 
 
-def _number(value: float) -> str:
+def coordinate(value: float) -> str:
+    """Return a number as charts write it, with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    """Return a text as it may stand in an element or an attribute."""
     return html.escape(text)

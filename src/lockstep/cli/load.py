@@ -1,0 +1,302 @@
+"""The command that measures a server: `lockstep load URL`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.cli.terminal import JSON, echo_json
+from lockstep.errors import CheckError, InputError
+
+if TYPE_CHECKING:
+    from lockstep.load.measure import Plan
+    from lockstep.load.records import Prompt, Record
+    from lockstep.load.report import LoadReport
+
+_LATE = 0.005  # seconds: a quarter of a decode step's usual 20 ms
+_WORKLOADS = ("dataset", "token-norm-dist", "token-from-histogram", "trace")
+
+
+class _Rates(click.ParamType):
+    """Requests per second, several by commas; -1 and inf are all at once."""
+
+    name = "rates"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        try:
+            rates = tuple(math.inf if float(part) == -1 else float(part) for part in str(value).split(","))
+        except ValueError:
+            rates = ()
+        if not rates or not all(rate > 0 for rate in rates) or len(set(rates)) < len(rates):
+            self.fail(f"expected different numbers above 0, such as 2,4,8 or inf; found {value!r}", param, ctx)
+        return rates
+
+
+@click.command(context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
+@click.argument("url")
+@click.argument("workload", required=False, metavar="[WORKLOAD]")
+@click.option("--dataset", type=click.Path(path_type=Path), help="Prompts from a file: JSON, or JSON lines.")
+@click.option(
+    "--token-norm-dist", metavar="IN,SD,OUT,SD", help="Or drawn: mean and deviation of prompt and answer, tokens."
+)
+@click.option("--histogram", type=click.Path(path_type=Path), help="Or drawn with lengths from a file of histograms.")
+@click.option("--histogram-key", help="Which of them: KEY_ip and KEY_op.  [default: input and output]")
+@click.option("--trace", type=click.Path(path_type=Path), help="Or requests with their times: JSON lines.")
+@click.option("--input-mean", type=float, help="--token-norm-dist in four options.")
+@click.option("--input-stdev", type=float, default=0.0)
+@click.option("--output-mean", type=float)
+@click.option("--output-stdev", type=float, default=0.0)
+@click.option(
+    "--tokenizer-dir", type=click.Path(path_type=Path), help="Send texts as token ids: a folder with tokenizer.json."
+)  # noqa: E501
+@click.option(
+    "--tokenizer-type", type=click.Choice(["auto", "llama", "t5"]), hidden=True, help="tokenizer.json says it."
+)
+@click.option("--max-input-len", type=click.IntRange(min=1), help="Leave out prompts of more token ids.")
+@click.option("--protocol", "-i", type=click.Choice(["http", "grpc"]), default="http", hidden=True)
+@click.option(
+    "--requests", "--num-requests", type=click.IntRange(min=1), help="How many.  [default: 100, or all of a file]"
+)
+@click.option(
+    "--rate",
+    "--request-rate",
+    type=_Rates(),
+    default="inf",
+    help="Requests/s, a run each: 2,4,8.  [default: all at once]",
+)  # noqa: E501
+@click.option("--arrivals", "--time-delay-dist", default="exponential", show_default=True, help="Or constant.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--concurrency", "-c", type=click.IntRange(min=1), help="Most requests in flight.  [default: no limit]")
+@click.option("--cancel", type=float, default=0.0, help="Cancel this share of the requests, such as 0.1.")
+@click.option(
+    "--cancel-within",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="At most so many seconds after they were sent.",
+)  # noqa: E501
+@click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True)
+@click.option("--model", help="As the server calls it.  [default: its first]")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Where the file says none."
+)
+@click.option("--body", metavar="JSON", help='Fields for each request, such as \'{"temperature": 0.8, "seed": 1}\'.')
+@click.option("--goodput", default="", metavar="LIMITS", help="Count requests within ttft:500,tpot:30,e2el:5000 (ms).")
+@click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests before each run.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds for a request.",
+)  # noqa: E501
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="A file with the API key.")
+@click.option("--functional", is_flag=True, help="Check the answers instead: alone, streamed, all at once.")
+@click.option("--exact", is_flag=True, help="With --functional: the same texts among the others as alone.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="A folder for load.json, requests.jsonl and plots."
+)  # noqa: E501
+@click.option(
+    "--check", type=click.Path(path_type=Path), help="Exit code 1 where a figure is worse than in this load.json."
+)
+@click.option(
+    "--rtol",
+    type=click.FloatRange(min=0),
+    default=0.1,
+    show_default=True,
+    help="With --check: by more than this share.",
+)  # noqa: E501
+@JSON
+def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
+    """Measure a server that speaks OpenAI's API.
+
+    Times count from when each request was due, not from when it could be sent. WORKLOAD is one of dataset,
+    token-norm-dist, token-from-histogram, trace; it may be left out."""
+    import asyncio
+
+    from lockstep.load.http import Client
+    from lockstep.load.report import LoadReport, table, worse
+
+    plan = _plan(workload, given)
+    base = LoadReport.load(given["check"]) if given["check"] else None
+    client = Client(url, _api_key(given["api_key_file"]))
+    _allow_connections(plan.concurrency or len(plan.prompts))
+    if given["functional"]:
+        found = asyncio.run(_functional(client, plan, given["model"], given["exact"]))
+        if as_json:
+            return echo_json({"prompts": found.prompts, "different": found.different})
+        different = f"{len(found.different)} of them with another text among the others than alone"
+        return click.echo(f"{found.prompts} prompts answered, alone, streamed and all at once; {different}")
+    report, records = asyncio.run(_measured(client, plan, given["model"]))
+    if as_json:
+        echo_json(report.to_json())
+    else:
+        click.echo(table(report.runs))
+    if given["out"]:
+        _write(given["out"], report, records)
+    _warn(report)
+    if base and (lines := worse(report, base, given["rtol"])):
+        for line in lines[1:]:
+            click.echo(line, err=True)
+        raise CheckError(f"{given['check']}: {lines[0]}{f'; {len(lines) - 1} more stand above' if lines[1:] else ''}")
+    if failed := [each for run in records.values() for each in run if each.status == "failed"]:
+        raise CheckError(f"{url}: {len(failed)} requests failed, the first, {failed[0].number}: {failed[0].error}")
+
+
+def _allow_connections(number: int) -> None:
+    """Let this process have so many files open at once, as far as it may: a connection is one."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + 64 if hard == resource.RLIM_INFINITY else min(number + 64, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _functional(client: Any, plan: Plan, model: str | None, exact: bool) -> Any:
+    from lockstep.load.functional import check
+    from lockstep.load.measure import served_model
+
+    async with client:
+        return await check(client, plan, model or await served_model(client), exact)
+
+
+async def _measured(client: Any, plan: Plan, model: str | None) -> tuple[LoadReport, dict[float | None, list[Record]]]:
+    from lockstep.load.measure import measure
+
+    async with client:
+        return await measure(client, plan, model, lambda line: click.echo(line, err=True))
+
+
+def _plan(workload: str | None, given: dict[str, Any]) -> Plan:
+    from lockstep.load.arrivals import SPELLINGS
+    from lockstep.load.figures import goals
+    from lockstep.load.measure import Plan
+
+    if given["protocol"] != "http":
+        raise InputError(
+            "load: expected --protocol http, found grpc, which this command does not measure: leave it out"
+        )
+    prompts, about = _prompts(workload, given)
+    prompts, about = _as_ids(prompts, given["tokenizer_dir"], given["max_input_len"], about)
+    arrivals = SPELLINGS.get(given["arrivals"], given["arrivals"])
+    extra = _extra(given["body"])
+    if about["kind"] in ("token-norm-dist", "histogram") and "ignore_eos" not in extra:
+        extra["ignore_eos"] = True  # answers have the drawn lengths
+    if given["exact"] and not given["functional"]:
+        raise InputError("load: expected --exact with --functional, found it alone")
+    if about["kind"] == "trace" and given["rate"] != (math.inf,):
+        raise InputError("load: expected --trace or --rate, found both: a trace says when its requests are due")
+    names = ("seed", "concurrency", "cancel", "cancel_within", "endpoint", "timeout", "warmup")
+    rest = {name: given[name] for name in names}
+    return Plan(
+        prompts, about, rates=given["rate"], arrivals=arrivals, extra=extra, goodput=goals(given["goodput"]), **rest
+    )  # noqa: E501
+
+
+def _prompts(workload: str | None, given: dict[str, Any]) -> tuple[list[Prompt], dict[str, Any]]:
+    """The prompts, and what a report says of them."""
+    from lockstep.artifacts.files import sha256_file
+    from lockstep.load import workload as made
+
+    kind = workload and {"token-from-histogram": "histogram"}.get(name := workload.replace("_", "-"), name)
+    if workload and workload.replace("_", "-") not in _WORKLOADS:
+        raise InputError(f"load: expected a workload of {', '.join(_WORKLOADS)}, found {workload!r}")
+    if given["input_mean"] is not None or given["output_mean"] is not None:
+        if given["token_norm_dist"] or given["input_mean"] is None or given["output_mean"] is None:
+            raise InputError("load: expected --token-norm-dist, or both --input-mean and --output-mean")
+        keys = ("input_mean", "input_stdev", "output_mean", "output_stdev")
+        given["token_norm_dist"] = ",".join(f"{given[key]:g}" for key in keys)
+    chosen = [key for key in ("dataset", "token_norm_dist", "histogram", "trace") if given[key]]
+    if len(chosen) != 1 or (kind and kind != chosen[0].replace("_", "-")):
+        found = " and ".join(f"--{key.replace('_', '-')}" for key in chosen) or "none"
+        expected = f"--{kind}" if kind else "one of --dataset, --token-norm-dist, --histogram, --trace"
+        raise InputError(f"load: expected {expected}, found {found}")
+    number, seed, source = given["requests"], given["seed"], given[chosen[0]]
+    if chosen == ["token_norm_dist"]:
+        try:
+            sizes = [float(part) for part in source.split(",")]
+        except ValueError:
+            sizes = []
+        return made.normal(number or 100, sizes, seed), {"kind": "token-norm-dist", "tokens": sizes}
+    if chosen == ["histogram"]:
+        prompts = made.histogram(number or 100, source, given["histogram_key"], seed)
+    elif chosen == ["dataset"]:
+        prompts = made.dataset(source, number, given["max_tokens"])
+    else:
+        prompts = made.trace(source, number, given["max_tokens"], seed)
+    return prompts, {"kind": chosen[0], "sha256": sha256_file(source), "key": given["histogram_key"]}
+
+
+def _as_ids(
+    prompts: list[Prompt], folder: Path | None, longest: int | None, about: dict[str, Any]
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """Encode texts, where there is a tokenizer, and leave out what is longer than `longest`."""
+    from dataclasses import replace
+
+    if folder is not None:
+        from lockstep.runtime.tokenizer import Tokenizer
+
+        path = folder / "tokenizer.json" if folder.is_dir() else folder
+        tokenizer = Tokenizer(path)
+        prompts = [
+            replace(each, content=tokenizer.encode(each.content).tolist()) if isinstance(each.content, str) else each
+            for each in prompts
+        ]
+    if longest is not None:
+        prompts = [each for each in prompts if not isinstance(each.content, list) or len(each.content) <= longest]
+        if not prompts:
+            raise InputError(f"--max-input-len: expected prompts of at most {longest} tokens, found none; raise it")
+    return prompts, {**about, "as_ids": folder is not None, "max_input_len": longest}
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise InputError(f"--body: expected a JSON object, found {text!r}: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"--body: expected a JSON object, found {text!r}")
+    if taken := sorted({"stream", "stream_options", "prompt", "messages", "n"} & set(value)):
+        raise InputError(f"--body: expected fields other than {', '.join(taken)}, which this command sets itself")
+    return value
+
+
+def _api_key(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: expected a file with an API key, found none that can be read: {error}") from None
+
+
+def _write(folder: Path, report: LoadReport, records: dict[float | None, list[Record]]) -> None:
+    from lockstep.artifacts.files import write_bytes
+    from lockstep.load import plots
+
+    report.save(folder / "load.json")
+    lines = [json.dumps({"rate": rate, **record.to_json()}) for rate, run in records.items() for record in run]
+    write_bytes(folder / "requests.jsonl", "".join(f"{line}\n" for line in lines).encode())
+    drawn = {"timeline": plots.timeline(next(reversed(records.values())))}
+    if any(run.rate is not None for run in report.runs):
+        drawn |= {"latency": plots.latency(report.runs), "throughput": plots.throughput(report.runs)}
+    for name, chart in drawn.items():
+        write_bytes(folder / f"{name}.svg", chart.encode())
+
+
+def _warn(report: LoadReport) -> None:
+    """Say it where this program itself was late: the figures hold that time too."""
+    from lockstep.load.report import name
+
+    for run in report.runs:
+        if (lag := run.figures["client_lag_p99_s"] or 0.0) > _LATE:
+            click.echo(
+                f"load: {name(run.rate)}: this program itself was {1000 * lag:.0f} ms late (p99), which the times "
+                f"above hold too; give it a core of its own",
+                err=True,
+            )

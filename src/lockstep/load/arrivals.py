@@ -1,0 +1,48 @@
+"""When requests are due: a number, a rate and a seed in, seconds from the start of the run out.
+
+The whole schedule is drawn before the first request is sent. Nothing that the server does moves it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from lockstep.errors import InputError
+
+EXPONENTIAL, CONSTANT = "exponential", "constant"
+# How the benchmark of TensorRT-LLM's Triton backend spells them.
+SPELLINGS = {"exponential_dist": EXPONENTIAL, "poisson": EXPONENTIAL}
+
+
+def schedule(number: int, rate: float, kind: str, seed: int) -> np.ndarray:
+    """Return the times of `number` arrivals, float64 `[number]`, in seconds, ascending; the first is 0.
+
+    rate: requests per second; infinity is all at once.
+    kind: `exponential`, a Poisson process (gaps drawn independently, of mean 1/rate), or `constant`.
+
+    Raises InputError for a rate that is not above zero, or another kind.
+    """
+    if not rate > 0:
+        raise InputError(f"--rate: expected requests per second above 0, or inf for all at once, found {rate:g}")
+    if kind not in (EXPONENTIAL, CONSTANT):
+        raise InputError(f"--arrivals: expected {EXPONENTIAL} or {CONSTANT}, found {kind!r}")
+    if math.isinf(rate):
+        return np.zeros(number)
+    if kind == CONSTANT:
+        return np.arange(number) / rate
+    gaps = np.random.default_rng([seed, 1]).exponential(1 / rate, max(number - 1, 0))
+    return np.concatenate([np.zeros(min(number, 1)), np.cumsum(gaps)])
+
+
+def cancellations(number: int, share: float, within: float, seed: int) -> list[float | None]:
+    """Return when each request is cancelled: seconds after it was sent, or None for those that run to their end.
+
+    share: the probability of each request to be one; within: the latest, the time is drawn uniformly.
+    """
+    if not 0 <= share <= 1:
+        raise InputError(f"--cancel: expected a share between 0 and 1, found {share:g}")
+    draws = np.random.default_rng([seed, 2])
+    chosen, after = draws.random(number) < share, draws.uniform(0, within, number)
+    return [float(seconds) if one else None for one, seconds in zip(chosen, after)]

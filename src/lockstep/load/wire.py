@@ -1,0 +1,129 @@
+"""OpenAI's wire format: a prompt to the body of a request, and the events of an answer to a record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.errors import InputError
+from lockstep.load.http import Answer
+from lockstep.load.records import COMPLETED, FAILED, REFUSED, Prompt, Record
+from lockstep.load.sse import EventReader
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_REFUSALS = (429, 503)  # the queue is full; the server drains or is not ready
+
+
+def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], stream: bool = True) -> bytes:
+    """Return the body of a request. endpoint: a key of `PATHS`; extra: fields that are added, or take another's place.
+
+    Raises InputError for a prompt that the endpoint does not take.
+    """
+    content, asked = prompt.content, {"model": model, "max_tokens": prompt.max_tokens, "temperature": 0}
+    is_chat = isinstance(content, list) and isinstance(content[0], dict)
+    if endpoint == "chat":
+        if isinstance(content, list) and not is_chat:
+            raise InputError(
+                "--endpoint chat: expected prompts that are text or messages, found token ids; "
+                "give a --dataset of texts, or take --endpoint completions"
+            )
+        asked["messages"] = content if is_chat else [{"role": "user", "content": content}]
+    elif is_chat:
+        raise InputError(
+            "--endpoint completions: expected prompts that are text or token ids, found messages; add --endpoint chat"
+        )
+    else:
+        asked["prompt"] = content
+    if stream:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps({**asked, **extra}).encode()
+
+
+class StreamReader:
+    """Fills a record from the pieces of a streamed answer. start: the clock at the start of the run."""
+
+    def __init__(self, record: Record, start: float) -> None:
+        self._record, self._start, self._events, self._whole = record, start, EventReader(), False
+        self._body = bytearray()  # of an answer that is no stream: an error
+
+    def piece(self, answer: Answer, data: bytes, now: float) -> None:
+        """Take a piece of the body, read from the socket at the clock `now`."""
+        self._record.end = now - self._start
+        if "text/event-stream" not in answer.headers.get("content-type", ""):
+            self._body += data[: (1 << 16) - len(self._body)]
+            return
+        for event in self._events.feed(data):
+            if event == b"[DONE]":
+                self._whole = True
+                continue
+            try:
+                self._take(json.loads(event), now)
+            except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+                self._record.error = f"expected an event of OpenAI's format, found {_quoted(event)}"
+
+    def _take(self, event: dict[str, Any], now: float) -> None:
+        record = self._record
+        if event.get("error"):
+            record.error = error_line(event)
+        if usage := event.get("usage"):
+            record.input_tokens, record.output_tokens = usage["prompt_tokens"], usage.get("completion_tokens", 0)
+        for choice in event.get("choices") or ():
+            if text := _text(choice):
+                record.chunks.append(now - self._start)
+                record.text += text
+            record.finish_reason = choice.get("finish_reason") or record.finish_reason
+
+    def end(self, answer: Answer) -> None:
+        """Judge the whole answer: its status and error go into the record."""
+        record = self._record
+        record.http_status = answer.status
+        if answer.status != 200:
+            record.status = REFUSED if answer.status in _REFUSALS else FAILED
+            record.error = f"HTTP {answer.status}: {said(bytes(self._body))}"
+        elif record.error is None and not self._whole:
+            record.error = "expected a stream of events that ends in [DONE], found one that ends without it"
+        elif record.error is None and record.output_tokens is None:
+            record.error = "expected the server to send `usage` (stream_options.include_usage), found none"
+        elif record.error is None:
+            record.status = COMPLETED
+
+
+def read_whole(answer: Answer) -> tuple[str, str | None, Mapping[str, int]]:
+    """Return text, finish_reason and usage of an answer that is no stream. Raises ValueError with one line."""
+    if answer.status != 200:
+        raise ValueError(f"HTTP {answer.status}: {said(bytes(answer.body))}")
+    try:
+        value = json.loads(bytes(answer.body))
+        choice = value["choices"][0]
+        return _text(choice), choice["finish_reason"], value["usage"]
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        raise ValueError(f"expected an answer of OpenAI's format, found {_quoted(bytes(answer.body))}") from None
+
+
+def error_line(value: Any) -> str:
+    """Return the message of an error in OpenAI's format, or of vLLM's older one, as one line."""
+    error = value.get("error", value) if isinstance(value, dict) else value
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(message).split())[:300]
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """The text of a choice, streamed or whole. A chat's first event, which names the role only, has none."""
+    part = choice.get("delta") or choice.get("message")
+    if part is None:
+        return choice.get("text") or ""
+    return (part.get("reasoning_content") or "") + (part.get("content") or "")
+
+
+def said(data: bytes) -> str:
+    """Return what the body of a refusal says, as one line."""
+    try:
+        return error_line(json.loads(data))
+    except ValueError:
+        return _quoted(data)
+
+
+def _quoted(data: bytes) -> str:
+    text = " ".join(data.decode("utf-8", "replace").split())
+    return repr(text if len(text) <= 100 else f"{text[:97]}...") if text else "nothing"

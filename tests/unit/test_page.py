@@ -1,0 +1,264 @@
+"""The web page at `/`, in a real browser, under the policy that it is sent with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from browser import BROWSERS, Browser, find
+from lockstep.serve.page import page
+from scripted_server import ScriptedServer, Step
+
+STATUS = {
+    "model": "demo/fp16/all", "identity": "ab" * 32, "limits": {}, "running": 3, "waiting": 2,
+    "pages": {"total": 200, "used": 50, "cached": 30}, "heartbeat_age": 0.1, "draining": False,
+}  # fmt: skip
+ANSWER = "at('log').lastElementChild.textContent"
+NASTY = "<img src=x onerror=alert(1)> & <b>bold</b>"
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        content, headers = page()
+        server.pages["/"], server.status = (content, headers), dict(STATUS)
+        yield server
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    command = find()
+    if command is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    browser = Browser(command, tmp_path / "profile")
+    try:
+        yield browser
+    finally:
+        browser.close()
+
+
+@pytest.fixture
+def shown(server: ScriptedServer, browser: Browser) -> Browser:
+    """The page, once it knows its server."""
+    browser.open(f"{server.url}/")
+    browser.wait("at('model').textContent.startsWith('demo') && model")
+    return browser
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.run("at('prompt').focus()")
+    browser.type(text)
+    browser.press("Enter")
+
+
+def endless(body: dict, number: int) -> Iterator[Step]:
+    for at in range(100_000):
+        yield 0.002
+        yield f"w{at} "
+
+
+def test_the_page_is_one_file_that_asks_for_nothing_from_elsewhere() -> None:
+    content, headers = page()
+    text = content.decode()
+    places = re.findall(r"""(?:src|href|action)\s*=\s*["']([^"']*)|url\(|@import""", text)
+    assert places == ["data:,"] and "http:" not in text and "https:" not in text
+    assert (
+        "innerHTML" not in text and "eval(" not in text and "localStorage" not in text and "document.cookie" not in text
+    )
+    assert not re.search(r"\sstyle=|\son\w+=", text)  # its policy would refuse them
+    policy = headers["Content-Security-Policy"]
+    assert "unsafe" not in policy and "default-src 'none'" in policy and "connect-src 'self'" in policy
+
+
+def test_a_chat_streams_in_and_goes_on(server: ScriptedServer, shown: Browser) -> None:
+    ask(shown, "Hello\nthere")
+    shown.wait("at('stop').hidden && " + ANSWER + ".endsWith('w127 ')")
+    assert re.match(
+        r"128 tokens · first after \d+\.\d\d s · .* · ended: length", shown.run("at('figures').textContent")
+    )
+    ask(shown, "And now?")
+    shown.wait("document.querySelectorAll('.assistant').length === 2 && at('stop').hidden")
+    roles = [(each["role"], each["content"][:8]) for each in server.bodies[1]["messages"]]
+    assert roles == [("user", "Hello\nth"), ("assistant", "w0 w1 w2"), ("user", "And now?")]
+    assert shown.run("document.activeElement.id") == "prompt" and not shown.said
+
+
+def test_a_completion_takes_the_parameters(server: ScriptedServer, shown: Browser) -> None:
+    shown.run("document.querySelector('input[value=complete]').click()")
+    for name, value in {
+        "temperature": "0.25",
+        "top_p": "0.5",
+        "max_tokens": "3",
+        "seed": "7",
+        "stops": "END\\n\\nX",
+    }.items():
+        shown.run(f"at('{name}').value = '{value}'")
+    ask(shown, "Once")
+    shown.wait("at('stop').hidden && " + ANSWER + " === 'Oncew0 w1 w2 '")
+    (body,) = server.bodies
+    wanted = {"prompt": "Once", "temperature": 0.25, "top_p": 0.5, "max_tokens": 3, "seed": 7, "stop": ["END", "X"]}
+    assert {name: body[name] for name in wanted} == wanted and body["model"] == "scripted"
+
+
+@pytest.mark.parametrize("way", ["Escape", "click"])
+def test_stop_leaves_and_keeps_what_came(server: ScriptedServer, shown: Browser, way: str) -> None:
+    server.script = endless
+    ask(shown, "Go on")
+    shown.wait(ANSWER + ".includes('w9 ')")
+    assert shown.run("at('send').hidden && at('log').getAttribute('aria-busy')") == "true"
+    shown.press("Escape") if way == "Escape" else shown.run("at('stop').click()")
+    shown.wait("at('stop').hidden && !at('send').hidden")
+    assert "ended: stopped" in shown.run("at('figures').textContent") and shown.run("at('error').hidden")
+    assert shown.run("at('log').getAttribute('aria-busy')") == "false"
+    length = shown.run(ANSWER + ".length")
+    server.script = lambda body, number: iter(("next",))
+    ask(shown, "Again")
+    shown.wait(ANSWER + " === 'next'")
+    assert server.gone == [0] and server.bodies[1]["messages"][1]["content"].startswith("w0 w1")
+    assert shown.run("document.querySelectorAll('.assistant')[0].textContent.length") == length
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("refusal", "429: queue full Try again in 7 s."),
+        ("event", "the engine died"),
+        ("end", "The connection ended before the answer was whole."),
+        ("gone", "The server cannot be reached."),
+    ],
+)
+def test_an_error_is_one_line_and_the_words_are_kept(
+    server: ScriptedServer, shown: Browser, fault: str, said: str
+) -> None:
+    if fault == "refusal":
+        server.refusal = lambda number: (429, "queue\nfull")
+    elif fault == "event":
+        server.script = lambda body, number: iter(({"error": {"message": "the engine died"}},))
+    elif fault == "end":
+        server.script = lambda body, number: iter((b"0\r\n\r\n",))
+    else:
+        server.end()
+    ask(shown, "Hello")
+    assert shown.wait("!at('error').hidden && at('error').textContent") == said
+    shown.wait("at('stop').hidden")
+    assert shown.run("at('prompt').value") == "Hello" and shown.run("document.querySelectorAll('#log p').length") == 0
+    if fault != "gone":
+        server.refusal, server.script = lambda number: None, lambda body, number: iter(("fine",))
+        shown.press("Enter")
+        shown.wait(ANSWER + " === 'fine' && at('error').hidden")
+
+
+def test_what_a_model_says_is_text(server: ScriptedServer, shown: Browser) -> None:
+    server.script = lambda body, number: iter((NASTY,))
+    ask(shown, NASTY)
+    shown.wait(ANSWER + f" === {NASTY!r}")
+    assert shown.run("document.querySelectorAll('#log img, #log b').length") == 0 and not shown.said
+
+
+def test_the_policy_lets_nothing_else_run(shown: Browser) -> None:
+    shown.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))")
+    shown.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 2\">')")
+    refused = shown.run("fetch('http://127.0.0.1:1/').catch((error) => error.name)")
+    assert refused == "TypeError" and shown.run("window.ran === undefined")
+    assert any("Content Security Policy" in line for line in shown.said)
+
+
+def test_the_strip_follows_the_server(server: ScriptedServer, shown: Browser) -> None:
+    read = "['running', 'waiting', 'pages', 'state'].map((id) => at(id).textContent).join('|')"
+    assert shown.wait(f"at('running').textContent === '3' && {read}") == "3|2|50 / 200|"
+    assert shown.run("at('bar-used').style.width + at('bar-cached').style.width") == "25%15%"
+    server.status |= {"running": 4, "draining": True}
+    shown.wait(f"{read} === '4|2|50 / 200|draining'")
+    server.status |= {"draining": False, "heartbeat_age": 42.4}
+    shown.wait(f"{read} === '4|2|50 / 200|no step for 42 s'")
+    server.end()
+    shown.wait(f"{read} === '-|-|-|not reachable'")
+
+
+def test_a_model_without_a_chat_template_is_completed(server: ScriptedServer, browser: Browser) -> None:
+    server.status["chat"] = False
+    browser.open(f"{server.url}/")
+    browser.wait("mode() === 'complete'")
+
+
+def test_the_key_goes_with_each_request_and_stays_nowhere(server: ScriptedServer, shown: Browser) -> None:
+    seen = "(where, how) => (keys.push(how?.headers?.Authorization), real(where, how))"
+    shown.run(f"window.keys = []; window.fetch = ((real) => {seen})(fetch); at('key').value = 'secret'; null")
+    ask(shown, "Hello")
+    shown.wait("at('stop').hidden && document.querySelectorAll('.assistant').length === 1 && keys.length > 1")
+    assert shown.run("keys.every((key) => key === 'Bearer secret')")
+    assert (
+        shown.run("Object.keys(localStorage).length + Object.keys(sessionStorage).length + document.cookie.length") == 0
+    )
+    assert shown.run("at('key').type") == "password"
+
+
+def test_a_screen_reader_finds_every_control_by_its_name(shown: Browser) -> None:
+    shown.run("document.querySelector('details').open = true")
+    found = shown.tree()
+    for control in (
+        ("textbox", "Message"), ("button", "Send"), ("button", "Clear"), ("radio", "Chat"), ("radio", "Complete"),
+        ("spinbutton", "Temperature"), ("spinbutton", "Top p"), ("spinbutton", "Max tokens"), ("spinbutton", "Seed"),
+        ("textbox", "Stop before, one a line"), ("textbox", "API key, kept on this page only"), ("log", "Conversation"),
+        ("image", "KV pages: 50 used and 30 cached of 200"),
+    ):  # fmt: skip
+        assert control in found
+    controls = ("textbox", "button", "radio", "spinbutton", "combobox", "log", "image", "group")
+    assert not [role for role, name in found if role in controls[:-1] and not name]
+
+
+def test_the_keyboard_reaches_every_control_in_order(shown: Browser) -> None:
+    reached = []
+    shown.run("document.querySelector('details').open = true; at('prompt').focus()")
+    for _ in range(9):
+        shown.press("Tab")
+        reached.append(
+            shown.run("document.activeElement.id || document.activeElement.value || document.activeElement.tagName")
+        )
+    assert reached == ["chat", "clear", "send", "SUMMARY", "temperature", "top_p", "max_tokens", "seed", "stops"]
+
+
+CONTRAST = """
+(() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const bright = (color) => {
+    canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+    const linear = (v) => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map(linear);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const behind = (element) => {
+    for (; element; element = element.parentElement) {
+      const color = getComputedStyle(element).backgroundColor;
+      if (!color.endsWith(", 0)")) return color;
+    }
+  };
+  const read = "h1, #model, .strip *, #log p, button:enabled, legend, label, summary, #error";
+  const shown = [...document.querySelectorAll(read)];
+  return shown.filter((each) => each.checkVisibility() && each.textContent.trim()).map((each) => {
+    const [low, high] = [bright(getComputedStyle(each).color), bright(behind(each))].sort((a, b) => a - b);
+    return [(high + .05) / (low + .05), each.outerHTML.slice(0, 80)];
+  }).sort((a, b) => a[0] - b[0])[0];
+})()
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1200])
+def test_the_page_fits_and_can_be_read(server: ScriptedServer, shown: Browser, width: int, dark: bool) -> None:
+    shown.emulate(width, 740, dark)
+    ask(shown, "A long word: " + "x" * 200)
+    shown.wait("at('stop').hidden && document.querySelectorAll('.assistant').length === 1")
+    shown.run("fail('something is wrong'); document.querySelector('details').open = true")
+    assert shown.run("document.documentElement.scrollWidth") <= width  # nothing stands out to the side
+    ratio, where = shown.run(CONTRAST)
+    assert ratio >= 4.5, where  # WCAG 2.1, success criterion 1.4.3, level AA
+    seen = "filter((each) => each.checkVisibility() && each.type !== 'radio')"
+    controls = "[...document.querySelectorAll('button, input, select')]"
+    sizes = shown.run(f"{controls}.{seen}.map((each) => each.offsetHeight)")
+    assert min(sizes) >= 44  # points, for a finger
+    first = shown.run("at('send').offsetTop - at('clear').offsetTop")
+    assert first == 0  # in one line on a phone too
