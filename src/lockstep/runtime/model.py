@@ -110,6 +110,11 @@ class Model:
         """
         return self._take(advances, lambda advances: self._executor.tokens(advances, more))
 
+    def warm_up(self) -> None:
+        """Prepare all that steps are made of, so that no request waits for what is done once. Caches stay as they
+        are."""
+        self._executor.warm_up()
+
     @property
     def in_flight(self) -> bool:
         """A step was begun before it was asked for: see `step_tokens`."""
