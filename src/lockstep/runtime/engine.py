@@ -83,6 +83,9 @@ class Engine:
         self._choices: dict[Scheduled, _Choice] = {}
         self._swapped: dict[Scheduled, Any] = {}
         self._count = 0
+        self.admitted: list[int] = []  # requests that the last step took in
+        # Tokens of prompts that were looked for in the prefix cache, and of those found there.
+        self.prefix_queries = self.prefix_hits = 0
         self._began: float | None = None  # when the step before ended, if the next one was under way then
 
     @property
@@ -111,6 +114,8 @@ class Engine:
             raise InputError(f"max_new_tokens: expected at least 1, found {request.max_new_tokens}")
         if request.n < 1:
             raise InputError(f"n: expected at least 1, found {request.n}")
+        if request.choice < 0:
+            raise InputError(f"choice: expected at least 0, found {request.choice}")
         if again and (request.n > 1 or len(again) >= request.max_new_tokens):
             raise InputError(
                 f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
@@ -128,7 +133,7 @@ class Engine:
             self._scheduler.add(scheduled)
         self._count += 1
         known = np.concatenate([prompt, np.array(again, np.int64)])
-        for number, scheduled in enumerate(choices):
+        for number, scheduled in enumerate(choices, request.choice):
             sampler = Sampler(request.sampling, known, request.stop_ids, number, len(prompt))
             self._choices[scheduled] = _Choice(index, number, request, prompt, sampler, scheduled, again=deque(again))
         return index
@@ -232,7 +237,11 @@ class Engine:
         step = scheduler.schedule()
         for request in step.swapped_in:
             model.swap_in(request.slot, self._swapped.pop(request))
+        self.admitted = [self._choices[request].index for request, _ in step.admitted]
         for request, pages in step.admitted:
+            if self._prefixes:
+                self.prefix_queries += request.num_prompt_tokens
+                self.prefix_hits += len(pages) * PAGE_SIZE
             if pages:
                 model.share(request.slot, pages)
                 if not model.tables.shares:

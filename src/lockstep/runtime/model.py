@@ -128,6 +128,11 @@ class Model:
             )
         self._executor.set_sampling(slot, sampling, choice)
 
+    def warm_up(self) -> None:
+        """Prepare all that steps are made of, so that no request waits for what is done once. Caches stay as they
+        are."""
+        self._executor.warm_up()
+
     @property
     def in_flight(self) -> bool:
         """A step was begun before it was asked for: see `step_tokens`."""

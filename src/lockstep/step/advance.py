@@ -55,6 +55,10 @@ class Executor(Protocol):
         """A step was begun that nobody has asked for yet."""
         ...
 
+    def warm_up(self) -> None:
+        """Prepare all that steps are made of: see `Model.warm_up`."""
+        ...
+
     def reset(self, slot: int) -> None:
         """Forget what a slot holds; its pages go back."""
         ...

@@ -48,6 +48,9 @@ class HostExecutor:
     def lengths(self) -> np.ndarray:
         return self._cache.lengths
 
+    def warm_up(self) -> None:
+        """Nothing: an engine is ready when it is open, and a layout costs no more the first time."""
+
     def reset(self, slot: int) -> None:
         """Forget what the slot holds, so that its memory may be used again."""
         self._cache.reset(slot)

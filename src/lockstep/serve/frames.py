@@ -1,0 +1,128 @@
+"""What API process and engine process say to each other: frames over a socket, each a length (4 bytes, big-endian) and
+a JSON object in UTF-8. Standard library alone: the engine's Python may have no more.
+
+To the engine: "open" (first), "add", "abort". From it: "ready" or "failed" (first), then "step" (tokens of one step)
+and "tick" (an idle engine, each second), both with its counters, and "refused" for a request that it cannot take.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from lockstep.errors import InputError
+from lockstep.runtime.request import Request
+from lockstep.step.sampling import Sampling
+
+Frame = dict[str, Any]
+HEADER = struct.Struct("!I")
+LARGEST = 1 << 28  # bytes: of a frame that is none, its length would be any number
+_BUFFER = 1 << 22
+_DEFAULTS = asdict(Sampling())
+
+
+def packed(frame: Mapping[str, Any]) -> bytes:
+    """A frame's bytes."""
+    data = json.dumps(frame, separators=(",", ":")).encode()
+    return HEADER.pack(len(data)) + data
+
+
+def packed_add(number: int, request: Request) -> bytes:
+    """The frame "add" of request `number`."""
+    sampling = request.sampling
+    return packed(
+        {
+            "type": "add",
+            "id": number,
+            "prompt_ids": [int(token) for token in request.prompt_ids],
+            "max_new_tokens": request.max_new_tokens,
+            "stop_ids": sorted(request.stop_ids),
+            "sampling": {name: value for name, value in asdict(sampling).items() if value != _DEFAULTS[name]},
+            "n": request.n,
+            "choice": request.choice,
+            "priority": request.priority,
+            "cache_salt": request.cache_salt,
+            "answer_ids": list(request.answer_ids),
+        }
+    )
+
+
+def request_of(frame: Frame) -> Request:
+    """The request of a frame "add"."""
+    taken = {field.name: frame[field.name] for field in fields(Request) if field.name in frame}
+    sampling = dict(frame["sampling"])
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
+    if "bad_words" in sampling:
+        sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
+    taken["stop_ids"] = frozenset(frame["stop_ids"])
+    return Request(**{**taken, "sampling": Sampling(**sampling)})
+
+
+class Connection:
+    """The engine's end. Never waits for the other end to read: what does not go out now goes out later."""
+
+    def __init__(self, end: socket.socket):
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self._end = end
+        self._in, self._out = bytearray(), bytearray()
+
+    def send(self, frame: Mapping[str, Any]) -> None:
+        """Raises EOFError where nobody is there any more."""
+        self._out += packed(frame)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is left, as far as it goes."""
+        try:
+            while self._out:
+                del self._out[: self._end.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            raise EOFError from None
+
+    def drain(self, seconds: float) -> None:
+        """Send all that is left, for at most so long."""
+        while self._out and select.select([], [self._end], [], seconds)[1]:
+            self.flush()
+
+    def receive(self, seconds: float) -> list[Frame]:
+        """All frames that are there; waits up to `seconds` for the first. Raises EOFError at the end."""
+        ready, writable, _ = select.select([self._end], [self._end] if self._out else [], [], seconds)
+        if writable:
+            self.flush()
+        if ready:
+            self._fill()
+        frames = []
+        while (frame := self._next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def _fill(self) -> None:
+        try:
+            while data := self._end.recv(1 << 18):
+                self._in += data
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        raise EOFError
+
+    def _next(self) -> Frame | None:
+        if len(self._in) < HEADER.size:
+            return None
+        (size,) = HEADER.unpack_from(self._in)
+        if size > LARGEST:
+            raise InputError(f"frame: expected at most {LARGEST} bytes, found {size}")
+        if len(self._in) < HEADER.size + size:
+            return None
+        data = bytes(self._in[HEADER.size : HEADER.size + size])
+        del self._in[: HEADER.size + size]
+        return json.loads(data)

@@ -1,0 +1,74 @@
+"""Prometheus series with vLLM's names and meanings; the prefix may be vLLM's too, for dashboards that ask for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from lockstep.serve.service import Service
+    from lockstep.serve.stream import Active, Stream
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """Series of one server. Gauges are read from the service when they are asked for."""
+
+    def __init__(self, model: str, service: Service, prefix: str = "lockstep"):
+        self._service, self._prefix, self._model = service, prefix, model
+        self._registry = CollectorRegistry()
+        self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
+        self._prompt = self._make(Counter, "prompt_tokens", "Tokens of prompts that were admitted.")
+        self._generation = self._make(Counter, "generation_tokens", "Tokens that were made.")
+        self._success = self._make(Counter, "request_success", "Answers that ended, by reason.", ["finished_reason"])
+        histogram = lambda name, text: self._make(Histogram, name, text, buckets=_SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to admission.")
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a request.")
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end.")
+        for name, text, read in (
+            ("num_requests_running", "Answers that hold a slot.", lambda: service.counters.get("running", 0)),
+            ("num_requests_waiting", "Requests that wait for a slot.", lambda: service.counters.get("waiting", 0)),
+            ("kv_cache_usage_perc", "Share of the KV cache's pages that are in use, 0 to 1.", self._usage),
+            ("engine_up", "1 while the engine takes requests.", lambda: int(service.is_ready)),
+            ("engine_restarts", "Times that the engine was started again.", lambda: service.restarts),
+            ("num_preemptions", "Requests that were swapped out.", lambda: service.counters.get("swaps", 0)),
+            ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", self._count("prefix_queries")),
+            ("prefix_cache_hits", "Prompt tokens found there.", self._count("prefix_hits")),
+        ):
+            self._make(Gauge, name, text).set_function(read)
+
+    def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does
+        made = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
+        return made if labels else made.labels(self._model)
+
+    def _count(self, name: str):  # type: ignore[no-untyped-def]
+        return lambda: self._service.counters.get(name, 0)
+
+    def _usage(self) -> float:
+        total = self._service.ready.get("num_pages", 0)
+        return 1 - self._service.counters.get("free_pages", total) / total if total else 0.0
+
+    def admitted(self, waited: float, prompt_tokens: int) -> None:
+        self._queue.observe(waited)
+        self._prompt.inc(prompt_tokens)
+
+    def token(self, now: float, active: Active) -> None:
+        self._generation.inc()
+        if active.last_token is None:
+            self._ttft.observe(now - active.arrived)
+        elif len(active.choices) == 1:  # of several choices, tokens come together
+            self._itl.observe(now - active.last_token)
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(self._model, reason).inc()
+
+    def left(self, seconds: float, stream: Stream) -> None:
+        self._e2e.observe(seconds)
+
+    def text(self) -> bytes:
+        """All series, as Prometheus reads them."""
+        return generate_latest(self._registry)

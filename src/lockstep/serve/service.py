@@ -1,0 +1,324 @@
+"""Between front ends and engine: takes requests while there is room for them, gives their streams what the engine
+makes, and starts the engine again when it dies, with all requests as far as they were."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.errors import LockstepError
+from lockstep.runtime.request import Token
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.frames import Frame
+from lockstep.serve.link import EngineLink
+from lockstep.serve.metrics import Metrics
+from lockstep.serve.stream import Active, Ask, Stream, StreamError
+from lockstep.step.sampling import Logprobs
+
+_FORGIVEN = 60.0  # seconds after which a death of the engine no longer counts
+_PATIENCE = 30.0  # most seconds between two starts that fail
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """max_queue: requests that may wait for a slot; max_queue_tokens: of their prompts. queue_timeout: seconds that one
+    may wait. stall: seconds without a sign of life after which an engine is started anew. start: seconds that a start
+    may take. slow_reader: seconds that a piece may wait for its reader."""
+
+    max_queue: int = 128
+    max_queue_tokens: int = 1 << 20
+    queue_timeout: float = 60.0
+    stall: float = 60.0
+    start: float = 600.0
+    slow_reader: float = 60.0
+
+
+class Service:
+    """The requests of all front ends, and the engine behind them."""
+
+    def __init__(
+        self, name: str, tokenizer: Tokenizer, python: str | None, asked: Mapping[str, Any], limits: ServiceLimits
+    ):
+        """name: of the model, in requests. python, asked: of the engine process (see `EngineLink.start`)."""
+        self.name, self.tokenizer, self.limits = name, tokenizer, limits
+        self.ready: Frame = {}  # what the engine said of itself
+        self.counters: Frame = {}  # its last
+        self.draining = False
+        self.restarts = 0
+        self.created = int(time.time())
+        self.metrics = Metrics(name, self)
+        self._python, self._asked = python, asked
+        self._link: EngineLink | None = None
+        self._numbers = itertools.count()
+        self._actives: dict[int, tuple[Active, int]] = {}  # by number: a prompt, and what to add to its choice numbers
+        self._streams: set[Stream] = set()
+        self._deaths: deque[float] = deque()
+        self._tasks: list[asyncio.Task] = []
+        self._rate = 0.0  # tokens a second, of prompts and answers, of late
+        self._rate_at, self._counted = time.monotonic(), 0
+
+    async def start(self) -> None:
+        """Until the engine is ready. Raises LockstepError where it cannot be."""
+        await self._open()
+        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        """End the engine, and all that is not through."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_all(StreamError("the server is shutting down", 503, "shutting_down"))
+        if self._link is not None:
+            await self._link.stop()
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new; until all that runs is through, for at most so long."""
+        self.draining = True
+        end = time.monotonic() + seconds
+        while self._streams and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    @property
+    def is_ready(self) -> bool:
+        """Takes requests."""
+        return self._link is not None and not self.draining
+
+    @property
+    def heartbeat_age(self) -> float | None:
+        """Seconds since the engine's last sign of life; None while there is no engine."""
+        return None if self._link is None else time.monotonic() - self._link.last_frame
+
+    @property
+    def is_live(self) -> bool:
+        age = self.heartbeat_age
+        return age is None or age < self.limits.stall
+
+    @property
+    def num_unfinished(self) -> int:
+        """Answers that have not ended."""
+        return sum(len(active.choices) for stream in self._streams for active in stream.actives)
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    @property
+    def engine_pid(self) -> int | None:
+        return None if self._link is None else self._link.pid
+
+    def submit(self, asks: Sequence[Ask]) -> Stream:
+        """Queue prompts; gives the stream of their answers. Raises StreamError, at once, where there is no room."""
+        if self.draining:
+            raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
+        if self._link is None:
+            raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
+        stream = Stream(asks, self.tokenizer)
+        self._check_room(stream)
+        self._streams.add(stream)
+        for active in stream.actives:
+            active.number = next(self._numbers)
+            self._actives[active.number] = active, 0
+            self._link.add(active.number, active.ask.request)
+        return stream
+
+    def cancel(self, stream: Stream, reason: str = "abort") -> None:
+        """End what of a stream has not ended; its slots and pages are free before the next step."""
+        for active in stream.actives:
+            if active.choices:
+                for number in self._forget(active):
+                    if self._link is not None:
+                        self._link.abort(number)
+                for choice in sorted(active.choices):
+                    self._finish(active, choice, reason)
+                    stream.push(active.first + choice, "", None, None, reason)
+        self._leave(stream)
+
+    def _check_room(self, stream: Stream) -> None:
+        waiting = [active for each in self._streams for active in each.actives if active.admitted is None]
+        wanted = len(waiting) + len(stream.actives)
+        tokens = sum(len(active.ask.request.prompt_ids) for active in waiting) + stream.num_prompt_tokens
+        # What fits into free slots does not wait.
+        room = self.limits.max_queue + max(0, self.ready["max_batch_size"] - self.num_unfinished)
+        if wanted > room or (waiting and tokens > self.limits.max_queue_tokens):
+            backlog = sum(
+                len(active.ask.request.prompt_ids) + active.ask.request.n * active.ask.request.max_new_tokens
+                for active in waiting
+            )
+            after = min(60, max(1, round(backlog / self._rate))) if self._rate else 1
+            self.metrics.refused.inc()
+            raise StreamError(
+                f"the queue is full: {len(waiting)} requests of {tokens - stream.num_prompt_tokens} prompt tokens wait "
+                f"(at most {self.limits.max_queue} and {self.limits.max_queue_tokens}); try again in {after} s",
+                429,
+                "queue_full",
+                after,
+            )
+
+    async def _open(self) -> None:
+        link, self.ready = await EngineLink.start(self._python, self._asked, self.limits.start)
+        self._link = link
+        self.counters = {"running": 0, "waiting": 0, "free_pages": self.ready["num_pages"], "cached_pages": 0}
+
+    async def _supervise(self) -> None:
+        while True:
+            assert self._link is not None
+            words = await self._link.run(self._take)
+            died, self._link = self._link, None
+            code = await died.stop()
+            said = words["message"] if words else f"it ended with code {code}"
+            print(f"lockstep: engine process {died.pid} died: {said}; starting another", file=sys.stderr, flush=True)
+            self._bury()
+            pause = 0.5
+            while self._link is None:
+                try:
+                    await self._open()
+                except LockstepError as error:
+                    print(f"lockstep: the engine does not start: {error}", file=sys.stderr, flush=True)
+                    self._fail_all(StreamError("the engine died and does not start again"))
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _PATIENCE)
+            self.restarts += 1
+            self._bring_again()
+
+    def _bury(self) -> None:
+        """Note a death; end what it was the second for."""
+        now = time.monotonic()
+        while self._deaths and now - self._deaths[0] > _FORGIVEN:
+            self._deaths.popleft()
+        self._deaths.append(now)
+        for stream in list(self._streams):
+            for active in stream.actives:
+                active.deaths += bool(active.choices)
+            if len(self._deaths) > 1 or any(active.deaths > 1 for active in stream.actives):
+                self._fail(stream, StreamError("the engine died twice while it was at this request"))
+
+    def _bring_again(self) -> None:
+        """All that is not through to the new engine, each choice by itself: its prompt, and behind it the tokens that
+        were given out."""
+        assert self._link is not None
+        self._actives.clear()
+        for stream in self._streams:
+            for active in stream.actives:
+                active.resumed.clear()
+                request = active.ask.request
+                given = active.collector.completion.choices
+                if len(active.choices) == request.n and not any(choice.token_ids for choice in given):
+                    active.number = next(self._numbers)
+                    self._actives[active.number] = active, 0
+                    self._link.add(active.number, request)
+                    continue
+                for choice in sorted(active.choices):
+                    number = active.resumed[choice] = next(self._numbers)
+                    answer = given[choice].token_ids
+                    self._actives[number] = active, choice
+                    self._link.add(number, replace(request, n=1, choice=request.choice + choice, answer_ids=answer))
+
+    def _take(self, frame: Frame) -> None:
+        if frame["type"] == "refused":
+            if found := self._actives.get(frame["id"]):
+                self._fail(found[0].stream, StreamError(frame["message"], 400, "request_too_large"))
+            return
+        self.counters = frame
+        now = time.monotonic()
+        for number in frame.get("admitted", ()):
+            if (found := self._actives.get(number)) and found[0].admitted is None:
+                found[0].admitted = now
+                self.metrics.admitted(now - found[0].arrived, len(found[0].ask.request.prompt_ids))
+                self._counted += len(found[0].ask.request.prompt_ids)
+                found[0].stream.wake()
+        for number, choice, token, finish, *logprobs in frame.get("tokens", ()):
+            if found := self._actives.get(number):
+                self._token(found[0], choice, token, finish, logprobs, now)
+
+    def _token(
+        self, active: Active, number: int, token: int, finish: str | None, logprobs: Sequence[Any], now: float
+    ) -> None:
+        choice = number - active.ask.request.choice
+        if choice not in active.choices:  # it was cancelled meanwhile
+            return
+        found = Logprobs(logprobs[0], tuple(map(tuple, logprobs[1]))) if logprobs else None
+        made = Token(active.number, token, None, finish, choice, found)
+        text = active.collector.push(made)
+        ended = active.collector.completion.choices[choice].finish
+        self._counted += 1
+        self.metrics.token(now, active)
+        active.last_token = now
+        if ended == "error":
+            error = StreamError("logits: expected finite numbers, found NaN or infinity; the request was ended")
+            return self._fail(active.stream, error)
+        active.stream.push(active.first + choice, text, token, found, ended)
+        if not ended:
+            return
+        if ended == "stop_string" and not finish and self._link is not None:
+            # Its own number where it was resumed; the engine has one choice there.
+            self._link.abort(active.resumed.get(choice, active.number), number)
+        self._finish(active, choice, ended)
+        if active.stream.done:
+            self._leave(active.stream)
+
+    def _finish(self, active: Active, choice: int, reason: str) -> None:
+        active.choices.discard(choice)
+        self.metrics.finished(reason)
+        self._actives.pop(active.resumed.pop(choice, -1), None)
+        if not active.choices:
+            self._actives.pop(active.number, None)
+
+    def _forget(self, active: Active) -> list[int]:
+        numbers = list(active.resumed.values()) or [active.number]
+        for number in numbers:
+            self._actives.pop(number, None)
+        return numbers
+
+    def _leave(self, stream: Stream) -> None:
+        if stream in self._streams:
+            self._streams.discard(stream)
+            self.metrics.left(time.monotonic() - stream.began, stream)
+
+    def _fail(self, stream: Stream, error: StreamError) -> None:
+        stream.fail(error)
+        for active in stream.actives:
+            for number in self._forget(active):
+                if active.choices and self._link is not None:
+                    self._link.abort(number)
+            for choice in list(active.choices):
+                self._finish(active, choice, "error")
+        self._leave(stream)
+
+    def _fail_all(self, error: StreamError) -> None:
+        for stream in list(self._streams):
+            self._fail(stream, error)
+
+    async def _watch(self) -> None:
+        """Once a second: what waited too long, whose reader does not read, and an engine that gives no sign of life."""
+        while True:
+            await asyncio.sleep(min(1.0, self.limits.queue_timeout / 2, self.limits.stall / 2))
+            now = time.monotonic()
+            self._measure(now)
+            for stream in list(self._streams):
+                if not stream.is_admitted and now - stream.began > self.limits.queue_timeout:
+                    waited = (
+                        f"the request waited for {now - stream.began:.0f} s (at most {self.limits.queue_timeout:g})"
+                    )
+                    self._fail(stream, StreamError(waited, 503, "queue_timeout", 1))
+                elif stream.sending_since is not None and now - stream.sending_since > self.limits.slow_reader:
+                    self.cancel(stream)
+            if self._link is not None and now - self._link.last_frame > self.limits.stall:
+                print(
+                    f"lockstep: engine process {self._link.pid} gave no sign of life for {self.limits.stall:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self._link.kill()
+
+    def _measure(self, now: float) -> None:
+        elapsed = now - self._rate_at
+        if self._counted and elapsed > 0.5:
+            rate = self._counted / elapsed
+            self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
+        self._rate_at, self._counted = now, 0

@@ -1,0 +1,141 @@
+"""What one HTTP request waits for: the answers to its prompts, in pieces as large as its reader is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.runtime.completion import Choice, Collector
+from lockstep.runtime.request import Request
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.step.sampling import Logprobs
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt as a server takes it: what the engine is asked for, and the strings that end its text."""
+
+    request: Request
+    stop: tuple[str, ...] = ()
+
+
+@dataclass
+class Piece:
+    """New text of an answer, the tokens that it is of (their texts may come later), and why the answer ends, if it
+    does. `index`: number of the answer, prompt by prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprobs]
+    finish: str | None
+
+
+class StreamError(Exception):
+    """Why a stream ends without an answer. status: of HTTP, where nothing was sent yet."""
+
+    def __init__(self, message: str, status: int = 500, code: str = "engine_error", retry_after: int | None = None):
+        super().__init__(message)
+        self.message, self.status, self.code, self.retry_after = message, status, code, retry_after
+
+
+@dataclass
+class Active:
+    """A prompt that is not through. choices: those that have not ended."""
+
+    number: int  # as the engine process knows it
+    ask: Ask
+    collector: Collector
+    stream: Stream
+    first: int  # index of its first answer
+    choices: set[int]
+    arrived: float
+    admitted: float | None = None
+    last_token: float | None = None
+    deaths: int = 0  # engine processes that died while it was theirs
+    resumed: dict[int, int] = field(default_factory=dict)  # numbers of its choices in the engine process behind one
+
+
+class Stream:
+    """Iterate to get lists of pieces, one list for all that came meanwhile. Raises StreamError when no more comes."""
+
+    def __init__(self, asks: Sequence[Ask], tokenizer: Tokenizer):
+        self.began = time.monotonic()
+        self.sending_since: float | None = None  # a piece waits for the reader since
+        self.num_prompt_tokens = sum(len(ask.request.prompt_ids) for ask in asks)
+        self.actives: list[Active] = []
+        for ask in asks:
+            n, first = ask.request.n, sum(active.ask.request.n for active in self.actives)
+            collector = Collector(tokenizer, len(ask.request.prompt_ids), n, ask.stop)
+            self.actives.append(Active(-1, ask, collector, self, first, set(range(n)), self.began))
+        self._pending: dict[int, Piece] = {}
+        self._wake = asyncio.Event()
+        self._error: StreamError | None = None
+        self._open = sum(ask.request.n for ask in asks)
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All answers, in order."""
+        return [choice for active in self.actives for choice in active.collector.completion.choices]
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def done(self) -> bool:
+        """Nothing more comes."""
+        return self._error is not None or not self._open
+
+    @property
+    def is_admitted(self) -> bool:
+        return any(active.admitted is not None for active in self.actives)
+
+    def push(self, index: int, text: str, token: int | None, logprobs: Logprobs | None, finish: str | None) -> None:
+        """Add to an answer."""
+        piece = self._pending.get(index)
+        if piece is None:
+            piece = self._pending[index] = Piece(index, "", [], [], None)
+        piece.text += text
+        if token is not None:
+            piece.token_ids.append(token)
+        if logprobs is not None:
+            piece.logprobs.append(logprobs)
+        if finish:
+            piece.finish = finish
+            self._open -= 1
+        self._wake.set()
+
+    def fail(self, error: StreamError) -> None:
+        """End without an answer."""
+        if not self.done:
+            self._error = error
+            self._wake.set()
+
+    def wake(self) -> None:
+        """Somebody may wait for the admission."""
+        self._wake.set()
+
+    async def admission(self) -> None:
+        """Until the engine has taken it in, or anything came. Raises StreamError."""
+        while not (self.is_admitted or self._pending or self._error):
+            self._wake.clear()
+            await self._wake.wait()
+        if self._error and not self._pending:
+            raise self._error
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> list[Piece]:
+        while not self._pending:
+            if self._error:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        pieces, self._pending = list(self._pending.values()), {}
+        return pieces
