@@ -17,8 +17,8 @@ class Request:
     Ends after `max_new_tokens`, after a token of `stop_ids` (which is given out), or when `max_seq_len` is reached.
     choose: gives the next token from logits [vocab_size] float32, instead of `sampling`. n: how many choices to make of
     the prompt, which is computed once. choice: number of the first, which decides what it draws. priority: lower goes
-    first. cache_salt: prefixes are shared with requests of the same salt only. answer_ids: tokens that were given out before an interruption: they are computed again, one a step
-    as then, and new ones follow them.
+    first. cache_salt: prefixes are shared with requests of the same salt only. answer_ids: tokens that were given out
+    before an interruption: they are computed again, one a step as then, and new ones follow them.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
