@@ -4,6 +4,7 @@
 #   make test                     runs the tests, one process a core; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
 #   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps
+#   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
 #                                 both records go to docs/gpu; TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
@@ -32,7 +33,8 @@ export ORT_DISABLE_TELEMETRY ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-unit test-all lint gpu setup clean
+TRITON_ENV ?= .triton
+.PHONY: demo test test-unit test-all triton-test lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -47,6 +49,9 @@ test-unit: setup
 
 test-all: setup
 	$(PYTEST) $(ARGS)
+
+triton-test: setup $(TRITON_ENV)/.pinned
+	LOCKSTEP_TRITON=$(abspath $(TRITON_ENV)) $(BIN)/python -m pytest -n 0 tests/tritonserver $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check
@@ -73,5 +78,11 @@ $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Its wheels want other versions than the project's. --no-deps: the server alone, without the framework around it.
+$(TRITON_ENV)/.pinned: envs/triton.txt
+	$(PYTHON) -m venv --clear $(TRITON_ENV)
+	$(TRITON_ENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r envs/triton.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(TRITON_ENV)

@@ -34,6 +34,7 @@ include: "workflow/rules/export.smk"
 include: "workflow/rules/build.smk"
 include: "workflow/rules/compare.smk"
 include: "workflow/rules/golden.smk"
+include: "workflow/rules/served.smk"
 include: "workflow/rules/report.smk"
 
 

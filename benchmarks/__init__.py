@@ -25,6 +25,10 @@ INSIDE = {
     "onnx_tools.graph_types": "types of the values in a graph that is edited",
     "step.pages": "a pool of pages for the scheduler alone",
     "step": "the KV cache, the plan and the host's step go wrong",
+    "runtime.tokenizer": "a tokenizer for shapes that have none",
+    "serve.bodies": "the same",
+    "serve.run": "a server on engines that are of no target",
+    "serve.service": "the same",
     "runtime.scheduler": "what the scheduler's share of a step takes",
     # Exports of shapes and of tiny models, which are no checkpoints.
     "export.parity": "depths at which a model has all its kinds of layers",

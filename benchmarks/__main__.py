@@ -109,6 +109,44 @@ def throughput(models: tuple[str, ...], targets: tuple[str, ...], docs: Path | N
 
 
 @bench.command()
+@click.option(
+    "--model", "models", multiple=True, metavar="FOLDER|SHAPE", default=("llama-1024x8", "resources/demo-llama"), show_default=True,  # noqa: E501
+    help="A checkpoint folder, or a shape that gets random weights; may be given several times.",
+)  # fmt: skip
+@click.option("--streams", type=click.IntRange(min=1), default=4, show_default=True, help="Requests at a time.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of the engine.  [default: one core is left]")
+@_ROUNDS
+@_DOCS
+def serving(models: tuple[str, ...], streams: int, threads: int | None, rounds: int, docs: Path | None) -> None:
+    """The server beside the bare engine on this CPU: tokens/s, CPU time of the API process."""
+    import os
+
+    from benchmarks.serving import measured
+
+    used = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    _deliver(measured(models, streams, rounds, used), docs)
+
+
+@bench.command()
+@click.option("--target", required=True, help="A target of a finished run, such as demo-llama/fp32/all.")
+@RESULTS
+@click.option("--minutes", type=click.FloatRange(min=0.1), default=10, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--kills", is_flag=True, help="Kill the engine once a minute.")
+@click.option("--kv-bytes", default="16M", show_default=True, help="The server's, so small that all of it is used.")
+@_DOCS
+def soak(docs: Path | None, **settings: Any) -> None:
+    """Endurance: the server under a mixed load whose clients leave; memory, descriptors, pages."""
+    from benchmarks.soak import run
+    from lockstep import CheckError
+
+    record = run(**settings)
+    _deliver(record, None if record["faults"] else docs)
+    if lines := record["faults"]:
+        raise CheckError(f"soak: {lines[0]}{f'; {len(lines) - 1} more in `faults`' if lines[1:] else ''}")
+
+
+@bench.command()
 @_SHAPES
 @_PRECISION
 @_ROUNDS
@@ -389,6 +427,46 @@ def batches(
     worker.call(python, "benchmarks.batches:measure", **names, rounds=rounds, options=options)
     out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
     click.echo(out)
+
+
+@bench.command("serving-gpu")
+@click.option(
+    "--work",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    required=True,
+    help="The scratch folder of `batches`, with its engines and weights.",
+)
+@_TENSORRT_PYTHON
+@click.option("--kv-bytes", type=click.IntRange(min=1), help="Memory for the KV cache, where others need some too.")
+@click.option(
+    "--beside", multiple=True, metavar="NAME=URL", help="A server that gets the same requests, such as vLLM's."
+)
+@click.option("--rate", "rates", multiple=True, default=("8", "24", "inf"), show_default=True, help="Requests/s.")
+@click.option("--requests", type=click.IntRange(min=1), default=200, show_default=True)
+@_ROUNDS
+def serving_gpu(
+    work: Path,
+    python: str | None,
+    kv_bytes: int | None,
+    beside: tuple[str, ...],
+    rates: tuple[str, ...],
+    requests: int,
+    rounds: int,
+) -> None:
+    """The server on one GPU: beside the bare engine, under Poisson arrivals, and when a long prompt comes."""
+    from benchmarks.batches import LIMITS
+    from benchmarks.serving import Place, run
+
+    others = dict(each.partition("=")[::2] for each in beside)
+    place = Place(
+        *(str(work / name) for name in ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")),
+        LIMITS,
+        None,
+        python,
+        kv_bytes,
+    )
+    found = {"benchmark": "serving-gpu", **run(place, (16, 64), rates, requests, rounds, True, others)}
+    click.echo(dump_json(found), nl=False)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.files import SEAL, sha256_json
 from lockstep.bundle.archive import MANIFEST, header
 from lockstep.bundle.opened import opened
 from lockstep.errors import LockstepError
 from lockstep.pipeline import worker
 
-DOCUMENTS = ("graphs/assembly.json", "engines/engines.json", "weights/weights.json", "graphs/tokenizer.json")
+# Documents that the assembly names, by its key for them.
+TEXTS = {"graphs/tokenizer.json": "tokenizer", "graphs/chat_template.json": "chat_template"}
+DOCUMENTS = ("graphs/assembly.json", "engines/engines.json", "weights/weights.json", *TEXTS)
 MISSING, AGAIN = "(the key is missing)", "(the list again and again)"
 PROMPT, SECONDS, BYTES = "San Francisco is a", 20, 1 << 30  # of time and further memory that a case may take
 DIGESTS = re.compile(r"sha256$")
@@ -145,10 +148,10 @@ class Bundle:
         """The bundle with one value changed, and all that digests it made right."""
         files, documents = dict(self.files), dict(self.documents)
         documents[name] = changed(documents[name], path, value)
-        if name == "graphs/tokenizer.json":
-            files[name] = dump(documents[name])
+        if name in TEXTS:
+            files[name] = sealed(documents[name])
             documents["graphs/assembly.json"] = changed(
-                documents["graphs/assembly.json"], ("tokenizer", "sha256"), hashlib.sha256(files[name]).hexdigest()
+                documents["graphs/assembly.json"], (TEXTS[name], "sha256"), hashlib.sha256(files[name]).hexdigest()
             )
         for document in ("graphs/assembly.json", "engines/engines.json", "weights/weights.json"):
             files[document] = sealed(documents[document])
@@ -170,9 +173,10 @@ class Bundle:
 
 
 def run(path: Path, weights: Path | None) -> str:
-    """As `lockstep generate --bundle` does; gives the text."""
+    """As `lockstep generate --bundle` does; gives the text. Reads what `lockstep serve --bundle` reads besides."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()), opened(path, weights) as place:
+        ChatTemplate.open(place.assembly)
         worker.generate(
             str(place.assembly),
             str(place.weights),

@@ -45,6 +45,18 @@ PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 30
 
 EOS = "<eos>"
+# As the rows of training are: a paragraph that the user begins and the assistant ends, then EOS. Without white space of
+# its own, which would be tokens that the model never saw there.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message['role'] == 'tool' %}
+        {{- raise_exception('this model knows no tools') }}
+    {%- endif %}
+    {{- message['content'] }}
+    {%- if message['role'] != 'user' %}
+        {{- eos_token }}
+    {%- endif %}
+{%- endfor %}"""
 VOCAB_SIZE = 768
 # No two tensor sizes are equal (hidden 144, query 240, key 80, 400, 768), and neither rope_theta nor
 # head_dim is the default: a swapped axis or an ignored key then shows at once.
@@ -172,6 +184,7 @@ def write(folder: Path, tokenizer: Tokenizer, model: LlamaForCausalLM) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS,
+        "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "model_max_length": ARCHITECTURE["max_position_embeddings"],
     }

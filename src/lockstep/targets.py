@@ -91,6 +91,9 @@ class Results:
     def speed(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.golden(model, precision, layers, backend).with_name(f"{layers}.speed.json")
 
+    def served(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
+        return self.root / model / precision / "served" / backend / f"{layers}.json"
+
     def reproduction(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.root / model / precision / "reproduce" / backend / f"{layers}.json"
 

@@ -55,6 +55,7 @@ BOUND = (
     "decode_state",
     "prompts",
     "prompt_attention",
+    "prompt_blocks",
     "executor",
     "comparison",
 )

@@ -10,6 +10,8 @@ from lockstep.artifacts.reports import (
     ComparisonReport,
     GoldenPrompt,
     GoldenReport,
+    ServedPhase,
+    ServedReport,
     SpeedReport,
     TensorError,
     ValidatedGraphs,
@@ -43,6 +45,21 @@ def golden_prompt(text: str = "A", **found: Any) -> GoldenPrompt:
 def golden(target: Target, *prompts: GoldenPrompt, **found: Any) -> GoldenReport:
     passed: dict[str, Any] = {"result": PASS, "engine_digest": DIGEST, "tolerance": 0.5, "max_logit_error": 0.0}
     return GoldenReport(target=target, prompts=prompts, long_prompt=None, **{**passed, **found})
+
+
+def served(target: Target, **found: Any) -> ServedReport:
+    passed: dict[str, Any] = {
+        "result": PASS,
+        "engine_digest": DIGEST,
+        "identity": DIGEST,
+        "batch_invariant": True,
+        "tolerance": 0.5,
+        "phases": {"alone": ServedPhase(1, 0, 0, ())},
+        "prefix_hit_tokens": 0,
+        "restarts": 1,
+        "num_pages": 1,
+    }
+    return ServedReport(target=target, **{**passed, **found})
 
 
 def speed(target: Target, prefill: float, decode: float) -> SpeedReport:

@@ -44,6 +44,7 @@ ENVIRONMENTS = {
     "backends": "engine",
     "verify.compare": "engine",
     "verify.golden.check": "engine",
+    "serve.check": "serve",
     "report.summary": "report",
     "report.plots": "report",
 }

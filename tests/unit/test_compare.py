@@ -214,6 +214,7 @@ def test_a_precision_that_onnx_runtime_lacks_is_refused_and_not_asked_for(demo, 
         "compare",
         "reference",
         "golden",
+        "served",
     ]
     assert stages[1] == [stage for stage in stages[0] if stage != "compare"]
     assert all(CONFIG.is_compared(target) for target in CONFIG.targets() if target.backend == "onnxruntime")

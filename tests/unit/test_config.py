@@ -305,7 +305,7 @@ MISTAKES = [
         "models:",
         "modles:",
         "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, "
-        "skip_missing_backends, require_run, backends (and 1 more)",
+        "skip_missing_backends, require_run, check_server, backends (and 1 more)",
     ),
 ]
 
@@ -322,22 +322,22 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
         (
             "",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, backends; found an empty file",
+            "skip_missing_backends, require_run, check_server, backends; found an empty file",
         ),
         (
             "# only a comment\n",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, backends; found an empty file",
+            "skip_missing_backends, require_run, check_server, backends; found an empty file",
         ),
         (
             "- a\n- b\n",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, backends; found a list",
+            "skip_missing_backends, require_run, check_server, backends; found a list",
         ),
         (
             "just text\n",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, backends; found 'just text'",
+            "skip_missing_backends, require_run, check_server, backends; found 'just text'",
         ),
         ("models:\n", "models: expected a mapping; found nothing"),
         ("models: {}\n", "models: expected at least one item; found an empty mapping"),
@@ -375,7 +375,7 @@ def test_a_mapping_is_called_config_and_a_given_name_wins():
     with pytest.raises(
         InputError,
         match=r"^config: foo: unknown key, allowed: models, limits, tolerances, "
-        r"cache, skip_missing_backends, require_run, backends$",
+        r"cache, skip_missing_backends, require_run, check_server, backends$",
     ):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
     with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):
@@ -449,8 +449,14 @@ MODELS = st.fixed_dictionaries(
     },
     optional={"precisions": st.sampled_from([["fp32"], ["fp16", "fp32"]])},
 ).map(lambda model: {**model, "layers": [2, "all"]})
+
+
+def _differ_in_more_than_capitals(models):
+    return len({name.casefold() for name in models}) == len(models)
+
+
 CONFIGS = st.fixed_dictionaries(
-    {"models": st.dictionaries(NAMES, MODELS, min_size=1, max_size=3)},
+    {"models": st.dictionaries(NAMES, MODELS, min_size=1, max_size=3).filter(_differ_in_more_than_capitals)},
     optional={
         "tolerances": st.fixed_dictionaries(
             {

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import click
 import pytest
+
+from lockstep.cli.serve import serve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GENERATED = {"models.md", "faults.md"}  # by `python -m benchmarks models`, `faults`
@@ -53,6 +56,15 @@ def test_every_page_stands_in_the_index() -> None:
     index = REPOSITORY / "docs" / "README.md"
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
     assert set((REPOSITORY / "docs").glob("*.md")) - {index} <= linked
+
+
+def test_the_page_of_the_server_has_every_option_with_its_default() -> None:
+    page = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `(--[a-z-]+)[^|]*\|([^|]*)\|", page, re.MULTILINE))
+    options = {each.opts[0]: each.default for each in serve.params if isinstance(each, click.Option)}
+    assert told.keys() == options.keys()
+    numbers = {name: value for name, value in options.items() if type(value) in (int, float)}
+    assert numbers and {name: float(told[name]) for name in numbers} == numbers
 
 
 def test_the_glossary_has_at_most_forty_terms_in_order() -> None:

@@ -27,12 +27,12 @@ LAYERS = (
     "backends",
     "runtime",
     "verify",
+    "serve",
     "pipeline",
     "provenance",
     "bundle",
     "report",
     "load",
-    "serve",
     "cli",
     "__main__",
 )

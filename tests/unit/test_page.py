@@ -10,6 +10,7 @@ import pytest
 
 from browser import BROWSERS, Browser, find
 from lockstep.serve.page import page
+from real_server import RealServer, make_tree
 from scripted_server import ScriptedServer, Step
 
 STATUS = {
@@ -84,6 +85,22 @@ def test_a_chat_streams_in_and_goes_on(server: ScriptedServer, shown: Browser) -
     roles = [(each["role"], each["content"][:8]) for each in server.bodies[1]["messages"]]
     assert roles == [("user", "Hello\nth"), ("assistant", "w0 w1 w2"), ("user", "And now?")]
     assert shown.run("document.activeElement.id") == "prompt" and not shown.said
+
+
+@pytest.mark.exports
+def test_a_chat_with_the_real_server(browser: Browser, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    demo = request.getfixturevalue("demo")  # made only where there is a browser
+    with RealServer(make_tree(tmp_path / "results", demo)) as server:
+        browser.open(f"{server.url}/")
+        browser.wait("at('model').textContent.startsWith('demo') && model")
+        assert browser.run("mode()") == "chat"
+        browser.run("at('temperature').value = '0'; at('max_tokens').value = '16'; null")
+        ask(browser, "Ice floats because")
+        browser.wait("at('stop').hidden && " + ANSWER + " === ' it is lighter than water.'")
+        assert "ended: stop" in browser.run("at('figures').textContent")
+        ask(browser, "San Francisco is a")
+        browser.wait("document.querySelectorAll('.assistant').length === 2 && at('stop').hidden")
+        assert browser.run("at('error').hidden") and not browser.said
 
 
 def test_a_completion_takes_the_parameters(server: ScriptedServer, shown: Browser) -> None:

@@ -50,6 +50,14 @@ def byte_fallback(tmp_path_factory):
     return Tokenizer(path)
 
 
+def test_a_token_has_the_text_that_it_has_behind_others(byte_level, byte_fallback):
+    ids = byte_level.encode("San Francisco is a")
+    assert "".join(map(byte_level.token_text, ids)) == "San Francisco is a"
+    assert byte_level.token_text(0) == "<eos>" and byte_level.decode([0]) == ""
+    for token, text in (("\u2581city", " city"), ("\u2581", " "), ("th", "th"), ("</s>", "</s>"), ("<0xE4>", "\ufffd")):
+        assert byte_fallback.token_text(byte_fallback._tokenizer.token_to_id(token)) == text
+
+
 def streamed(tokenizer, ids):
     stream = tokenizer.stream()
     return [*(stream.push(token) for token in ids), stream.finish()]

@@ -12,9 +12,11 @@ from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 CHUNK = 2 * PAGE_SIZE
 
 
-def make(num_slots=3, pages=20, max_num_tokens=512, shares=True, admission="guaranteed", chunk_size=CHUNK):
+def make(
+    num_slots=3, pages=20, max_num_tokens=512, shares=True, admission="guaranteed", chunk_size=CHUNK, threshold=CHUNK
+):
     tables = PageTables(PagePool(pages, 1), num_slots, shares=shares)
-    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission)
+    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission, threshold)
 
 
 def step(scheduler):
@@ -103,6 +105,55 @@ def test_a_step_must_have_room_for_a_chunk_beside_all_others():
         make(max_num_tokens=2, chunk_size=1)
     with pytest.raises(InputError, match="chunk_size: expected 1 to 98, .* beside 2 other requests, found 99"):
         make(max_num_tokens=100, chunk_size=99)
+
+
+def test_a_threshold_below_one_is_refused():
+    with pytest.raises(InputError, match="long_prefill_token_threshold: expected at least 1, found 0; leave it out"):
+        make(threshold=0)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [
+        (None, [[3 * CHUNK + 9, CHUNK, 2], [4 * CHUNK]]),
+        (2 * CHUNK + 40, [[2 * CHUNK, 2 * CHUNK, 2], [CHUNK + 9, 2 * CHUNK], [CHUNK]]),
+        (1, [[CHUNK, CHUNK, 2], [CHUNK, CHUNK], [CHUNK, CHUNK], [9, CHUNK], [CHUNK]]),  # never less than a chunk
+    ],
+)
+def test_beside_those_that_decode_a_prompt_brings_what_the_threshold_lets_it(threshold, expected):
+    scheduler = make(num_slots=4, pages=99, max_num_tokens=4 * CHUNK + 20, threshold=threshold)
+    scheduler.add(Scheduled(4, 30))
+    step(scheduler)
+    for prompt in (3 * CHUNK + 9, 5 * CHUNK, 2):
+        scheduler.add(Scheduled(prompt, prompt + 9))
+    found = []
+    for shares in run(scheduler):
+        assert shares[0][2] == 1, "the first decodes in each step"
+        found.append([count for request, start, count in shares if start < request.num_prompt_tokens])
+    assert [counts for counts in found if counts] == expected
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_chunks_that_come_together_are_published_each_with_its_pages(shares):
+    scheduler = make(pages=40, max_num_tokens=2048, shares=shares, threshold=None)
+    scheduler.add(Scheduled(4, 30))
+    step(scheduler)
+    prefix, pool = keys("a", "b", "c"), scheduler.tables.pool
+    scheduler.add(first := Scheduled(3 * CHUNK + 5, 3 * CHUNK + 20, prefix=prefix))
+    made = scheduler.schedule()
+    assert made.shares[1:] == [(first, 3 * CHUNK + 5)]
+    copies = scheduler.computed(made)
+    assert [start for _, start, _ in copies] == ([] if shares else [0, CHUNK, 2 * CHUNK])
+    found = pool.find(prefix)
+    assert found == (scheduler.tables[first.slot][:6] if shares else [page for _, _, pages in copies for page in pages])
+    assert len(set(found)) == 6
+    pool.release(found)
+    for _, _, pages in copies:
+        scheduler.stored(pages)
+    scheduler.add(Scheduled(2 * CHUNK + 9, 2 * CHUNK + 12, prefix=[*prefix[:2]]))  # begins inside the larger piece
+    assert step(scheduler).shares[-1][1] == 9
+    run(scheduler)
+    scheduler.check()
 
 
 def test_prompts_come_in_order_beside_those_that_decode_one_chunk_each():
@@ -209,12 +260,13 @@ def lookahead_stays(monkeypatch):
     st.sampled_from(["guaranteed", "optimistic"]),
     st.integers(0, 3),
     st.sampled_from([16, 64, 256]),
+    st.sampled_from([None, 1, CHUNK, 3 * CHUNK - 1]),
 )
 def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
-    given_requests, num_slots, pages, max_num_tokens, shares, admission, every, lookahead
+    given_requests, num_slots, pages, max_num_tokens, shares, admission, every, lookahead, threshold
 ):
     policy.LOOKAHEAD = lookahead
-    scheduler = make(num_slots, pages, max_num_tokens, shares, admission)
+    scheduler = make(num_slots, pages, max_num_tokens, shares, admission, threshold=threshold)
     waiting, aborts, cuts, count = list(given_requests), {}, {}, 0
     while waiting or scheduler.num_running or scheduler.num_waiting:
         count += 1
@@ -235,6 +287,14 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
         assert made.shares or not (scheduler.num_running or scheduler.num_waiting), "everybody waits"
         assert sum(share for _, share in made.shares) <= max_num_tokens
         assert len({request.slot for request, _ in made.shares}) == len(made.shares)
+        decoding = sum(request.num_computed > request.num_prompt_tokens for request, _ in made.shares)
+        if decoding and threshold is not None:
+            assert all(share <= max(threshold, CHUNK) for _, share in made.shares)
+        prompts = [each for each in made.shares if each[0].num_computed <= each[0].num_prompt_tokens]
+        if prompts and threshold is None:  # what is left of the budget is less than the first could have used
+            head, share = prompts[0]
+            rest, room = head.num_prompt_tokens - head.num_computed, max_num_tokens - decoding
+            assert rest <= 1 or share > room - CHUNK or share == 1
         for request, share in made.shares:
             end = request.num_computed
             assert end <= max(request.max_tokens, request.num_prompt_tokens)

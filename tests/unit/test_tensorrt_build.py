@@ -24,7 +24,7 @@ import pytest
 
 import lockstep.backends.tensorrt
 from lockstep.artifacts.files import read_json, sha256_file, sha256_json
-from lockstep.backends.profiles import decode_ranges, profiles
+from lockstep.backends.profiles import decode_ranges, profiles, prompt_ranges
 from lockstep.backends.tensorrt import backend as tensorrt_backend
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.backend import TensorRTBackend
@@ -111,6 +111,30 @@ def test_each_range_of_rows_has_a_profile_that_is_tuned_for_its_top():
     assert one["x1"] == ((1,),) * 3
     assert [profile["x1"] for profile in several] == [((1,), (4,), (4,)), ((5,), (8,), (8,)), ((9,), (10,), (10,))]
     assert [profile["x0"] for profile in several] == [((low, 4), (64, 4), (74, 4)) for low in (1, 5, 9)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "ranges"),
+    [
+        (4, 512, []),
+        (16, 2048, [(17, 512), (513, 1024)]),
+        (256, 1000, [(257, 512)]),
+        (512, 4096, [(513, 1024)]),
+        (1024, 8192, []),
+    ],
+)
+def test_prompts_come_in_ranges_between_the_rows_that_decode_and_the_limit(rows, tokens, ranges):
+    assert prompt_ranges(rows, tokens) == ranges
+
+
+def test_a_prompt_takes_the_profile_that_is_tuned_for_the_next_larger_size():
+    limits = LIMITS | {"max_batch_size": 256, "max_num_tokens": 2048}
+    found = [profile["rows"] for profile in profiles(BLOCK, limits)]
+    first = lambda tokens: next(best[0] for low, best, high in found if low[0] <= tokens <= high[0])
+    sizes = (1, 64, 100, 256, 257, 512, 513, 1024, 1025, 2048, 2304)
+    assert [first(tokens) for tokens in sizes] == [1, 64, 128, 256, 512, 512, 1024, 1024, 2048, 2048, 2048]
+    assert len(found) == 8 + 2 + 1  # 8 of rows that decode
+    assert len(profiles(graph("num_tokens, 4", "num_requests"), limits)) == 8  # an exit computes rows of requests
 
 
 def test_kinds_have_the_dimensions_that_they_name():

@@ -524,10 +524,11 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
 ):
     """A new request and one that goes on, with a row that decodes: the rows hold what they held, and the next step
     finds nothing of it."""
+    from lockstep.backends.tensorrt import prompt_blocks
+
     both = Both(demo, open_model, form[1], "all")
     both.step(prompts=[(0, 8), (1, 5)])
-    executor, made = both.found._executor, []
-    prepare = executor._block
+    made, prepare = [], prompt_blocks.PromptPass._call
 
     def broken(*arguments):
         if len(made) == fails:
@@ -538,13 +539,13 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     both.step(0)  # which makes the plan of one row
     before, held = gpu.plain, [both.found.length(slot) for slot in range(3)]
     with monkeypatch.context() as patched:
-        patched.setattr(executor, "_block", broken)
+        patched.setattr(prompt_blocks.PromptPass, "_call", broken)
         with pytest.raises(CheckError, match="no more memory"):
             both.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
     assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held
     # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
     if form[2] == "traced":
-        for array in (array for pair in executor._forms[0]._cache.values() for array in pair):
+        for array in (array for pair in both.found._executor._forms[0]._cache.values() for array in pair):
             gpu.array(array.address, array.shape, array.dtype)[2] = np.nan
     both.step(0, prompts=[(1, 3), (2, 10)])
     for _ in range(3):
@@ -629,6 +630,10 @@ def test_requests_share_pages_fork_and_are_swapped_out_with_the_tokens_that_they
     model = open_model(chunk_size=64)
     alone = [tokens_of(Engine(model, prefix_caching=False), [Request(prompt, 30)])[0, 0] for prompt in prompts]
     engine = Engine(model)
+    with pytest.raises(
+        InputError, match="^prompt_logprobs: expected a backend that .*, found tensorrt; leave them out$"
+    ):
+        engine.add(Request(prompts[0], 1, prompt_logprobs=1))
     for _ in range(2):  # the second time all chunks of all prompts are there
         found = tokens_of(engine, [Request(prompt, 30) for prompt in prompts])
         assert [found[number, 0] for number in range(6)] == alone
@@ -907,3 +912,71 @@ def test_what_tensorrt_said_before_is_not_told_as_the_error(gpu, call, arguments
     TENSORRT.log.errors.append("what was wrong once")
     with pytest.raises(CheckError, match="TensorRT 8.6.0 .*: what is wrong now$"):
         getattr(TENSORRT, call)(context, *arguments)
+
+
+def test_a_prompt_comes_twice_and_finds_its_prefix_where_pages_can_be_shared(open_model, form, gpu):
+    engine, request = Engine(open_model(chunk_size=64)), Request(np.arange(3, 203), 8)
+    first, second = (tokens_of(engine, [request])[0, 0] for _ in range(2))
+    assert first == second and len(first) == 8
+    assert (engine.prefix_hits > 0) == engine.prefix_caching == (form[2] == "fused")
+
+
+def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model, form, gpu, monkeypatch):
+    """As long as the step has room for it, or as the threshold says; its chunks are found again all the same."""
+    random = np.random.default_rng(0)
+    shared = random.integers(0, 768, 140)
+    prompts = [np.append(shared, random.integers(0, 768, count)) for count in (60, 0, 21)]
+    model, brought = open_model(chunk_size=64), []
+    alone = [tokens_of(Engine(model, prefix_caching=False), [Request(prompt, 9)])[0, 0] for prompt in prompts]
+    step_tokens = model.step_tokens
+    monkeypatch.setattr(
+        model,
+        "step_tokens",
+        lambda advances, more=False: (
+            brought.append([len(advance.tokens) for advance in advances]),
+            step_tokens(advances, more),
+        )[1],
+    )
+    for threshold, pieces in ((None, [[200], [12], [33]]), (130, [[128, 72], [12], [33]])):
+        engine = Engine(model, long_prefill_token_threshold=threshold)
+        model.tables.pool.forget()
+        engine.add(Request(np.arange(5), 40))
+        engine.step()
+        for prompt, expected, counts in zip(prompts, alone, pieces):
+            brought.clear()
+            number, tokens = engine.add(Request(prompt, 9)), []
+            while len(tokens) < 9:
+                tokens += [made.token for made in engine.step() if made.request == number]
+            assert tokens == expected and all(each[0] == 1 for each in brought)
+            if engine.prefix_caching:
+                assert [each[1] for each in brought if each[1] > 1] == counts
+        assert engine.prefix_hits == (256 if engine.prefix_caching else 0)
+        engine.close()
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(demo, open_model, form, gpu, monkeypatch):
+    """Those of one engine share a context: of the second layer on, only its weights are new, and what alternates."""
+    both = Both(demo, open_model, form[1], "all")
+    both.step(prompts=[(0, 40)])
+    shapes, addresses = [], []
+    for name, told in (("set_input_shape", shapes), ("set_tensor_address", addresses)):
+        method = getattr(TENSORRT, name)
+        monkeypatch.setattr(
+            TENSORRT,
+            name,
+            lambda context, tensor, value, method=method, told=told: (
+                told.append(tensor),
+                method(context, tensor, value),
+            )[1],
+        )
+    both.step(prompts=[(1, 40)])
+    assert not shapes and {"query", "attention"}.isdisjoint(addresses)
+    assert addresses, "layers have weights of their own"
+    both.step(prompts=[(2, 41)])
+    engines = {id(block.run.program): block for block, _ in both.found._executor._network.layers}
+    inputs = [io.name for block in engines.values() for io in block.signature.inputs]
+    network = both.found._executor._network
+    inputs += [io.name for block in (network.embedding, network.exit) for io in block.signature.inputs]
+    assert len(engines) < len(network.layers) and sorted(shapes) == sorted(inputs)
+    both.step(0, 1, 2)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from demo_model import CONFIG
-from reports import golden, golden_prompt, validation
+from reports import golden, golden_prompt, served, validation
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.checkpoint import CheckpointManifest
@@ -78,6 +78,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reference = ReferenceManifest(2, 1, (), logits, (answer,), None)
     make(results, "reference", reference.to_json(), logits=b"logits")
     make(results, "golden", golden(TARGET, golden_prompt("A")).to_json())
+    make(results, "served", served(TARGET).to_json())
     write_lock(results.root, MODEL, root / "locks" / f"{MODEL}.lock.json")
     assert {finding.status for finding in found(root)} == {SAME}
     return root

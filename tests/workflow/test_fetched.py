@@ -35,6 +35,7 @@ TARGETS = [
     "results/hub/fp32/validate/all.json",
     "results/hub/fp32/compare/onnxruntime.json",
     "results/hub/fp32/golden/onnxruntime/all.json",
+    "results/hub/fp32/served/onnxruntime/all.json",
     "results/random/fp32/weights.json",
     "results/random/fp32/engines/onnxruntime/engines.json",
 ]

@@ -222,7 +222,7 @@ def test_a_check_that_fails_by_hand_is_a_row_and_is_made_again(demo: Checkout) -
     process = demo.run("lockstep", "golden", "demo-llama/fp16/all", "--config", "other.yaml", check=False)
     assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
     assert rows(demo)["fp16", "all"] == "fail" and list(rows(demo).values()).count("fail") == 1
-    assert set(demo.would_run()) == {"golden", "summary", "plots"}
+    assert set(demo.would_run()) == {"golden", "served", "summary", "plots"}
     demo.call("lockstep", "golden", "demo-llama/fp16/all")
     assert set(rows(demo).values()) == {"pass"}
     demo.call("lockstep", "verify")

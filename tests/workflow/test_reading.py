@@ -29,15 +29,15 @@ def in_the_future(path: Path) -> None:
 DAMAGES = {
     "lost engine": (
         lambda results: (results / FP16 / "engines/onnxruntime/middle.onnx").unlink(),
-        {"build", "compare", "golden", "summary", "plots"},
+        {"build", "compare", "golden", "served", "summary", "plots"},
     ),
     "truncated weights": (
         lambda results: os.truncate(results / FP32 / "weights.safetensors", 1000),
-        {"convert", "compare", "validate", "golden", "summary", "plots"},
+        {"convert", "compare", "validate", "golden", "served", "summary", "plots"},
     ),
     "lost graph": (
         lambda results: (results / FP32 / "graphs/middle.onnx").unlink(),
-        {"export", "validate", "build", "compare", "golden", "summary", "plots"},
+        {"export", "validate", "build", "compare", "golden", "served", "summary", "plots"},
     ),
     "lost record": (
         lambda results: (results / FP16 / "validate/2.build.json").unlink(),
@@ -45,13 +45,13 @@ DAMAGES = {
     ),
     "lost record of the first": (
         lambda results: (results / MODEL / "checkpoint.build.json").unlink(),
-        {"resolve", "convert", "compare", "reference", "validate", "golden", "summary", "plots"},
+        {"resolve", "convert", "compare", "reference", "validate", "golden", "served", "summary", "plots"},
     ),
     "lost record of the last": (lambda results: (results / "report/error_by_layer.build.json").unlink(), {"plots"}),
     "lost record of the summary": (lambda results: (results / "summary.build.json").unlink(), {"summary", "plots"}),
     "lost manifest": (
         lambda results: (results / FP16 / "golden/onnxruntime/2.json").unlink(),
-        {"golden", "summary", "plots"},
+        {"golden", "served", "summary", "plots"},
     ),
     "from the future": (lambda results: in_the_future(results / FP16 / "graphs/assembly.json"), set()),
     "flipped byte": (lambda results: flip(results / FP16 / "engines/onnxruntime/entry.onnx"), set()),
@@ -60,7 +60,7 @@ DAMAGES = {
             failed_path(results / FP32 / "golden/onnxruntime/all.json"),
             {"format": "lockstep.failure/1", "failure": "planted"},
         ),
-        {"golden", "summary", "plots"},
+        {"golden", "served", "summary", "plots"},
     ),
 }
 SNAKEMAKE = (

@@ -22,14 +22,24 @@ def test_a_second_run_does_nothing(demo: Checkout) -> None:
 def test_a_first_run_makes_each_result_once(fresh: Checkout) -> None:
     """Two layer counts in two precisions: one export and one engine set a precision, one reference a layer count."""
     expected = Counter(
-        config=1, resolve=1, architecture=1, convert=2, export=2, build=2, compare=2, reference=2, validate=4, golden=4
+        config=1,
+        resolve=1,
+        architecture=1,
+        convert=2,
+        export=2,
+        build=2,
+        compare=2,
+        reference=2,
+        validate=4,
+        golden=4,
+        served=4,
     )
     assert fresh.would_run() == expected + REPORT
 
 
 def test_a_layer_count_builds_no_engine(demo: Checkout) -> None:
     demo.edit_config(lambda config: config["models"][MODEL]["layers"].append(3))
-    assert demo.would_run() == Counter(config=1, reference=1, validate=2, golden=2) + REPORT
+    assert demo.would_run() == Counter(config=1, reference=1, validate=2, golden=2, served=2) + REPORT
 
 
 def test_a_precision_adds_its_own_jobs_only(demo: Checkout) -> None:
@@ -39,31 +49,44 @@ def test_a_precision_adds_its_own_jobs_only(demo: Checkout) -> None:
     for path in (demo.results / MODEL / "fp16").rglob("*.json"):
         path.unlink()
     demo.edit_config(lambda config: config["models"][MODEL].update(precisions=["fp32", "fp16"]))
-    assert demo.would_run() == Counter(config=1, convert=1, export=1, build=1, compare=1, validate=2, golden=2) + REPORT
+    assert (
+        demo.would_run()
+        == Counter(config=1, convert=1, export=1, build=1, compare=1, validate=2, golden=2, served=2) + REPORT
+    )
 
 
 def test_a_model_adds_its_own_jobs_only(demo: Checkout) -> None:
     other = {"source": f"resources/{MODEL}", "golden": {"prompts": [{"text": "Light"}]}}
     demo.edit_config(lambda config: config["models"].update(other=other))
     expected = Counter(
-        config=1, resolve=1, architecture=1, convert=1, export=1, build=1, compare=1, reference=1, validate=1, golden=1
+        config=1,
+        resolve=1,
+        architecture=1,
+        convert=1,
+        export=1,
+        build=1,
+        compare=1,
+        reference=1,
+        validate=1,
+        golden=1,
+        served=1,
     )
     assert demo.would_run() == expected + REPORT
 
 
 def test_a_tolerance_is_checked_again_and_nothing_is_made(demo: Checkout) -> None:
     demo.edit_config(lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 0.09, "logits": 0.09}))
-    assert demo.would_run() == Counter(config=1, compare=1, validate=2, golden=2) + REPORT
+    assert demo.would_run() == Counter(config=1, compare=1, validate=2, golden=2, served=2) + REPORT
 
 
 def test_limits_touch_what_is_checked_as_far_as_they_go(demo: Checkout) -> None:
     demo.edit_config(lambda config: config["limits"].update(max_seq_len=200))
-    assert demo.would_run() == Counter(config=1, compare=2, reference=2, validate=4, golden=4) + REPORT
+    assert demo.would_run() == Counter(config=1, compare=2, reference=2, validate=4, golden=4, served=4) + REPORT
 
 
 def test_prompts_touch_reference_and_golden(demo: Checkout) -> None:
     demo.edit_config(lambda config: config["models"][MODEL]["golden"]["prompts"].append({"text": "Light"}))
-    assert demo.would_run() == Counter(config=1, reference=2, golden=4) + REPORT
+    assert demo.would_run() == Counter(config=1, reference=2, golden=4, served=4) + REPORT
 
 
 def test_an_expected_text_touches_the_checks_of_its_layer_count(demo: Checkout) -> None:
@@ -74,7 +97,7 @@ def test_an_expected_text_touches_the_checks_of_its_layer_count(demo: Checkout) 
         )
     )
     assert demo.would_run()["golden"] >= 2
-    assert set(demo.would_run()) == {"config", "golden", "summary", "plots"}
+    assert set(demo.would_run()) == {"config", "golden", "served", "summary", "plots"}
 
 
 def test_other_weights_need_no_new_graphs_and_no_new_engines(demo: Checkout) -> None:
@@ -83,7 +106,10 @@ def test_other_weights_need_no_new_graphs_and_no_new_engines(demo: Checkout) -> 
     data = bytearray(weights.read_bytes())
     data[-100] ^= 1
     weights.write_bytes(data)
-    assert demo.would_run() == Counter(resolve=1, convert=2, compare=2, reference=2, validate=4, golden=4) + REPORT
+    assert (
+        demo.would_run()
+        == Counter(resolve=1, convert=2, compare=2, reference=2, validate=4, golden=4, served=4) + REPORT
+    )
     engines = {name: digest for name, digest in demo.digests().items() if "/engines/" in name or "/graphs/" in name}
     printed = demo.finish(f"results/{MODEL}/fp16/golden/onnxruntime/2.json")
     assert "Golden check" in printed and "Export graphs" not in printed and "Build engines" not in printed
@@ -95,7 +121,7 @@ def test_other_weights_need_no_new_graphs_and_no_new_engines(demo: Checkout) -> 
 def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
     demo.append(f"resources/{MODEL}/tokenizer.json", "\n")
     made = Counter(
-        resolve=1, architecture=1, convert=2, export=2, build=2, compare=2, reference=2, validate=4, golden=4
+        resolve=1, architecture=1, convert=2, export=2, build=2, compare=2, reference=2, validate=4, golden=4, served=4
     )
     assert demo.would_run() == made + REPORT
 
@@ -106,7 +132,8 @@ def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
         ("report/plots.py", {"plots"}),
         ("report/summary.py", {"summary"}),
         ("verify/golden/check.py", {"golden"}),
-        ("runtime/model.py", {"golden"}),
+        ("runtime/model.py", {"golden", "served"}),
+        ("serve/service.py", {"served"}),
         ("verify/validate/__init__.py", {"validate"}),
         ("cli/main.py", set()),
         ("backends/tensorrt/executor.py", set()),
@@ -123,7 +150,7 @@ def test_a_module_is_part_of_the_keys_of_the_stages_that_use_it(module: str, sta
 
 def test_an_edited_module_reruns_the_stages_that_use_it_and_what_reads_them(demo: Checkout) -> None:
     demo.append("src/lockstep/verify/golden/check.py", "EDITED = 1\n")
-    assert set(demo.would_run()) == {"golden", "summary", "plots"}
+    assert set(demo.would_run()) == {"golden", "served", "summary", "plots"}
 
 
 def test_a_comment_a_docstring_and_a_module_of_no_stage_rerun_nothing(demo: Checkout) -> None:
@@ -137,11 +164,26 @@ def test_a_comment_a_docstring_and_a_module_of_no_stage_rerun_nothing(demo: Chec
 @pytest.mark.parametrize(
     ("package", "untouched"),
     [
-        ("transformers", {"config", "resolve", "convert", "build", "golden"}),
-        ("rich", {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "plots"}),
+        ("transformers", {"config", "resolve", "convert", "build", "golden", "served"}),
+        (
+            "rich",
+            {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "served", "plots"},
+        ),
         (
             "snakemake",
-            {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "summary", "plots"},
+            {
+                "config",
+                "resolve",
+                "convert",
+                "export",
+                "build",
+                "reference",
+                "validate",
+                "golden",
+                "served",
+                "summary",
+                "plots",
+            },
         ),
     ],
 )
@@ -174,6 +216,7 @@ RESULTS = {
     f"{MODEL}/reference/all.safetensors": "reference",
     f"{MODEL}/fp32/golden/onnxruntime/2.json": "golden",
     f"{MODEL}/fp32/golden/onnxruntime/2.speed.json": "golden",
+    f"{MODEL}/fp32/served/onnxruntime/2.json": "served",
     "summary.json": "summary",
     "summary.csv": "summary",
     "report/index.html": "summary",
@@ -195,7 +238,9 @@ def test_a_deleted_result_is_noticed(demo: Checkout, result: str) -> None:
 def test_deleted_results_are_made_again_as_they_were(demo: Checkout) -> None:
     """One of each kind that comes late, so that not everything is made again."""
     before = demo.digests()
-    lost = [name for name, rule in RESULTS.items() if rule in ("build", "validate", "golden", "summary", "plots")]
+    lost = [
+        name for name, rule in RESULTS.items() if rule in ("build", "validate", "golden", "served", "summary", "plots")
+    ]
     for result in lost:
         os.remove(demo.results / result)
     printed = demo.finish()

@@ -1,6 +1,6 @@
 # All checks of all targets in one place.
 #
-# needs: engines.json, validations, comparisons, golden checks and speeds of all targets
+# needs: engines.json, validations, comparisons, golden checks, server checks and speeds of all targets
 # makes: results/summary.json and .csv, results/report/index.html with a page of each target, and the plots
 
 
@@ -10,6 +10,7 @@ rule summary:
         engines=made_by("build"),
         comparisons=made_by("compare"),
         goldens=made_by("golden"),
+        servers=made_by("served"),
         speeds=SPEEDS,
     output:
         RESULTS.summary(),

@@ -52,7 +52,8 @@ _VARIANT = record(
     }
 )
 _PART = record({"class": NAME, "slots": mapping(TENSORS, NAME)})
-_TOKENIZER = {"tokenizer": optional(record({"file": FILE, "sha256": DIGEST}))}
+_ENTRY = optional(record({"file": FILE, "sha256": DIGEST}))
+_TEXT_FILES = {"tokenizer": _ENTRY, "chat_template": _ENTRY}
 _SCHEMA = record(
     {
         "precision": PRECISION,
@@ -68,7 +69,7 @@ _SCHEMA = record(
         "max_position_embeddings": optional(SIZE),
     },
     {
-        **_TOKENIZER,
+        **_TEXT_FILES,
         "model_type": NAME,
         "positions_limited_by": NAME,
         "batchful": record(
@@ -173,11 +174,18 @@ class Uncut(GraphFile):
 
 
 @dataclass(frozen=True)
-class TokenizerFile:
-    """The tokenizer.json beside the assembly, and its sha256."""
+class FileEntry:
+    """A file beside the assembly, and its sha256."""
 
     file: str
     sha256: str
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any] | None) -> FileEntry | None:
+        return cls(value["file"], value["sha256"]) if value else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"file": self.file, "sha256": self.sha256}
 
 
 @dataclass(frozen=True)
@@ -186,7 +194,8 @@ class Assembly:
 
     dtype: of the hidden state, as NumPy calls it. classes: the blocks' graphs by name. variants: attention by name
     ("kinds" in the file). max_position_embeddings: None where the model has no limit; positions_limited_by: which
-    setting makes it, where that is another one. batchful: the whole model in one graph.
+    setting makes it, where that is another one. batchful: the whole model in one graph. tokenizer, chat_template: how
+    text becomes tokens; None where the checkpoint has none.
     """
 
     model_type: str
@@ -202,7 +211,8 @@ class Assembly:
     batchful: Uncut | None
     positions_limited_by: str | None = None
     eos_token_ids: tuple[int, ...] = ()
-    tokenizer: TokenizerFile | None = None
+    tokenizer: FileEntry | None = None
+    chat_template: FileEntry | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Assembly:
@@ -218,7 +228,7 @@ class Assembly:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Assembly:
         """Take the content of an assembly.json that is known to be one."""
-        tokenizer, batchful = value.get("tokenizer"), value.get("batchful")
+        batchful = value.get("batchful")
         return cls(
             model_type=value.get("model_type", ""),
             precision=value["precision"],
@@ -233,7 +243,8 @@ class Assembly:
             batchful=Uncut.from_json(batchful) if batchful else None,
             positions_limited_by=value.get("positions_limited_by"),
             eos_token_ids=tuple(value["eos_token_ids"]),
-            tokenizer=TokenizerFile(tokenizer["file"], tokenizer["sha256"]) if tokenizer else None,
+            tokenizer=FileEntry.from_json(value.get("tokenizer")),
+            chat_template=FileEntry.from_json(value.get("chat_template")),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -241,7 +252,8 @@ class Assembly:
         others = {
             "positions_limited_by": self.positions_limited_by,
             "batchful": self.batchful and self.batchful.to_json(),
-            "tokenizer": self.tokenizer and {"file": self.tokenizer.file, "sha256": self.tokenizer.sha256},
+            "tokenizer": self.tokenizer and self.tokenizer.to_json(),
+            "chat_template": self.chat_template and self.chat_template.to_json(),
         }
         return {
             "format": formats.ASSEMBLY,
@@ -269,8 +281,16 @@ class Assembly:
                 yield f"{name}.{phase}", self.variants[name].phases()[phase]
 
 
-def load_tokenizer(path: str | os.PathLike) -> TokenizerFile | None:
+def load_tokenizer(path: str | os.PathLike) -> FileEntry | None:
     """Return the assembly's tokenizer alone; None where it has none. Raises InputError for a file that is no
     assembly."""
-    entry = read_checked(path, formats.ASSEMBLY, record({}, _TOKENIZER)).get("tokenizer")
-    return TokenizerFile(entry["file"], entry["sha256"]) if entry else None
+    return FileEntry.from_json(_text_files(path).get("tokenizer"))
+
+
+def load_chat_template(path: str | os.PathLike) -> FileEntry | None:
+    """As `load_tokenizer`, of its chat template."""
+    return FileEntry.from_json(_text_files(path).get("chat_template"))
+
+
+def _text_files(path: str | os.PathLike) -> Mapping[str, Any]:
+    return read_checked(path, formats.ASSEMBLY, record({}, _TEXT_FILES))

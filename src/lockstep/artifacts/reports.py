@@ -266,6 +266,39 @@ class GoldenReport(Report):
 
 
 @dataclass(frozen=True)
+class ServedPhase:
+    """What was asked of the server in one way: requests that were compared, others beside them, how many of these were
+    cancelled, and the first differing token of each that has one."""
+
+    requests: int
+    others: int
+    cancelled: int
+    differences: tuple[TokenDifference, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedReport(Report):
+    """What a server answers to the golden prompts. batch_invariant: its tokens must be the golden check's, whatever
+    runs beside; else some may differ where the reference holds two for equally likely. prefix_hit_tokens: of prompts,
+    not computed again. restarts: of the engine, which was killed as often."""
+
+    FORMAT: ClassVar[str] = formats.SERVED
+    target: Target
+    engine_digest: str
+    identity: str
+    batch_invariant: bool
+    tolerance: float
+    phases: Mapping[str, ServedPhase]
+    prefix_hit_tokens: int
+    restarts: int
+    num_pages: int
+
+    @property
+    def tokens_differing(self) -> int:
+        return sum(len(phase.differences) for phase in self.phases.values())
+
+
+@dataclass(frozen=True)
 class SpeedReport(Document):
     """Tokens per second of the golden prompts: in a batch of `batch_size`, and each alone."""
 

@@ -15,7 +15,8 @@ from lockstep.targets import Target
 class SummaryRow:
     """A target: what its checks say, and its speed. None: not known.
 
-    verdict, validation, golden: "pass", "fail" or "not run". engine_error: of the comparison of these engines.
+    verdict, validation, golden: "pass", "fail" or "not run"; served: None where no server
+    was checked. engine_error: of the comparison of these engines.
     reproduced: the level of sameness, "-" where it was not tried. reason: why the verdict is no pass.
     """
 
@@ -31,6 +32,7 @@ class SummaryRow:
     reproduced: str
     validation: str
     golden: str
+    served: str | None
     reason: str | None
     max_logit_error: float | None
     logit_tolerance: float | None

@@ -77,6 +77,8 @@ class Backend(Protocol):
     # raised when a change of this code makes other bytes of the same graph and options: nothing older is kept then
     revision: int
     precisions: tuple[str, ...]
+    # a request's logits are the same bits whatever runs beside it, and where its prompt was found
+    batch_invariant: bool
     takes_long: bool  # a build is worth a line of progress for each engine, and a record of what each took
 
     def version(self) -> str:
@@ -151,7 +153,7 @@ class Backend(Protocol):
         ...
 
     def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
     ) -> Executor | None:
         """What runs steps of a network of this backend's engines; None: the runtime's own, on host arrays."""
         ...

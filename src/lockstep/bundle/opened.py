@@ -146,7 +146,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _check_named(archive: Archive, folder: Path, target: Target) -> None:
-    """Manifests are of the target; engines and tokenizer are files of the bundle and no others."""
+    """Manifests are of the target; engines, tokenizer and chat template are files of the bundle and no others."""
     assembly = Assembly.load(folder / "graphs" / "assembly.json")
     engines = EngineSetManifest.load(folder / "engines" / "engines.json")
     precisions = {"graphs/assembly.json": assembly.precision, "engines/engines.json": engines.precision}
@@ -158,9 +158,9 @@ def _check_named(archive: Archive, folder: Path, target: Target) -> None:
             raise InputError(
                 f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}"
             )
-    tokenizer = assembly.tokenizer
     names = [f"engines/{entry.file}" for entry in engines.engines.values()]
-    for name in [*names, *([f"graphs/{tokenizer.file}"] if tokenizer else [])]:
+    texts = [f"graphs/{entry.file}" for entry in (assembly.tokenizer, assembly.chat_template) if entry]
+    for name in [*names, *texts]:
         if name not in archive.members:
             raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; {_REMEDY}")
 

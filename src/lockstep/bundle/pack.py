@@ -50,12 +50,13 @@ def _engines(results: Results, target: Target) -> Iterator[Entry]:
 
 
 def _graphs(results: Results, target: Target) -> Iterator[Entry]:
-    """The assembly and the tokenizer. Graphs are what engines are built from; none is needed to run them."""
+    """The assembly, tokenizer and chat template. Graphs are what engines are built from; none is needed to run them."""
     manifest = results.assembly(target.model, target.precision)
     yield from _recorded(manifest, "graphs")
-    tokenizer = Assembly.load(manifest).tokenizer
-    if tokenizer is not None:
-        yield _file(f"graphs/{tokenizer.file}", manifest.parent / tokenizer.file, tokenizer.sha256)
+    assembly = Assembly.load(manifest)
+    for entry in (assembly.tokenizer, assembly.chat_template):
+        if entry is not None:
+            yield _file(f"graphs/{entry.file}", manifest.parent / entry.file, entry.sha256)
 
 
 def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:

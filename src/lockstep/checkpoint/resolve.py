@@ -18,6 +18,7 @@ from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.fetched import read_fetched
 from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file
 from lockstep.artifacts.places import StoredFile
+from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.fit import check_fit
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
@@ -112,6 +113,7 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
     _check_stops(folder, config)
     for path in side_files(folder):
         check_side_file(path)
+    read_chat_template(folder)  # before hours are spent on graphs
     if not weights:  # once a model, and where it is copied from
         check_loads(folder / "tokenizer.json")
     names = [path.name for path in sorted([*side_files(folder), *weight_files(folder, found)])]

@@ -28,7 +28,7 @@ def present(path: Path) -> bool:
 def read_source_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, in UTF-8 as transformers reads it. Raises InputError when it is something else."""
     try:
-        value = json.loads(_read_text(path))
+        value = json.loads(read_source_text(path))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: expected JSON, found {cut(str(error))}; download this file again") from None
     if not isinstance(value, dict):
@@ -44,10 +44,11 @@ def check_side_file(path: Path) -> None:
     if path.suffix == ".json":
         read_source_json(path)
     elif path.suffix in _TEXTS:
-        _read_text(path)
+        read_source_text(path)
 
 
-def _read_text(path: Path) -> str:
+def read_source_text(path: Path) -> str:
+    """The text in `path`. Raises InputError when it is not UTF-8, or very large."""
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
         raise InputError(

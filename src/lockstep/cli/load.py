@@ -57,7 +57,9 @@ class _Rates(click.ParamType):
     "--tokenizer-type", type=click.Choice(["auto", "llama", "t5"]), hidden=True, help="tokenizer.json says it."
 )
 @click.option("--max-input-len", type=click.IntRange(min=1), help="Leave out prompts of more token ids.")
-@click.option("--protocol", "-i", type=click.Choice(["http", "grpc"]), default="http", hidden=True)
+@click.option(
+    "--protocol", "-i", type=click.Choice(["http", "grpc"]), default="http", show_default=True, help="grpc: Triton's."
+)
 @click.option(
     "--requests", "--num-requests", type=click.IntRange(min=1), help="How many.  [default: 100, or all of a file]"
 )
@@ -79,8 +81,10 @@ class _Rates(click.ParamType):
     show_default=True,
     help="At most so many seconds after they were sent.",
 )  # noqa: E501
-@click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True)
-@click.option("--model", help="As the server calls it.  [default: its first]")
+@click.option(
+    "--endpoint", type=click.Choice(["completions", "chat", "triton"]), help="[default: completions; triton over gRPC]"
+)
+@click.option("--model", help="As the server calls it.  [default: its first; Triton's by the prompt]")
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Where the file says none."
 )
@@ -112,7 +116,7 @@ class _Rates(click.ParamType):
 )  # noqa: E501
 @JSON
 def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
-    """Measure a server that speaks OpenAI's API.
+    """Measure a server that speaks OpenAI's API, or Triton's.
 
     Times count from when each request was due, not from when it could be sent. WORKLOAD is one of dataset,
     token-norm-dist, token-from-histogram, trace; it may be left out."""
@@ -159,10 +163,10 @@ def _allow_connections(number: int) -> None:
 
 async def _functional(client: Any, plan: Plan, model: str | None, exact: bool) -> Any:
     from lockstep.load.functional import check
-    from lockstep.load.measure import served_model
+    from lockstep.load.measure import model_of
 
     async with client:
-        return await check(client, plan, model or await served_model(client), exact)
+        return await check(client, plan, await model_of(client, plan, model), exact)
 
 
 async def _measured(client: Any, plan: Plan, model: str | None) -> tuple[LoadReport, dict[float | None, list[Record]]]:
@@ -177,10 +181,11 @@ def _plan(workload: str | None, given: dict[str, Any]) -> Plan:
     from lockstep.load.figures import goals
     from lockstep.load.measure import Plan
 
-    if given["protocol"] != "http":
-        raise InputError(
-            "load: expected --protocol http, found grpc, which this command does not measure: leave it out"
-        )
+    endpoint = given["endpoint"] or "completions"
+    if given["protocol"] == "grpc":
+        if given["endpoint"] in ("completions", "chat"):
+            raise InputError(f"load: expected --endpoint triton over gRPC, found {endpoint}; leave it or -i out")
+        endpoint = "grpc"
     prompts, about = _prompts(workload, given)
     prompts, about = _as_ids(prompts, given["tokenizer_dir"], given["max_input_len"], about)
     arrivals = SPELLINGS.get(given["arrivals"], given["arrivals"])
@@ -191,11 +196,9 @@ def _plan(workload: str | None, given: dict[str, Any]) -> Plan:
         raise InputError("load: expected --exact with --functional, found it alone")
     if about["kind"] == "trace" and given["rate"] != (math.inf,):
         raise InputError("load: expected --trace or --rate, found both: a trace says when its requests are due")
-    names = ("seed", "concurrency", "cancel", "cancel_within", "endpoint", "timeout", "warmup")
+    names = ("seed", "concurrency", "cancel", "cancel_within", "timeout", "warmup")
     rest = {name: given[name] for name in names}
-    return Plan(
-        prompts, about, rates=given["rate"], arrivals=arrivals, extra=extra, goodput=goals(given["goodput"]), **rest
-    )  # noqa: E501
+    return Plan(prompts, about, endpoint, given["rate"], arrivals, extra=extra, goodput=goals(given["goodput"]), **rest)
 
 
 def _prompts(workload: str | None, given: dict[str, Any]) -> tuple[list[Prompt], dict[str, Any]]:

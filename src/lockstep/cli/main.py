@@ -6,10 +6,9 @@ program explains itself without loading what only one of them needs.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,13 +17,13 @@ from lockstep.cli.cache import cache
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.cli.load import load as load_command
 from lockstep.cli.locks import COMMANDS
+from lockstep.cli.opened import runnable, used_config
+from lockstep.cli.serve import serve as serve_command
 from lockstep.cli.stages import CONFIG, RESULTS, Project, load_config, stage_commands
 from lockstep.cli.terminal import JSON, echo_json
+from lockstep.cli.triton import triton as triton_command
 from lockstep.errors import InputError
 from lockstep.targets import Results
-
-if TYPE_CHECKING:
-    from lockstep.config.load import Config
 
 
 @click.group(cls=GuardedGroup, context_settings=SETTINGS)
@@ -37,20 +36,6 @@ for command in stage_commands():
     main.add_command(command)
 
 
-def _used_config(results: Results) -> Config:
-    """The config that the results were made with."""
-    from lockstep.artifacts.files import read_json
-    from lockstep.config.load import load
-    from lockstep.provenance.record import read_record, record_path
-
-    value = read_json(results.config())
-    if record_path(results.config()).is_file() and read_record(results.config()) is None:
-        raise InputError(
-            f"{results.config()}: expected the config that was recorded, found another; run snakemake again"
-        )
-    return load(value, where=str(results.config()))
-
-
 @main.command()
 @JSON
 @RESULTS
@@ -59,7 +44,7 @@ def summary(as_json: bool, results: Path) -> None:
     from lockstep.report import summary as stage
 
     tree = Results(results)
-    config = _used_config(tree)
+    config = used_config(tree)
     found = stage.collect(tree, config.targets(), config.not_run())
     if as_json:
         return echo_json(found.to_json())
@@ -77,7 +62,7 @@ def report(results: Path) -> None:
     from lockstep.report.renew import summarise
 
     tree = Results(results)
-    config = _used_config(tree)
+    config = used_config(tree)
     summarise(tree, config.targets(), config.not_run())
     click.echo(tree.report_page())
 
@@ -134,7 +119,7 @@ def show(graph: Path) -> None:
 def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, results: Path) -> None:
     """Where a target goes wrong: engine against graph against PyTorch."""
     tree = Results(results)
-    config = _used_config(tree)
+    config = used_config(tree)
     chosen = config.parse_target(target)
     from lockstep.artifacts.files import dump_json
     from lockstep.pipeline import worker
@@ -194,18 +179,7 @@ def generate(
 
     With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it goes
     on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}."""
-    from lockstep.bundle.opened import Opened, opened
     from lockstep.pipeline import worker
-
-    if (target is None) == (archive is None) or (weights is not None and archive is None):
-        given = " ".join(
-            name
-            for name, value in (("--target", target), ("--bundle", archive), ("--weights", weights))
-            if value is not None
-        )
-        raise InputError(
-            f"generate: expected --target, or --bundle with or without --weights, found {given or 'neither'}"
-        )
 
     if (prompt is None) == (source is None) or (source is None) != (out is None):
         raise InputError(
@@ -218,24 +192,11 @@ def generate(
             )
         )
 
-    def of_target() -> Opened:
-        tree = Results(results)
-        config = _used_config(tree)
-        assert target is not None  # there is no bundle: see above
-        chosen = config.parse_target(target)
-        engines, assembly = (
-            tree.engines(chosen.model, chosen.precision, chosen.backend),
-            tree.assembly(chosen.model, chosen.precision),
-        )
-        return Opened(
-            chosen, config.limits.model_dump(), engines, assembly, tree.weights(chosen.model, chosen.precision)
-        )
-
-    def run(place: Opened) -> None:
-        python = _used_config(Results(results)).interpreter(place.target.backend) if archive is None else None
+    with runnable("generate", "--target", target, archive, weights, results) as found:
+        place = found.place
         asked = {"prompt": prompt} if source is None else {"source": str(source), "out": str(out)}
         worker.call(
-            python,
+            found.python,
             "generate" if source is None else "generate_file",
             assembly=str(place.assembly),
             weights=str(place.weights),
@@ -248,9 +209,6 @@ def generate(
             stop=list(stop),
             threads=threads,
         )
-
-    with contextlib.nullcontext(of_target()) if archive is None else opened(archive, weights) as place:
-        run(place)
 
 
 @main.command()
@@ -297,7 +255,7 @@ def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
     from lockstep.bundle.pack import pack
 
     tree = Results(results)
-    config = _used_config(tree)
+    config = used_config(tree)
     chosen = config.parse_target(target)
     name = f"{chosen}".replace("/", "-") + ".tar"
     click.echo(pack(tree, chosen, config.limits.model_dump(), out or Path(name), weights))
@@ -336,7 +294,7 @@ def reproduce(
     from lockstep.provenance.reproduce import reproduce as again
 
     tree = Results(results)
-    config = _used_config(tree)
+    config = used_config(tree)
     chosen = config.parse_target(target)
     record = again(config.dump(), tree, chosen, rounds, lambda line: click.echo(line, err=True))
     path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
@@ -383,5 +341,5 @@ def _checkpoint_folder(project: Project, model: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-for command in (load_command, cache, *COMMANDS):
+for command in (serve_command, load_command, triton_command, cache, *COMMANDS):
     main.add_command(command)

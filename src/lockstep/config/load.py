@@ -86,6 +86,11 @@ class Config(Section):
         description="Refuse targets whose engines can be built here, but not run, which else are shown as not run: "
         "`--config require_run=true`.",
     )
+    check_server: Flag = Field(
+        default=True,
+        description="Check a server on each target that is run, too: the golden prompts over HTTP, alone, under load, "
+        "on a reused prefix, and with its engine killed.",
+    )
     backends: Backends = Field(
         default=Backends(), description="Settings of each backend; which models use it stands with them."
     )

@@ -1,9 +1,9 @@
-"""The export stage: checkpoint manifest -> assembly.json, block classes, attention, embedding, tokenizer, uncut
-batchful.onnx.
+"""The export stage: checkpoint manifest -> assembly.json, block classes, attention, embedding, tokenizer, chat
+template, uncut batchful.onnx.
 
-Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy), never
-its weights: only the headers, where they are there, to refuse names and shapes that are not the model's before hours
-are spent on them.
+Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy, and
+where a chat template stands), never its weights: only the headers, where they are there, to refuse names and shapes
+that are not the model's before hours are spent on them.
 Two exports of one checkpoint are byte-identical. Needs torch and transformers.
 """
 
@@ -18,9 +18,12 @@ from typing import Any
 import onnx
 from transformers import PreTrainedModel
 
-from lockstep.artifacts.assembly import Assembly, AttentionVariant, GraphFile, Layer, Part, TokenizerFile, Uncut
+from lockstep.artifacts import chat_template
+from lockstep.artifacts.assembly import Assembly, AttentionVariant, FileEntry, GraphFile, Layer, Part, Uncut
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
+from lockstep.checkpoint.chat_template import FILES as CHAT_FILES
+from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.tensors import find_tensors, has_weights
 from lockstep.errors import InputError
 from lockstep.export import attention
@@ -34,7 +37,8 @@ from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import parts_of
 from lockstep.onnx_tools.signature import signature_of
 
-_READ = ("generation_config.json", "tokenizer.json")  # of the checkpoint's folder; config.json stands in the manifest
+# Of the checkpoint's folder; config.json stands in the manifest.
+_READ = ("generation_config.json", "tokenizer.json", *CHAT_FILES)
 
 
 @dataclass
@@ -65,16 +69,24 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     replace(manifest, files=tuple(file for file in manifest.files if file.path in _READ)).check(folder)
     stops = _eos_token_ids(folder, config)
     files, assembly = _proven(config, precision, folder)
-    tokenizer = (folder / "tokenizer.json").read_bytes()
-    files["tokenizer.json"] = tokenizer
-    entry = TokenizerFile("tokenizer.json", hashlib.sha256(tokenizer).hexdigest())
+    template = read_chat_template(folder)
+    files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
+    if template:
+        files[chat_template.FILE] = template.to_bytes()
+    entry = lambda name: FileEntry(name, hashlib.sha256(files[name]).hexdigest())
+    assembly = replace(
+        assembly,
+        eos_token_ids=stops,
+        tokenizer=entry("tokenizer.json"),
+        chat_template=entry(chat_template.FILE) if template else None,
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     for stale in out.parent.iterdir():  # graphs of an earlier export of other classes
         if stale.is_file() and stale.name not in files:
             stale.unlink()
     for name, data in sorted(files.items()):
         write_bytes(out.parent / name, data)
-    replace(assembly, eos_token_ids=stops, tokenizer=entry).save(out)
+    assembly.save(out)
     return out
 
 

@@ -153,6 +153,7 @@ class Client:
             raise InputError(f"{url}: expected a URL such as http://127.0.0.1:8000, found another kind of address")
         if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key):
             raise InputError("API key: expected printable ASCII characters on one line, found others")
+        self.api_key = api_key
         self.host, self.port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._base = parts.path.rstrip("/").removesuffix("/v1")

@@ -12,12 +12,13 @@ import numpy as np
 
 from lockstep.errors import CheckError, InputError
 from lockstep.load.arrivals import cancellations, schedule
+from lockstep.load.endpoints import TRITON, Endpoint, opened, request
 from lockstep.load.figures import figures
 from lockstep.load.http import Client, NoAnswer
 from lockstep.load.records import COMPLETED, Planned, Prompt, Record
 from lockstep.load.report import LoadReport, Run
 from lockstep.load.run import run
-from lockstep.load.wire import PATHS, body, said
+from lockstep.load.wire import said
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,15 @@ class Plan:
         else:
             due = schedule(number, rate, self.arrivals, self.seed).tolist()
         cancels = cancellations(number, self.cancel, self.cancel_within, self.seed)
-        bodies = [body(prompt, self.endpoint, model, self.extra) for prompt in self.prompts]
-        return [Planned(at, *one) for at, one in enumerate(zip(due, bodies, cancels))]
+        made = [request(self.endpoint, prompt, model, self.extra) for prompt in self.prompts]
+        return [
+            Planned(at, when, body, path, stop) for at, (when, (path, body), stop) in enumerate(zip(due, made, cancels))
+        ]
 
     def alone(self, number: int, model: str) -> list[Planned]:
         """Return one prompt's request, to be sent at once."""
-        return [Planned(number, 0.0, body(self.prompts[number], self.endpoint, model, self.extra))]
+        path, body = request(self.endpoint, self.prompts[number], model, self.extra)
+        return [Planned(number, 0.0, body, path)]
 
 
 async def measure(
@@ -81,18 +85,24 @@ async def measure(
 
     Raises InputError where no server answers, CheckError where a request of the warm-up fails.
     """
-    model = model or await served_model(client)
+    model = await model_of(client, plan, model)
     runs, found = [], {}
-    for rate in plan.rates:
-        planned = plan.requests(rate, model)
-        await _warm_up(client, plan, planned)
-        tell(f"{len(planned)} requests, {'all at once' if math.isinf(rate) else f'{rate:g}/s'}")
-        observed = await run(client, PATHS[plan.endpoint], planned, plan.concurrency, plan.timeout)
-        shown = None if plan.is_trace or math.isinf(rate) else rate
-        lag = float(np.percentile(observed.lags, 99)) if observed.lags else None
-        runs.append(Run(shown, {**figures(observed.records, plan.goodput), "client_lag_p99_s": lag}))
-        found[shown] = observed.records
+    async with opened(client, plan.endpoint) as endpoint:
+        for rate in plan.rates:
+            planned = plan.requests(rate, model)
+            await _warm_up(client, endpoint, plan, planned)
+            tell(f"{len(planned)} requests, {'all at once' if math.isinf(rate) else f'{rate:g}/s'}")
+            observed = await run(endpoint, planned, plan.concurrency, plan.timeout)
+            shown = None if plan.is_trace or math.isinf(rate) else rate
+            lag = float(np.percentile(observed.lags, 99)) if observed.lags else None
+            runs.append(Run(shown, {**figures(observed.records, plan.goodput), "client_lag_p99_s": lag}))
+            found[shown] = observed.records
     return LoadReport(client.url, model, plan.settings(), tuple(runs)), found
+
+
+async def model_of(client: Client, plan: Plan, model: str | None) -> str:
+    """Return the model to ask: the named one, or the first of the server; "" where the prompt decides, as in Triton."""
+    return model or ("" if plan.endpoint in TRITON else await served_model(client))
 
 
 async def served_model(client: Client) -> str:
@@ -118,10 +128,10 @@ async def served_model(client: Client) -> str:
         raise InputError(f"{where}: expected a list of models, found none; name one with --model") from None
 
 
-async def _warm_up(client: Client, plan: Plan, planned: Sequence[Planned]) -> None:
+async def _warm_up(client: Client, endpoint: Endpoint, plan: Plan, planned: Sequence[Planned]) -> None:
     """Send the first requests once, together: connections are open then, and nobody pays for a first time."""
-    chosen = [Planned(one.number, 0.0, one.body) for one in planned[: plan.warmup]]
-    observed = await run(client, PATHS[plan.endpoint], chosen, plan.concurrency, plan.timeout)
+    chosen = [Planned(one.number, 0.0, one.body, one.path) for one in planned[: plan.warmup]]
+    observed = await run(endpoint, chosen, plan.concurrency, plan.timeout)
     for record in observed.records:
         if record.status != COMPLETED:
             raise CheckError(

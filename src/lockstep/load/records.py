@@ -24,6 +24,7 @@ class Planned:
     number: int
     scheduled: float
     body: bytes
+    path: str
     cancel_after: float | None = None
 
 
@@ -33,7 +34,7 @@ class Record:
 
     scheduled: when it was due; sent: when its bytes were handed to the socket, connected; chunks: when each piece of
     text came; end: when the answer was whole, or the request was over otherwise.
-    input_tokens, output_tokens: what the server's `usage` says.
+    input_tokens, output_tokens: what the server's `usage` says; of Triton's answers, what they hold.
     """
 
     number: int

@@ -12,9 +12,9 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.load.http import Client, NoAnswer, clock
+from lockstep.load.endpoints import Endpoint
+from lockstep.load.http import NoAnswer, clock
 from lockstep.load.records import CANCELLED, COMPLETED, FAILED, Planned, Record
-from lockstep.load.wire import StreamReader
 
 _TICK = 0.01  # seconds between two looks at how late this program is
 _AHEAD = 0.05  # seconds from the call to the first request: everything is set up then
@@ -29,7 +29,7 @@ class Observed:
 
 
 async def run(
-    client: Client, path: str, planned: Sequence[Planned], concurrency: int | None = None, timeout: float = 600
+    endpoint: Endpoint, planned: Sequence[Planned], concurrency: int | None = None, timeout: float = 600
 ) -> Observed:
     """Send `planned` and return a record of each.
 
@@ -48,7 +48,7 @@ async def run(
             wait = start + one.scheduled - clock()
             # The loop's turn is given away in any case: a whole burst would else be made before any of it is sent.
             await asyncio.sleep(max(wait, 0))
-            tasks.append(asyncio.create_task(_send(client, path, one, start, turn, timeout)))
+            tasks.append(asyncio.create_task(_send(endpoint, one, start, turn, timeout)))
         records = await asyncio.gather(*tasks)
     finally:
         for task in (*tasks, watch):
@@ -66,21 +66,13 @@ async def _watch(lags: list[float]) -> None:
 
 
 async def _send(
-    client: Client, path: str, one: Planned, start: float, turn: contextlib.AbstractAsyncContextManager, timeout: float
+    endpoint: Endpoint, one: Planned, start: float, turn: contextlib.AbstractAsyncContextManager, timeout: float
 ) -> Record:
     record = Record(one.number, one.scheduled)
-    reader = StreamReader(record, start)
     limit = timeout if one.cancel_after is None else min(timeout, one.cancel_after)
-
-    async def ask() -> None:
-        async with client.connection() as connection:
-            record.sent = clock() - start
-            answer = await asyncio.wait_for(connection.ask(client.request("POST", path, one.body), reader.piece), limit)
-        reader.end(answer)
-
     async with turn:
         try:
-            await ask()
+            await endpoint.ask(one, record, start, limit)
         except NoAnswer as error:
             record.error = str(error)
         except asyncio.TimeoutError:  # the connection was closed: the server sees the client go

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import InputError
@@ -12,7 +13,17 @@ from lockstep.load.records import COMPLETED, FAILED, REFUSED, Prompt, Record
 from lockstep.load.sse import EventReader
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-_REFUSALS = (429, 503)  # the queue is full; the server drains or is not ready
+REFUSALS = (429, 503)  # the queue is full; the server drains or is not ready
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An answer that is no stream. reason, num_prompt_tokens: None where the server does not say."""
+
+    text: str
+    reason: str | None
+    num_prompt_tokens: int | None
+    num_tokens: int
 
 
 def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], stream: bool = True) -> bytes:
@@ -40,11 +51,11 @@ def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], st
     return json.dumps({**asked, **extra}).encode()
 
 
-class StreamReader:
+class Reader:
     """Fills a record from the pieces of a streamed answer. start: the clock at the start of the run."""
 
     def __init__(self, record: Record, start: float) -> None:
-        self._record, self._start, self._events, self._whole = record, start, EventReader(), False
+        self._record, self._start, self._events = record, start, EventReader()
         self._body = bytearray()  # of an answer that is no stream: an error
 
     def piece(self, answer: Answer, data: bytes, now: float) -> None:
@@ -54,13 +65,42 @@ class StreamReader:
             self._body += data[: (1 << 16) - len(self._body)]
             return
         for event in self._events.feed(data):
-            if event == b"[DONE]":
-                self._whole = True
-                continue
-            try:
-                self._take(json.loads(event), now)
-            except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-                self._record.error = f"expected an event of OpenAI's format, found {_quoted(event)}"
+            self._event(event, now)
+
+    def end(self, answer: Answer) -> None:
+        """Judge the whole answer: its status and error go into the record."""
+        record = self._record
+        record.http_status = answer.status
+        if answer.status != 200:
+            record.status = REFUSED if answer.status in REFUSALS else FAILED
+            record.error = f"HTTP {answer.status}: {said(bytes(self._body))}"
+        else:
+            self._judge()
+
+    def _event(self, event: bytes, now: float) -> None:
+        """Take the data of an event that came at the clock `now`."""
+        raise NotImplementedError  # each wire format has its own
+
+    def _judge(self) -> None:
+        """Judge a stream that came to its end."""
+        raise NotImplementedError  # as above
+
+
+class StreamReader(Reader):
+    """Reads OpenAI's events."""
+
+    def __init__(self, record: Record, start: float) -> None:
+        super().__init__(record, start)
+        self._whole = False
+
+    def _event(self, event: bytes, now: float) -> None:
+        if event == b"[DONE]":
+            self._whole = True
+            return
+        try:
+            self._take(json.loads(event), now)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+            self._record.error = f"expected an event of OpenAI's format, found {quoted(event)}"
 
     def _take(self, event: dict[str, Any], now: float) -> None:
         record = self._record
@@ -74,14 +114,9 @@ class StreamReader:
                 record.text += text
             record.finish_reason = choice.get("finish_reason") or record.finish_reason
 
-    def end(self, answer: Answer) -> None:
-        """Judge the whole answer: its status and error go into the record."""
+    def _judge(self) -> None:
         record = self._record
-        record.http_status = answer.status
-        if answer.status != 200:
-            record.status = REFUSED if answer.status in _REFUSALS else FAILED
-            record.error = f"HTTP {answer.status}: {said(bytes(self._body))}"
-        elif record.error is None and not self._whole:
+        if record.error is None and not self._whole:
             record.error = "expected a stream of events that ends in [DONE], found one that ends without it"
         elif record.error is None and record.output_tokens is None:
             record.error = "expected the server to send `usage` (stream_options.include_usage), found none"
@@ -89,16 +124,16 @@ class StreamReader:
             record.status = COMPLETED
 
 
-def read_whole(answer: Answer) -> tuple[str, str | None, Mapping[str, int]]:
-    """Return text, finish_reason and usage of an answer that is no stream. Raises ValueError with one line."""
+def read_whole(answer: Answer) -> Whole:
+    """Return what an answer that is no stream holds. Raises ValueError with one line."""
     if answer.status != 200:
         raise ValueError(f"HTTP {answer.status}: {said(bytes(answer.body))}")
     try:
         value = json.loads(bytes(answer.body))
-        choice = value["choices"][0]
-        return _text(choice), choice["finish_reason"], value["usage"]
+        choice, usage = value["choices"][0], value["usage"]
+        return Whole(_text(choice), choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        raise ValueError(f"expected an answer of OpenAI's format, found {_quoted(bytes(answer.body))}") from None
+        raise ValueError(f"expected an answer of OpenAI's format, found {quoted(bytes(answer.body))}") from None
 
 
 def error_line(value: Any) -> str:
@@ -121,9 +156,10 @@ def said(data: bytes) -> str:
     try:
         return error_line(json.loads(data))
     except ValueError:
-        return _quoted(data)
+        return quoted(data)
 
 
-def _quoted(data: bytes) -> str:
+def quoted(data: bytes) -> str:
+    """Return the beginning of what came, as one line."""
     text = " ".join(data.decode("utf-8", "replace").split())
     return repr(text if len(text) <= 100 else f"{text[:97]}...") if text else "nothing"

@@ -132,5 +132,25 @@ def golden(job: Job) -> None:
     worker.call(job.step.python, "golden", **_inputs(job), target=asdict(target), **arguments)
 
 
+def served(job: Job) -> None:
+    from lockstep.serve.check import check
+
+    names = job.names
+    target = Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
+    check(
+        job.path("assembly"),
+        job.path("weights"),
+        job.path("engines"),
+        job.path("reference"),
+        job.path("golden"),
+        target,
+        job.options["tolerance"],
+        job.options["limits"],
+        job.output,
+        job.step.python,
+        job.threads,
+    )
+
+
 def _inputs(job: Job) -> dict[str, str]:
     return {artefact: str(path) for artefact, path in job.step.inputs.items()}

@@ -93,6 +93,10 @@ def _golden(config: Config, model: str, precision: str, layers: int | str, backe
     return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
 
 
+def _served(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
+    return {**_tolerance(config, model, precision), "limits": config.limits.model_dump()}
+
+
 def _build(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
     return {"options": config.build_options(backend)}
 
@@ -154,6 +158,12 @@ _TABLE = (
         code="verify.golden.check", job=f"{_JOBS}:golden", options=_golden, pinned=pinned.pin_golden, is_check=True,
         needed=lambda config, target: config.is_run(target), is_judged=True, is_reproduced=True, is_named=True,
         help="Engine set against the reference, and its speed.",
+    ),
+    Stage(
+        "served", makes="served", reads=("assembly", "weights", "engines", "reference", "golden"), code="serve.check",
+        job=f"{_JOBS}:served", options=_served, is_check=True, is_judged=True, is_named=True,
+        needed=lambda config, target: config.is_run(target) and config.check_server,
+        help="A server on the engine set against the golden check.",
     ),
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ PACKAGE = "lockstep"
 SOURCES = Path(__file__).resolve().parents[1]  # of the package
 _PINS = SOURCES.parents[1] / "envs" / "requirements.txt"
 # Packages whose import name is not their own name.
-_DISTRIBUTIONS = {"yaml": "pyyaml"}
+_DISTRIBUTIONS = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio"}
 # What these load when used, without an import that could be read in our code.
 _BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors")}
 

@@ -15,7 +15,14 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.manifest_files import content, failed_path, record_path
-from lockstep.artifacts.reports import ComparisonReport, GoldenReport, Report, SpeedReport, ValidationReport
+from lockstep.artifacts.reports import (
+    ComparisonReport,
+    GoldenReport,
+    Report,
+    ServedReport,
+    SpeedReport,
+    ValidationReport,
+)
 from lockstep.artifacts.summary import Reproduction
 from lockstep.errors import InputError
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS
@@ -62,19 +69,26 @@ def _checked(kind: type[AnyReport], out: Path, inputs: Mapping[str, Path]) -> Ch
 
 @dataclass(frozen=True)
 class Details:
-    """All that is known of a target. compare: None where it did not run; engines, speed, reproduction: None where
-    they are not there or of other engines."""
+    """All that is known of a target. compare: None where it did not run; served, engines, speed, reproduction: None
+    where they are not there or of other engines."""
 
     validate: Checked[ValidationReport]
     golden: Checked[GoldenReport]
     compare: Checked[ComparisonReport] | None
     engines: EngineSetManifest | None
     speed: SpeedReport | None
+    served: Checked[ServedReport] | None
     reproduction: Reproduction | None
 
     def checks(self) -> Mapping[str, Checked]:
         """The checks by name, those that ran or should have."""
-        return {"validate": self.validate, "golden": self.golden, **({"compare": self.compare} if self.compare else {})}
+        found: dict[str, Checked | None] = {
+            "validate": self.validate,
+            "golden": self.golden,
+            "compare": self.compare,
+            "served": self.served,
+        }
+        return {name: check for name, check in found.items() if check is not None}
 
 
 def details(results: Results, target: Target, cannot_run: str | None = None) -> Details:
@@ -92,6 +106,8 @@ def details(results: Results, target: Target, cannot_run: str | None = None) -> 
         GoldenReport, results.golden(*names), {**graphs, **engines, "reference": results.reference(model, layers)}
     )
     comparison = _checked(ComparisonReport, results.comparison(model, precision, backend), {**graphs, **engines})
+    served = results.served(*names)
+    is_served = served.is_file() or failed_path(served).is_file()
     built = _loaded(EngineSetManifest.load, engines["engines"])
     if golden.result == NOT_RUN and cannot_run and not results.golden(*names).is_file():
         golden = Checked(NOT_RUN, cannot_run)
@@ -102,6 +118,9 @@ def details(results: Results, target: Target, cannot_run: str | None = None) -> 
         golden=golden,
         compare=comparison if comparison.result != NOT_RUN else None,  # only some backends are compared, not always
         engines=built,
+        served=_checked(ServedReport, served, {**graphs, **engines, "golden": results.golden(*names)})
+        if is_served
+        else None,
         speed=_loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,
         reproduction=reproduction if reproduction and reproduction.engine_digest == digest else None,
     )

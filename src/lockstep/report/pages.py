@@ -24,6 +24,7 @@ _CHECKS = {
     "validate": "graphs against PyTorch",
     "compare": "engines against ONNX Runtime",
     "golden": "tokens and logits against transformers",
+    "served": "a server's answers against the golden check",
 }
 _SHORT = "All golden prompts in one batch; they are short: for comparing targets, not machines."
 
@@ -227,11 +228,14 @@ def _reproduced(known: Details) -> str:
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
     """The documents behind a page, by title; those of failures too."""
     model, precision, layers, backend = name.model, name.precision, name.layers, name.backend
-    validation, golden = results.validation(model, precision, layers), results.golden(model, precision, layers, backend)
+    validation = results.validation(model, precision, layers)
+    golden, served = (each(model, precision, layers, backend) for each in (results.golden, results.served))
     comparison, engines = (each(model, precision, backend) for each in (results.comparison, results.engines))
     return [
         ("golden check", golden),
         ("golden check, failed", failed_path(golden)),
+        ("server check", served),
+        ("server check, failed", failed_path(served)),
         ("validation of the graphs", validation),
         ("validation of the graphs, failed", failed_path(validation)),
         ("comparison of the engines", comparison),

@@ -26,6 +26,7 @@ COLUMNS = (
     ("backend", "backend", str),
     ("engine_digest", "engine", lambda digest: digest[:12]),
     ("golden", "golden", str),
+    ("served", "served", str),
     ("reproduced", "reproduced", str),
     ("max_logit_error", "largest logit error", "{:.1e}".format),
     ("prefill_tokens_per_s", "prefill tokens/s", "{:.0f}".format),
@@ -101,7 +102,7 @@ def is_stale(results: Results) -> bool:
     except InputError:
         return False
     now = collect(results, [row.target for row in rows]).targets
-    verdict_of = lambda row: (row.engine_digest, row.validation, row.golden, row.reason)
+    verdict_of = lambda row: (row.engine_digest, row.validation, row.golden, row.served, row.reason)
     return list(map(verdict_of, rows)) != list(map(verdict_of, now))
 
 
@@ -111,7 +112,7 @@ def sources(results: Results, target: Target) -> list[Path]:
     engines, comparison = (
         path(target.model, target.precision, target.backend) for path in (results.engines, results.comparison)
     )
-    checks = [results.validation(*names[:3]), comparison, results.golden(*names)]
+    checks = [results.validation(*names[:3]), comparison, results.golden(*names), results.served(*names)]
     return [engines, *checks, *map(failed_path, checks), results.speed(*names), results.reproduction(*names)]
 
 
@@ -164,6 +165,7 @@ def _row(target: Target, found: Details) -> SummaryRow:
         reproduced=found.reproduction.level if found.reproduction else "-",
         validation=found.validate.result,
         golden=found.golden.result,
+        served=found.served.result if found.served else None,
         reason="; ".join(_reason(name, check) for name, check in checks.items() if check.result != PASS) or None,
         max_logit_error=golden.max_logit_error if golden else None,
         logit_tolerance=golden.tolerance if golden else None,

@@ -48,7 +48,7 @@ class Collector:
         aborted: more would follow."""
         choice, stream = self.completion.choices[made.choice], self._streams[made.choice]
         stop = self._filters[made.choice]
-        if made.finish == "error":
+        if made.token < 0:
             choice.finish = made.finish
             return ""
         choice.token_ids.append(made.token)

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import CheckError, InputError
+from lockstep.runtime.checks import check_request
 from lockstep.runtime.completion import Collector, Completion
+from lockstep.runtime.grammar.matcher import GrammarCompiler, Matcher
 from lockstep.runtime.model import Model, fitting_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
 from lockstep.runtime.request import Request, Speed, Token
@@ -20,8 +22,10 @@ from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, Status, 
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import Advance
 from lockstep.step.pages import PAGE_SIZE
-from lockstep.step.sampling import Sampled, Sampler, Sampling
+from lockstep.step.sampling import Logprobs, Sampled, Sampler, Sampling, log_probabilities
 from lockstep.targets import Limits
+
+_PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothing else
 
 
 @dataclass(eq=False, slots=True)
@@ -39,13 +43,15 @@ class _Choice:
     next_token: int = -1
     sampling_slot: int = -1  # the slot that the model was told of
     again: deque[int] = field(default_factory=deque)
+    matcher: Matcher | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def needs_logits(self) -> bool:
         """The host chooses the next token: also where choices that are still to fork draw from the same logits."""
         request = self.request
         forks = bool(self.scheduled.siblings and request.sampling.temperature)
-        return request.choose is not None or request.sampling.needs_logits or forks
+        return bool(request.choose or request.grammar or request.sampling.needs_logits or forks)
 
 
 class Engine:
@@ -53,7 +59,10 @@ class Engine:
 
     The model chooses the tokens, greedy or drawn (`Model.step_tokens`): on a GPU no logits come back, and the next step
     is under way before it is asked for. Not so in steps with a request that needs logits (`choose`, penalties, lists,
-    logprobs): its own come back, and the host chooses.
+    logprobs, a grammar): its own come back, and the host chooses.
+
+    A request with a grammar waits, without a slot, until the grammar is compiled; meanwhile steps go on. `refused`:
+    requests whose grammar the last step found not to be one, with one line that says why; they have ended.
     """
 
     def __init__(
@@ -63,9 +72,14 @@ class Engine:
         max_num_tokens: int | None = None,
         prefix_caching: bool = True,
         admission: Admission = "guaranteed",
+        long_prefill_token_threshold: int | None = None,
+        grammars: GrammarCompiler | None = None,
     ):
-        """max_num_tokens: of one step, at most the model's. Raises InputError where a step has no room for a token of
-        each request."""
+        """max_num_tokens: of one step, at most the model's. long_prefill_token_threshold: tokens that one prompt brings
+        at most to a step beside requests that decode, in whole chunks; by default a chunk where the backend is batch
+        invariant, else any number. grammars: compiles those of requests.
+
+        Raises InputError where a step has no room for a token of each request."""
         self.speed = Speed()
         self._model = model
         budget = max_num_tokens or model.max_num_tokens or Limits().max_num_tokens
@@ -75,14 +89,30 @@ class Engine:
                 f"admission: expected guaranteed, for the attention of {model.engines.path} cannot be swapped out, "
                 "found optimistic"
             )
-        self._scheduler = Scheduler(model.tables, model.max_batch_size, budget, chunk_size, admission)
+        if long_prefill_token_threshold is None and model.engines.backend.batch_invariant:
+            # A CPU's step takes as long as it has tokens: chunk by chunk, the others wait least. On a GPU each step
+            # has a price of its own, and few long steps delay fewer tokens of the others than many short ones.
+            long_prefill_token_threshold = chunk_size
+        self._scheduler = Scheduler(
+            model.tables, model.max_batch_size, budget, chunk_size, admission, long_prefill_token_threshold
+        )
         self._longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
-        # What is reused must have been cut as it would be now.
-        self._prefixes = prefix_caching and chunk_size == model.chunk_size and chunk_size % PAGE_SIZE == 0
+        # What is reused must have been cut as it would be now, and lie in pages that slots can share or copy.
+        self.prefix_caching = (
+            prefix_caching
+            and model.tables.shares is not None
+            and chunk_size == model.chunk_size
+            and chunk_size % PAGE_SIZE == 0
+        )
         self._root_keys: dict[str, bytes] = {}
         self._choices: dict[Scheduled, _Choice] = {}
         self._swapped: dict[Scheduled, Any] = {}
+        self._grammars = grammars
+        self._compiling: dict[int, list[_Choice]] = {}  # choices of requests that wait for their grammar
         self._count = 0
+        self.refused: list[tuple[int, str]] = []
+        # Of the last step: request, number of a prompt token, what was computed for it and those behind it.
+        self.prompt_logprobs: list[tuple[int, int, list[Logprobs]]] = []
         self.admitted: list[int] = []  # requests that the last step took in
         # Tokens of prompts that were looked for in the prefix cache, and of those found there.
         self.prefix_queries = self.prefix_hits = 0
@@ -102,40 +132,26 @@ class Engine:
         """Queue a request; gives its number. Raises InputError for a prompt that is empty or too long, values that
         cannot be, and a request that could never have the memory that it may need."""
         index, model = self._count, self._model
-        prompt = _token_ids("prompt_ids", request.prompt_ids, model.vocab_size)
-        again = _token_ids("answer_ids", request.answer_ids, model.vocab_size).tolist()
-        _token_ids("logit_bias", request.sampling.logit_bias, model.vocab_size)
-        if not 1 <= len(prompt) <= self._longest:
-            raise InputError(
-                f"expected 1 to {self._longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; "
-                "shorten it or raise the limits"
-            )
-        if request.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens: expected at least 1, found {request.max_new_tokens}")
-        if request.n < 1:
-            raise InputError(f"n: expected at least 1, found {request.n}")
-        if request.choice < 0:
-            raise InputError(f"choice: expected at least 0, found {request.choice}")
-        if again and (request.n > 1 or len(again) >= request.max_new_tokens):
-            raise InputError(
-                f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
-                f"one choice, found {len(again)} and n {request.n}"
-            )
+        prompt, again = check_request(request, model, self._longest, self._grammars is not None)
         # The last new token is given out, and needs no place of its own.
-        most = min(len(prompt) + request.max_new_tokens - 1, model.max_seq_len)
+        most = min(len(prompt) + max(1, request.max_new_tokens) - 1, model.max_seq_len)
         make = lambda: Scheduled(len(prompt), most, request.priority)
         choices = [make() for _ in range(request.n)]
-        if self._prefixes and len(prompt) > self._scheduler.chunk_size:
+        if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.chunk_size:
             choices[0].prefix = chunk_keys(self._root_key(request.cache_salt), prompt, self._scheduler.chunk_size)
         if model.tables.shares is not None:  # else each choice computes the prompt for itself
             choices[0].siblings = choices[1:]
         for scheduled in choices[:1] if choices[0].siblings else choices:
-            self._scheduler.add(scheduled)
+            self._scheduler.add(scheduled, held=request.grammar is not None)
         self._count += 1
         known = np.concatenate([prompt, np.array(again, np.int64)])
         for number, scheduled in enumerate(choices, request.choice):
             sampler = Sampler(request.sampling, known, request.stop_ids, number, len(prompt))
             self._choices[scheduled] = _Choice(index, number, request, prompt, sampler, scheduled, again=deque(again))
+        self._choices[choices[0]].prompt_logprobs = request.prompt_logprobs
+        if self._grammars is not None and request.grammar is not None:
+            self._compiling[index] = [self._choices[scheduled] for scheduled in choices]
+            self._grammars.submit(index, request.grammar, again)
         return index
 
     def add_all(self, requests: Iterable[Request]) -> list[int]:
@@ -158,10 +174,15 @@ class Engine:
             choice for choice in self._choices.values() if choice.index == index and number in (None, choice.number)
         ]
         self._end_all(found)
+        if self._grammars is not None and index in self._compiling and number is None:
+            self._grammars.forget(index)
+            del self._compiling[index]
         return bool(found)
 
     def close(self) -> None:
         """Abort all requests."""
+        for index in [*self._compiling]:
+            self.abort(index)
         self._end_all([*self._choices.values()])
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Token]:
@@ -169,7 +190,9 @@ class Engine:
         self.add_all(requests)
         try:
             while self.has_work:
-                yield from self.step()
+                made = self.step()
+                self._raise_refused()
+                yield from made
         finally:
             self.close()
 
@@ -194,7 +217,9 @@ class Engine:
         found = dict(zip(self.add_all(requests), collectors, strict=True))
         try:
             while self.has_work:
-                for made in self.step():
+                tokens = self.step()
+                self._raise_refused()
+                for made in tokens:
                     if (collector := found.get(made.request)) is not None:
                         collector.push(made)
                         if collector.stopped(made):
@@ -208,11 +233,16 @@ class Engine:
     def step(self) -> list[Token]:
         """Take one step; gives the tokens that it made. Raises CheckError, and ends all requests, when the device
         fails."""
+        self._take_compiled()
+        self.prompt_logprobs = []
         try:
             step = self._schedule()
             if not step.shares:
+                if self._grammars is not None and self._compiling:
+                    self._grammars.wait(_PATIENCE)
                 return []
             rows = self._take(step)
+            self._take_prompt_logprobs(step)
             for request, start, pages in self._scheduler.computed(step):
                 self._model.store(request.slot, start, pages)
                 self._scheduler.stored(pages)
@@ -228,6 +258,26 @@ class Engine:
                         made.append(token)
         return made
 
+    def _take_compiled(self) -> None:
+        """Let requests go on whose grammars have been compiled; end those whose have not."""
+        self.refused = []
+        if self._grammars is None or not self._compiling:
+            return
+        for index, outcome in self._grammars.poll():
+            choices = self._compiling.pop(index)
+            if isinstance(outcome, str):
+                self.refused.append((index, outcome))
+                self._end_all(choices)
+                continue
+            for number, choice in enumerate(choices):
+                choice.matcher = outcome.fork() if number else outcome
+                if choice.scheduled.status is Status.HELD:
+                    self._scheduler.unhold(choice.scheduled)
+
+    def _raise_refused(self) -> None:
+        for _, message in self.refused:
+            raise InputError(message)
+
     def _schedule(self) -> Step:
         model, scheduler = self._model, self._scheduler
         while (victim := scheduler.victim()) is not None:
@@ -239,7 +289,7 @@ class Engine:
             model.swap_in(request.slot, self._swapped.pop(request))
         self.admitted = [self._choices[request].index for request, _ in step.admitted]
         for request, pages in step.admitted:
-            if self._prefixes:
+            if self.prefix_caching:
                 self.prefix_queries += request.num_prompt_tokens
                 self.prefix_hits += len(pages) * PAGE_SIZE
             if pages:
@@ -286,6 +336,17 @@ class Engine:
             self.speed.decode_seconds += seconds
         return rows
 
+    def _take_prompt_logprobs(self, step: Step) -> None:
+        for number, (scheduled, _) in enumerate(step.shares):
+            choice = self._choices[scheduled]
+            if choice.prompt_logprobs is None or scheduled.decodes:
+                continue
+            found, count = [], choice.prompt_logprobs
+            for start, logits in self._model.logits_behind(number):
+                follow = choice.prompt[start + 1 : start + 1 + len(logits)]  # nothing behind the prompt's last token
+                found += [log_probabilities(row, int(token), count) for row, token in zip(logits, follow)]
+            self.prompt_logprobs.append((choice.index, scheduled.num_computed + 1, found))
+
     def _fork(self, scheduled: Scheduled) -> Sequence[Scheduled]:
         if not scheduled.siblings:
             return ()
@@ -297,30 +358,43 @@ class Engine:
     def _choose(self, choice: _Choice, row: np.ndarray | int) -> Token | None:
         """`row`: the choice's logits, or the token that the model chose. None for a token that was given out before."""
         request, scheduled = choice.request, choice.scheduled
+        if not request.max_new_tokens:
+            self._end(choice)
+            return Token(choice.index, -1, None, "max_new_tokens", choice.number)
         choice.made += 1
         if choice.again:
             choice.next_token = choice.again.popleft()
             return None
-        logits = row if isinstance(row, np.ndarray) else None
-        if logits is None:
-            sampled = Sampled(int(row))
-        elif request.choose is not None:
-            sampled = Sampled(int(request.choose(logits)))
-        else:
-            sampled = choice.sampler(logits, scheduled.num_computed)
+        sampled, finish = self._next(choice, row)
         token = choice.next_token = sampled.token
-        finish = None
-        if token < 0:
-            finish = "error"
-        elif token in request.stop_ids:
+        if token in request.stop_ids or (finish == "grammar_end" and token in self._model.eos_token_ids):
             finish = "stop_id"
+        elif finish:
+            pass
         elif choice.made == request.max_new_tokens:
             finish = "max_new_tokens"
         elif scheduled.num_computed == self._model.max_seq_len:
             finish = "max_seq_len"
         if finish:
             self._end(choice)
+        logits = row if isinstance(row, np.ndarray) else None
         return Token(choice.index, token, logits, finish, choice.number, sampled.logprobs)
+
+    def _next(self, choice: _Choice, row: np.ndarray | int) -> tuple[Sampled, str | None]:
+        """The token that follows, and why none can follow it, as far as logits and grammar say."""
+        matcher, allowed = choice.matcher, None
+        if not isinstance(row, np.ndarray):
+            sampled = Sampled(int(row))
+        elif choice.request.choose is not None:
+            sampled = Sampled(int(choice.request.choose(row)))
+        else:
+            if matcher is not None and (allowed := matcher.allowed()) is None:
+                return Sampled(-1), "grammar_error"
+            sampled = choice.sampler(row, choice.scheduled.num_computed, allowed)
+        if sampled.token < 0:
+            return sampled, "error"
+        ended = matcher.consume(sampled.token) if matcher is not None else None
+        return (Sampled(-1), ended) if ended == "grammar_error" else (sampled, ended)
 
     def _end_all(self, choices: Iterable[_Choice]) -> None:
         for choice in choices:
@@ -342,18 +416,6 @@ class Engine:
         if salt not in self._root_keys:
             self._root_keys[salt] = root_key(self._model, salt)
         return self._root_keys[salt]
-
-
-def _token_ids(name: str, tokens: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Token ids as an array int64 [num_tokens]. Raises InputError for one that is outside the vocabulary."""
-    try:
-        array = np.fromiter(tokens, np.int64)
-    except OverflowError:
-        raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found one of more than 64 bits") from None
-    bad = array[(array < 0) | (array >= vocab_size)]
-    if len(bad):
-        raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad[0]}")
-    return array
 
 
 class Decoding:

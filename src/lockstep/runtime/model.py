@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class Model:
         max_num_tokens: int | None = None,
         threads: int | None = None,
         low_memory: bool = False,
-        kv_bytes: int | None = None,
+        kv_bytes: float | None = None,
         chunk_size: int | None = None,
     ) -> Model:
         """Open engines, weights and cache for the first `layers` layers.
@@ -72,8 +72,8 @@ class Model:
         Limits that are not given are those that the engines were built for; engines that are built for any take 4
         requests, 256 tokens of each, and any number of tokens in a step. `low_memory` reads the weights from the mapped
         files at each step instead of a repacked copy: slower, no copy. `kv_bytes`: memory for keys and values of all
-        requests; on a CPU a quarter of the machine's, unless given. `chunk_size`: long prompts are computed in pieces
-        that end at multiples of it.
+        requests, or below 1 the share of what is free; on a CPU a quarter of the machine's, unless given.
+        `chunk_size`: long prompts are computed in pieces that end at multiples of it.
         Raises InputError for limits or a layer count that the model does not allow, CheckError for engines that do not
         fit here.
         """
@@ -87,10 +87,10 @@ class Model:
         chunk_size = fitting_chunk_size(CHUNK_SIZE, rows, tokens) if chunk_size is None else chunk_size
         if chunk_size < 1:
             raise InputError(f"chunk_size: expected at least 1, found {chunk_size}")
-        if kv_bytes is not None and kv_bytes < 1:
+        if kv_bytes is not None and kv_bytes <= 0:
             raise InputError(f"kv_bytes: expected at least 1, found {kv_bytes}")
         executor = engines.backend.executor(network, rows, length, tokens, kv_bytes) or HostExecutor(
-            network, rows, length, chunk_size, _quarter_of_memory() if kv_bytes is None else kv_bytes
+            network, rows, length, chunk_size, _host_bytes(kv_bytes)
         )
         return cls(executor, tokens, engines, len(network.layers), chunk_size, sha256_file(weights_json))
 
@@ -117,6 +117,24 @@ class Model:
         """As `step_tokens`, and the logits [len(wanted), vocab_size] float32 behind `advances[i]` for i of `wanted`: on
         a GPU no others come back."""
         return self._take(advances, lambda advances: self._executor.tokens_and_logits(advances, wanted))
+
+    @property
+    def gives_all_logits(self) -> bool:
+        """`logits_behind` can be had: not where only those behind the last tokens are computed."""
+        return isinstance(self._executor, HostExecutor)
+
+    def check_gives_all_logits(self) -> None:
+        """Raises InputError where `logits_behind` cannot be had."""
+        if not self.gives_all_logits:
+            raise InputError(
+                "prompt_logprobs: expected a backend that computes the logits behind all tokens of a prompt, such as "
+                f"onnxruntime, found {self.engines.manifest.backend}; leave them out"
+            )
+
+    def logits_behind(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Of the step that was taken last: the logits behind all tokens of `advances[number]`, a few at a time: see
+        `HostExecutor.logits_behind`."""
+        return cast(HostExecutor, self._executor).logits_behind(number)
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int = 0) -> None:
         """Have steps that give tokens draw those of a slot as `sampling` and the number of the request's choice say,
@@ -208,8 +226,12 @@ def fitting_chunk_size(wanted: int, num_slots: int, max_num_tokens: int | None) 
     return wanted if wanted <= room else room // PAGE_SIZE * PAGE_SIZE or room
 
 
-def _quarter_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+def _host_bytes(kv_bytes: float | None) -> int:
+    """Memory for the KV cache on a CPU; None: a quarter of the machine's."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    if kv_bytes is None:
+        return page * os.sysconf("SC_PHYS_PAGES") // 4
+    return int(page * os.sysconf("SC_AVPHYS_PAGES") * kv_bytes) if kv_bytes < 1 else int(kv_bytes)
 
 
 def _limits(

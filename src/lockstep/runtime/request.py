@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.runtime.grammar import Grammar
 from lockstep.step.sampling import Logprobs, Sampling
 
 
@@ -18,7 +19,9 @@ class Request:
     choose: gives the next token from logits [vocab_size] float32, instead of `sampling`. n: how many choices to make of
     the prompt, which is computed once. choice: number of the first, which decides what it draws. priority: lower goes
     first. cache_salt: prefixes are shared with requests of the same salt only. answer_ids: tokens that were given out
-    before an interruption: they are computed again, one a step as then, and new ones follow them.
+    before an interruption: they are computed again, one a step as then, and new ones follow them. grammar: what each
+    choice must be; it ends where nothing can follow. prompt_logprobs: log-probabilities of the prompt's tokens, and of
+    so many of the likeliest, come too (`Engine.prompt_logprobs`); max_new_tokens may then be 0.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -31,6 +34,8 @@ class Request:
     cache_salt: str = ""
     answer_ids: Sequence[int] = ()
     choice: int = 0
+    grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,9 @@ class Token:
     """One new token of choice `choice` of request number `request`, chosen from `logits` [vocab_size] float32; None
     when the model chose, greedy or drawn: see `Engine`.
 
-    `finish` says why it is the last: "stop_id", "max_new_tokens", "max_seq_len", or "error" for logits that are NaN or
-    infinite, when `token` is -1; None when more follow.
+    `finish` says why it is the last: "stop_id", "grammar_end" (the grammar allows nothing behind it), "max_new_tokens",
+    "max_seq_len", or, when `token` is -1, "error" for logits that are NaN or infinite, "grammar_error" for a grammar
+    that became too complex, or "max_new_tokens" where none was asked for; None when more follow.
     """
 
     request: int

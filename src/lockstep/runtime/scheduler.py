@@ -2,8 +2,8 @@
 tokens, no device.
 
 Each step, in this order: running requests that decode bring one token each; prompts, in order, bring whole chunks, cut
-at multiples of `chunk_size`, while `max_num_tokens` lasts: one chunk each while others decode, so that no step is much
-longer than another, else as many as there is room for. The first prompt in order always brings one.
+at multiples of `chunk_size`, while `max_num_tokens` lasts: each as many as there is room for, but while others decode
+at most `long_prefill_token_threshold` tokens. The first prompt in order always brings a chunk.
 
 The order is by priority, lower first, then arrival; a request gains one level of priority on those that come `AGEING`
 steps after it, so none waits for ever. Waiting requests are admitted in this order, when a slot and pages are free:
@@ -28,8 +28,10 @@ Admission = Literal["guaranteed", "optimistic"]
 
 
 class Status(enum.Enum):
-    """Where a request stands. FORKING: a further choice of a prompt that is not through."""
+    """Where a request stands. HELD: not to be admitted yet. FORKING: a further choice of a prompt that is not
+    through."""
 
+    HELD = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
     FORKING = enum.auto()
@@ -88,9 +90,13 @@ class Scheduler:
         max_num_tokens: int,
         chunk_size: int,
         admission: Admission = "guaranteed",
+        long_prefill_token_threshold: int | None = None,
     ):
-        """max_num_tokens: of one step. Raises InputError where a step has no room for a token of each request, or, if
-        all others decode, for a chunk."""
+        """max_num_tokens: of one step. long_prefill_token_threshold: tokens that one prompt brings at most to a step
+        beside requests that decode, rounded down to whole chunks, at least one; None: whatever there is room for.
+
+        Raises InputError where a step has no room for a token of each request, or, if all others decode, for a
+        chunk, and for a threshold below 1."""
         if max_num_tokens < num_slots:
             raise InputError(f"max_num_tokens: expected at least max_batch_size ({num_slots}), found {max_num_tokens}")
         if not 1 <= chunk_size <= max_num_tokens - num_slots + 1:
@@ -98,6 +104,12 @@ class Scheduler:
                 f"chunk_size: expected 1 to {max_num_tokens - num_slots + 1}, which a step of {max_num_tokens} tokens "
                 f"(max_num_tokens) has room for beside {num_slots - 1} other requests, found {chunk_size}"
             )
+        if long_prefill_token_threshold is not None and long_prefill_token_threshold < 1:
+            raise InputError(
+                f"long_prefill_token_threshold: expected at least 1, found {long_prefill_token_threshold}; "
+                "leave it out for no limit"
+            )
+        self.long_prefill_token_threshold = long_prefill_token_threshold
         self.tables, self.max_num_tokens = tables, max_num_tokens
         self.chunk_size, self.admission = chunk_size, admission
         self.num_swaps = 0
@@ -119,8 +131,9 @@ class Scheduler:
         """Requests that were not admitted yet, and those that are swapped out."""
         return self._num_waiting + len(self._swapped)
 
-    def add(self, request: Scheduled) -> None:
-        """Queue a request. Raises InputError for one that no empty pool, or no number of slots, could ever take."""
+    def add(self, request: Scheduled, held: bool = False) -> None:
+        """Queue a request; held: it takes its place in the order, but is not admitted before `unhold`. Raises
+        InputError for one that no empty pool, or no number of slots, could ever take."""
         needed, there = self._pages_for(request, request.max_tokens), self.tables.pool.num_pages
         if needed > there:
             raise InputError(
@@ -138,13 +151,21 @@ class Scheduler:
             sibling.order = request.order
         self._arrivals += 1
         self._num_waiting += 1
+        if held:
+            request.status = Status.HELD
+        else:
+            heapq.heappush(self._waiting, (request.order, request))
+
+    def unhold(self, request: Scheduled) -> None:
+        """Admit a request that was held as soon as there is room."""
+        request.status = Status.WAITING
         heapq.heappush(self._waiting, (request.order, request))
 
     def finish(self, request: Scheduled) -> None:
         """Forget a request, wherever it stands: its slot and pages are free. A prompt with further choices takes these
         along while it is not through."""
         status, request.status = request.status, Status.FINISHED
-        if status is Status.WAITING:
+        if status in (Status.WAITING, Status.HELD):
             self._num_waiting -= 1  # it leaves the heap when its turn comes
         elif status is Status.SWAPPED:
             self._swapped.remove(request)
@@ -244,8 +265,10 @@ class Scheduler:
         first = min(end, (start // self.chunk_size + 1) * self.chunk_size)
         if first - start > left:
             return 0
-        if decoding or end - start == 1:
-            return first - start
+        if end - start == 1:
+            return 1
+        if decoding and self.long_prefill_token_threshold is not None:
+            left = min(left, max(self.long_prefill_token_threshold, first - start))
         stop = min(end, (start + left) // self.chunk_size * self.chunk_size) if end - start > left else end
         if stop == end and end % self.chunk_size == 1:
             stop = end - 1

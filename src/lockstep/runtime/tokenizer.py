@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,21 @@ def _one_line(expected: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise InputError(f"{expected}{' '.join(str(error).split())}") from None
+
+
+def tokenizer_path(assembly_json: str | os.PathLike) -> Path:
+    """Return the file of the tokenizer that an assembly names. Raises InputError where it names none, CheckError for a
+    file that is not the one that was exported."""
+    entry = load_tokenizer(assembly_json)
+    if entry is None:
+        raise InputError(
+            f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside "
+            f"the checkpoint's weights and export again"
+        )
+    path = Path(assembly_json).parent / entry.file
+    if path.is_file() and (found := sha256_file(path)) != entry.sha256:
+        raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {found}; export again")
+    return path
 
 
 class Tokenizer:
@@ -52,16 +67,7 @@ class Tokenizer:
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
         """The tokenizer that the assembly names. Raises CheckError when its file is not the one that was exported."""
-        entry = load_tokenizer(assembly_json)
-        if entry is None:
-            raise InputError(
-                f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside "
-                f"the checkpoint's weights and export again"
-            )
-        path = Path(assembly_json).parent / entry.file
-        if path.is_file() and (found := sha256_file(path)) != entry.sha256:
-            raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {found}; export again")
-        return cls(path)
+        return cls(tokenizer_path(assembly_json))
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
         """Token ids int64 [num_tokens]; special: with the tokens that the tokenizer adds to a prompt.
@@ -83,9 +89,19 @@ class Tokenizer:
         with _one_line(f"{self._path}: expected a tokenizer.json, found "):
             return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
-    def stream(self) -> TextStream:
-        """A fresh stream for one request's new tokens."""
-        return TextStream(self)
+    def token_text(self, token: int) -> str:
+        """The text of one token as it stands behind others, that of a special token too.
+
+        A decoder may take the space off the first token of a text, so the token is decoded behind itself.
+        """
+        with _one_line(f"{self._path}: expected a tokenizer.json, found "):
+            decode = lambda count: self._tokenizer.decode([int(token)] * count, skip_special_tokens=False)
+            return decode(2)[len(decode(1)) :]
+
+    def stream(self, context: Sequence[int] = ()) -> TextStream:
+        """A fresh stream for one request's new tokens. context: tokens before them; of their text only a character
+        that they leave unfinished is given."""
+        return TextStream(self, context)
 
 
 class TextStream:
@@ -97,10 +113,13 @@ class TextStream:
     no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._context: list[int] = []  # tokens whose text is out, the last that gave any
-        self._pending: list[int] = []
+        whole = len(context)
+        while whole and tokenizer.decode(context[:whole]).endswith("\N{REPLACEMENT CHARACTER}"):
+            whole -= 1
+        self._context = list(context[:whole])  # tokens whose text is out, the last that gave any
+        self._pending = list(context[whole:])
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty in the middle of a character."""

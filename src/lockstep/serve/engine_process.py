@@ -18,10 +18,12 @@ from typing import Any
 
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.runtime.engine import Engine
+from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.model import Model
 from lockstep.runtime.prefix import root_key
 from lockstep.runtime.request import Request, Token
-from lockstep.serve.frames import Connection, Frame, request_of
+from lockstep.serve.frames import Connection, Frame, finite, request_of
+from lockstep.step.sampling import Logprobs
 
 TICK = 1.0  # seconds between the signs of life of an idle engine
 _ERRORS = {error.__name__: error for error in (InputError, CheckError)}
@@ -76,7 +78,15 @@ def _open(asked: Frame) -> tuple[Engine, Frame]:
         chunk_size=asked["chunk_size"],
     )
     model.warm_up()
-    engine = Engine(model, limits["max_input_len"], None, asked["prefix_caching"], asked["admission"])
+    grammars = Compiler(asked["assembly"], model.vocab_size, model.eos_token_ids, asked["grammar_seconds"])
+    engine = Engine(
+        model,
+        limits["max_input_len"],
+        prefix_caching=asked["prefix_caching"],
+        admission=asked["admission"],
+        long_prefill_token_threshold=asked["long_prefill_token_threshold"],
+        grammars=grammars,
+    )
     for _ in engine.run([Request([0, 0], min(2, model.max_seq_len - 1), cache_salt="warm-up")]):
         pass
     pool, scheduler = model.tables.pool, engine.scheduler
@@ -86,6 +96,8 @@ def _open(asked: Frame) -> tuple[Engine, Frame]:
         "seconds": round(time.monotonic() - began, 3),
         "identity": root_key(model).hex(),
         "backend": model.engines.manifest.backend,
+        "batch_invariant": model.engines.backend.batch_invariant,
+        "engine_digest": model.engines.digest(),
         "vocab_size": model.vocab_size,
         "eos_token_ids": list(model.eos_token_ids),
         "max_batch_size": model.max_batch_size,
@@ -93,7 +105,9 @@ def _open(asked: Frame) -> tuple[Engine, Frame]:
         "max_input_len": min(limits["max_input_len"] or model.max_seq_len, model.max_seq_len),
         "max_num_tokens": scheduler.max_num_tokens,
         "chunk_size": scheduler.chunk_size,
+        "prefix_caching": engine.prefix_caching,
         "num_pages": pool.num_pages,
+        "prompt_logprobs": model.gives_all_logits,
         "page_nbytes": pool.page_nbytes,
     }
     return engine, ready
@@ -115,11 +129,21 @@ class _Loop:
                 self._take(frame)
             if engine.has_work:
                 made = engine.step()
+                for number, message in engine.refused:
+                    self._refuse(self._ids[number], message, message.partition(":")[0])
+                    self._end(number, self._left[number])
                 admitted = [self._ids[number] for number in engine.admitted if number in self._ids]
-                if made or admitted or time.monotonic() - said >= TICK:
+                prompts = [
+                    [self._ids[number], first, [_packed(each) for each in found]]
+                    for number, first, found in engine.prompt_logprobs
+                ]
+                if made or admitted or prompts or time.monotonic() - said >= TICK:
                     said = time.monotonic()
                     tokens = [self._entry(token) for token in made]
-                    connection.send({"type": "step", "tokens": tokens, "admitted": admitted, **self._counters()})
+                    more = {"prompts": prompts} if prompts else {}
+                    connection.send(
+                        {"type": "step", "tokens": tokens, "admitted": admitted, **more, **self._counters()}
+                    )
             elif time.monotonic() - said >= TICK:
                 said = time.monotonic()
                 connection.send({"type": "tick", **self._counters()})
@@ -137,9 +161,12 @@ class _Loop:
             request = request_of(frame)
             number = self._engine.add(request)
         except InputError as error:
-            self._connection.send({"type": "refused", "id": id, "message": str(error)})
+            self._refuse(id, str(error))
             return
         self._ids[number], self._numbers[id], self._left[number] = id, number, request.n
+
+    def _refuse(self, id: int, message: str, param: str | None = None) -> None:
+        self._connection.send({"type": "refused", "id": id, "message": message, "param": param})
 
     def _end(self, number: int, choices: int) -> None:
         self._left[number] -= choices
@@ -149,7 +176,7 @@ class _Loop:
     def _entry(self, token: Token) -> list[Any]:
         entry: list[Any] = [self._ids[token.request], token.choice, token.token, token.finish]
         if token.logprobs is not None:
-            entry += [token.logprobs.chosen, token.logprobs.top]
+            entry += _packed(token.logprobs)
         if token.finish:
             self._end(token.request, 1)
         return entry
@@ -166,6 +193,10 @@ class _Loop:
             "prefix_queries": engine.prefix_queries,
             "prefix_hits": engine.prefix_hits,
         }
+
+
+def _packed(logprobs: Logprobs) -> list[Any]:
+    return [finite(logprobs.chosen), [(token, finite(value)) for token, value in logprobs.top]]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What API process and engine process say to each other: frames over a socket, each a length (4 bytes, big-endian) and
 a JSON object in UTF-8. Standard library alone: the engine's Python may have no more.
 
-To the engine: "open" (first), "add", "abort". From it: "ready" or "failed" (first), then "step" (tokens of one step)
-and "tick" (an idle engine, each second), both with its counters, and "refused" for a request that it cannot take.
+To the engine: "open" (first), "add", "abort". From it: "ready" or "failed" (first), then "step" (tokens of one step,
+log-probabilities of prompts that ask for them) and "tick" (an idle engine, each second), both with its counters, and
+"refused" for a request that it cannot take, with "param" where one field of the request's body is why.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.request import Request
 from lockstep.step.sampling import Sampling
 
@@ -48,6 +50,8 @@ def packed_add(number: int, request: Request) -> bytes:
             "priority": request.priority,
             "cache_salt": request.cache_salt,
             "answer_ids": list(request.answer_ids),
+            **({} if request.prompt_logprobs is None else {"prompt_logprobs": request.prompt_logprobs}),
+            **({} if request.grammar is None else {"grammar": asdict(request.grammar)}),
         }
     )
 
@@ -61,7 +65,14 @@ def request_of(frame: Frame) -> Request:
     if "bad_words" in sampling:
         sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
     taken["stop_ids"] = frozenset(frame["stop_ids"])
+    if "grammar" in taken:
+        taken["grammar"] = Grammar(**taken["grammar"])
     return Request(**{**taken, "sampling": Sampling(**sampling)})
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(-9999.0, logprob)
 
 
 class Connection:

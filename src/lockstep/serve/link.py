@@ -105,7 +105,7 @@ class EngineLink:
         """End the process, kindly if it hears; gives its exit code."""
         self._writer.close()
         try:
-            return await asyncio.wait_for(self._process.wait(), 5)
+            return await asyncio.wait_for(self._process.wait(), 2)
         except asyncio.TimeoutError:
             self.kill()
             return await self._process.wait()

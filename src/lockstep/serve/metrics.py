@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from lockstep.serve.stream import FINISH_REASONS
 
 if TYPE_CHECKING:
     from lockstep.serve.service import Service
@@ -12,6 +17,25 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class _EngineCounters(Collector):
+    """What engine processes count, read when it is asked for: of all that there were."""
+
+    def __init__(self, model: str, service: Service, prefix: str):
+        self._model, self._service, self._prefix = model, service, prefix
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        total = self._service.total
+        for name, text, value in (
+            ("engine_restarts", "Times that the engine was started again.", self._service.restarts),
+            ("num_preemptions", "Requests that were swapped out.", total("swaps")),
+            ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", total("prefix_queries")),
+            ("prefix_cache_hits", "Prompt tokens found there.", total("prefix_hits")),
+        ):
+            family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
 
 
 class Metrics:
@@ -34,19 +58,13 @@ class Metrics:
             ("num_requests_waiting", "Requests that wait for a slot.", lambda: service.counters.get("waiting", 0)),
             ("kv_cache_usage_perc", "Share of the KV cache's pages that are in use, 0 to 1.", self._usage),
             ("engine_up", "1 while the engine takes requests.", lambda: int(service.is_ready)),
-            ("engine_restarts", "Times that the engine was started again.", lambda: service.restarts),
-            ("num_preemptions", "Requests that were swapped out.", lambda: service.counters.get("swaps", 0)),
-            ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", self._count("prefix_queries")),
-            ("prefix_cache_hits", "Prompt tokens found there.", self._count("prefix_hits")),
         ):
             self._make(Gauge, name, text).set_function(read)
+        self._registry.register(_EngineCounters(model, service, prefix))
 
     def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does
         made = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
         return made if labels else made.labels(self._model)
-
-    def _count(self, name: str):  # type: ignore[no-untyped-def]
-        return lambda: self._service.counters.get(name, 0)
 
     def _usage(self) -> float:
         total = self._service.ready.get("num_pages", 0)
@@ -64,7 +82,7 @@ class Metrics:
             self._itl.observe(now - active.last_token)
 
     def finished(self, reason: str) -> None:
-        self._success.labels(self._model, reason).inc()
+        self._success.labels(self._model, FINISH_REASONS.get(reason, reason)).inc()
 
     def left(self, seconds: float, stream: Stream) -> None:
         self._e2e.observe(seconds)

@@ -8,20 +8,26 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import LockstepError
-from lockstep.runtime.request import Token
+from lockstep.runtime.request import Request, Token
 from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.chat import Chat
 from lockstep.serve.frames import Frame
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
-from lockstep.serve.stream import Active, Ask, Stream, StreamError
+from lockstep.serve.stream import TENANT, Active, Ask, Stream, StreamError
 from lockstep.step.sampling import Logprobs
 
+if TYPE_CHECKING:
+    from lockstep.serve.request_log import RequestLog
+
 _FORGIVEN = 60.0  # seconds after which a death of the engine no longer counts
+_TOTALS = ("prefix_queries", "prefix_hits", "swaps")  # counters that only grow
 _PATIENCE = 30.0  # most seconds between two starts that fail
 
 
@@ -43,17 +49,31 @@ class Service:
     """The requests of all front ends, and the engine behind them."""
 
     def __init__(
-        self, name: str, tokenizer: Tokenizer, python: str | None, asked: Mapping[str, Any], limits: ServiceLimits
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        python: str | None,
+        asked: Mapping[str, Any],
+        limits: ServiceLimits,
+        metrics_prefix: str = "lockstep",
+        chat_template: ChatTemplate | None = None,
+        log: Callable[[str], None] = lambda line: print(f"lockstep: {line}", file=sys.stderr, flush=True),
+        request_log: RequestLog | None = None,
     ):
-        """name: of the model, in requests. python, asked: of the engine process (see `EngineLink.start`)."""
+        """name: of the model, in requests. python, asked: of the engine process (see `EngineLink.start`).
+        chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
+        again. request_log: gets what front ends say of each request."""
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
+        self.chat = Chat(chat_template)
         self.ready: Frame = {}  # what the engine said of itself
         self.counters: Frame = {}  # its last
+        self._earlier: dict[str, int] = dict.fromkeys(_TOTALS, 0)  # what engines that died had counted
         self.draining = False
         self.restarts = 0
         self.created = int(time.time())
-        self.metrics = Metrics(name, self)
-        self._python, self._asked = python, asked
+        self.metrics = Metrics(name, self, metrics_prefix)
+        self.request_log = request_log
+        self._python, self._asked, self._log = python, asked, log
         self._link: EngineLink | None = None
         self._numbers = itertools.count()
         self._actives: dict[int, tuple[Active, int]] = {}  # by number: a prompt, and what to add to its choice numbers
@@ -65,6 +85,7 @@ class Service:
 
     async def start(self) -> None:
         """Until the engine is ready. Raises LockstepError where it cannot be."""
+        await self.chat.start()
         await self._open()
         self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
 
@@ -74,6 +95,7 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_all(StreamError("the server is shutting down", 503, "shutting_down"))
+        await self.chat.stop()
         if self._link is not None:
             await self._link.stop()
 
@@ -99,10 +121,9 @@ class Service:
         age = self.heartbeat_age
         return age is None or age < self.limits.stall
 
-    @property
-    def num_unfinished(self) -> int:
-        """Answers that have not ended."""
-        return sum(len(active.choices) for stream in self._streams for active in stream.actives)
+    def total(self, name: str) -> int:
+        """A counter of all engines that there were: prefix_queries, prefix_hits (tokens), swaps (requests)."""
+        return self._earlier[name] + self.counters.get(name, 0)
 
     @property
     def num_streams(self) -> int:
@@ -118,6 +139,8 @@ class Service:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._link is None:
             raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
+        if tenant := TENANT.get():
+            asks = [replace(ask, request=_salted(ask.request, tenant)) for ask in asks]
         stream = Stream(asks, self.tokenizer)
         self._check_room(stream)
         self._streams.add(stream)
@@ -143,8 +166,11 @@ class Service:
         waiting = [active for each in self._streams for active in each.actives if active.admitted is None]
         wanted = len(waiting) + len(stream.actives)
         tokens = sum(len(active.ask.request.prompt_ids) for active in waiting) + stream.num_prompt_tokens
+        running = sum(
+            len(active.choices) for each in self._streams for active in each.actives if active.admitted is not None
+        )
         # What fits into free slots does not wait.
-        room = self.limits.max_queue + max(0, self.ready["max_batch_size"] - self.num_unfinished)
+        room = self.limits.max_queue + max(0, self.ready["max_batch_size"] - running)
         if wanted > room or (waiting and tokens > self.limits.max_queue_tokens):
             backlog = sum(
                 len(active.ask.request.prompt_ids) + active.ask.request.n * active.ask.request.max_new_tokens
@@ -170,16 +196,19 @@ class Service:
             assert self._link is not None
             words = await self._link.run(self._take)
             died, self._link = self._link, None
+            for name in _TOTALS:
+                self._earlier[name] += self.counters.get(name, 0)
+            self.counters = {}
             code = await died.stop()
             said = words["message"] if words else f"it ended with code {code}"
-            print(f"lockstep: engine process {died.pid} died: {said}; starting another", file=sys.stderr, flush=True)
+            self._log(f"engine process {died.pid} died: {said}; starting another")
             self._bury()
             pause = 0.5
             while self._link is None:
                 try:
                     await self._open()
                 except LockstepError as error:
-                    print(f"lockstep: the engine does not start: {error}", file=sys.stderr, flush=True)
+                    self._log(f"the engine does not start: {error}")
                     self._fail_all(StreamError("the engine died and does not start again"))
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, _PATIENCE)
@@ -208,6 +237,10 @@ class Service:
                 active.resumed.clear()
                 request = active.ask.request
                 given = active.collector.completion.choices
+                if len(active.prompt_logprobs) < len(request.prompt_ids) - 1:
+                    active.prompt_logprobs.clear()
+                elif request.max_new_tokens:
+                    request = replace(request, prompt_logprobs=None)
                 if len(active.choices) == request.n and not any(choice.token_ids for choice in given):
                     active.number = next(self._numbers)
                     self._actives[active.number] = active, 0
@@ -222,7 +255,8 @@ class Service:
     def _take(self, frame: Frame) -> None:
         if frame["type"] == "refused":
             if found := self._actives.get(frame["id"]):
-                self._fail(found[0].stream, StreamError(frame["message"], 400, "request_too_large"))
+                code = "invalid_grammar" if frame["param"] else "request_too_large"
+                self._fail(found[0].stream, StreamError(frame["message"], 400, code, param=frame["param"]))
             return
         self.counters = frame
         now = time.monotonic()
@@ -232,6 +266,10 @@ class Service:
                 self.metrics.admitted(now - found[0].arrived, len(found[0].ask.request.prompt_ids))
                 self._counted += len(found[0].ask.request.prompt_ids)
                 found[0].stream.wake()
+        for number, first, entries in frame.get("prompts", ()):
+            # Not twice, where several choices of it were resumed.
+            if (found := self._actives.get(number)) and first == len(found[0].prompt_logprobs) + 1:
+                found[0].prompt_logprobs += map(_logprobs, entries)
         for number, choice, token, finish, *logprobs in frame.get("tokens", ()):
             if found := self._actives.get(number):
                 self._token(found[0], choice, token, finish, logprobs, now)
@@ -242,17 +280,27 @@ class Service:
         choice = number - active.ask.request.choice
         if choice not in active.choices:  # it was cancelled meanwhile
             return
-        found = Logprobs(logprobs[0], tuple(map(tuple, logprobs[1]))) if logprobs else None
+        found = _logprobs(logprobs) if logprobs else None
         made = Token(active.number, token, None, finish, choice, found)
         text = active.collector.push(made)
         ended = active.collector.completion.choices[choice].finish
-        self._counted += 1
-        self.metrics.token(now, active)
-        active.last_token = now
+        if token >= 0:
+            self._counted += 1
+            self.metrics.token(now, active)
+            active.last_token = now
+            if active.stream.first_token is None:
+                active.stream.first_token = now
         if ended == "error":
             error = StreamError("logits: expected finite numbers, found NaN or infinity; the request was ended")
             return self._fail(active.stream, error)
-        active.stream.push(active.first + choice, text, token, found, ended)
+        if ended == "grammar_error":
+            grammar = active.ask.request.grammar
+            where = grammar.name if grammar else "grammar"
+            said = f"{where}: the answer came to where it is too complex; simplify it"
+            # Not 500: a client that tries again gets no further with the same grammar.
+            error = StreamError(said, 400, ended, param=where)
+            return self._fail(active.stream, error)
+        active.stream.push(active.first + choice, text, token if token >= 0 else None, found, ended)
         if not ended:
             return
         if ended == "stop_string" and not finish and self._link is not None:
@@ -309,11 +357,7 @@ class Service:
                 elif stream.sending_since is not None and now - stream.sending_since > self.limits.slow_reader:
                     self.cancel(stream)
             if self._link is not None and now - self._link.last_frame > self.limits.stall:
-                print(
-                    f"lockstep: engine process {self._link.pid} gave no sign of life for {self.limits.stall:g} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._log(f"engine process {self._link.pid} gave no sign of life for {self.limits.stall:g} s")
                 self._link.kill()
 
     def _measure(self, now: float) -> None:
@@ -322,3 +366,12 @@ class Service:
             rate = self._counted / elapsed
             self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
         self._rate_at, self._counted = now, 0
+
+
+def _logprobs(entry: Sequence[Any]) -> Logprobs:
+    return Logprobs(entry[0], tuple(map(tuple, entry[1])))
+
+
+def _salted(request: Request, tenant: str) -> Request:
+    """The request of a tenant: a salt of its own parts its prefixes further."""
+    return replace(request, cache_salt=f"{tenant}/{request.cache_salt}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from lockstep.runtime.completion import Choice, Collector
@@ -12,13 +13,27 @@ from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.sampling import Logprobs
 
+# Whose request it is that this task is at: prefixes are shared with nobody else.
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+# Why an answer ended, as OpenAI's API and vLLM's metrics call it.
+FINISH_REASONS = {
+    "stop_id": "stop",
+    "stop_string": "stop",
+    "grammar_end": "stop",
+    "max_new_tokens": "length",
+    "max_seq_len": "length",
+    "abort": "abort",
+}
+
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt as a server takes it: what the engine is asked for, and the strings that end its text."""
+    """A prompt as a server takes it: what the engine is asked for, the strings that end its text, and the text that the
+    answer begins with, where the prompt is to be repeated."""
 
     request: Request
     stop: tuple[str, ...] = ()
+    echo: str | None = None
 
 
 @dataclass
@@ -34,11 +49,20 @@ class Piece:
 
 
 class StreamError(Exception):
-    """Why a stream ends without an answer. status: of HTTP, where nothing was sent yet."""
+    """Why a stream ends without an answer. status: of HTTP, where nothing was sent yet. param: the field of the body
+    that is why, where one is."""
 
-    def __init__(self, message: str, status: int = 500, code: str = "engine_error", retry_after: int | None = None):
+    def __init__(
+        self,
+        message: str,
+        status: int = 500,
+        code: str = "engine_error",
+        retry_after: int | None = None,
+        param: str | None = None,
+    ):
         super().__init__(message)
         self.message, self.status, self.code, self.retry_after = message, status, code, retry_after
+        self.param = param
 
 
 @dataclass
@@ -55,6 +79,7 @@ class Active:
     admitted: float | None = None
     last_token: float | None = None
     deaths: int = 0  # engine processes that died while it was theirs
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens but the first
     resumed: dict[int, int] = field(default_factory=dict)  # numbers of its choices in the engine process behind one
 
 
@@ -64,6 +89,7 @@ class Stream:
     def __init__(self, asks: Sequence[Ask], tokenizer: Tokenizer):
         self.began = time.monotonic()
         self.sending_since: float | None = None  # a piece waits for the reader since
+        self.first_token: float | None = None  # when it came
         self.num_prompt_tokens = sum(len(ask.request.prompt_ids) for ask in asks)
         self.actives: list[Active] = []
         for ask in asks:
@@ -88,6 +114,11 @@ class Stream:
     def done(self) -> bool:
         """Nothing more comes."""
         return self._error is not None or not self._open
+
+    @property
+    def error(self) -> StreamError | None:
+        """Why it ended without an answer, if it did."""
+        return self._error
 
     @property
     def is_admitted(self) -> bool:

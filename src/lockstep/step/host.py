@@ -18,6 +18,7 @@ from lockstep.step.plan import Chunk, Layout, Plan, Rows
 from lockstep.step.sampling import Sampling, draw
 
 _KEPT_PLANS = 8
+_ROWS = 16  # of logits at a time, where all of a prompt are asked for
 
 
 class HostExecutor:
@@ -42,6 +43,7 @@ class HostExecutor:
         self.tables = PageTables(pool, num_slots, pages_for, shares=False)
         self._room = [0] * num_slots  # tokens that each slot's row has room for, and pages
         self._plans: dict[Layout, Plan] = {}
+        self._taken: tuple[Plan, Sequence[Advance]] | None = None  # the last step
         self._samplings: dict[int, tuple[Sampling, int]] = {}  # of slots that sample
 
     @property
@@ -58,6 +60,7 @@ class HostExecutor:
         self._room[slot] = 0
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
+        self._taken = None  # its buffers are free before others are made
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
         grown = {slot: end for slot, end in ends.items() if end > self._room[slot]}
         if grown:
@@ -68,6 +71,7 @@ class HostExecutor:
         decoded = self._pack(plan, advances)
         plan.run()
         plan.write_decoded(decoded)
+        self._taken = plan, advances
         return plan.logits.astype(np.float32)
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
@@ -76,6 +80,19 @@ class HostExecutor:
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         logits = self.logits(advances)
         return self._choose(advances, logits), logits[wanted]
+
+    def logits_behind(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Of the step that was taken last: a few tokens of `advances[number]` at a time, the position of the first and
+        the logits behind each, [num_tokens, vocab_size] float32. Groups lie within chunks, so what a token's row is
+        computed with depends on its request alone."""
+        assert self._taken is not None
+        plan, advances = self._taken
+        advance = advances[number]
+        first = int(plan.logit_rows[number]) + 1 - len(advance.tokens) - advance.start  # packed row of position 0
+        for start, end in self._pieces(advance):
+            for low in range(start, end, _ROWS):
+                rows = np.arange(low, min(low + _ROWS, end), dtype=np.int64)
+                yield low, plan.logits_behind(first + rows).astype(np.float32)
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
         if sampling.temperature:

@@ -98,12 +98,24 @@ class Plan:
         for index, (block, kind) in enumerate(network.layers):
             self._add_block(block, values)
             self._add_attention(index, kind, values)
+        self._exit, self._before_exit = network.exit, dict(values)
         self._add_block(network.exit, values)
         self.logits = values["logits"]
 
     def run(self) -> None:
         for call in self._calls:
             call()
+
+    def logits_behind(self, rows: np.ndarray) -> np.ndarray:
+        """After `run`: the logits behind any packed tokens, rows int64 [num_rows] -> [num_rows, vocab_size]."""
+        values, dims = {**self._before_exit, "logit_rows": rows}, {**self._dims, "num_requests": len(rows)}
+        inputs = {io.name: values[io.key] for io in self._exit.signature.inputs}
+        outputs = {
+            io.name: np.empty([dims[dim] if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
+            for io in self._exit.signature.outputs
+        }
+        self._exit.run.prepare(inputs, outputs)()
+        return outputs["logits"]
 
     def write_decoded(self, decoded: Mapping[int, np.ndarray]) -> None:
         """Put the decoding rows' new keys and values at their positions in the cache. decoded: by capacity, the rows

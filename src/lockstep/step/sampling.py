@@ -1,8 +1,8 @@
 """From logits to a token: one definition, of which a device's kernels are copies.
 
-In order, as vLLM applies them: logit bias, tokens that must not come (bad words, the end before `min_tokens`),
-penalties; then, at a temperature above 0, the temperature, min-p, top-k and top-p (nucleus sampling, Holtzman et al.
-2020), and a draw. Log-probabilities are of the logits as the model gave them.
+In order, as vLLM applies them: tokens that a grammar forbids, logit bias, tokens that must not come (bad words, the end
+before `min_tokens`), penalties; then, at a temperature above 0, the temperature, min-p, top-k and top-p (nucleus
+sampling, Holtzman et al. 2020), and a draw. Log-probabilities are of the logits as the model gave them.
 
 The draw needs no state: token t wins whose p(t) / E(t) is the largest, where E(t) are exponential noise from the
 counter-based generator Philox4x64-10 (Salmon et al. 2011) keyed by (seed, choice), its counter by (t, position). So a
@@ -141,17 +141,26 @@ class Sampler:
         self._prompt, self._answer = frozenset(tokens[:cut]), tokens[cut:]
         self._stop_ids = sorted(stop_ids)
 
-    def __call__(self, logits: np.ndarray, position: int) -> Sampled:
-        """logits: [vocab_size] float32. position: number of the request's tokens before the one that is chosen."""
+    def __call__(self, logits: np.ndarray, position: int, allowed: np.ndarray | None = None) -> Sampled:
+        """logits: [vocab_size] float32. position: number of the request's tokens before the one that is chosen.
+        allowed: [vocab_size] bool, what a grammar leaves, at least one; it comes before all else: where lists leave
+        nothing of it, they do not count."""
         sampling = self.sampling
         best = int(np.argmax(logits))  # NaN counts as the largest
         if not np.isfinite(logits[best]):
             return Sampled(-1)
-        changed = self._changed(logits) if sampling.changes_logits else logits
-        if sampling.temperature == 0:
-            token = best if changed is logits else int(np.argmax(changed))
+        if allowed is not None and sampling.temperature == 0 and not sampling.changes_logits:
+            left = np.flatnonzero(allowed)
+            token = int(left[np.argmax(logits[left])])
         else:
-            token = draw(changed, sampling, self._choice, position)
+            masked = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
+            changed = self._changed(masked) if sampling.changes_logits else masked
+            if allowed is not None and changed.max() == -np.inf:
+                changed = np.where(allowed, np.maximum(logits, np.float32(-_LARGEST)), np.float32(-np.inf))
+            if sampling.temperature == 0:
+                token = best if changed is logits else int(np.argmax(changed))
+            else:
+                token = draw(changed, sampling, self._choice, position)
         self._answer.append(token)
         if sampling.logprobs is None:
             return Sampled(token)

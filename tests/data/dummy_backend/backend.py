@@ -26,6 +26,7 @@ class DummyBackend:
     suffixes = (".dummy",)
     revision = 1
     precisions = ("fp32",)
+    batch_invariant = False
     takes_long = False
 
     def version(self) -> str:

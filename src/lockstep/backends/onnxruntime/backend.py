@@ -51,6 +51,7 @@ class OnnxRuntimeBackend:
     suffixes = (".onnx",)
     revision = 2
     precisions = ("fp32", "fp16")
+    batch_invariant = True
     takes_long = False
 
     def version(self) -> str:
@@ -121,7 +122,7 @@ class OnnxRuntimeBackend:
         return np.empty(shape, dtype)
 
     def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
     ) -> None:
         return None
 

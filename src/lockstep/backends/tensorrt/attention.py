@@ -82,16 +82,18 @@ class PagedAttention(Attention, Protocol):
         ...
 
 
-def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: int | None) -> PageTables:
-    """The pages of all slots. kv_bytes: memory for keys and values of all of them; None: for the longest requests in
-    all slots, or nine tenths of what the device has free. Where some attention is traced, whose cache is no pages, each
-    slot has room for the longest request. Raises CheckError where there is room for no page."""
+def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: float | None) -> PageTables:
+    """The pages of all slots. kv_bytes: memory for keys and values of all of them, or below 1 the share of what the
+    device has free; None: for the longest requests in all slots, or nine tenths of what is free. Where some attention
+    is traced, whose cache is no pages, each slot has room for the longest request. Raises CheckError where there is
+    room for no page."""
     pages, fused = num_slots * -(-max_seq_len // PAGE_SIZE), _fused(network)
     nbytes = PAGE_SIZE * network.dtype.itemsize * sum(network.layers[index][1].cache.size for index in fused)
     if len(fused) < len(network.layers):
         return PageTables(PagePool(pages, nbytes), num_slots, shares=None)
     free = cuda.memory_free()
-    room = min(pages * nbytes, free * 9 // 10) if kv_bytes is None else kv_bytes
+    share = 0.9 if kv_bytes is None else kv_bytes
+    room = min(pages * nbytes, int(free * share)) if share < 1 else int(share)
     if room < nbytes:
         raise CheckError(
             f"KV cache: expected room for a page of {PAGE_SIZE} tokens, {nbytes} bytes, found {room} "

@@ -59,7 +59,8 @@ class TensorRTBackend:
     library = TENSORRT
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 8
+    revision = 9
+    batch_invariant = False
     takes_long = True
 
     def __init__(self) -> None:
@@ -259,7 +260,7 @@ class TensorRTBackend:
         return cuda.empty(shape, dtype)
 
     def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
     ) -> Executor:
         assert max_num_tokens is not None  # engines of this backend are built for one: see default_options
         require_nvrtc()

@@ -58,11 +58,12 @@ class Array:
 
     def __getitem__(self, rows: slice) -> Array:
         """Rows `low:high` of the first axis."""
-        low, high, step = rows.indices(self.shape[0])
+        count, *tail = self.shape
+        low, high, step = rows.indices(count)
         if step != 1:
             raise ValueError("expected rows without a step")
-        row = math.prod(self.shape[1:]) * self.dtype.itemsize
-        return Array(self.address + low * row, (max(0, high - low), *self.shape[1:]), self.dtype, self._owner)
+        row = math.prod(tail) * self.dtype.itemsize if low else 0
+        return Array(self.address + low * row, (max(0, high - low), *tail), self.dtype, self._owner)
 
     def reshape(self, *shape: int) -> Array:
         """The first numbers of the array in another shape, which must not need more."""
@@ -229,15 +230,19 @@ class Kernel:
 
     def __init__(self, function: Any):
         self._function = function
+        self._types: dict[tuple[type, ...], tuple[Any, ...]] = {}  # by types of arguments
 
     def launch(
         self, stream: Stream, blocks: tuple[int, int, int] | int, threads: int, *arguments: Array | int | float
     ) -> None:
-        values = tuple(argument.address if isinstance(argument, Array) else argument for argument in arguments)
-        types = tuple(
-            ctypes.c_void_p if isinstance(a, Array) else ctypes.c_float if isinstance(a, float) else ctypes.c_int32
-            for a in arguments
-        )
+        values = tuple([argument.address if isinstance(argument, Array) else argument for argument in arguments])
+        given = tuple(map(type, arguments))
+        types = self._types.get(given)
+        if types is None:
+            types = self._types[given] = tuple(
+                ctypes.c_void_p if isinstance(a, Array) else ctypes.c_float if isinstance(a, float) else ctypes.c_int32
+                for a in arguments
+            )
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         check(driver.cuLaunchKernel(self._function, x, y, z, threads, 1, 1, 0, stream.handle, (values, types), 0))
 

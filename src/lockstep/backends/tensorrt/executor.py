@@ -13,7 +13,7 @@ back, so that the device does not wait for the host; prompts that arrive meanwhi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,11 +31,12 @@ from lockstep.backends.tensorrt.attention import (
 )
 from lockstep.backends.tensorrt.decode_state import DecodeState
 from lockstep.backends.tensorrt.kernels import Kernels
-from lockstep.backends.tensorrt.program import Device, TensorRTExecutable
+from lockstep.backends.tensorrt.program import Bound, Device, TensorRTExecutable
+from lockstep.backends.tensorrt.prompt_blocks import PromptBlocks
 from lockstep.backends.tensorrt.prompts import Inputs, PromptInputs
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import Advance
-from lockstep.step.network import Block, Network
+from lockstep.step.network import Block, Kind, Network
 from lockstep.step.sampling import Sampling
 
 Call = Callable[[], None]
@@ -68,7 +69,7 @@ class GpuExecutor:
     holds."""
 
     def __init__(
-        self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: int | None = None
+        self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None = None
     ):
         """kv_bytes: memory for keys and values; None: for the longest requests in all slots, or nine tenths of what is
         free. Raises CheckError where that is no page."""
@@ -92,6 +93,7 @@ class GpuExecutor:
         self.tables = make_tables(network, num_slots, max_seq_len, kv_bytes)
         self._attention = make_attention(network, self.tables, num_slots, max_seq_len, self._kernels)
         self._forms = list(dict.fromkeys(self._attention))
+        self._prompt_blocks: PromptBlocks | None = None  # its buffers are made with the first pass
         self._plans: dict[tuple, _Plan] = {}
         self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
@@ -325,7 +327,7 @@ class GpuExecutor:
                 state.rows[:count],
                 state.positions[:count],
             )
-            plan = self._plans[key] = self._plan(inputs, [])
+            plan = self._plans[key] = self._plan(inputs)
         return plan
 
     def _prefill(self, chunks: Sequence[Advance]) -> _Plan:
@@ -342,7 +344,9 @@ class GpuExecutor:
     def _pass(self, inputs: Inputs, chunks: Chunks) -> _Plan:
         for attention in self._forms:
             attention.begin(chunks, self._stream)
-        return self._plan(inputs, chunks)
+        if self._prompt_blocks is None:
+            self._prompt_blocks = PromptBlocks(self._network, self._bind_prompts)
+        return self._prompt_plan(self._prompt_blocks, inputs, chunks)
 
     def breakdown(self, batch: int) -> dict[str, float]:
         """Microseconds of a decode step of rows 0 to `batch`-1, of what they hold, by what they go to: each kind of
@@ -412,52 +416,89 @@ class GpuExecutor:
         last.wait()
         return last.milliseconds_since(first) * 1e3 / _ROUNDS
 
-    def _plan(self, inputs: Inputs, chunks: Chunks) -> _Plan:
-        """Rows of one token, or chunks. Of chunks each call is put on the stream once it is made; of rows none is."""
-        total, own = inputs.token_ids.shape[0], not chunks
+    def _plan(self, inputs: Inputs) -> _Plan:
+        """Rows of one token; nothing is put on the stream."""
+        total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
         values = {"token_ids": inputs.token_ids, "position_ids": inputs.position_ids, "logit_rows": inputs.logit_rows}
-        calls: list[Call] = []
-        names: list[str] = []
         network = self._network
 
+        def prepare(block: Block) -> Call:
+            return _engine(block).prepare(*self._arrays(block, values, dims, "decode"), own=True)
+
+        calls = [("embedding", prepare(network.embedding))]
+        for index, (block, kind) in enumerate(network.layers):
+            calls.append(("block", prepare(block)))
+            self._add_attention(kind, values, total)
+            calls += self._attention[index].calls(
+                index, kind, values, inputs.rows, [], self._buffer, self._stream, True
+            )
+        calls += [("exit", prepare(network.exit)), ("next token", self._next_token(values["logits"], inputs))]
+        return _Plan([call for _, call in calls], [name for name, _ in calls], values["logits"])
+
+    def _prompt_plan(self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks) -> _Plan:
+        """Chunks; each call is put on the stream once it is made."""
+        total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
+        a_pass = blocks.begin(total, num_requests)
+        calls: list[Call] = []
+        names: list[str] = []
+
         def add(name: str, call: Call) -> None:
+            call()
             calls.append(call)
             names.append(name)
-            if chunks:
-                call()
 
-        add("embedding", self._block(network.embedding, values, dims, own))
-        for index, (block, kind) in enumerate(network.layers):
-            add("block", self._block(block, values, dims, own))
-            width = tuple(int(size) for size in kind.attention.shape[1:])  # all but the first are numbers
-            values["attention"] = self._buffer("attention", (total, *width), kind.attention.numpy_dtype)
+        add("embedding", a_pass.embedding())
+        for index, (_, kind) in enumerate(self._network.layers):
+            call, values = a_pass.layer(index)
+            add("block", call)
             for name, call in self._attention[index].calls(
-                index, kind, values, inputs.rows, chunks, self._buffer, self._stream, own
+                index, kind, values, inputs.rows, chunks, self._buffer, self._stream, False
             ):
                 add(name, call)
-        add("exit", self._block(network.exit, values, dims, own))
-        logits, state, limit = values["logits"], self._state, self.max_seq_len
-        kernels, stream = self._kernels, self._stream  # not `self`, which holds the plan
-        found = state.samplings, state.found, state.token_ids, state.positions
-        add("next token", lambda: kernels.advance(stream, logits, inputs.slots, inputs.held, limit, *found))
+        call, logits = a_pass.exit()
+        add("exit", call)
+        add("next token", self._next_token(logits, inputs))
         return _Plan(calls, names, logits)
 
-    def _block(self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], own: bool) -> Call:
+    def _next_token(self, logits: cuda.Array, inputs: Inputs) -> Call:
+        kernels, stream, limit = self._kernels, self._stream, self.max_seq_len  # not `self`, which holds the plan
+        state = self._state
+        found = state.samplings, state.found, state.token_ids, state.positions
+        return lambda: kernels.advance(stream, logits, inputs.slots, inputs.held, limit, *found)
+
+    def _bind_prompts(self) -> Iterator[tuple[Block, Bound, dict[str, cuda.Array]]]:
+        """Each block of a pass of prompts, bound to buffers for the largest, and by name the values behind it."""
+        arrays, network, largest = self._prompts.arrays, self._network, self._max_num_tokens
+        values = {"token_ids": arrays.token_ids, "position_ids": arrays.position_ids, "logit_rows": arrays.logit_rows}
+        dims = {"num_tokens": largest, "num_requests": self.num_slots}
+        for block, kind in ((network.embedding, None), *network.layers, (network.exit, None)):
+            bound = _engine(block).bind(*self._arrays(block, values, dims, "prompts"))
+            if kind is not None:
+                self._add_attention(kind, values, largest)
+            yield block, bound, dict(values)
+
+    def _add_attention(self, kind: Kind, values: dict[str, cuda.Array], total: int) -> None:
+        width = tuple(int(size) for size in kind.attention.shape[1:])  # all but the first are numbers
+        values["attention"] = self._buffer("attention", (total, *width), kind.attention.numpy_dtype)
+
+    def _arrays(
+        self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], of: str
+    ) -> tuple[dict[str, cuda.Array], dict[str, cuda.Array]]:
+        """Inputs and outputs of a block; `values` has its outputs afterwards. of: whose logits an exit makes."""
         inputs = {io.name: values[io.key] for io in block.signature.inputs}
         outputs = {}
         for io in block.signature.outputs:
             shape = tuple(dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
             if io.name == "logits":
-                outputs[io.name] = self._logits("decode" if own else "prompts", shape, io.numpy_dtype)
+                outputs[io.name] = self._logits(of, shape, io.numpy_dtype)
                 continue
             outputs[io.name] = self._buffer(io.key, shape, io.numpy_dtype)
-            if io.key in values and values[io.key].address == outputs[io.name].address:
+            if any(array.address == outputs[io.name].address for array in inputs.values()):
                 # a block reads the value that it replaces
                 outputs[io.name] = self._buffer(f"{io.key}/other", shape, io.numpy_dtype)
-        call = _engine(block).prepare(inputs, outputs, own)
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
-        return call
+        return inputs, outputs
 
     def _logits(self, of: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
         """[num_requests, vocab_size]: a row for each slot is enough."""

@@ -8,14 +8,16 @@ contexts of a process work in one piece of device memory: calls follow each othe
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from lockstep.errors import CheckError
 from lockstep.step.executable import Run
 from lockstep.weights import Weights
 
+Shapes = Mapping[str, tuple[int, ...]]
 _PIECE = 32 << 20  # bytes; larger pieces copy no faster
 _UPLOADERS = 4
 
@@ -59,6 +62,40 @@ class Device:
         return context, self._scratch
 
 
+@dataclass(eq=False, slots=True)
+class Context:
+    """An execution context. memory: what it works in. shapes, addresses: what it was told last, which layers that
+    follow each other share for the most part: telling it again costs as much as a kernel."""
+
+    native: Any
+    memory: cuda.Array
+    shapes: Shapes | None = None
+    addresses: dict[str, int] = field(default_factory=dict)
+
+    def resize(self, library: Library, shapes: Shapes) -> None:
+        """Tell the shapes of inputs."""
+        if shapes is self.shapes or shapes == self.shapes:
+            return
+        self.shapes = None
+        for name, shape in shapes.items():
+            library.set_input_shape(self.native, name, shape)
+        self.shapes = shapes
+
+    def point(self, library: Library, addresses: Mapping[str, int]) -> None:
+        """Tell the addresses of inputs, weights and outputs."""
+        known = self.addresses
+        for name, address in addresses.items():
+            if known.get(name) != address:
+                library.set_tensor_address(self.native, name, address)
+                known[name] = address
+
+
+class Bound(Protocol):
+    """A call of an engine whose arrays lie where they lie, in a context and of sizes that are told each time."""
+
+    def __call__(self, context: Context, shapes: Shapes) -> None: ...
+
+
 class TensorRTProgram:
     """An engine file on the device, without weights."""
 
@@ -75,7 +112,7 @@ class TensorRTProgram:
                 f"{sorted(missing)}; build the engines again"
             )
         self.device.reserve(library.device_memory_size(self.engine))
-        self._contexts: dict[tuple, tuple[Any, cuda.Array]] = {}
+        self._contexts: dict[tuple, Context] = {}
 
     def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
         """Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the
@@ -109,12 +146,12 @@ class TensorRTProgram:
             f"{dict(shapes)}; raise the limits of the config and build again"
         )
 
-    def context_for(self, shapes: Mapping[str, tuple[int, ...]], own: bool) -> tuple[Any, cuda.Array]:
-        """A context for these input shapes, and its memory. `own`: no other shapes will be set in it."""
+    def context_for(self, shapes: Shapes, own: bool) -> Context:
+        """A context for these input shapes. `own`: no other shapes will be set in it."""
         profile = self.profile_for(shapes)
         key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
         if key not in self._contexts:
-            self._contexts[key] = self.device.context(self.library, self.engine, profile, str(self.path), own)
+            self._contexts[key] = Context(*self.device.context(self.library, self.engine, profile, str(self.path), own))
         return self._contexts[key]
 
 
@@ -128,6 +165,12 @@ class TensorRTExecutable:
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
         """A call that reads `inputs` and writes `outputs` on the device's stream. `own`: for a captured graph."""
+        bound, shapes = self.bind(inputs, outputs), {name: array.shape for name, array in inputs.items()}
+        return functools.partial(bound, self.program.context_for(shapes, own), shapes)
+
+    def bind(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array]) -> Bound:
+        """As `prepare`, of arrays of the largest sizes: the call is told the context and the shapes of inputs, of
+        `context_for`. Raises CheckError for arrays that the engine does not take."""
         program, library, tensors = self.program, self.program.library, self.program.tensors
         declared = {name for name in tensors if name not in self._weights}
         if declared != {*inputs, *outputs}:
@@ -139,18 +182,18 @@ class TensorRTExecutable:
                 raise CheckError(
                     f"{program.path}: {name!r}: expected {tensors[name].dtype.name}, found {array.dtype.name}"
                 )
-        shapes = {name: array.shape for name, array in inputs.items()}
-        context, scratch = program.context_for(shapes, own)
         addresses = {name: array.address for name, array in {**self._weights, **inputs, **outputs}.items()}
         stream = program.device.stream.handle
 
-        def run(held: object = (*inputs.values(), *outputs.values(), *self._weights.values(), scratch)) -> None:
+        def run(
+            context: Context,
+            shapes: Shapes,
+            held: object = (*inputs.values(), *outputs.values(), *self._weights.values()),
+        ) -> None:
             """`held` keeps the memory alive: a context holds addresses."""
-            for name, shape in shapes.items():
-                library.set_input_shape(context, name, shape)
-            for name, address in addresses.items():
-                library.set_tensor_address(context, name, address)
-            library.enqueue(context, stream)
+            context.resize(library, shapes)
+            context.point(library, addresses)
+            library.enqueue(context.native, stream)
 
         return run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,18 @@ class _Batch:
     at: int
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of cuDNN on these packed tokens. more: offsets, of several chunks."""
+
+    plan: _Plan
+    tokens: slice
+    table: cuda.Array
+    new: cuda.Array
+    held: cuda.Array
+    more: tuple[list[cuda.Array], ...] = ()
+
+
 class PromptAttention:
     """Attention of the chunks of a pass, over caches of `pages` pages; a row has up to `pages_per_row`."""
 
@@ -48,12 +60,13 @@ class PromptAttention:
         arrays = (self._new, self._held, self._table, *self._offsets.values())
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
         self._batches: list[_Batch] = []
+        self._planned: dict[tuple[int, float], list[_Call]] = {}  # of this pass, by form and scale
         self._chunks: Chunks = ()
 
     def begin(self, chunks: Chunks, table: np.ndarray) -> None:
         """Send what the calls of a pass read of its chunks: new tokens, all tokens, pages (table [rows, pages_per_row]:
         of each row), offsets."""
-        self._chunks, self._batches = chunks, []
+        self._chunks, self._batches, self._planned = chunks, [], {}
         offsets: list[int] = []
         sizes = [padded(high - low) for _, _, low, high in chunks]
         first = 0
@@ -79,7 +92,18 @@ class PromptAttention:
         """Attention of rotated queries [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim],
         over keys, values [pages, num_kv_heads, 64, dim], which hold the new ones too: each token sees itself and what
         is before it."""
-        made: list[Call] = []
+        planned = self._planned.get((id(form), scale))
+        if planned is None:
+            planned = self._planned[id(form), scale] = list(self._plan_pass(form, scale))
+        return [
+            call.plan.call(
+                query[call.tokens], keys, values, call.table, call.new, call.held, out[call.tokens], *call.more
+            )
+            for call in planned
+        ]
+
+    def _plan_pass(self, form: Form, scale: float) -> Iterator[_Call]:
+        """What the calls of all layers of this form share."""
         for batch in self._batches:
             size = _Size(form, scale, batch.tokens, self._pages, self._table.shape[1], batch.last - batch.first)
             plan = _batch_plan(size, self._stream) if size.batch > 1 else None
@@ -89,22 +113,14 @@ class PromptAttention:
                     self._offsets[form.heads * dim][batch.at : batch.at + size.batch + 1]
                     for dim in (form.head_dim, form.value_dim)
                 ]
-                made.append(
-                    plan.call(
-                        query, keys, values, self._table[chosen], self._new[chosen], self._held[chosen], out, offsets
-                    )
-                )
+                arrays = self._table[chosen], self._new[chosen], self._held[chosen]
+                yield _Call(plan, slice(None), *arrays, (offsets,))
                 continue
             plan = _plan(replace(size, batch=1), self._stream)
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]
                 one = slice(number, number + 1)
-                made.append(
-                    plan.call(
-                        query[low:high], keys, values, self._table[one], self._new[one], self._held[one], out[low:high]
-                    )
-                )
-        return made
+                yield _Call(plan, slice(low, high), self._table[one], self._new[one], self._held[one])
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class PromptInputs:
 
     def __init__(self, num_tokens: int, slots: int, integer: np.dtype):
         by_token, by_request = (num_tokens,), (slots,)
-        self._arrays = Inputs(
+        # Of as many tokens and prompts as there may be: those of a pass begin where these begin.
+        self.arrays = Inputs(
             token_ids=cuda.zeros(by_token, integer),
             position_ids=cuda.zeros(by_token, integer),
             rows=cuda.zeros(by_token, "i4"),
@@ -40,7 +41,7 @@ class PromptInputs:
             slots=cuda.zeros(by_request, "i4"),
             held=cuda.zeros(by_request, integer),
         )
-        arrays = vars(self._arrays).values()
+        arrays = vars(self.arrays).values()
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
 
     def send(self, chunks: Sequence[Advance], stream: cuda.Stream, write: bool = True) -> tuple[Inputs, Chunks]:
@@ -58,6 +59,6 @@ class PromptInputs:
             "slots": slots,
             "held": positions[ends - 1],
         }
-        used = Inputs(**{name: getattr(self._arrays, name)[: len(array)] for name, array in values.items()})
+        used = Inputs(**{name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()})
         self._staging.send(stream, [(getattr(used, name), array) for name, array in values.items()])
         return used, places

@@ -36,8 +36,9 @@ class TensorRTRTXBackend:
     library = TENSORRT_RTX
     name = "tensorrt_rtx"
     suffixes = (_PLAN,)
-    revision = 3
+    revision = 4
     precisions = ("fp32", "fp16", "bf16")
+    batch_invariant = False
     takes_long = False
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class TensorRTRTXBackend:
         return cuda.empty(shape, dtype)
 
     def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
     ) -> Executor:
         assert max_num_tokens is not None  # engines of this backend are built for one: see default_options
         from lockstep.backends.tensorrt.executor import GpuExecutor

@@ -16,54 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.dtypes import numpy_dtype
-from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.reference import LongPrompt, ReferenceManifest
+from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, SpeedReport, TokenDifference
-from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
-from lockstep.verify.golden.forced import Errors, Forced, force, pieces, stretches
+from lockstep.verify.golden.forced import Errors, force, pieces, stretches
+from lockstep.verify.golden.prompts import Long, Prompt, first_difference, read_reference, short
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import Difference, difference, finish, largest
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt of the reference: logits [len(tokens), vocab_size] float32, gaps between the two largest of each step,
-    expected text."""
-
-    text: str
-    prompt_ids: Sequence[int]
-    tokens: Sequence[int]
-    new_text: str
-    logits: np.ndarray
-    gaps: Sequence[float | None]
-    expected: str | None
-
-    @property
-    def total(self) -> int:
-        """Tokens that bring the last of `logits`: the last of `tokens` is never brought."""
-        return len(self.prompt_ids) + len(self.tokens) - 1
-
-    def forced(self, ends: Sequence[int], earlier: Mapping[int, np.ndarray] | None = None) -> Forced:
-        """Take this prompt and its answer as given, in pieces that end at `ends`; earlier: logits within the prompt."""
-        tokens = np.array([*self.prompt_ids, *self.tokens[:-1]], np.int64)
-        behind = {len(self.prompt_ids) + step: row for step, row in enumerate(self.logits)}
-        return Forced(self.text, tokens, {**(earlier or {}), **behind}, tuple(ends))
-
-
-@dataclass(frozen=True)
-class Long:
-    """The long prompt. prompt: as the others, with a name for its text; edges: numbers of tokens at which it is cut,
-    the last is all of it;
-    logits: {number of tokens: logits [vocab_size] float32 behind so many of it}."""
-
-    prompt: Prompt
-    edges: tuple[int, ...]
-    logits: Mapping[int, np.ndarray]
 
 
 def check(
@@ -85,7 +47,7 @@ def check(
     that must follow it, or None. Raises CheckError, one line, for the first thing wrong, with the whole report in
     `<out>.failed.json`; InputError for inputs that do not fit together or prompts that exceed the limits.
     """
-    prompts, long, reference = _read_reference(Path(reference_json), expected)
+    prompts, long, reference = read_reference(Path(reference_json), expected)
     if reference.layers != target.layers:
         raise InputError(
             f"{reference_json}: layers: expected {target.layers}, found {reference.layers}; "
@@ -328,82 +290,16 @@ class _Check:
     def _first_difference(
         self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]
     ) -> tuple[TokenDifference, ...]:
-        """The first differing token, one or none: behind it the histories differ, and nothing can be
-        compared.
-
-        It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest,
-        are nearer to each other than the tolerance. Otherwise it is a failure.
-        """
-        step = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), None)
-        if step is None and len(expected) != len(found):
-            step = min(len(expected), len(found))
-            self._fail(prompt, f"step {step}, {how}: expected {len(expected)} tokens, found {len(found)}")
-            return (TokenDifference(step, None, None, None, False),)
-        if step is None:
-            return ()
-        gap, row = prompt.gaps[step], prompt.logits[step]
-        apart = abs(float(row[expected[step]]) - float(row[found[step]]))
-        accepted = gap is not None and max(gap, apart) < self.tolerance
-        if not accepted:
-            why = (
-                (f"another one is accepted where the gap is below {self.tolerance:g}, here it is {gap:.3g}")
-                if gap is not None
-                else "there is no gap"
-            )
-            self._fail(prompt, f"step {step}, {how}: expected token {expected[step]}, found {found[step]}; {why}")
-        texts = self._token_texts(prompt, expected, found, step)
-        return (TokenDifference(step, expected[step], found[step], gap, accepted, *texts),)
-
-    def _token_texts(
-        self, prompt: Prompt, expected: Sequence[int], found: Sequence[int], step: int
-    ) -> tuple[str, str, str]:
-        """The text before the first differing token, and what either token adds to it: the expected one, the found
-        one."""
-        text = lambda tokens: new_text(self.tokenizer.decode, prompt.prompt_ids, tokens)
-        before = text(expected[:step])
-        of = lambda tokens: text(tokens[: step + 1])[len(before) :]
-        return before, of(expected), of(found)
+        """The first differing token, one or none (`prompts.first_difference`); one that is not accepted goes to
+        `failures`."""
+        difference, wrong = first_difference(prompt, expected, found, self.tolerance, self.tokenizer.decode)
+        if wrong is not None:
+            step, what = wrong
+            self._fail(prompt, f"step {step}, {how}: {what}")
+        return () if difference is None else (difference,)
 
     def _fail(self, prompt: Prompt, what: str) -> None:
-        self.failures.append(f"prompt {_short(prompt.text)!r}, {what}")
-
-
-def _read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
-    manifest = ReferenceManifest.load(path)
-    logits = _read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
-    entries = manifest.prompts
-    texts = list(expected) or [None] * len(entries)
-    if len(texts) != len(entries):
-        raise InputError(
-            f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again"
-        )
-    prompts = []
-    for i, (entry, text) in enumerate(zip(entries, texts)):
-        gaps = [step.gap for step in entry.steps]
-        prompts.append(
-            Prompt(entry.text, entry.prompt_ids, entry.tokens, entry.new_text, logits[f"logits.{i}"], gaps, text)
-        )
-    return prompts, _read_long(manifest.long, logits), manifest
-
-
-def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray]) -> Long | None:
-    if entry is None:
-        return None
-    two = np.sort(logits["long.logits"], axis=1)[:, -2:]
-    gaps = [float(row[1] - row[0]) if len(row) > 1 else None for row in two]
-    prompt = Prompt("the long prompt", entry.prompt_ids, entry.tokens, "", logits["long.logits"], gaps, None)
-    return Long(prompt, entry.edges, dict(zip(entry.counts, logits["long.prompt"], strict=True)))
-
-
-def _read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
-    if not path.is_file() or sha256_file(path) != sha256:
-        found = "other bytes" if path.is_file() else "no file"
-        raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")
-    data = np.fromfile(path, np.uint8)
-    return {
-        name: data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype)).reshape(record.shape)
-        for name, record in read_header(path).items()
-    }
+        self.failures.append(f"prompt {short(prompt.text)!r}, {what}")
 
 
 def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: int, limits: Mapping[str, int]) -> None:
@@ -411,13 +307,13 @@ def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: 
         count = len(prompt.prompt_ids)
         if count > limits["max_input_len"]:
             raise InputError(
-                f"golden prompt {_short(prompt.text)!r}: expected at most {limits['max_input_len']} tokens "
+                f"golden prompt {short(prompt.text)!r}: expected at most {limits['max_input_len']} tokens "
                 f"(limits.max_input_len), "
                 f"found {count}; shorten it or raise the limit"
             )
         if count + max_new_tokens > limits["max_seq_len"]:
             raise InputError(
-                f"golden prompt {_short(prompt.text)!r}: expected prompt and answer within "
+                f"golden prompt {short(prompt.text)!r}: expected prompt and answer within "
                 f"{limits['max_seq_len']} tokens (limits.max_seq_len), "
                 f"found {count} + {max_new_tokens}; shorten it, lower max_new_tokens or raise the limit"
             )
@@ -438,7 +334,3 @@ def _off(error: Difference, tolerance: float) -> str:
 def _along_reference(prompt: Prompt) -> Request:
     tokens = iter(prompt.tokens)
     return Request(prompt.prompt_ids, len(prompt.tokens), lambda logits: next(tokens))
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,252 @@
+"""What the server costs beside the bare engine, and what its clients wait for.
+
+In: engines, assembly and weights of one model. Out: tokens a second through `lockstep serve`'s server beside those of
+the engine alone, in turn; CPU time of the API process; and, at given rates of requests, the times of `lockstep load`,
+of this server and of others that are given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import spread, surroundings
+from lockstep import Engine, InputError, Model, Request
+from lockstep.artifacts.assembly import Assembly
+from lockstep.pipeline import worker
+
+PACKAGES = ("numpy", "starlette", "uvicorn", "uvloop")
+STARTS = 600.0  # seconds that a server may take until it is ready
+STREAMS_PROMPT, STREAMS_NEW = 32, 256  # tokens of each request beside the bare engine
+PROMPT, NEW = 512, 128  # tokens of each request at a rate
+QUIET, QUIET_NEW, LONG = 8, 1024, 4000  # streams that a long prompt comes to, their tokens, and its own
+KEPT = (
+    "completed", "failed", "refused", "duration_s", "requests_per_s", "output_tokens_per_s", "ttft_p50_ms",
+    "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "tpot_mean_ms", "latency_p50_ms", "latency_p99_ms",
+    "client_lag_p99_s", "send_delay_p99_ms",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What is served. limits: max_batch_size, max_seq_len, max_num_tokens. python: of the engine; None: this one."""
+
+    engines: str
+    assembly: str
+    weights: str
+    limits: Mapping[str, int]
+    threads: int | None = None
+    python: str | None = None
+    kv_bytes: int | None = None
+
+
+@contextlib.contextmanager
+def model(name: str, batch: int, threads: int) -> Iterator[Place]:
+    """A checkpoint folder or a shape with random weights, in fp32 on ONNX Runtime."""
+    from benchmarks.decode import prepare
+    from benchmarks.export import SHAPES, shape_names
+    from lockstep import make_random_checkpoint
+
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(name)
+        if name in shape_names():
+            folder = make_random_checkpoint(SHAPES / f"{name}.json", 0, Path(work) / name)
+        paths = prepare(folder, "fp32", Path(work) / "results")
+        limits = {"max_batch_size": batch, "max_seq_len": 512, "max_num_tokens": 512, "max_input_len": 512}
+        yield Place(*(str(paths[key]) for key in ("engines", "assembly", "weights")), limits, threads)
+
+
+def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: int, rounds: int, long: bool,
+        others: Mapping[str, str] | None = None) -> dict[str, Any]:  # fmt: skip
+    """Measure everything. others: address by name, of servers that are up and get the same requests."""
+    found: dict[str, Any] = {"streams": {}, "rates": {}}
+    with Server(place) as server:
+        found["ready_seconds"] = round(server.ready_seconds, 2)
+        for number in streams:
+            found["streams"][str(number)] = server.streams(number, rounds)
+        addresses = {"lockstep": server.url, **(others or {})}
+        for rate in rates:
+            found["rates"][rate] = {name: at_rate(url, rate, requests) for name, url in addresses.items()}
+        if long:
+            found["long_prompt"] = {name: long_prompt(url) for name, url in addresses.items()}
+    # The bare engine alone: two engines would share the device.
+    for number in streams:
+        bare = worker.ask(
+            place.python or sys.executable, "benchmarks.serving:bare", place=_json(place), streams=number, rounds=rounds
+        )
+        served = found["streams"][str(number)]
+        served["bare_tokens_per_second"] = spread(bare, 1)
+        served["of_bare"] = round(served["tokens_per_second"]["median"] / statistics.median(bare), 3)
+    return found
+
+
+def measured(names: Sequence[str], streams: int, rounds: int, threads: int) -> dict[str, Any]:
+    """Of models on this CPU. threads: of the engine, beside the API process."""
+    found = {}
+    for name in names:
+        with model(name, streams, threads) as place:
+            found[Path(name).name] = run(place, [streams], [], 0, rounds, long=False)
+    return {"benchmark": "serving", "models": found, **surroundings(*PACKAGES, threads=threads)}
+
+
+def _json(place: Place) -> dict[str, Any]:
+    return {**dataclasses.asdict(place), "python": None}
+
+
+def bare(place: Mapping[str, Any], streams: int, rounds: int) -> list[float]:
+    """New tokens a second of `streams` requests at once through the engine, each round."""
+    limits = {name: place["limits"][name] for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}
+    opened = Model.open(Path(place["engines"]), Path(place["assembly"]), Path(place["weights"]), **limits,
+                        threads=place["threads"], kv_bytes=place["kv_bytes"])  # fmt: skip
+    opened.warm_up()
+    found = []
+    for number in range(rounds + 1):
+        draw = np.random.default_rng(number)
+        requests = [Request(draw.integers(3, opened.vocab_size, STREAMS_PROMPT), STREAMS_NEW) for _ in range(streams)]
+        began = time.perf_counter()
+        tokens = sum(1 for _ in Engine(opened, prefix_caching=False).run(requests))
+        found += [tokens / (time.perf_counter() - began)] if number else []
+    return found
+
+
+class Server:
+    """A server in a process of its own, as `lockstep serve` runs it. Use as a context."""
+
+    def __init__(self, place: Place):
+        self._place = place
+
+    def __enter__(self) -> Server:
+        began = time.perf_counter()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.serving", json.dumps(dataclasses.asdict(self._place))],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], STARTS)
+        line = self._process.stdout.readline() if readable else ""
+        self.ready_seconds = time.perf_counter() - began
+        found = re.match(r"ready: (http://\S+) ", line)
+        if found is None:
+            self.__exit__()
+            raise InputError(f"server: expected it ready within {STARTS:.0f} s, found {line!r}")
+        self.url = found[1]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def streams(self, number: int, rounds: int) -> dict[str, Any]:
+        """New tokens a second of `number` streams at once, and microseconds of the API process's CPU for each."""
+        speeds, costs = [], []
+        for at in range(rounds + 1):
+            before = _cpu_seconds(self._process.pid)
+            figures = load(self.url, f"{STREAMS_PROMPT},0,{STREAMS_NEW},0", "inf", number, seed=at)
+            spent = _cpu_seconds(self._process.pid) - before
+            tokens = figures["output_tokens_per_s"] * figures["duration_s"]
+            if at:
+                speeds.append(figures["output_tokens_per_s"])
+                costs.append(1e6 * spent / tokens)
+        return {"tokens_per_second": spread(speeds, 1), "api_cpu_microseconds_per_token": spread(costs, 1)}
+
+
+def _cpu_seconds(pid: int) -> float:
+    """That a process had so far, all its threads."""
+    return sum(int(path.read_text().split()[0]) for path in Path("/proc", str(pid), "task").glob("*/schedstat")) / 1e9
+
+
+def load(url: str, lengths: str, rate: str, requests: int, seed: int = 0) -> dict[str, float]:
+    """The figures of one run of `lockstep load`."""
+    arguments = ["--token-norm-dist", lengths, "--rate", rate, "--requests", requests, "--seed", seed, "--warmup", 0]
+    body = '{"temperature": 0, "ignore_eos": true}'
+    command = [sys.executable, "-m", "lockstep", "load", url, *map(str, arguments), "--body", body, "--json"]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    (found,) = json.loads(ended.stdout)["runs"]
+    return found["figures"]
+
+
+def at_rate(url: str, rate: str, requests: int) -> dict[str, float | None]:
+    """Requests that come at random times, `rate` a second, or all at once."""
+    load(url, f"{PROMPT},0,{NEW},0", "inf", 4, seed=1)  # whatever the first requests would pay
+    figures = load(url, f"{PROMPT},0,{NEW},0", rate, requests)
+    return {name: _rounded(figures.get(name)) for name in KEPT}
+
+
+def long_prompt(url: str) -> dict[str, Any]:
+    """The gaps between tokens of QUIET streams, alone and while a prompt of LONG tokens comes."""
+    quiet = load(url, f"16,0,{QUIET_NEW},0", "inf", QUIET, seed=2)
+    streams = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "load", url, "--token-norm-dist", f"16,0,{QUIET_NEW},0", "--requests",
+         str(QUIET), "--seed", "3", "--warmup", "0", "--body", '{"temperature": 0, "ignore_eos": true}', "--json"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(2)  # the client starts, and its streams are under way
+    alone = load(url, f"{LONG},0,2,0", "inf", 1, seed=4)
+    output, _ = streams.communicate(timeout=120)
+    (beside,) = json.loads(output)["runs"]
+    pick = lambda figures: {name: _rounded(figures[f"itl_{name}_ms"]) for name in ("p50", "p99", "max")}
+    return {
+        "quiet_ms": pick(quiet),
+        "beside_ms": pick(beside["figures"]),
+        "its_ttft_ms": _rounded(alone["ttft_p50_ms"]),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def serve(place: Place) -> None:
+    """Serve until SIGTERM; the first line says where. Without a tokenizer each token id is a word."""
+    from lockstep.serve.bodies import Access
+    from lockstep.serve.run import Address
+    from lockstep.serve.run import serve as run_server
+    from lockstep.serve.service import Service, ServiceLimits
+
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {
+            "engines": place.engines, "assembly": place.assembly, "weights": place.weights, "layers": "all",
+            "limits": {"max_input_len": place.limits["max_seq_len"], **place.limits}, "threads": place.threads,
+            "kv_bytes": place.kv_bytes, "chunk_size": None, "prefix_caching": False, "admission": "guaranteed",
+            "grammar_seconds": 5.0,
+            "long_prefill_token_threshold": None,
+        }  # fmt: skip
+        limits = ServiceLimits(max_queue=4096, queue_timeout=600, start=STARTS)
+        service = Service("model", _tokenizer(place, Path(folder)), place.python, asked, limits)
+        run_server(service, Address(port=0), Access(), 0, lambda line: print(line, flush=True))
+
+
+def _tokenizer(place: Place, folder: Path) -> Any:
+    from lockstep.runtime.tokenizer import Tokenizer
+
+    if Assembly.load(Path(place.assembly)).tokenizer is not None:
+        return Tokenizer.open(place.assembly)
+    import tokenizers
+
+    words = {f"w{token}": token for token in range(1 << 18)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder / "tokenizer.json")
+
+
+if __name__ == "__main__":
+    serve(Place(**json.loads(sys.argv[1])))

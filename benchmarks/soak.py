@@ -1,0 +1,266 @@
+"""Endurance of the server: `lockstep serve` under a mixed load for minutes, with clients that leave and an engine that
+may be killed. In: a target that was built. Out: what was answered, and memory, descriptors and pages all along.
+
+The load is seeded, so a leak found is a leak found again; the moments of its requests are the machine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import surroundings
+from benchmarks.soak_requests import CANCELLED, FAILED, KINDS, Outcome, request, send, slow_grammar
+from lockstep import CheckError, InputError
+
+STARTS = 120.0  # seconds until a server must be ready
+IDLE = 30.0  # seconds until it must be idle once nobody asks
+WARM_UP = 10.0  # seconds
+CLIENTS = 8  # at a time: twice the demo's slots, so that some always wait
+CANCELS = 0.2  # share of requests whose clients leave
+KILLS_EVERY = 60.0  # seconds
+GROWTH, SLACK = 1.02, 8 << 20  # a third of a run may have so much more memory than the one before: share, and bytes
+PROCESSES = ("api", "engine")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the processes held at a moment. rss: bytes; descriptors: open ones; both by name of the process."""
+
+    rss: dict[str, int]
+    descriptors: dict[str, int]
+    pages_used: int
+
+
+@dataclass
+class Soak:
+    """A run: outcomes of requests, a sample a second, and when the engine was killed and up again."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    kills: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Server:
+    """`lockstep serve` of a target. Use as a context; it is ended by SIGTERM, and must end by itself."""
+
+    def __init__(self, target: str, results: Path, kv_bytes: str):
+        # All of the pool is written within a minute: memory that is touched for the first time is no leak.
+        arguments = [target, "--results", str(results), "--port", "0", "--kv-bytes", kv_bytes]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep", "serve", *arguments], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], STARTS)
+        line = self._process.stdout.readline() if readable else ""
+        found = re.match(r"ready: http://\S+:(\d+) ", line)
+        if found is None:
+            self._process.kill()
+            self._process.wait()
+            raise InputError(f"{target}: expected a server ready within {STARTS:.0f} s, found {line!r}")
+        self.port = int(found[1])
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            code = self._process.wait(IDLE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise CheckError(f"server: expected it to end within {IDLE:.0f} s of SIGTERM, found it running") from None
+        if code and error[0] is None:
+            raise CheckError(f"server: expected exit code 0 after SIGTERM, found {code}")
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/status", timeout=10) as answer:
+            return json.load(answer)
+
+    def engine(self) -> int | None:
+        """The process id of the engine; None while there is none."""
+        with contextlib.suppress(OSError):
+            for path in Path("/proc", str(self._process.pid), "task").glob("*/children"):
+                for child in path.read_text().split():
+                    if b"lockstep.serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
+                        return int(child)
+        return None
+
+    def sample(self) -> Sample | None:
+        """What it holds now; None while its engine starts."""
+        pids = {"api": self._process.pid, "engine": self.engine()}
+        try:
+            rss = {name: _rss(pid) for name, pid in pids.items() if pid}
+            descriptors = {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items() if pid}
+        except OSError:
+            return None  # the engine went in between
+        return Sample(rss, descriptors, self.status()["pages"]["used"]) if len(rss) == len(PROCESSES) else None
+
+    def wait_idle(self, descriptors: dict[str, int] | None = None) -> Sample:
+        """Wait until nothing runs or waits and no page is used; and until no more than `descriptors` are open, where
+        they are given. Gives what it holds then, or holds still after `IDLE` seconds."""
+        end = time.monotonic() + IDLE
+        while True:
+            status, sample = self.status(), self.sample()
+            if sample is not None:
+                busy = status["running"] or status["waiting"] or status["streams"] or sample.pages_used
+                more = descriptors and any(sample.descriptors[name] > descriptors[name] for name in PROCESSES)
+                if not (busy or more) or time.monotonic() > end:
+                    return sample
+            elif time.monotonic() > end:
+                raise CheckError(f"server: expected an engine within {IDLE:.0f} s, found none")
+            time.sleep(0.1)
+
+
+def _rss(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run(target: str, results: Path, minutes: float, seed: int, kills: bool, kv_bytes: str) -> dict[str, Any]:
+    """Soak a target's server. Returns the record; `faults` in it says what is not as it must be."""
+    soak = Soak()
+    with Server(target, results, kv_bytes) as server:
+        model = server.status()["model"]
+        _warm_up(server, soak, model, seed + 1)
+        begin = server.wait_idle()
+        _load(server, soak, model, 60 * minutes, seed, kills)
+        end = server.wait_idle(begin.descriptors)
+        metrics = server.status()
+    record = {
+        "benchmark": "soak", "target": target, "minutes": minutes, "seed": seed, "clients": CLIENTS,
+        "kv_bytes": kv_bytes, "kills": len(soak.kills), "restarts": metrics["restarts"],
+        **_record(soak, begin, end), "pages_total": metrics["pages"]["total"],
+        **surroundings("onnxruntime", "starlette", "uvicorn", "llguidance"),
+    }  # fmt: skip
+    return {**record, "faults": faults(soak, begin, end)}
+
+
+def _warm_up(server: Server, soak: Soak, model: str, seed: int) -> None:
+    """Have everything opened that is opened once: a load, and slow grammars at once for the engine's processes."""
+    _load(server, Soak(outcomes=soak.outcomes), model, WARM_UP, seed, False)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        soak.outcomes += pool.map(lambda number: send(server.port, slow_grammar(model, number)), range(2 * CLIENTS))
+
+
+def _load(server: Server, soak: Soak, model: str, seconds: float, seed: int, kills: bool) -> None:
+    """Let clients ask side by side, and look at the server every second."""
+    end, lock = time.monotonic() + seconds, threading.Lock()
+    numbers: Iterator[int] = iter(range(1 << 60))
+
+    def client() -> None:
+        while time.monotonic() < end:
+            with lock:
+                number = next(numbers)
+            outcome = send(server.port, request(model, seed, number, CANCELS))
+            with lock:
+                soak.outcomes.append(outcome)
+
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(CLIENTS)]
+    if kills:
+        threads.append(threading.Thread(target=_kill, args=(server, soak, end), daemon=True))
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < end:
+        if (sample := server.sample()) is not None:
+            soak.samples.append(sample)
+        time.sleep(1)
+    for thread in threads:
+        thread.join()
+
+
+def _kill(server: Server, soak: Soak, end: float) -> None:
+    """Kill the engine every minute, from half a minute on, and note until when the server was not ready."""
+    due = time.monotonic() + KILLS_EVERY / 2
+    while due < end:
+        time.sleep(max(0.0, due - time.monotonic()))
+        due += KILLS_EVERY
+        restarts, pid = server.status()["restarts"], server.engine()
+        if pid is None:
+            continue
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        while (status := server.status())["restarts"] == restarts or not status["ready"]:
+            if time.monotonic() - began > STARTS:
+                break
+            time.sleep(0.05)
+        soak.kills.append((began, time.monotonic()))
+
+
+def _record(soak: Soak, begin: Sample, end: Sample) -> dict[str, Any]:
+    requests: dict[str, dict[str, int]] = {}
+    for kind in KINDS:
+        counts = Counter(outcome.status for outcome in soak.outcomes if outcome.kind == kind)
+        requests[kind] = dict(sorted(counts.items()))
+    memory = {
+        name: {
+            "thirds": [round(each / (1 << 20), 1) for each in _thirds(soak.samples, name)],
+            "max": round(max(sample.rss[name] for sample in soak.samples) / (1 << 20), 1),
+        }
+        for name in PROCESSES
+    }
+    open_files = {
+        name: {
+            "begin": begin.descriptors[name],
+            "max": max(sample.descriptors[name] for sample in soak.samples),
+            "end": end.descriptors[name],
+        }
+        for name in PROCESSES
+    }
+    pages = {"max": max(sample.pages_used for sample in soak.samples), "end": end.pages_used}
+    total = {"all": len(soak.outcomes), "cancelled": sum(one.status == CANCELLED for one in soak.outcomes)}
+    return {"requests": {**total, "kinds": requests}, "rss_mib": memory, "descriptors": open_files, "pages_used": pages}
+
+
+def _thirds(samples: Sequence[Sample], name: str) -> list[float]:
+    """The median memory of each third of a run, in bytes."""
+    size = len(samples) // 3
+    return [statistics.median(each.rss[name] for each in samples[at * size : (at + 1) * size]) for at in range(3)]
+
+
+def faults(soak: Soak, begin: Sample, end: Sample) -> list[str]:
+    """Return what is not as it must be, a line each.
+
+    A request may fail while an engine that was killed is started again. The engine's memory is held only where none was
+    killed: each has its own.
+    """
+    found = []
+    failed = [one for one in soak.outcomes if one.status == FAILED and not _is_of_a_kill(one, soak.kills)]
+    if failed:
+        found.append(f"requests: expected none to fail, found {len(failed)}, the first: {failed[0].fault}")
+    if end.pages_used:
+        found.append(f"pages: expected 0 in use when nothing runs, found {end.pages_used}")
+    for name in PROCESSES:
+        if end.descriptors[name] > begin.descriptors[name]:
+            found.append(
+                f"{name}: expected {begin.descriptors[name]} open descriptors when nothing runs, as before the load, "
+                f"found {end.descriptors[name]}"
+            )
+        if name == "engine" and soak.kills:
+            continue
+        _, middle, last = _thirds(soak.samples, name)
+        if last > GROWTH * middle + SLACK:
+            found.append(
+                f"{name}: expected at most {GROWTH:g} times the memory of the middle third and {SLACK >> 20} MiB in "
+                f"the last, {(GROWTH * middle + SLACK) / (1 << 20):.1f} MiB, found {last / (1 << 20):.1f}"
+            )
+    return found
+
+
+def _is_of_a_kill(one: Outcome, kills: Sequence[tuple[float, float]]) -> bool:
+    return any(one.began < up and one.ended > killed for killed, up in kills)

@@ -1,0 +1,76 @@
+"""Find the chat template of a checkpoint: its folder in, the template and the special tokens that it may name out.
+
+As transformers 5 finds them: `chat_template.jinja` before the `chat_template` of tokenizer_config.json, which is one
+template or several with names. Tokens stand in tokenizer_config.json and, in older checkpoints, in
+special_tokens_map.json, each as a text or as an object with its `content`. Tokens that only a tokenizer's class in
+transformers knows are not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.chat_template import LONGEST, LONGEST_TOKEN, ChatTemplate
+from lockstep.checkpoint.source_files import present, read_source_json, read_source_text, shorten
+from lockstep.errors import InputError
+
+_CONFIG, _JINJA, _MAP = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
+# What `read_chat_template` reads.
+FILES = (_CONFIG, _JINJA, _MAP)
+
+
+def read_chat_template(folder: Path) -> ChatTemplate | None:
+    """Read the chat template of a checkpoint; None where it has none. Its syntax is not checked.
+
+    Raises InputError for what is no template, and for several of which none is the default.
+    """
+    config = read_source_json(folder / _CONFIG) if present(folder / _CONFIG) else {}
+    path = folder / _JINJA
+    if present(path):
+        template: str | None = read_source_text(path)
+    else:
+        path = folder / _CONFIG
+        template = _default(config.get("chat_template"), path)
+    if not template:
+        return None
+    _check(path, "chat_template", template, LONGEST)
+    old = read_source_json(folder / _MAP) if "added_tokens_decoder" not in config and present(folder / _MAP) else {}
+    tokens = {**dict(_tokens(config)), **dict(_tokens(old))}
+    for name, token in tokens.items():
+        _check(folder / _CONFIG, name, token, LONGEST_TOKEN)
+    return ChatTemplate(template, tokens)
+
+
+def _check(path: Path, name: str, text: str, longest: int) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = shorten(text[error.start : error.end])
+        raise InputError(f"{path}: expected {name} in Unicode, found {found}; correct it") from None
+    if len(text) > longest:
+        raise InputError(f"{path}: expected {name} of at most {longest} characters, found {len(text)}; shorten it")
+
+
+def _default(found: Any, path: Path) -> str | None:
+    """The template that chats use, of one or of a list of {"name", "template"}."""
+    if found is None or isinstance(found, str):
+        return found
+    if isinstance(found, list):
+        for entry in found:
+            if isinstance(entry, dict) and entry.get("name") == "default" and isinstance(entry.get("template"), str):
+                return entry["template"]
+    raise InputError(
+        f"{path}: expected chat_template to be a text, or a list of named ones with one named 'default', found "
+        f"{shorten(found)}; correct it, or put the template into {_JINJA} beside it"
+    )
+
+
+def _tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    named = settings.get("extra_special_tokens")
+    entries = {name: value for name, value in settings.items() if name.endswith("_token")}
+    for name, value in {**entries, **(named if isinstance(named, dict) else {})}.items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str) and name.isidentifier():  # a template could name no other
+            yield name, token

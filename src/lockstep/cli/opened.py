@@ -1,0 +1,75 @@
+"""What runs text and servers: a target of a results tree, or a bundle, and the interpreter of its backend."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import InputError
+from lockstep.targets import Results
+
+if TYPE_CHECKING:
+    from lockstep.bundle.opened import Opened
+    from lockstep.config.load import Config
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """Where everything lies, and `python`: the interpreter that has its backend; None: this one."""
+
+    place: Opened
+    python: str | None
+
+
+def used_config(results: Results) -> Config:
+    """The config that the results were made with."""
+    from lockstep.artifacts.files import read_json
+    from lockstep.config.load import load
+    from lockstep.provenance.record import read_record, record_path
+
+    value = read_json(results.config())
+    if record_path(results.config()).is_file() and read_record(results.config()) is None:
+        raise InputError(
+            f"{results.config()}: expected the config that was recorded, found another; run snakemake again"
+        )
+    return load(value, where=str(results.config()))
+
+
+@contextlib.contextmanager
+def runnable(
+    command: str, name: str, target: str | None, archive: Path | None, weights: Path | None, results: Path
+) -> Iterator[Runnable]:
+    """Open a target or a bundle; files of a bundle are there until the context ends. name: how `command` spells its
+    target. Raises InputError where not exactly one is given, and what opening raises."""
+    if (target is None) == (archive is None) or (weights is not None and archive is None):
+        options = ((name, target), ("--bundle", archive), ("--weights", weights))
+        given = " ".join(option for option, value in options if value is not None)
+        raise InputError(
+            f"{command}: expected {name}, or --bundle with or without --weights, found {given or 'neither'}"
+        )
+    if archive is not None:
+        from lockstep.bundle.opened import opened
+
+        with opened(archive, weights) as place:
+            yield Runnable(place, None)
+        return
+    assert target is not None
+    yield _of_target(target, Results(results))
+
+
+def _of_target(name: str, tree: Results) -> Runnable:
+    from lockstep.bundle.opened import Opened
+
+    config = used_config(tree)
+    target = config.parse_target(name)
+    place = Opened(
+        target,
+        config.limits.model_dump(),
+        tree.engines(target.model, target.precision, target.backend),
+        tree.assembly(target.model, target.precision),
+        tree.weights(target.model, target.precision),
+    )
+    return Runnable(place, config.interpreter(target.backend))

@@ -1,0 +1,81 @@
+"""What a server is asked by: an endpoint's name in, its requests and what takes their answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+from lockstep.errors import InputError
+from lockstep.load import triton, wire
+from lockstep.load.http import Client, clock
+from lockstep.load.records import Planned, Prompt, Record
+
+# Over gRPC, Triton's API; all others over HTTP.
+ENDPOINTS = ("completions", "chat", "triton", "grpc")
+TRITON = ("triton", "grpc")  # no model is named, no tokens are counted and no reason is given
+
+
+class Endpoint(Protocol):
+    """Takes requests of one kind."""
+
+    async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
+        """Send a request and fill its record. Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds."""
+
+    async def whole(self, path: str, body: bytes, timeout: float) -> wire.Whole:
+        """Return an answer that is no stream. Raises NoAnswer, ValueError and asyncio.TimeoutError."""
+
+
+def request(
+    endpoint: str, prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool = True
+) -> tuple[str, bytes]:
+    """Return the path and the body of a request. Raises InputError for a prompt that the endpoint does not take."""
+    if endpoint == "grpc":
+        return _grpc().request(prompt, model, extra, stream)
+    if endpoint == "triton":
+        return triton.request(prompt, model, extra, stream)
+    return wire.PATHS[endpoint], wire.body(prompt, endpoint, model, extra, stream)
+
+
+@contextlib.asynccontextmanager
+async def opened(client: Client, endpoint: str) -> AsyncIterator[Endpoint]:
+    """Give what takes requests of an endpoint of `ENDPOINTS`."""
+    if endpoint == "grpc":
+        async with _grpc().GrpcEndpoint(client) as found:
+            yield found
+    else:
+        yield HttpEndpoint(client, endpoint)
+
+
+class HttpEndpoint:
+    """Requests over HTTP."""
+
+    def __init__(self, client: Client, endpoint: str) -> None:
+        self._client = client
+        self._reader = triton.TritonReader if endpoint == "triton" else wire.StreamReader
+        self._read_whole = triton.read_whole if endpoint == "triton" else wire.read_whole
+
+    async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
+        reader = self._reader(record, start)
+        async with self._client.connection() as connection:
+            record.sent = clock() - start
+            request = self._client.request("POST", one.path, one.body)
+            answer = await asyncio.wait_for(connection.ask(request, reader.piece), limit)
+        reader.end(answer)
+
+    async def whole(self, path: str, body: bytes, timeout: float) -> wire.Whole:
+        async with self._client.connection() as connection:
+            answer = await asyncio.wait_for(connection.ask(self._client.request("POST", path, body), None), timeout)
+        return self._read_whole(answer)
+
+
+def _grpc() -> Any:
+    try:
+        from lockstep.load import triton_grpc
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"load: -i grpc needs the Python package {error.name!r}, which is not installed here; install "
+            "lockstep[grpc]"
+        ) from None
+    return triton_grpc

@@ -1,0 +1,119 @@
+"""KServe v2 over gRPC, as Triton speaks it: a prompt to a message, and the responses of a stream to a record."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from lockstep.load.http import Client, NoAnswer, clock
+from lockstep.load.records import FAILED, REFUSED, Planned, Prompt, Record
+from lockstep.load.triton import answered, fields, judge, take
+from lockstep.load.wire import Whole
+from lockstep.serve.grpc_messages import MESSAGES, SERVICE
+
+_METHOD = f"/{SERVICE}/ModelStreamInfer"
+_REFUSALS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)  # as 429 and 503
+_FORMATS = {"INT32": "i", "UINT64": "Q", "FP32": "f", "BOOL": "?"}
+_DATATYPES = {bool: "BOOL", int: "INT32", float: "FP32", str: "BYTES"}
+_UNSIGNED = ("seed", "random_seed")
+# What is read of a response. Without the second, nobody knows how many tokens a text has.
+_OUTPUTS = {"text_input": ("text_output", "output_log_probs"), "input_ids": ("output_ids", "sequence_length")}
+
+
+def request(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) -> tuple[str, bytes]:
+    """Return the method and the message of a request. Raises InputError as `triton.fields`."""
+    model, given = fields(prompt, model, extra, stream)
+    message = MESSAGES["ModelInferRequest"](model_name=model)
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        datatype = "UINT64" if name in _UNSIGNED else _DATATYPES.get(type(values[0]), "BYTES")
+        message.inputs.add(name=name, datatype=datatype, shape=[1, len(values)])
+        message.raw_input_contents.append(_to_bytes(datatype, values))
+    for name in next(names for key, names in _OUTPUTS.items() if key in given):
+        message.outputs.add(name=name)
+    return _METHOD, message.SerializeToString()
+
+
+class GrpcEndpoint:
+    """A channel to one server. Use it as an asynchronous context; requests may run side by side, a stream each."""
+
+    def __init__(self, client: Client) -> None:
+        self._address = f"[{client.host}]:{client.port}" if ":" in client.host else f"{client.host}:{client.port}"
+        self._metadata = (("authorization", f"Bearer {client.api_key}"),) if client.api_key else ()
+
+    async def __aenter__(self) -> GrpcEndpoint:
+        self._channel = grpc.aio.insecure_channel(self._address, [("grpc.max_receive_message_length", 64 << 20)])
+        parse = MESSAGES["ModelStreamInferResponse"].FromString
+        self._call = self._channel.stream_stream(_METHOD, lambda data: data, parse)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._channel.close()
+
+    async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
+        """Send a request and fill its record. Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds."""
+        record.sent = clock() - start
+        try:
+            await asyncio.wait_for(self._read(one.body, record, start), limit)
+        except grpc.aio.AioRpcError as error:
+            record.status = REFUSED if error.code() in _REFUSALS else FAILED
+            raise NoAnswer(_line(error)) from None
+        judge(record)
+
+    async def whole(self, path: str, body: bytes, timeout: float) -> Whole:
+        """Return an answer that was not asked for as a stream. Raises NoAnswer, ValueError and TimeoutError."""
+        record = Record(0, 0.0)
+        await self.ask(Planned(0, 0.0, body, path), record, clock(), timeout)
+        if record.error is not None:
+            raise ValueError(record.error)
+        return Whole(record.text, None, None, record.output_tokens or 0)
+
+    async def _read(self, body: bytes, record: Record, start: float) -> None:
+        call = self._call(metadata=self._metadata)
+        try:
+            await call.write(body)
+            await call.done_writing()
+            async for answer in call:
+                now = clock() - start
+                record.end = now
+                if answer.error_message:
+                    record.error = " ".join(answer.error_message.split())[:300]
+                    return
+                response = answer.infer_response
+                if response.outputs:  # Triton's last one may have none
+                    take(record, *answered(_outputs(response)), now)
+                if response.parameters["triton_final_response"].bool_param:
+                    return
+            record.error = "expected a stream that ends in a final response, found one that ends without it"
+        except (KeyError, TypeError, struct.error):
+            record.error = "expected a response with text_output or output_ids, found another"
+        finally:
+            call.cancel()  # does nothing where it has ended
+
+
+def _line(error: grpc.aio.AioRpcError) -> str:
+    return f"gRPC {error.code().name}: {' '.join((error.details() or '').split())[:300]}"
+
+
+def _to_bytes(datatype: str, values: list[Any]) -> bytes:
+    if datatype == "BYTES":
+        texts = [str(value).encode() for value in values]
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    return struct.pack(f"<{len(values)}{_FORMATS[datatype]}", *values)
+
+
+def _outputs(response: Any) -> dict[str, Any]:
+    """Values by name of the outputs that are read."""
+    found: dict[str, Any] = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents):
+        if output.datatype == "BYTES":  # one string, behind its length
+            found[output.name] = raw[4:].decode(errors="replace")
+        elif output.datatype in _FORMATS:
+            kind = _FORMATS[output.datatype]
+            found[output.name] = list(struct.unpack(f"<{len(raw) // struct.calcsize(kind)}{kind}", raw))
+    return found

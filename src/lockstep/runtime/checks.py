@@ -1,0 +1,58 @@
+"""What a request must be, before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from lockstep.errors import InputError
+from lockstep.runtime.model import Model
+from lockstep.runtime.request import Request
+from lockstep.step.sampling import MAX_LOGPROBS
+
+
+def check_request(request: Request, model: Model, longest: int, has_grammars: bool) -> tuple[np.ndarray, list[int]]:
+    """Return prompt_ids, int64 [num_tokens], and answer_ids. longest: tokens of a prompt. Raises InputError for a
+    prompt that is empty or too long, and for values that cannot be."""
+    prompt = _token_ids("prompt_ids", request.prompt_ids, model.vocab_size)
+    again = _token_ids("answer_ids", request.answer_ids, model.vocab_size).tolist()
+    _token_ids("logit_bias", request.sampling.logit_bias, model.vocab_size)
+    if not 1 <= len(prompt) <= longest:
+        raise InputError(
+            f"expected 1 to {longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; "
+            "shorten it or raise the limits"
+        )
+    wanted, least = request.prompt_logprobs, int(request.prompt_logprobs is None)
+    if request.max_new_tokens < least:
+        raise InputError(f"max_new_tokens: expected at least {least}, found {request.max_new_tokens}")
+    if wanted is not None:
+        if not 0 <= wanted <= MAX_LOGPROBS:
+            raise InputError(f"prompt_logprobs: expected 0 to {MAX_LOGPROBS}, or none, found {wanted}")
+        model.check_gives_all_logits()
+    if request.n < 1:
+        raise InputError(f"n: expected at least 1, found {request.n}")
+    if request.choice < 0:
+        raise InputError(f"choice: expected at least 0, found {request.choice}")
+    if again and (request.n > 1 or len(again) >= request.max_new_tokens):
+        raise InputError(
+            f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
+            f"one choice, found {len(again)} and n {request.n}"
+        )
+    if request.grammar is not None and (not has_grammars or request.choose is not None):
+        raise InputError(
+            f"{request.grammar.name}: expected an engine that was opened with grammars, and no `choose`, found another"
+        )
+    return prompt, again
+
+
+def _token_ids(name: str, tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Token ids as an array int64 [num_tokens]. Raises InputError for one that is outside the vocabulary."""
+    try:
+        array = np.fromiter(tokens, np.int64)
+    except OverflowError:
+        raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found one of more than 64 bits") from None
+    bad = array[(array < 0) | (array >= vocab_size)]
+    if len(bad):
+        raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad[0]}")
+    return array

@@ -1,0 +1,169 @@
+"""Compile a grammar in a process of its own first, which may hang, need all memory or crash: the engine lives on.
+
+llguidance takes minutes for some grammars of a few hundred characters, and overflows the stack for long chains of
+rules. A thread that does so cannot be ended; a process can. The process runs this file, with the standard library and
+llguidance alone: lines of JSON in (the tokenizer, then grammars), for each one line out, `{"error": message or ""}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_STACK = 4 << 20  # bytes, of the thread that compiles here: the engine's threads have more
+_MEMORY = 1 << 30  # bytes that a grammar may take
+_START = 60.0  # seconds
+
+
+class Refusal(Exception):
+    """Why a grammar is not taken: one line that goes on "expected ..."."""
+
+
+class Trial:
+    """The engine's end. Not for several threads at once."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._terms = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def check(self, kind: str, text: str, seconds: float) -> None:
+        """Raises Refusal for a grammar that does not compile within `seconds`."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            try:
+                self._ask(self._terms, _START)
+            except Refusal:
+                self.close()
+                raise
+        self._ask({"kind": kind, "text": text, "seconds": seconds}, seconds)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, question: Mapping[str, Any], seconds: float) -> None:
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        end, answer = time.monotonic() + seconds, b""
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+            while not answer.endswith(b"\n"):
+                if not select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                    self.close()
+                    raise Refusal(f"a grammar that compiles within {seconds:g} s, found that it did not; simplify it")
+                part = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not part:
+                    raise BrokenPipeError
+                answer += part
+        except BrokenPipeError:
+            self.close()
+            raise Refusal(
+                "a grammar that compiles, found one that nests too deep, or needs more memory or time than it may; "
+                "simplify it"
+            ) from None
+        found = json.loads(answer)
+        if found["error"]:
+            raise Refusal(found["error"])
+
+
+def open_tokenizer(text: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
+    """Return llguidance's tokenizer of a tokenizer.json. Raises Refusal, also where llguidance is not installed."""
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise Refusal(
+            f"the Python package {error.name!r}, found that {sys.executable} has none; install lockstep[grammar] there"
+        ) from None
+    eos = list(eos_token_ids) or None
+    try:
+        known = llguidance.LLTokenizer(text, eos_token=eos)
+        if known.vocab_size >= vocab_size:
+            return known
+        return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+    except ValueError as error:
+        raise Refusal(f"a tokenizer.json that llguidance can read, found {_line(error)}") from None
+
+
+def compiled(tokenizer: Any, kind: str, text: str) -> Any:
+    """Return the matcher of a grammar. Raises Refusal."""
+    import llguidance
+
+    try:
+        if kind == "regex":
+            program = llguidance.LLMatcher.grammar_from_regex(text)
+        elif kind == "lark":
+            program = json.dumps({"grammars": [{"lark_grammar": text}]})
+        else:  # put together as text: llguidance's own way reads a schema while all other threads wait
+            schema = text if kind == "json_schema" else '{"type": "object"}'
+            program = f'{{"grammars": [{{"json_schema": {schema}}}]}}'
+        matcher = llguidance.LLMatcher(tokenizer, program, log_level=0)
+    except (ValueError, TypeError) as error:
+        raise Refusal(f"a grammar that llguidance takes, found {_line(error)}") from None
+    if matcher.is_error():
+        raise Refusal(f"a grammar that llguidance takes, found: {_line(matcher.get_error())}")
+    return matcher
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _main() -> None:
+    tokenizer: Any = None
+    for line in sys.stdin:
+        asked, answer = json.loads(line), {"error": ""}
+        try:
+            if tokenizer is None:
+                tokenizer = open_tokenizer(asked["tokenizer"], asked["vocab_size"], asked["eos_token_ids"])
+                _limit(resource.RLIMIT_AS, _address_space() + _MEMORY)
+            else:
+                # Also where nobody is left to end this process.
+                used = resource.getrusage(resource.RUSAGE_SELF)
+                _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + asked["seconds"]) + 2)
+                _try(tokenizer, asked, answer)
+        except Refusal as refusal:
+            answer["error"] = str(refusal)
+        print(json.dumps(answer), flush=True)
+
+
+def _try(tokenizer: Any, asked: Mapping[str, Any], answer: dict[str, str]) -> None:
+    def work() -> None:
+        try:
+            matcher = compiled(tokenizer, asked["kind"], asked["text"])
+            matcher.deep_copy().compute_bitmask()
+        except Refusal as refusal:
+            answer["error"] = str(refusal)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def _limit(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder: its modules are of a package
+    threading.stack_size(_STACK)
+    _main()

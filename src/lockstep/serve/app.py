@@ -1,0 +1,205 @@
+"""The ASGI application: routes, keys, limits and headers around the service."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, read_body
+from lockstep.serve.kserve import kserve_routes
+from lockstep.serve.metrics import CONTENT_TYPE
+from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_asks
+from lockstep.serve.openai_answers import AnswerFormat
+from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_asks
+from lockstep.serve.page import page
+from lockstep.serve.request_log import note
+from lockstep.serve.response import send_events, while_connected
+from lockstep.serve.service import Service
+from lockstep.serve.stream import TENANT, Stream, StreamError
+from lockstep.serve.triton import generate_routes
+from lockstep.serve.triton_infer import Triton
+
+_OPEN = ("/", "/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")  # without a key
+
+
+class _Answer:
+    """A response of one stream, whose client may go away at any time: then all that it waits for ends."""
+
+    def __init__(self, service: Service, stream: Stream, form: AnswerFormat, in_chunks: bool):
+        self._service, self._stream, self._form, self._in_chunks = service, stream, form, in_chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note(scope, id=self._form.id, stream=self._stream, in_chunks=self._in_chunks)
+        close = lambda: self._service.cancel(self._stream)
+        await while_connected(self._run(scope, receive, send), receive, close)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._stream.admission()
+            if not self._in_chunks:
+                response = Response(await self._form.whole(), media_type="application/json")
+                return await response(scope, receive, send)
+        except StreamError as error:
+            return await error_response(error)(scope, receive, send)
+        await send_events(self._form.events(), self._stream, send)
+
+
+def application(service: Service, access: Access = Access(), triton: Triton | None = None) -> ASGIApp:
+    """The application of a service. triton: shared with another front end, whose requests those of this one may
+    stop."""
+    encoded = [key.encode() for key in access.keys]
+    triton = triton or Triton(service)
+
+    def route(
+        path: str, handler: Callable[[Request], Awaitable[Any]], *methods: str, refuse: Any = error_response
+    ) -> Route:
+        async def handle(request: Request) -> Any:
+            try:
+                _check_access(request, encoded)
+                return await handler(request)
+            except (BadRequest, StreamError) as error:
+                note(request.scope, error=error)
+                return refuse(error)
+
+        return Route(path, handle, methods=list(methods or ("GET",)))
+
+    async def completions(request: Request) -> Any:
+        body = decoded(await read_body(request, access), CompletionBody)
+        stream = service.submit(await completion_asks(body, service))
+        return _Answer(service, stream, CompletionFormat(body, service, stream), bool(body.stream))
+
+    async def chat_completions(request: Request) -> Any:
+        body = decoded(await read_body(request, access), ChatBody)
+        stream = service.submit(await chat_asks(body, service))
+        return _Answer(service, stream, ChatFormat(body, service, stream), bool(body.stream))
+
+    async def models(request: Request) -> Any:
+        return _json({"object": "list", "data": [_model(service)]})
+
+    async def model(request: Request) -> Any:
+        if request.path_params["name"] != service.name:
+            raise BadRequest(f"model: expected {service.name}, found another", "model", 404)
+        return _json(_model(service))
+
+    async def live(request: Request) -> Any:
+        return _json(_health(service), 200 if service.is_live else 503)
+
+    async def ready(request: Request) -> Any:
+        return _json(_health(service), 200 if service.is_ready and service.is_live else 503)
+
+    async def metrics(request: Request) -> Any:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def status(request: Request) -> Any:
+        return _json(_status(service))
+
+    async def front(request: Request) -> Any:
+        content, headers = page()
+        return Response(content, headers=headers)
+
+    async def refused(request: Request, error: Any) -> Response:
+        note(request.scope)
+        return error_response(
+            BadRequest(f"{request.method} {request.url.path[:80]}: {error.detail}", None, error.status_code)
+        )
+
+    async def failed(request: Request, error: Exception) -> Response:
+        answer = StreamError("the server failed; its log says why")
+        note(request.scope, error=answer)
+        return error_response(answer)
+
+    app = Starlette(
+        exception_handlers={HTTPException: refused, Exception: failed},
+        routes=[
+            route("/v1/completions", completions, "POST"),
+            route("/v1/chat/completions", chat_completions, "POST"),
+            route("/v1/models", models),
+            route("/v1/models/{name:path}", model),
+            route("/health", live),
+            route("/health/live", live),
+            route("/health/ready", ready),
+            route("/metrics", metrics),
+            route("/status", status),
+            route("/", front),
+            *kserve_routes(route, triton, access),
+            *generate_routes(route, triton, access),
+        ],
+    )
+    return service.request_log.around(app) if service.request_log else app
+
+
+def _check_access(request: Request, keys: Sequence[bytes]) -> None:
+    """Raises BadRequest for a page of another site, which a browser must not be used by, and for a key that is none."""
+    origin, host = request.headers.get("origin"), request.headers.get("host", "")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
+    if request.url.path not in _OPEN:
+        check_key(request.headers.get("authorization", ""), keys)
+
+
+def check_key(authorization: str, keys: Sequence[bytes]) -> None:
+    """Set the tenant of what follows: who has the key. Raises BadRequest, 401, for an authorization without one of the
+    keys, where there are any."""
+    given = authorization.removeprefix("Bearer ").encode()
+    if keys:
+        TENANT.set(hashlib.sha256(given).hexdigest())
+    if keys and not sum(hmac.compare_digest(given, key) for key in keys):  # all of them: the time says nothing
+        raise BadRequest("authorization: expected 'Bearer' and a key of this server, found another", status=401)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "lockstep",
+        "max_model_len": service.ready["max_seq_len"],
+        "root": service.ready["identity"],
+    }
+
+
+def _health(service: Service) -> dict[str, Any]:
+    age = service.heartbeat_age
+    return {
+        "live": service.is_live,
+        "ready": service.is_ready,
+        "draining": service.draining,
+        "heartbeat_age": None if age is None else round(age, 3),
+        "restarts": service.restarts,
+    }
+
+
+def _status(service: Service) -> dict[str, Any]:
+    ready, counters = service.ready, service.counters
+    total = ready["num_pages"]
+    names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "chunk_size")
+    return {
+        "model": service.name,
+        "identity": ready["identity"],
+        "backend": ready["backend"],
+        "limits": {name: ready[name] for name in names},
+        "running": counters.get("running", 0),
+        "waiting": counters.get("waiting", 0),
+        "pages": {
+            "total": total,
+            "used": total - counters.get("free_pages", total),
+            "cached": counters.get("cached_pages", 0),
+        },
+        "streams": service.num_streams,
+        "chat": service.chat.fault is None,
+        **_health(service),
+    }

@@ -1,0 +1,115 @@
+"""Bodies of requests: read with limits, decoded strictly, checked against a type; errors as OpenAI words them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from lockstep.serve.stream import StreamError
+
+_Body = TypeVar("_Body")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask, and how much. keys: of which a request must bring one; none: all are open. max_body: bytes of a
+    body. body_timeout: seconds that one may take."""
+
+    keys: tuple[str, ...] = ()
+    max_body: int = 4 << 20
+    body_timeout: float = 30.0
+
+
+class BadRequest(Exception):
+    """What is wrong with a request. param: the field of its body, where it is one."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.message, self.param, self.status = message, param, status
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    """An error as OpenAI's API gives it."""
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+
+
+def error_response(error: BadRequest | StreamError) -> Response:
+    """The answer to a request that is refused, or that failed before anything was sent."""
+    headers = {}
+    if isinstance(error, BadRequest):
+        kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+        body = error_body(error.message, kind, error.param)
+    else:
+        kind = "invalid_request_error" if error.status < 429 else "server_error"
+        body = error_body(error.message, kind, error.param, error.code)
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(error.retry_after)
+        if error.code == "shutting_down":
+            headers["Connection"] = "close"
+    return Response(body, error.status, headers, "application/json")
+
+
+async def read_body(request: Request, access: Access) -> bytes:
+    """The whole body. Raises BadRequest for one of too many bytes, or that is not there in time."""
+    largest, seconds = access.max_body, access.body_timeout
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > largest:
+        raise BadRequest(f"body: expected at most {largest} bytes, found {length}", status=413)
+    data = bytearray()
+
+    async def read() -> None:
+        async for part in request.stream():
+            data.extend(part)
+            if len(data) > largest:
+                raise BadRequest(f"body: expected at most {largest} bytes, found more", status=413)
+
+    try:
+        await asyncio.wait_for(read(), seconds)
+    except asyncio.TimeoutError:
+        raise BadRequest(f"body: expected all of it within {seconds:g} s", status=408) from None
+    except ClientDisconnect:
+        raise BadRequest("body: the client went away", status=400) from None
+    return bytes(data)
+
+
+def decoded(data: bytes, kind: type[_Body]) -> _Body:
+    """The JSON object `data` as a `kind`. Raises BadRequest for what is no JSON by RFC 8259, an object that has a name
+    twice, a number beyond float64, and values of other types."""
+    try:
+        value = json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError:
+        raise BadRequest("body: expected JSON, found it nested too deep") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise BadRequest(f"body: expected JSON in UTF-8, found {error}") from None
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$")
+        param = place.removesuffix("`").lstrip(".") or None
+        raise BadRequest(f"{param or 'body'}: {message[:1].lower()}{message[1:]}", param) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise BadRequest(f"body: expected each name once, found {twice[:60]!r} twice", twice[:60])
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise BadRequest(f"body: expected JSON, found {text}, which is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise BadRequest(f"body: expected numbers up to 1.8e308, found {text[:40]}")
+    return number

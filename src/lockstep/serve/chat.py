@@ -1,0 +1,149 @@
+"""Chats as prompts: messages in, the text that the model's chat template makes of them out.
+
+The template runs in a process of its own (`template_process.py` says why), one chat at a time: a usual one takes less
+than a millisecond there. A process that was ended is started again for the next chat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.chat_template import ChatTemplate
+from lockstep.serve.stream import StreamError
+from lockstep.serve.template_process import CPU_SECONDS, HEADER
+
+_SOURCES = Path(__file__).resolve().parents[2]
+_SECONDS = 20.0  # of time; the limit of processor time holds before, unless the machine is busy
+_PATIENCE = 30.0  # seconds that a chat may wait for those before it
+
+
+class ChatError(Exception):
+    """Why messages are no prompt: one line."""
+
+
+class Chat:
+    """The chat template of a model. `fault`: why no chat is possible; None where it is."""
+
+    def __init__(self, template: ChatTemplate | None):
+        self._template = template
+        self.fault: str | None = None if template else "the model has no chat template"
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load the template. One that cannot be loaded is said on stderr, and is a fault: completions need none."""
+        if self._template is None:
+            return
+        try:
+            async with self._turn:
+                await self._started()
+        except ChatError as error:
+            self.fault = f"the model's chat template cannot be used: {error}"
+            print(f"lockstep: no chat: {self.fault}; correct it and export again", file=sys.stderr, flush=True)
+
+    async def stop(self) -> None:
+        """End the process."""
+        await self._end(5.0)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continues: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat.
+
+        Args:
+            messages: with role and content, and whatever else the template knows; values as JSON has them.
+            add_generation_prompt: end with what opens an answer.
+            continues: leave the last message open instead; its content must be a text.
+            variables: further ones for the template.
+
+        Raises:
+            ChatError: where there is no template, it refuses the messages, or it takes too much.
+            StreamError: where too many chats wait.
+        """
+        if self.fault is not None:
+            raise ChatError(self.fault)
+        began = time.monotonic()
+        async with self._turn:
+            if time.monotonic() - began > _PATIENCE:
+                raise StreamError("too many chats wait for the chat template; try again", 503, "queue_timeout", 1)
+            return await self._ask(
+                await self._started(),
+                {
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "continues": continues,
+                    "variables": dict(variables or {}),
+                },
+            )
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            assert self._template is not None
+            environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "lockstep.serve.template_process"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=environment,
+            )
+            given = {"template": self._template.template, "special_tokens": dict(self._template.special_tokens)}
+            try:
+                await self._ask(self._process, given)
+            except ChatError:
+                await self._end(0.0)
+                raise
+        return self._process
+
+    async def _ask(self, process: asyncio.subprocess.Process, frame: Mapping[str, Any]) -> str:
+        data = json.dumps(frame).encode()
+        try:
+            answer = await asyncio.wait_for(_exchange(process, data), _SECONDS)
+        except asyncio.TimeoutError:
+            await self._end(0.0)
+            raise ChatError(f"more than {_SECONDS:.0f} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self._end(5.0)
+            limit = f"more than {CPU_SECONDS:g} s of processor time"
+            raise ChatError(limit if code == -signal.SIGPROF else f"that its process ended with code {code}") from None
+        except BaseException:  # whoever asked is gone: its answer must not be another's
+            await self._end(0.0)
+            raise
+        if "error" in answer:
+            raise ChatError(answer["error"])
+        return answer["text"]
+
+    async def _end(self, seconds: float) -> int | None:
+        """End the process, which may take so long to end by itself; gives its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        assert process.stdin is not None
+        process.stdin.close()
+        if seconds:
+            with contextlib.suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(process.wait(), seconds)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()
+
+
+async def _exchange(process: asyncio.subprocess.Process, data: bytes) -> Any:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(HEADER.pack(len(data)) + data)
+    await process.stdin.drain()
+    (size,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
+    return json.loads(await process.stdout.readexactly(size))

@@ -1,0 +1,274 @@
+"""The check `served`: does the server answer the golden prompts with the golden check's tokens, whatever else it does?
+
+In: an engine set that golden passed, its reference and golden's report. Out: a report. The server is the one that
+`lockstep serve` runs, on a Unix socket. Its answers are compared alone; beside a seeded load of requests that come at
+random times and of which some are cancelled; on a prefix that was left; and with the engine killed in the middle. Then
+nothing may be left in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.reports import PASS, GoldenReport, ServedPhase, ServedReport, TokenDifference
+from lockstep.errors import CheckError, InputError
+from lockstep.runtime.model import CHUNK_SIZE, fitting_chunk_size
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.client import Answer, complete, get
+from lockstep.serve.run import listening
+from lockstep.serve.service import Service, ServiceLimits
+from lockstep.step.pages import PAGE_SIZE
+from lockstep.targets import Target
+from lockstep.verify.golden.prompts import Prompt, first_difference, read_reference, short
+from lockstep.verify.metrics import finish
+
+_OTHERS = 24  # requests beside the golden prompts
+_CANCELLED = 8  # of them
+_APART = 0.02  # seconds: most between two arrivals
+_SECONDS = 300.0  # that an engine may take to start again
+
+
+def check(
+    assembly_json: Path,
+    weights_json: Path,
+    engines_json: Path,
+    reference_json: Path,
+    golden_json: Path,
+    target: Target,
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: Path,
+    python: str | None = None,
+    threads: int | None = None,
+) -> Path:
+    """Check a server on an engine set, write the report to `out`; gives `out`.
+
+    tolerance["logits"]: the largest absolute error of a logit. limits: the config's. python: the interpreter that has
+    the backend; None: this one. Raises CheckError, one line, for the first thing wrong, with the whole report in
+    `<out>.failed.json`; InputError for inputs that do not fit together.
+    """
+    prompts, long, reference = read_reference(Path(reference_json), ())
+    golden = GoldenReport.load(golden_json)
+    if golden.target != target or len(golden.prompts) != len(prompts):
+        raise InputError(f"{golden_json}: expected the golden check of {target}, found another; run it again")
+    expected = [list(entry.tokens) for entry in golden.prompts]
+    longest = max(len(prompt.prompt_ids) for prompt in [*prompts, *([long.prompt] if long else [])])
+    usual = fitting_chunk_size(CHUNK_SIZE, limits["max_batch_size"], limits["max_num_tokens"])
+    asked: dict[str, Any] = {
+        "engines": str(engines_json),
+        "assembly": str(assembly_json),
+        "weights": str(weights_json),
+        "layers": target.layers,
+        # The long prompt is as long as a request can be.
+        "limits": {**limits, "max_input_len": limits["max_seq_len"]},
+        "threads": threads,
+        "kv_bytes": None,
+        # A prefix is reused in whole chunks: they must be shorter than the prompt that shows it.
+        "chunk_size": None if longest > usual else PAGE_SIZE,
+        "long_prefill_token_threshold": None,
+        "prefix_caching": True,
+        "admission": "guaranteed",
+        "grammar_seconds": 5.0,
+    }
+    service = Service(
+        target.model,
+        Tokenizer.open(assembly_json),
+        python,
+        asked,
+        ServiceLimits(max_queue=1000, start=_SECONDS),
+        log=lambda line: None,  # that the engine was killed is no news
+    )
+    checked = _Check(service, prompts, expected, long.prompt if long else None, reference.max_new_tokens, tolerance)
+    report = asyncio.run(checked.run(target))
+    return finish(out, report, checked.failures[0] if checked.failures else None)
+
+
+@dataclass
+class _Found:
+    """Of one phase: what was asked besides, and how answers differ."""
+
+    requests: int = 0
+    others: int = 0
+    cancelled: int = 0
+    differences: list[TokenDifference] = field(default_factory=list)
+
+    def entry(self) -> ServedPhase:
+        return ServedPhase(self.requests, self.others, self.cancelled, tuple(self.differences))
+
+
+class _Check:
+    """One run of the check; `failures` are lines, in the order in which they were found."""
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: Sequence[Prompt],
+        expected: Sequence[Sequence[int]],
+        long: Prompt | None,
+        max_new_tokens: int,
+        tolerance: Mapping[str, float],
+    ):
+        self.service, self.prompts, self.expected, self.long = service, prompts, expected, long
+        self.max_new_tokens, self.tolerance = max_new_tokens, tolerance["logits"]
+        self.failures: list[str] = []
+        self.random = random.Random(0)
+
+    async def run(self, target: Target) -> ServedReport:
+        """The report."""
+        with tempfile.TemporaryDirectory(prefix="lockstep-served-") as folder:
+            self.socket = Path(folder, "socket")
+            async with listening(self.service, self.socket):
+                phases = {
+                    "alone": await self._alone(),
+                    "under load": await self._under_load(),
+                    "on a prefix": await self._on_a_prefix(),
+                    "engine killed": await self._engine_killed(),
+                }
+                await self._nothing_is_left()
+                ready, hits = self.service.ready, self.service.total("prefix_hits")
+        return ServedReport(
+            result=PASS,
+            target=target,
+            engine_digest=ready["engine_digest"],
+            identity=ready["identity"],
+            batch_invariant=ready["batch_invariant"],
+            tolerance=self.tolerance,
+            phases={name: found.entry() for name, found in phases.items()},
+            prefix_hit_tokens=hits,
+            restarts=self.service.restarts,
+            num_pages=ready["num_pages"],
+        )
+
+    async def _alone(self) -> _Found:
+        found = _Found()
+        for number in range(len(self.prompts)):
+            await self._golden(number, "alone", found)
+        return found
+
+    async def _under_load(self) -> _Found:
+        """Each golden prompt twice, among requests of random ids, lengths and sampling."""
+        found, draw = _Found(others=_OTHERS, cancelled=_CANCELLED), self.random
+        numbers = 2 * list(range(len(self.prompts)))
+        tasks = [self._golden(number, "under load", found) for number in numbers]
+        tasks += [self._other(number < _CANCELLED) for number in range(_OTHERS)]
+        draw.shuffle(tasks)
+
+        async def later(seconds: float, task: Any) -> None:
+            await asyncio.sleep(seconds)
+            await task
+
+        await self._all([later(draw.uniform(0, _APART * len(tasks) / 4), task) for task in tasks])
+        return found
+
+    async def _on_a_prefix(self) -> _Found:
+        """The long prompt twice: the second finds what the first left."""
+        found = _Found()
+        ready = self.service.ready
+        if self.long is None or not ready["prefix_caching"] or len(self.long.prompt_ids) <= ready["chunk_size"]:
+            return found
+        answers = []
+        before = self.service.total("prefix_hits")
+        for how in ("leaving a prefix", "on the prefix that was left"):
+            answer = await self._answer(self.long.prompt_ids, len(self.long.tokens), logprobs=1, ignore_eos=True)
+            self._judge(self.long, self.long.tokens, answer, how, found, exact=False)
+            answers.append(answer)
+        miss, hit = answers
+        if self.service.total("prefix_hits") == before:
+            self.failures.append("prefix: expected tokens of the long prompt to be found again, found none")
+        if self.service.ready["batch_invariant"] and (hit.token_ids, hit.logprobs) != (miss.token_ids, miss.logprobs):
+            self.failures.append("prefix: expected the same log-probabilities with and without it, found others")
+        return found
+
+    async def _engine_killed(self) -> _Found:
+        """All golden prompts at once; when the first token is there, the engine is killed."""
+        found, restarts, first = _Found(), self.service.restarts, asyncio.Event()
+        tasks = [
+            asyncio.create_task(self._golden(number, "with the engine killed", found, first))
+            for number in range(len(self.prompts))
+        ]
+        await asyncio.wait([asyncio.create_task(first.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
+        if self.service.engine_pid is not None:
+            os.kill(self.service.engine_pid, signal.SIGKILL)
+        await self._all(tasks)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._restarted(restarts), _SECONDS)
+        if self.service.restarts != restarts + 1:
+            self.failures.append(f"engine: expected it started again once, found {self.service.restarts - restarts}")
+        return found
+
+    async def _restarted(self, before: int) -> None:
+        while self.service.restarts == before or not self.service.is_ready:
+            await asyncio.sleep(0.01)
+
+    async def _nothing_is_left(self) -> None:
+        status: Any = None
+        for _ in range(500):
+            status = await get(self.socket, "/status")
+            if not (status["running"] or status["waiting"] or status["streams"] or status["pages"]["used"]):
+                return
+            await asyncio.sleep(0.01)
+        self.failures.append(
+            f"afterwards: expected no request and no page in use, found {status['running']} running, "
+            f"{status['waiting']} waiting, {status['streams']} streams, {status['pages']['used']} pages"
+        )
+
+    async def _all(self, tasks: Sequence[Any]) -> None:
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(error, CheckError):
+                self.failures.append(str(error))
+            elif error is not None:
+                raise error
+
+    async def _golden(self, number: int, how: str, found: _Found, first: asyncio.Event | None = None) -> None:
+        """Ask for a golden prompt and judge the answer. first: set when a token is there."""
+        prompt = self.prompts[number]
+        answer = await self._answer(prompt.text, self.max_new_tokens, first)
+        self._judge(prompt, self.expected[number], answer, how, found, exact=self.service.ready["batch_invariant"])
+
+    def _judge(
+        self, prompt: Prompt, expected: Sequence[int], answer: Answer, how: str, found: _Found, exact: bool
+    ) -> None:
+        found.requests += 1
+        decode = self.service.tokenizer.decode
+        difference, wrong = first_difference(prompt, expected, answer.token_ids, self.tolerance, decode)
+        if difference is not None:
+            found.differences.append(difference)
+            if exact and wrong is None:
+                wrong = difference.step, f"expected token {difference.reference}, found {difference.found}"
+        if wrong is not None:
+            self.failures.append(f"prompt {short(prompt.text)!r}, {how}: step {wrong[0]}: {wrong[1]}")
+
+    async def _answer(
+        self, prompt: str | Sequence[int], max_tokens: int, first: asyncio.Event | None = None, **body: Any
+    ) -> Answer:
+        given = {"model": self.service.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **body}
+        answer = Answer()
+        async for answer in complete(self.socket, given):
+            if first is not None and answer.token_ids:
+                first.set()
+        return answer
+
+    async def _other(self, is_cancelled: bool) -> None:
+        """A request whose answer nobody compares."""
+        draw, ready = self.random, self.service.ready
+        most = min(64, ready["max_seq_len"] // 2)
+        body = {
+            "model": self.service.name,
+            "prompt": [draw.randrange(ready["vocab_size"]) for _ in range(draw.randint(1, most))],
+            "max_tokens": draw.randint(1, most),
+            "temperature": draw.choice([0, 1]),
+            "top_p": 0.9,
+            "seed": draw.randrange(1 << 32),
+            "ignore_eos": True,
+        }
+        async for _ in complete(self.socket, body, draw.randint(0, 6) if is_cancelled else None):
+            pass

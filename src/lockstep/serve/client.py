@@ -1,0 +1,91 @@
+"""A client of the server's own checks: completions over a Unix socket, as any HTTP client asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckError
+
+
+@dataclass
+class Answer:
+    """What a stream brought: token ids, and their log-probabilities where they were asked for. finish: why it ended."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+
+
+async def get(path: Path, url: str) -> Any:
+    """The JSON at `url`. Raises CheckError for another status than 200."""
+    async with _asked(path, f"GET {url} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()) as reader:
+        return json.loads(b"".join([part async for part in _body(reader, url)]))
+
+
+async def complete(path: Path, body: Mapping[str, Any], leave_after: int | None = None) -> AsyncIterator[Answer]:
+    """One completion, streamed: gives the answer so far with each piece. leave_after: break the connection off after so
+    many pieces. Raises CheckError for an error, and for a stream that ends without its end."""
+    data = json.dumps({**body, "stream": True, "return_token_ids": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    answer, pieces, rest = Answer(), 0, b""
+    async with _asked(path, head.encode() + data) as reader:
+        if leave_after == 0:
+            return
+        async for part in _body(reader, "completion"):
+            *events, rest = (rest + part).split(b"\n\n")
+            for event in events:
+                if event == b"data: [DONE]":
+                    return
+                _add(answer, json.loads(event.removeprefix(b"data: ")))
+                pieces += 1
+                yield answer
+                if pieces == leave_after:
+                    return
+    raise CheckError(f"completion: expected its end, found that the stream ends behind {len(answer.token_ids)} tokens")
+
+
+def _add(answer: Answer, event: Mapping[str, Any]) -> None:
+    if "error" in event:
+        raise CheckError(f"completion: {event['error']['message']}")
+    (choice,) = event["choices"]
+    answer.token_ids += choice["token_ids"]
+    answer.text += choice["text"]
+    answer.finish = choice["finish_reason"]
+    if choice["logprobs"]:
+        answer.logprobs += choice["logprobs"]["token_logprobs"]
+
+
+@contextlib.asynccontextmanager
+async def _asked(path: Path, request: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    try:
+        writer.write(request)
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+async def _body(reader: asyncio.StreamReader, what: str) -> AsyncIterator[bytes]:
+    """The parts of an answer's body. Raises CheckError for an answer that is no success."""
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        status = head.partition("\r\n")[0].split()[1]
+        headers = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if line)
+        if "content-length" in headers:
+            data = await reader.readexactly(int(headers["content-length"]))
+            if status != "200":
+                raise CheckError(f"{what}: expected status 200, found {status}: {data.decode()[:300]}")
+            yield data
+            return
+        while size := int(await reader.readline(), 16):
+            yield await reader.readexactly(size)
+            await reader.readexactly(2)
+    except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+        raise CheckError(f"{what}: expected a whole answer, found that the connection broke off") from None

@@ -1,0 +1,111 @@
+"""Messages of the KServe v2 gRPC protocol, package "inference", with the numbers that the public protocol and Triton's
+model configuration give their fields. Made from the table below when this module is imported, in a pool of their own:
+no generated code, whose version would have to fit the installed protobuf, and no clash with a client's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+SERVICE = "inference.GRPCInferenceService"
+# A message a line: its name, then fields as NAME:TYPE:NUMBER. TYPE[]: repeated; {TYPE}: a map from strings; TYPE|: one
+# of the message's only oneof. A name with a dot lies inside the message before the dot.
+_TABLE = """
+ServerLiveRequest
+ServerLiveResponse live:bool:1
+ServerReadyRequest
+ServerReadyResponse ready:bool:1
+ModelReadyRequest name:string:1 version:string:2
+ModelReadyResponse ready:bool:1
+ServerMetadataRequest
+ServerMetadataResponse name:string:1 version:string:2 extensions:string[]:3
+ModelMetadataRequest name:string:1 version:string:2
+ModelMetadataResponse name:string:1 versions:string[]:2 platform:string:3 inputs:.TensorMetadata[]:4 \
+  outputs:.TensorMetadata[]:5
+ModelMetadataResponse.TensorMetadata name:string:1 datatype:string:2 shape:int64[]:3
+InferParameter bool_param:bool|:1 int64_param:int64|:2 string_param:string|:3 double_param:double|:4 \
+  uint64_param:uint64|:5
+InferTensorContents bool_contents:bool[]:1 int_contents:int32[]:2 int64_contents:int64[]:3 uint_contents:uint32[]:4 \
+  uint64_contents:uint64[]:5 fp32_contents:float[]:6 fp64_contents:double[]:7 bytes_contents:bytes[]:8
+ModelInferRequest model_name:string:1 model_version:string:2 id:string:3 parameters:{InferParameter}:4 \
+  inputs:.InferInputTensor[]:5 outputs:.InferRequestedOutputTensor[]:6 raw_input_contents:bytes[]:7
+ModelInferRequest.InferInputTensor name:string:1 datatype:string:2 shape:int64[]:3 parameters:{InferParameter}:4 \
+  contents:InferTensorContents:5
+ModelInferRequest.InferRequestedOutputTensor name:string:1 parameters:{InferParameter}:2
+ModelInferResponse model_name:string:1 model_version:string:2 id:string:3 parameters:{InferParameter}:4 \
+  outputs:.InferOutputTensor[]:5 raw_output_contents:bytes[]:6
+ModelInferResponse.InferOutputTensor name:string:1 datatype:string:2 shape:int64[]:3 parameters:{InferParameter}:4 \
+  contents:InferTensorContents:5
+ModelStreamInferResponse error_message:string:1 infer_response:ModelInferResponse:2
+ModelConfigRequest name:string:1 version:string:2
+ModelInput name:string:1 data_type:int32:2 dims:int64[]:4 optional:bool:8
+ModelOutput name:string:1 data_type:int32:2 dims:int64[]:3
+ModelTransactionPolicy decoupled:bool:1
+ModelConfig name:string:1 platform:string:2 max_batch_size:int32:4 input:ModelInput[]:5 output:ModelOutput[]:6 \
+  backend:string:17 model_transaction_policy:ModelTransactionPolicy:19
+ModelConfigResponse config:ModelConfig:1
+RepositoryIndexRequest repository_name:string:1 ready:bool:2
+RepositoryIndexResponse models:.ModelIndex[]:1
+RepositoryIndexResponse.ModelIndex name:string:1 version:string:2 state:string:3 reason:string:4
+"""
+# Values of the enum DataType of the model configuration.
+DATA_TYPES = {
+    f"TYPE_{name}": number
+    for number, name in enumerate(
+        "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 STRING".split(), start=1
+    )
+}
+_Field = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {
+    "bool": _Field.TYPE_BOOL,
+    "int32": _Field.TYPE_INT32,
+    "int64": _Field.TYPE_INT64,
+    "uint32": _Field.TYPE_UINT32,
+    "uint64": _Field.TYPE_UINT64,
+    "float": _Field.TYPE_FLOAT,
+    "double": _Field.TYPE_DOUBLE,
+    "string": _Field.TYPE_STRING,
+    "bytes": _Field.TYPE_BYTES,
+}
+
+
+def _classes() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="lockstep/inference.proto", package="inference", syntax="proto3")
+    made: dict[str, Any] = {}
+    for line in _TABLE.splitlines():
+        if line:
+            path, *fields = line.split()
+            outer, _, inner = path.rpartition(".")
+            message = made[path] = made[outer].nested_type.add() if outer else file.message_type.add()
+            message.name = inner
+            for field in fields:
+                _add_field(message, path, *field.split(":"))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {path: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"inference.{path}")) for path in made}
+
+
+def _add_field(message: Any, path: str, name: str, kind: str, number: str) -> None:
+    field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
+    if kind.endswith("[]"):
+        kind, field.label = kind[:-2], _Field.LABEL_REPEATED
+    elif kind.endswith("|"):
+        if not message.oneof_decl:
+            message.oneof_decl.add(name="parameter_choice")
+        kind, field.oneof_index = kind[:-1], 0
+    elif kind.startswith("{"):
+        entry = message.nested_type.add(name=f"{name.title()}Entry")
+        entry.options.map_entry = True
+        _add_field(entry, path, "key", "string", "1")
+        _add_field(entry, path, "value", kind[1:-1], "2")
+        kind, field.label = f".{entry.name}", _Field.LABEL_REPEATED
+    if kind in _SCALARS:
+        field.type = _SCALARS[kind]
+    else:
+        field.type = _Field.TYPE_MESSAGE
+        field.type_name = f".inference.{path}{kind}" if kind.startswith(".") else f".inference.{kind}"
+
+
+MESSAGES = _classes()

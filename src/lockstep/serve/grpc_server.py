@@ -1,0 +1,276 @@
+"""The KServe v2 protocol over gRPC, as Triton speaks it: requests of many clients in, responses in streams out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from lockstep.errors import InputError
+from lockstep.serve.app import check_key
+from lockstep.serve.bodies import Access, BadRequest
+from lockstep.serve.grpc_messages import DATA_TYPES, MESSAGES, SERVICE
+from lockstep.serve.kserve import SEQUENCE, repository_index, server_metadata
+from lockstep.serve.request_log import CLIENT_GONE
+from lockstep.serve.stream import Stream, StreamError
+from lockstep.serve.tensors import Tensor, check_declaration, from_bytes, from_list, of, to_bytes
+from lockstep.serve.triton_infer import InferResponse, Triton
+from lockstep.serve.triton_inputs import InferRequest
+from lockstep.serve.triton_models import VERSION, config, metadata, model_of
+
+_OPEN = ("ServerLive", "ServerReady")  # without a key
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+_CONTENTS = {  # where a tensor's values stand that are not raw
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+_Notes = dict[str, Any]  # of a request, for the log
+_Method = Callable[[Any, _Notes], Awaitable[Any]]
+
+
+class GrpcServer:
+    """A gRPC server before a service. port: where it listens."""
+
+    def __init__(self, triton: Triton, access: Access, host: str, port: int):
+        """Bind; `start` takes requests. Call it where an event loop runs. Raises InputError for an address that cannot
+        be had."""
+        self._triton, self._service = triton, triton.service
+        self._keys = [key.encode() for key in access.keys]
+        # Without the second, two servers could listen at the same port and share its requests.
+        options = [("grpc.max_receive_message_length", access.max_body), ("grpc.so_reuseport", 0)]
+        self._server = grpc.aio.server(options=options)
+        handlers = {name: self._unary(name, method) for name, method in self._methods().items()}
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+            self._model_stream_infer,
+            _parser("ModelInferRequest"),
+            MESSAGES["ModelStreamInferResponse"].SerializeToString,
+        )
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        try:
+            self.port = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except RuntimeError:
+            raise InputError(f"--host, --grpc-port: expected an address that is free, found {host}:{port}") from None
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self, grace: float) -> None:
+        """Take nothing new; what runs has `grace` seconds."""
+        await self._server.stop(grace)
+
+    def _methods(self) -> dict[str, _Method]:
+        return {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "RepositoryIndex": self._repository_index,
+            "ModelInfer": self._model_infer,
+        }
+
+    def _unary(self, name: str, method: _Method) -> Any:
+        async def call(request: Any, context: Any) -> Any:
+            try:
+                with self._logged(name) as notes:
+                    if name not in _OPEN:
+                        self._authorize(context)
+                    if isinstance(request, BadRequest):
+                        raise request
+                    return await method(request, notes)
+            except (BadRequest, StreamError) as error:
+                await _abort(context, error)
+
+        serialize = MESSAGES[f"{name}Response"].SerializeToString
+        return grpc.unary_unary_rpc_method_handler(call, _parser(f"{name}Request"), serialize)
+
+    @contextlib.contextmanager
+    def _logged(self, name: str) -> Iterator[_Notes]:
+        """Add the line of a request that made notes, or is refused."""
+        began, status, notes = time.monotonic(), CLIENT_GONE, _Notes()
+        try:
+            yield notes
+            status = 200
+        except (BadRequest, StreamError) as error:
+            status, notes["error"] = error.status, error
+            raise
+        finally:
+            if notes and (log := self._service.request_log):
+                log.add(began, name, status, **notes)
+
+    def _authorize(self, context: Any) -> None:
+        given = dict(context.invocation_metadata() or ()).get("authorization", "")
+        check_key(given if isinstance(given, str) else "", self._keys)
+
+    async def _server_live(self, request: Any, notes: _Notes) -> Any:
+        return MESSAGES["ServerLiveResponse"](live=self._service.is_live)
+
+    async def _server_ready(self, request: Any, notes: _Notes) -> Any:
+        return MESSAGES["ServerReadyResponse"](ready=self._service.is_ready and self._service.is_live)
+
+    async def _server_metadata(self, request: Any, notes: _Notes) -> Any:
+        return MESSAGES["ServerMetadataResponse"](**server_metadata())
+
+    async def _model_ready(self, request: Any, notes: _Notes) -> Any:
+        model_of(request.name, request.version)
+        return MESSAGES["ModelReadyResponse"](ready=self._service.is_ready and self._service.is_live)
+
+    async def _model_metadata(self, request: Any, notes: _Notes) -> Any:
+        return MESSAGES["ModelMetadataResponse"](**metadata(model_of(request.name, request.version)))
+
+    async def _model_config(self, request: Any, notes: _Notes) -> Any:
+        given = config(model_of(request.name, request.version), self._service.ready["max_batch_size"])
+        for tensor in (*given["input"], *given["output"]):
+            tensor["data_type"] = DATA_TYPES[tensor["data_type"]]
+        return MESSAGES["ModelConfigResponse"](config=given)
+
+    async def _repository_index(self, request: Any, notes: _Notes) -> Any:
+        return MESSAGES["RepositoryIndexResponse"](models=repository_index(self._service.is_ready))
+
+    async def _model_infer(self, request: Any, notes: _Notes) -> Any:
+        asked = infer_request(request)
+        notes["id"] = asked.id
+        inference = await self._triton.infer(asked)
+        notes["stream"] = inference.stream
+        try:
+            return infer_response(asked, await inference.whole())
+        finally:
+            inference.close()  # where the client has gone, this is a cancelled task
+
+    async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """Requests of a stream run side by side; their responses carry their ids."""
+        try:
+            with self._logged("ModelStreamInfer"):
+                self._authorize(context)
+        except BadRequest as error:
+            await _abort(context, error)
+        lock = asyncio.Lock()
+        running: set[asyncio.Task[None]] = set()
+
+        async def send(response: Any, stream: Stream | None) -> None:
+            async with lock:
+                if stream is not None:
+                    stream.sending_since = time.monotonic()
+                await context.write(response)
+                if stream is not None:
+                    stream.sending_since = None
+
+        try:
+            async for request in requests:
+                task = asyncio.create_task(self._respond(request, send))
+                running.add(task)
+                task.add_done_callback(running.discard)
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _respond(self, request: Any, send: Callable[[Any, Stream | None], Awaitable[None]]) -> None:
+        made = MESSAGES["ModelStreamInferResponse"]
+        try:
+            with self._logged("ModelStreamInfer") as notes:
+                if isinstance(request, BadRequest):
+                    raise request
+                asked = infer_request(request)
+                notes["id"] = asked.id
+                inference = await self._triton.infer(asked)
+                notes.update(stream=inference.stream, in_chunks=inference.in_tokens)
+                try:
+                    async for response in inference.parts(inference.in_tokens):
+                        answer = infer_response(asked, response)
+                        answer.parameters["triton_final_response"].bool_param = response.final
+                        await send(made(infer_response=answer), inference.stream)
+                finally:
+                    inference.close()
+        except (BadRequest, StreamError) as error:
+            # Of one request: the others of the stream go on.
+            failed = MESSAGES["ModelInferResponse"](id=getattr(request, "id", ""))
+            await send(made(error_message=error.message, infer_response=failed), None)
+
+
+def _parser(name: str) -> Callable[[bytes], Any]:
+    """Gives a message of its bytes, or the BadRequest for bytes that are none: what a parser raises, gRPC would log."""
+
+    def parsed(data: bytes) -> Any:
+        try:
+            return MESSAGES[name].FromString(data)
+        except DecodeError:
+            return BadRequest(f"message: expected a {name}, found {len(data)} bytes that are none")
+
+    return parsed
+
+
+async def _abort(context: Any, error: BadRequest | StreamError) -> None:
+    again = getattr(error, "retry_after", None)
+    trailing = () if again is None else (("retry-after", str(again)),)
+    await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message, trailing)
+
+
+def infer_request(message: Any) -> InferRequest:
+    """A ModelInferRequest as the models take it. Raises BadRequest."""
+    model = model_of(message.model_name, message.model_version)
+    raw = message.raw_input_contents
+    if raw and (len(raw) != len(message.inputs) or any(each.HasField("contents") for each in message.inputs)):
+        raise BadRequest(f"raw_input_contents: expected one for each of {len(message.inputs)} inputs, found {len(raw)}")
+    inputs: dict[str, Tensor] = {}
+    for number, each in enumerate(message.inputs):
+        if each.name in inputs:
+            raise BadRequest(f"{each.name[:80]}: expected each input once, found it twice")
+        inputs[each.name] = _tensor(each, raw[number] if raw else None)
+    parameters = {
+        name: getattr(value, value.WhichOneof("parameter_choice") or "", None)
+        for name, value in message.parameters.items()
+    }
+    names = tuple(output.name for output in message.outputs) or None
+    return InferRequest(model, message.id, inputs, names, parameters)
+
+
+def _tensor(given: Any, raw: bytes | None) -> Tensor:
+    name, datatype, shape = given.name[:80], given.datatype, list(given.shape)
+    for each in ("shared_memory_region", "classification"):
+        if each in given.parameters:
+            raise BadRequest(f"{name}: {each}: not supported by this server; leave it out")
+    if raw is not None:
+        return from_bytes(name, datatype, shape, raw)
+    count = check_declaration(name, datatype, shape)
+    values = list(getattr(given.contents, _CONTENTS[datatype])) if datatype in _CONTENTS else []
+    if datatype != "BYTES":
+        return from_list(name, datatype, shape, values)
+    if len(values) != count:
+        raise BadRequest(f"{name}: contents: expected {count} elements for shape {shape}, found {len(values)}")
+    return of(name, datatype, values, *shape) if shape else of(name, datatype, values)
+
+
+def infer_response(asked: InferRequest, response: InferResponse) -> Any:
+    """A ModelInferResponse."""
+    made = MESSAGES["ModelInferResponse"](model_name=asked.model.name, model_version=VERSION, id=asked.id)
+    if asked.model.name == "ensemble":
+        for name, value in SEQUENCE.items():
+            setattr(made.parameters[name], "bool_param" if isinstance(value, bool) else "int64_param", value)
+    for tensor in response.outputs:
+        made.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        made.raw_output_contents.append(to_bytes(tensor))
+    return made

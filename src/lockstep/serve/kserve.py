@@ -1,0 +1,242 @@
+"""The KServe v2 protocol over HTTP, as Triton speaks it: health, metadata, and inference with tensors in JSON or, with
+Triton's binary tensor data extension, behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import lockstep
+from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, read_body
+from lockstep.serve.request_log import note
+from lockstep.serve.response import send_events, while_connected
+from lockstep.serve.stream import StreamError
+from lockstep.serve.tensors import Tensor, from_bytes, from_list, to_bytes, to_list
+from lockstep.serve.triton_infer import Inference, InferResponse, Triton
+from lockstep.serve.triton_inputs import InferRequest
+from lockstep.serve.triton_models import MODELS, VERSION, Model, config, metadata, model_of
+
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "generate"]
+# What Triton says with each response of an ensemble.
+SEQUENCE = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+_UNSUPPORTED = ("shared_memory_region", "classification")
+Handler = Callable[[Request], Awaitable[Any]]
+
+
+class _Input(msgspec.Struct):
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, Any] = {}
+    data: Any = None
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _Body(msgspec.Struct):
+    """POST /v2/models/NAME/infer. What is not named here is ignored."""
+
+    inputs: list[_Input]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[_Output] = []
+
+
+def refused(error: BadRequest | StreamError) -> Response:
+    """The answer to a request that is refused, as Triton words it."""
+    like = error_response(error)
+    headers = {name: like.headers[name] for name in ("Retry-After", "Connection") if name in like.headers}
+    return Response(error_json(error.message), like.status_code, headers, "application/json")
+
+
+def error_json(message: str) -> bytes:
+    return json.dumps({"error": message}).encode()
+
+
+class InferAnswer:
+    """A response of one inference, whose client may go away at any time: then it ends. encode: of a response, its body
+    and headers. events: instead, server-sent events; of them what fails after the first is one too."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        encode: Callable[[InferResponse], tuple[bytes, Mapping[str, str]]],
+        events: AsyncIterator[bytes] | None = None,
+    ):
+        self._inference, self._encode, self._events = inference, encode, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        inference = self._inference
+        note(scope, id=inference.id, stream=inference.stream, in_chunks=self._events is not None)
+        await while_connected(self._run(scope, receive, send), receive, inference.close)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = self._inference.stream
+        try:
+            if stream is not None:
+                await stream.admission()
+            if self._events is None:
+                body, headers = self._encode(await self._inference.whole())
+                return await Response(body, headers=dict(headers))(scope, receive, send)
+        except StreamError as error:
+            return await refused(error)(scope, receive, send)
+        await send_events(self._events, stream, send)
+
+
+def model_routes(route: Callable[..., Route], action: str, handler: Handler, method: str) -> list[Route]:
+    """Routes to an action on a model, with and without a version. route: makes one."""
+    paths = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+    return [route(path + action, handler, method, refuse=refused) for path in paths]
+
+
+def asked_model(request: Request) -> Model:
+    """The model of a request's path."""
+    return model_of(request.path_params["name"], request.path_params.get("version", ""))
+
+
+def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -> list[Route]:
+    """route: makes one of a path, a handler, a method and `refuse`, which words errors."""
+    service = triton.service
+    state = lambda holds: Response(status_code=200 if holds else 503)
+
+    async def server(request: Request) -> Any:
+        return _json(server_metadata())
+
+    async def live(request: Request) -> Any:
+        return state(service.is_live)
+
+    async def ready(request: Request) -> Any:
+        if "name" in request.path_params:
+            asked_model(request)
+        return state(service.is_ready and service.is_live)
+
+    async def model(request: Request) -> Any:
+        return _json(metadata(asked_model(request)))
+
+    async def configuration(request: Request) -> Any:
+        return _json(config(asked_model(request), service.ready["max_batch_size"]))
+
+    async def index(request: Request) -> Any:
+        await read_body(request, access)
+        return _json(repository_index(service.is_ready))
+
+    async def infer(request: Request) -> Any:
+        asked, in_binary = await _request_of(request, access)
+        return InferAnswer(await triton.infer(asked), lambda response: _encoded(asked, response, in_binary))
+
+    return [
+        route("/v2", server, refuse=refused),
+        route("/v2/health/live", live, refuse=refused),
+        route("/v2/health/ready", ready, refuse=refused),
+        route("/v2/repository/index", index, "POST", refuse=refused),
+        *model_routes(route, "", model, "GET"),
+        *model_routes(route, "/ready", ready, "GET"),
+        *model_routes(route, "/config", configuration, "GET"),
+        *model_routes(route, "/infer", infer, "POST"),
+    ]
+
+
+def server_metadata() -> dict[str, Any]:
+    """What GET /v2 gives."""
+    return {"name": "lockstep", "version": lockstep.__version__, "extensions": EXTENSIONS}
+
+
+def repository_index(is_ready: bool) -> list[dict[str, str]]:
+    """The models, and whether they take requests."""
+    given = {"state": "READY"} if is_ready else {"state": "UNAVAILABLE", "reason": "the server starts or ends"}
+    return [{"name": name, "version": VERSION, **given} for name in MODELS]
+
+
+async def _request_of(request: Request, access: Access) -> tuple[InferRequest, Callable[[str], bool]]:
+    """The request for inference, and which of its outputs are to be binary."""
+    model = asked_model(request)
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise BadRequest("content-encoding: expected identity, found another")
+    data = await read_body(request, access)
+    given = request.headers.get(_HEADER_LENGTH)
+    length = len(data) if given is None else int(given) if given.isdecimal() and len(given) < 12 else -1
+    if not 0 <= length <= len(data):
+        raise BadRequest(f"{_HEADER_LENGTH}: expected 0 to {len(data)}, the bytes of the body, found {given}")
+    body = decoded(data[:length], _Body)
+    inputs, rest = _inputs(body.inputs, memoryview(data)[length:])
+    if rest:
+        raise BadRequest(f"body: expected its end behind the data of the last input, found {len(rest)} bytes more")
+    for output in body.outputs:
+        _check_parameters(output.name, output.parameters)
+    binary = {output.name: output.parameters.get("binary_data") for output in body.outputs}
+    default = body.parameters.get("binary_data_output", False)
+    names = tuple(binary) or None
+
+    def in_binary(name: str) -> bool:
+        chosen = binary.get(name)
+        return bool(default if chosen is None else chosen)
+
+    return InferRequest(model, body.id, inputs, names, body.parameters), in_binary
+
+
+def _inputs(given: Sequence[_Input], rest: memoryview) -> tuple[dict[str, Tensor], memoryview]:
+    """Tensors by name, and the binary data that is nobody's."""
+    found: dict[str, Tensor] = {}
+    for each in given:
+        name = each.name[:80]
+        _check_parameters(name, each.parameters)
+        if each.name in found:
+            raise BadRequest(f"{name}: expected each input once, found it twice", name)
+        size = each.parameters.get("binary_data_size")
+        if size is None:
+            found[each.name] = from_list(each.name, each.datatype, each.shape, [] if each.data is None else each.data)
+            continue
+        if type(size) is not int or not 0 <= size <= len(rest) or each.data is not None:
+            raise BadRequest(
+                f"{name}: binary_data_size: expected 0 to {len(rest)}, the bytes that are left, and no data, "
+                f"found {str(size)[:20]}",
+                name,
+            )
+        found[each.name] = from_bytes(each.name, each.datatype, each.shape, bytes(rest[:size]))
+        rest = rest[size:]
+    return found, rest
+
+
+def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
+    for each in _UNSUPPORTED:
+        if parameters.get(each):
+            raise BadRequest(f"{name[:80]}: {each}: not supported by this server; leave it out", name)
+
+
+def _encoded(
+    request: InferRequest, response: InferResponse, in_binary: Callable[[str], bool]
+) -> tuple[bytes, Mapping[str, str]]:
+    outputs: list[dict[str, Any]] = []
+    behind = bytearray()
+    for tensor in response.outputs:
+        entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        if in_binary(tensor.name):
+            data = to_bytes(tensor)
+            entry["parameters"] = {"binary_data_size": len(data)}
+            behind += data
+        else:
+            entry["data"] = to_list(tensor)
+        outputs.append(entry)
+    body: dict[str, Any] = {"id": request.id} if request.id else {}
+    body |= {"model_name": request.model.name, "model_version": VERSION}
+    if request.model.name == "ensemble":
+        body["parameters"] = SEQUENCE
+    head = msgspec.json.encode({**body, "outputs": outputs})
+    if not behind:
+        return head, {"content-type": "application/json"}
+    return head + behind, {"content-type": "application/octet-stream", _HEADER_LENGTH: str(len(head))}
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,116 @@
+"""OpenAI's completions: a body in, prompts for the service and answers in OpenAI's format out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lockstep.runtime.completion import Choice
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.logprobs import LogprobsFormat
+from lockstep.serve.openai_answers import AnswerFormat, reason
+from lockstep.serve.openai_parameters import Parameters, asks_of, check_supported, encoded
+from lockstep.serve.service import Service
+from lockstep.serve.stream import Ask, Piece, Stream
+from lockstep.step.sampling import Logprobs
+
+_MOST_PROMPTS = 256
+
+
+class CompletionBody(Parameters, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Any  # text, token ids, or a list of either: see `_prompts`
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+async def completion_asks(body: CompletionBody, service: Service) -> list[Ask]:
+    """The prompts of a body. Raises BadRequest for values that cannot be."""
+    check_supported(body, service)
+    prompts, texts = await _prompts(body.prompt, service.tokenizer)
+    if not body.echo:
+        return asks_of(body, prompts, "prompt", service)
+    prompt_logprobs = None if body.logprobs is None and body.most_tokens != 0 else body.logprobs or 0
+    if prompt_logprobs is not None and not service.ready["prompt_logprobs"]:
+        raise BadRequest(
+            "echo: expected a backend that computes the logits behind all tokens of a prompt, such as onnxruntime, "
+            f"found {service.ready['backend']}; leave out echo, or logprobs, and ask for a token",
+            "echo",
+        )
+    asks = asks_of(body, prompts, "prompt", service, prompt_logprobs)
+    return [
+        replace(ask, echo=service.tokenizer.decode(prompt) if text is None else text)
+        for ask, prompt, text in zip(asks, prompts, texts)
+    ]
+
+
+async def _prompts(value: Any, tokenizer: Tokenizer) -> tuple[list[list[int]], list[str | None]]:
+    """Token ids of each prompt, and its text if it came as one."""
+    each = value if isinstance(value, list) else [value]
+    if each and all(type(token) is int for token in each):
+        each = [each]
+    if not each or len(each) > _MOST_PROMPTS:
+        raise BadRequest(f"prompt: expected 1 to {_MOST_PROMPTS} prompts, found {len(each)}", "prompt")
+    found: list[list[int]] = []
+    texts = [prompt if isinstance(prompt, str) else None for prompt in each]
+    for prompt in each:
+        if isinstance(prompt, str):
+            found.append(await encoded(prompt, tokenizer, "prompt"))
+        elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            found.append(prompt)
+        else:
+            raise BadRequest("prompt: expected text, token ids, or a list of either", "prompt")
+    return found, texts
+
+
+class CompletionFormat(AnswerFormat):
+    """Answers to one request for completions."""
+
+    ID, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionBody, service: Service, stream: Stream):
+        super().__init__(body, service, stream)
+        self._actives = [active for active in stream.actives for _ in range(active.ask.request.n)]
+        self._formats = [LogprobsFormat(service.tokenizer, len(active.ask.echo or "")) for active in self._actives]
+
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return self._choice(index, choice.text, choice.token_ids, choice.logprobs, choice.finish)
+
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        # Else it is in the middle of a character, or of what may be a stop string.
+        if piece.text or piece.finish or piece.logprobs or self._token_ids:
+            yield self._choice(piece.index, piece.text, piece.token_ids, piece.logprobs, piece.finish)
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[Logprobs], finish: str | None
+    ) -> dict[str, Any]:
+        found = self._formats[index].part(tokens, logprobs) if self._logprobs else None
+        choice = {"index": index, "text": text, "logprobs": found, "finish_reason": reason(finish)}
+        return {**choice, "token_ids": list(tokens)} if self._token_ids else choice
+
+    async def echo(self, index: int) -> dict[str, Any] | None:
+        active = self._actives[index]
+        if active.ask.echo is None:
+            return None
+        found = None
+        if self._logprobs:
+            prompt = active.ask.request.prompt_ids
+            part = LogprobsFormat(self._tokenizer).part
+            # A thread: others need not wait for a long prompt's.
+            found = await asyncio.to_thread(part, list(prompt), [None, *active.prompt_logprobs])
+        return {"index": index, "text": active.ask.echo, "logprobs": found, "finish_reason": None}
+
+    def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+        logprobs = second["logprobs"]
+        if logprobs is not None:
+            logprobs = {name: first["logprobs"][name] + values for name, values in logprobs.items()}
+        return {**second, "text": first["text"] + second["text"], "logprobs": logprobs}

@@ -1,0 +1,103 @@
+"""Answers as OpenAI's API gives them, whole or as server-sent events. What an answer looks like is its endpoint's."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, ClassVar
+
+import msgspec
+
+from lockstep.runtime.completion import Choice
+from lockstep.serve.bodies import error_body
+from lockstep.serve.openai_parameters import Parameters
+from lockstep.serve.service import Service
+from lockstep.serve.stream import FINISH_REASONS, Piece, Stream, StreamError
+
+
+class AnswerFormat:
+    """Answers to one request."""
+
+    ID: ClassVar[str]  # what ids begin with
+    OBJECT: ClassVar[str]
+    CHUNK: ClassVar[str]
+
+    def __init__(self, body: Parameters, service: Service, stream: Stream):
+        self._stream, self._tokenizer, self._usage = stream, service.tokenizer, body.include_usage
+        self._logprobs, self._token_ids = body.num_logprobs is not None, bool(body.return_token_ids)
+        self._common = {
+            "id": f"{self.ID}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": service.name,
+            "system_fingerprint": service.ready["identity"][:12],
+        }
+
+    @property
+    def id(self) -> str:
+        """What the answer is called."""
+        return str(self._common["id"])
+
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """An answer that is whole."""
+        raise NotImplementedError
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Choices of the chunks before any text."""
+        return iter(())
+
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Choices of the chunks of new text."""
+        raise NotImplementedError
+
+    async def echo(self, index: int) -> dict[str, Any] | None:
+        """What stands before an answer's text, as a part of the answer; None: nothing."""
+        return None
+
+    def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+        """Two parts of an answer as one."""
+        raise NotImplementedError
+
+    async def whole(self) -> bytes:
+        """The answer when all of it is there. Raises StreamError."""
+        async for _ in self._stream:
+            pass
+        choices = []
+        for index, choice in enumerate(self._stream.choices):
+            echo, answer = await self.echo(index), self.choice(index, choice)
+            choices.append(answer if echo is None else self.joined(echo, answer))
+        return msgspec.json.encode({**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events: a chunk for whatever came meanwhile, then the usage if it is asked for, then the end; an
+        error event where there is no end."""
+        silent = set(range(len(self._stream.choices)))  # answers of which nothing is out
+        try:
+            for choice in self.opening():
+                yield self._event([choice])
+            async for pieces in self._stream:
+                for piece in pieces:
+                    if piece.index in silent:
+                        silent.discard(piece.index)
+                        if (echo := await self.echo(piece.index)) is not None:
+                            yield self._event([echo])
+                    for choice in self.chunks(piece):
+                        yield self._event([choice])
+            if self._usage:
+                yield self._event([], usage=self._counts())
+            yield b"data: [DONE]\n\n"
+        except StreamError as error:
+            yield b"data: " + error_body(error.message, "server_error", None, error.code) + b"\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        value = {**self._common, "object": self.CHUNK, "choices": choices, **more}
+        return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+    def _counts(self) -> dict[str, int]:
+        prompt, answer = self._stream.num_prompt_tokens, self._stream.num_answer_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+def reason(finish: str | None) -> str | None:
+    """Why an answer ended, in OpenAI's words."""
+    return None if finish is None else FINISH_REASONS.get(finish, finish)

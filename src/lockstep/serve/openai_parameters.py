@@ -1,0 +1,211 @@
+"""What OpenAI's completions and chat completions share: the parameters of a body in, prompts for the service out."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from lockstep.errors import InputError
+from lockstep.runtime.request import Request
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.grammar import grammar_of
+from lockstep.serve.service import Service
+from lockstep.serve.stream import Ask
+from lockstep.serve.words import with_spaces, words
+from lockstep.step.sampling import Sampling
+
+_LONG = 1 << 14  # characters, from which on a text is encoded in a thread
+# Taken by others, not here: refused, so that nobody takes an answer for what it is not.
+_UNSUPPORTED = {
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "prompt_logprobs": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "allowed_token_ids": (None,),
+    "truncate_prompt_tokens": (None,),
+    "skip_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class Parameters(msgspec.Struct, kw_only=True):
+    """The fields of both bodies. What is not named is accepted and ignored, but for what is unsupported."""
+
+    model: str
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    min_p: float | None = 0.0
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    min_tokens: int | None = 0
+    ignore_eos: bool | None = False
+    return_token_ids: bool | None = False
+    priority: int | None = 0
+    bad_words: list[str] | None = None
+    cache_salt: str | None = None
+    best_of: Any = None
+    suffix: Any = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_grammar: Any = None
+    guided_choice: Any = None
+    structured_outputs: Any = None
+    prompt_logprobs: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    skip_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told of beside the chosen one; None: not even that."""
+        raise NotImplementedError
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How many tokens an answer may have; None: as many as there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+def check_supported(body: Parameters, service: Service) -> None:
+    """Raise BadRequest for another model, and for a parameter that is not taken here."""
+    if body.model != service.name:
+        raise BadRequest(f"model: expected {service.name}, found {body.model[:80]!r}", "model", 404)
+    refuse(body, _UNSUPPORTED)
+
+
+def refuse(body: Parameters, unsupported: dict[str, tuple]) -> None:
+    """Raise BadRequest for the first of these fields that has another value than those that mean nothing."""
+    for name, allowed in unsupported.items():
+        if getattr(body, name) not in allowed:
+            raise BadRequest(f"{name}: not supported by this server; leave it out", name)
+
+
+async def encoded(text: str, tokenizer: Tokenizer, param: str, special: bool = True) -> list[int]:
+    """The token ids of a text; param: the field that it stands in. special: as of `Tokenizer.encode`."""
+    try:
+        encode = tokenizer.encode
+        ids = await asyncio.to_thread(encode, text, special) if len(text) > _LONG else encode(text, special)
+    except InputError as error:
+        raise BadRequest(f"{param}: {str(error).removeprefix('prompt: ')}", param) from None
+    return ids.tolist()
+
+
+def asks_of(
+    body: Parameters, prompts: Sequence[list[int]], param: str, service: Service, prompt_logprobs: int | None = None
+) -> list[Ask]:
+    """What the engine is asked for, by prompt. param: the field that the prompts stand in. prompt_logprobs: as of
+    `Request`; an answer may then have no token. Raises BadRequest for values that cannot be."""
+    most, least = body.most_tokens, int(prompt_logprobs is None)
+    longest, limit = service.ready["max_seq_len"], service.ready["max_input_len"]
+    stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(
+        () if body.ignore_eos else service.ready["eos_token_ids"]
+    )
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if not all(stop):
+        raise BadRequest("stop: expected strings that are not empty, found an empty one", "stop")
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    n, vocab_size = 1 if body.n is None else body.n, service.ready["vocab_size"]
+    _expect("n", n, 1, service.ready["max_batch_size"])
+    _expect("seed", seed, 0, (1 << 64) - 1)
+    _expect("priority", body.priority or 0, -(1 << 31), (1 << 31) - 1)
+    for token in body.stop_token_ids or ():
+        _expect("stop_token_ids", token, 0, vocab_size - 1)
+    salt = body.cache_salt or ""
+    _expect("cache_salt", len(salt), 0, 256, "characters")
+    if not all(body.bad_words or ()):
+        raise BadRequest("bad_words: expected words that are not empty, found an empty one", "bad_words")
+    bad_words = words("bad_words", with_spaces(body.bad_words or ()), service.tokenizer)
+    grammar = grammar_of(body)
+    asks = []
+    for number, prompt in enumerate(prompts):
+        room = longest - len(prompt)
+        if not 1 <= len(prompt) <= limit or room < least:
+            raise BadRequest(
+                f"{param}: expected 1 to {min(limit, longest - least)} tokens, found {len(prompt)}; shorten it", param
+            )
+        for token in (min(prompt), max(prompt)):  # not each of them: the loop would wait for a long prompt
+            _expect(param, token, 0, vocab_size - 1)
+        wanted = room if most is None else most
+        if not least <= wanted <= room:
+            raise BadRequest(
+                f"max_tokens: expected {least} to {room}, which the {len(prompt)} tokens of the prompt leave of "
+                f"{longest}, found {wanted}",
+                "max_tokens",
+            )
+        _expect("min_tokens", body.min_tokens or 0, 0, wanted)
+        sampling = replace(_sampling(body, (seed + number) % (1 << 64), vocab_size), bad_words=bad_words)
+        request = Request(
+            prompt,
+            wanted,
+            stop_ids=stop_ids,
+            sampling=sampling,
+            n=n,
+            priority=body.priority or 0,
+            grammar=grammar,
+            prompt_logprobs=prompt_logprobs,
+            cache_salt=salt,
+        )
+        asks.append(Ask(request, stop))
+    return asks
+
+
+def _expect(name: str, value: int, least: int, most: int, what: str = "") -> None:
+    if not least <= value <= most:
+        raise BadRequest(f"{name}: expected {least} to {most}{what and f' {what}'}, found {str(value)[:40]}", name)
+
+
+def _sampling(body: Parameters, seed: int, vocab_size: int) -> Sampling:
+    given: dict[str, Any] = {
+        name: value
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "min_tokens",
+        )
+        if (value := getattr(body, name)) is not None
+    }
+    given |= {"top_k": max(0, body.top_k or 0), "logprobs": body.num_logprobs}  # top_k: -1 is all too
+    if body.temperature is None:
+        given["temperature"] = 1.0
+    bias = body.logit_bias or {}
+    if not all(token.isdecimal() and int(token) < vocab_size for token in bias):
+        raise BadRequest(f"logit_bias: expected token ids 0 to {vocab_size - 1}, found another name", "logit_bias")
+    try:
+        return Sampling(**given, seed=seed, logit_bias={int(token): value for token, value in bias.items()})
+    except InputError as error:
+        raise BadRequest(str(error), str(error).partition(":")[0]) from None

@@ -1,0 +1,176 @@
+"""Serve until SIGTERM: engine up and warm, then one line, then requests; on SIGTERM what runs is finished first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from lockstep.errors import InputError
+from lockstep.serve.app import application
+from lockstep.serve.bodies import Access
+from lockstep.serve.protocol import LimitedProtocol
+from lockstep.serve.service import Service
+from lockstep.serve.triton_infer import Triton
+from lockstep.serve.unix_socket import unix_socket
+
+if TYPE_CHECKING:
+    from lockstep.serve.grpc_server import GrpcServer
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen. port 0: any that is free; None: at no port."""
+
+    host: str = "127.0.0.1"
+    port: int | None = 8000
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, without its signal handlers: `serve` drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    service: Service,
+    address: Address,
+    access: Access,
+    drain: float,
+    say: Callable[[str], None],
+    grpc_port: int | None = None,
+    triton: Triton | None = None,
+    unix: Path | None = None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; a second one ends at once. drain: seconds that running requests have then. say:
+    gets the line of a server that is ready. grpc_port: where gRPC is served too, 0 for any that is free; None: nowhere.
+    triton: of the service, with options of its own. unix: a Unix socket that HTTP is served at too, or alone if the
+    address has no port. Raises InputError for an address that cannot be had, and LockstepError where the engine does
+    not start."""
+    with contextlib.ExitStack() as stack:
+        ends = [] if address.port is None else [stack.enter_context(contextlib.closing(_bound(address)))]
+        if unix is not None:
+            ends.append(stack.enter_context(unix_socket(unix)))
+        uvloop.run(_serve(service, ends, address.host, access, drain, say, grpc_port, triton or Triton(service)))
+
+
+@contextlib.asynccontextmanager
+async def listening(service: Service, path: Path) -> AsyncIterator[None]:
+    """Start a service and serve it on a Unix socket, until the context ends. Raises LockstepError where the engine does
+    not start."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as end:
+        end.bind(str(path))
+        server = _Server(_config(application(service)))
+        await service.start()
+        serving = asyncio.create_task(server.serve(sockets=[end]))
+        try:
+            while not (server.started or serving.done()):
+                await asyncio.sleep(0.005)
+            yield
+        finally:
+            await service.stop()
+            server.should_exit = True
+            await serving
+
+
+def _config(app: ASGIApp) -> uvicorn.Config:
+    # Once all requests are through, connections that are kept alive are closed; what is left has a moment more.
+    return uvicorn.Config(
+        app,
+        http=LimitedProtocol,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        server_header=False,
+        proxy_headers=False,
+    )
+
+
+async def _serve(
+    service: Service,
+    ends: list[socket.socket],
+    host: str,
+    access: Access,
+    drain: float,
+    say: Callable[[str], None],
+    grpc_port: int | None,
+    triton: Triton,
+) -> None:
+    server = _Server(_config(application(service, access, triton)))
+    signals, loop = asyncio.Queue[int](), asyncio.get_running_loop()
+    grpc = None if grpc_port is None else _grpc_server(triton, access, host, grpc_port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    asked = asyncio.create_task(signals.get())
+    starting = asyncio.create_task(service.start())
+    try:
+        await asyncio.wait((starting, asked), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return
+        await starting
+        serving = asyncio.create_task(server.serve(sockets=ends))
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0.005)
+        if grpc is not None:
+            await grpc.start()
+        ready, shown = service.ready, f"[{host}]" if ":" in host else host
+        places = [
+            f"unix:{end.getsockname()}" if end.family == socket.AF_UNIX else f"http://{shown}:{end.getsockname()[1]}"
+            for end in ends
+        ]
+        say(
+            f"ready: {' and '.join(places)} serves {service.name} "
+            f"({ready['backend']}, identity {ready['identity'][:12]}): up to {ready['max_batch_size']} requests of "
+            f"{ready['max_seq_len']} tokens at a time, {ready['num_pages']} pages of KV cache"
+            + (f"; gRPC at {shown}:{grpc.port}" if grpc is not None else "")
+        )
+        await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            draining = asyncio.create_task(service.drain(drain))
+            again = asyncio.create_task(signals.get())
+            await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
+            again.cancel()
+        await service.stop()
+        server.should_exit = True
+        await serving
+    finally:
+        asked.cancel()
+        await service.stop()
+        if grpc is not None:
+            await grpc.stop(1)
+
+
+def _grpc_server(triton: Triton, access: Access, host: str, port: int) -> GrpcServer:
+    from lockstep.serve.grpc_server import GrpcServer  # needs a package that HTTP does not
+
+    return GrpcServer(triton, access, host, port)
+
+
+def _bound(address: Address) -> socket.socket:
+    assert address.port is not None
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((address.host, address.port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise InputError(
+            f"--host, --port: expected an address that is free, found {address.host}:{address.port}: "
+            f"{getattr(error, 'strerror', None) or error}"
+        ) from None
+    return listening

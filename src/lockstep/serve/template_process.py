@@ -1,0 +1,175 @@
+"""Render a chat template in a process of its own: `python -m lockstep.serve.template_process`, frames on stdin and
+stdout.
+
+A template is a program of whoever published the checkpoint. Jinja's sandbox keeps it from Python's attributes, and
+nothing keeps it from loops without an end, or from a number or text that fills the memory; one expression may hold the
+interpreter for ever, so that no thread could be ended. A process can be: the kernel ends this one after `CPU_SECONDS`
+of processor time for a frame, and its memory and the files that it may write are limited.
+
+A frame is a length (big-endian, 32 bits) and JSON. The first brings the template, each one after it messages; each is
+answered with {"text"} or {"error"}, the latter one line.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+HEADER = struct.Struct(">I")
+CPU_SECONDS = 2.0
+MEMORY = 512 << 20  # bytes of address space beyond those at the start
+_ROOM = 1 << 20  # characters that a prompt may have beyond twice those of its frame
+_LONGEST_ERROR = 300
+_MARK = "<|the final message ends here|> "  # with a space: whether it is left tells whether the template trims
+
+
+class TooLong(Exception):
+    """A prompt that grows far beyond its messages."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks what the assistant said for those who train on it; a scope, and nothing else."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _PlainNamespace(Namespace):
+    """Jinja's `namespace`, whose attributes cannot have the names of Python's own."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        values = dict(*args, **kwargs)
+        super().__init__(values)
+        for name, value in values.items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"namespace: expected a name without _ before it, found {name!r}")
+        super().__setitem__(name, value)
+
+
+def environment() -> jinja2.Environment:
+    """What templates find in transformers: the same white space, extensions, filters and functions."""
+    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    found.filters["tojson"] = _to_json
+    found.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "namespace": _PlainNamespace,
+    }
+    return found
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Without the escapes of HTML that Jinja's own filter makes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mapping[str, Any], most: int) -> str:
+    """The prompt of a chat. asked: messages, add_generation_prompt, variables; continues: leave its last message open.
+
+    Raises what the template raises, TemplateError where the last message cannot be found in the prompt, and TooLong for
+    more than `most` characters.
+    """
+    messages = [_with_reasoning(message) for message in asked["messages"]]
+    final = messages[-1]["content"] if asked["continues"] else ""
+    if asked["continues"]:
+        messages[-1] = {**messages[-1], "content": final + _MARK}
+    variables = {"tools": None, "documents": None, **tokens, **asked["variables"], "messages": messages}
+    pieces, length = [], 0
+    for piece in template.generate(**variables, add_generation_prompt=asked["add_generation_prompt"]):
+        length += len(piece)
+        if length > most:
+            raise TooLong
+        pieces.append(piece)
+    text = "".join(pieces)
+    return _opened(text, final) if asked["continues"] else text
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message's reasoning has had three names; templates find it by the two that they know."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    found = next((message[name] for name in names if message.get(name) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def _opened(text: str, final: str) -> str:
+    """`text` up to the end of its final message. Where the template trims messages, that is trimmed too."""
+    before, mark, after = text.rpartition(_MARK.strip())
+    if not mark or final.strip() not in before:
+        raise TemplateError("the chat template leaves out the final message, or changes it: it cannot be continued")
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _answer(state: dict[str, Any], asked: Mapping[str, Any], most: int) -> dict[str, str]:
+    try:
+        if "template" in asked:
+            state["tokens"] = asked["special_tokens"]
+            state["template"] = environment().from_string(asked["template"])
+            return {"text": ""}
+        return {"text": rendered(state["template"], state["tokens"], asked, most)}
+    except TemplateSyntaxError as error:
+        return {"error": _line(f"line {error.lineno}: {error.message}")}
+    except TooLong:
+        return {"error": f"a prompt of more than {most} characters"}
+    except MemoryError:
+        return {"error": f"more than {MEMORY >> 20} MiB of memory"}
+    except TemplateError as error:
+        return {"error": _line(str(error))}
+    except Exception as error:  # whatever an expression of the template runs into
+        return {"error": _line(f"{type(error).__name__}: {error}")}
+
+
+def _line(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= _LONGEST_ERROR else f"{line[: _LONGEST_ERROR - 3]}..."
+
+
+def _limit() -> None:
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    for kind, most in ((resource.RLIMIT_AS, used + MEMORY), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(kind, (most, most))
+
+
+def main() -> None:
+    """Answer frames until stdin ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the API process, which ends this one
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    _limit()
+    state: dict[str, Any] = {}
+    while head := sys.stdin.buffer.read(HEADER.size):
+        data = sys.stdin.buffer.read(HEADER.unpack(head)[0])
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        answer = json.dumps(_answer(state, json.loads(data), 2 * len(data) + _ROOM)).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(HEADER.pack(len(answer)) + answer)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

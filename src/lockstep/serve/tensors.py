@@ -1,0 +1,165 @@
+"""Tensors of the KServe v2 protocol, as requests and answers carry them: JSON lists, or bytes (Triton's binary tensor
+data extension, and gRPC's raw contents: little-endian, row by row; a BYTES element is its length in 4 bytes, then it).
+
+In: names, datatypes, shapes and data that anybody may have sent. Out: NumPy arrays of exactly that type and shape, or
+BadRequest, which names the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.serve.bodies import BadRequest
+
+_LARGEST = 1 << 31  # elements: more than any body has bytes
+_LENGTH = struct.Struct("<I")
+DATATYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(bool),
+    "UINT8": np.dtype("u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    "BYTES": np.dtype(object),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """array: of the dtype that DATATYPES has for `datatype`; BYTES: objects that are bytes."""
+
+    name: str
+    datatype: str
+    array: np.ndarray
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.array.shape)
+
+
+def of(name: str, datatype: str, values: Any, *shape: int) -> Tensor:
+    """A tensor of an answer. values: numbers, or bytes."""
+    array = np.empty(len(values) if datatype == "BYTES" else 0, object)
+    if datatype == "BYTES":
+        array[:] = values
+    else:
+        array = np.asarray(values, DATATYPES[datatype])
+    return Tensor(name, datatype, array.reshape(shape or (-1,)))
+
+
+def check_declaration(name: str, datatype: str, shape: Sequence[int]) -> int:
+    """The number of elements of a tensor. Raises BadRequest for what no tensor has."""
+    if datatype not in DATATYPES:
+        raise BadRequest(f"{name}: datatype: expected one of {', '.join(DATATYPES)}, found {datatype[:20]!r}", name)
+    sizes = [max(1, size) for size in shape]  # of an empty tensor NumPy multiplies the others
+    if len(shape) > 8 or min(shape, default=0) < 0 or math.prod(sizes) >= _LARGEST:
+        raise BadRequest(f"{name}: shape: expected up to 8 sizes from 0 on, found {str(list(shape))[:60]}", name)
+    return math.prod(shape)
+
+
+def from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
+    """A tensor of JSON's values, flat or nested, row by row."""
+    count = check_declaration(name, datatype, shape)
+    flat: list[Any] = []
+    _flatten(data if isinstance(data, list) else [data], flat, 0)
+    if len(flat) != count:
+        raise BadRequest(f"{name}: data: expected {count} elements for shape {list(shape)}, found {len(flat)}", name)
+    return Tensor(name, datatype, values_array(name, datatype, flat).reshape(shape))
+
+
+def _flatten(values: list[Any], into: list[Any], depth: int) -> None:
+    for value in values:
+        if isinstance(value, list) and depth < 8:
+            _flatten(value, into, depth + 1)
+        else:
+            into.append(value)
+
+
+def values_array(name: str, datatype: str, values: list[Any]) -> np.ndarray:
+    """JSON's values as an array [len(values)] of a datatype. Raises BadRequest for a value of another type."""
+    dtype = DATATYPES[datatype]
+    if datatype == "BYTES":
+        return of(name, datatype, [_bytes(name, value) for value in values]).array
+    if datatype == "BOOL":
+        fits = lambda value: isinstance(value, bool)
+    elif dtype.kind in "iu":
+        lowest, highest = np.iinfo(dtype).min, np.iinfo(dtype).max
+        fits = lambda value: type(value) is int and lowest <= value <= highest
+    else:
+        largest = float(np.finfo(dtype).max)
+        fits = lambda value: type(value) in (int, float) and abs(value) <= largest
+    bad = next((value for value in values if not fits(value)), None)
+    if bad is not None or None in values:
+        raise BadRequest(f"{name}: expected a value of {datatype}, found {str(bad)[:40]!r}", name)
+    return np.array(values, dtype)
+
+
+def _bytes(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise BadRequest(f"{name}: expected a string, found {str(value)[:40]!r}", name)
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{name}: expected Unicode text, found a lone surrogate at {error.start}", name) from None
+
+
+def from_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes) -> Tensor:
+    """A tensor of binary data."""
+    count = check_declaration(name, datatype, shape)
+    if datatype == "BYTES":
+        return of(name, datatype, _elements(name, count, data), *shape) if count else _empty(name, datatype, shape)
+    dtype = DATATYPES[datatype]
+    if len(data) != count * dtype.itemsize:
+        raise BadRequest(
+            f"{name}: expected {count * dtype.itemsize} bytes for {datatype} of shape {list(shape)}, found {len(data)}",
+            name,
+        )
+    if datatype == "BOOL" and data.translate(None, b"\0\1"):
+        raise BadRequest(f"{name}: expected bytes 0 and 1 for BOOL, found another", name)
+    return Tensor(name, datatype, np.frombuffer(data, dtype).reshape(shape))
+
+
+def _empty(name: str, datatype: str, shape: Sequence[int]) -> Tensor:
+    return Tensor(name, datatype, np.empty(shape, DATATYPES[datatype]))
+
+
+def _elements(name: str, count: int, data: bytes) -> list[bytes]:
+    found: list[bytes] = []
+    at = 0
+    while at < len(data) and len(found) < count:
+        if at + _LENGTH.size > len(data):
+            break
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size + length
+        if at > len(data):
+            raise BadRequest(f"{name}: expected an element of {length} bytes, found the end of the data before", name)
+        found.append(data[at - length : at])
+    if len(found) != count or at != len(data):
+        raise BadRequest(f"{name}: expected {count} BYTES elements and no more, found {len(found)} and the rest", name)
+    return found
+
+
+def to_list(tensor: Tensor) -> list[Any]:
+    """JSON's values, row by row. BYTES that are no text have replacement characters."""
+    if tensor.datatype == "BYTES":
+        return [value.decode(errors="replace") for value in tensor.array.ravel()]
+    return tensor.array.ravel().tolist()
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Binary data."""
+    if tensor.datatype == "BYTES":
+        return b"".join(_LENGTH.pack(len(value)) + value for value in tensor.array.ravel())
+    return tensor.array.tobytes()

@@ -1,0 +1,231 @@
+"""A Triton request in, its responses out: output tensors, once for all, once for each answer, or as tokens come.
+
+HTTP and gRPC have this in common, and the ids of what runs, by which another request may stop it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lockstep.runtime.completion import Choice
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.service import Service
+from lockstep.serve.stream import Piece, Stream
+from lockstep.serve.tensors import Tensor, of
+from lockstep.serve.triton_inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
+from lockstep.serve.triton_steps import postprocess, preprocess
+
+
+@dataclass(frozen=True)
+class InferResponse:
+    """final: the last one of its request. ended: of its answer."""
+
+    outputs: Sequence[Tensor]
+    final: bool = True
+    ended: bool = True
+
+
+class Inference:
+    """A request that was taken. stream: what it waits for; None where nothing runs for it."""
+
+    stream: Stream | None = None
+
+    def __init__(self, outputs: Sequence[Tensor] = (), id: str = ""):
+        """id: as its client calls it, if it does."""
+        self._outputs, self.id = outputs, id
+
+    @property
+    def in_tokens(self) -> bool:
+        """Its request asks for tokens as they come."""
+        return False
+
+    async def whole(self) -> InferResponse:
+        """One response for all answers. Raises StreamError."""
+        return InferResponse(self._outputs)
+
+    async def parts(self, in_tokens: bool) -> AsyncIterator[InferResponse]:
+        """A response for each answer, or for all tokens that came meanwhile. Raises StreamError."""
+        yield InferResponse(self._outputs)
+
+    def close(self) -> None:
+        """End what has not ended: nobody waits for it any more."""
+
+
+class Triton:
+    """The five models before a service."""
+
+    def __init__(self, service: Service, fold_ids: bool = False):
+        """fold_ids: take prompts' token ids modulo the size of the vocabulary. Else one outside it is refused."""
+        self.service, self._fold_ids = service, fold_ids
+        self._running: dict[str, set[Generation]] = {}
+
+    async def infer(self, request: InferRequest) -> Inference:
+        """Take a request. Raises BadRequest, and StreamError where there is no room."""
+        batch = Batch(request.model, request.inputs, self.service.ready["max_batch_size"])
+        outputs = request.outputs
+        check_outputs(request)
+        kept = lambda made: [tensor for tensor in made if outputs is None or tensor.name in outputs]
+        if request.model.name == "preprocessing":
+            return Inference(kept(await preprocess(batch, self.service)), request.id)
+        if request.model.name == "postprocessing":
+            return Inference(kept(postprocess(batch, self.service)), request.id)
+        if any(batch.value("stop", number) for number in range(batch.size)):
+            if not request.id:
+                raise BadRequest("id: expected that of the request to stop, found none", "id")
+            for generation in list(self._running.get(request.id, ())):
+                generation.close()
+            return Inference(id=request.id)
+        generation = Generation(self, request, batch, await prompts_of(batch, self.service, self._fold_ids))
+        if request.id:
+            self._running.setdefault(request.id, set()).add(generation)
+        return generation
+
+    def forget(self, id: str, generation: Generation) -> None:
+        """It has ended."""
+        found = self._running.get(id, set())
+        found.discard(generation)
+        if not found:
+            self._running.pop(id, None)
+
+
+@dataclass(eq=False)
+class _Answer:
+    """One answer of a prompt. tokens: that are its, with their log-probabilities; text: of them, as it came; sent: how
+    many of them are out."""
+
+    batch: int
+    sequence: int
+    prompt: Prompt
+    choice: Choice
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    text: str = ""
+    sent: int = 0
+    ended: bool = False
+
+    def take(self, piece: Piece) -> None:
+        """Add what came. What follows a stop sequence is left out, and so is the end token."""
+        for place, token in enumerate(piece.token_ids):
+            last = place == len(piece.token_ids) - 1
+            if last and piece.finish == "stop_id" and token in self.prompt.end_ids:
+                break
+            self.tokens.append(token)
+            if piece.logprobs:
+                self.log_probs.append(float(np.maximum(piece.logprobs[place].chosen, -9999.0)))
+            if any(tuple(self.tokens[-len(stop) :]) == stop for stop in self.prompt.stop_ids):
+                self.ended = True
+                break
+        self.ended = self.ended or piece.finish is not None
+
+
+class Generation(Inference):
+    """A request that makes tokens, from the moment it is queued."""
+
+    def __init__(self, triton: Triton, request: InferRequest, batch: Batch, prompts: Sequence[Prompt]):
+        """Raises StreamError where there is no room."""
+        super().__init__(id=request.id)
+        self._triton, self._request = triton, request
+        self._tokenizer = triton.service.tokenizer
+        self._in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))
+        self._accumulates = request.model.name == "tensorrt_llm_bls" and request.parameters.get("accumulate_tokens")
+        self._batch_size, self._n = batch.size, max(prompt.ask.request.n for prompt in prompts)
+        stream = self.stream = triton.service.submit([prompt.ask for prompt in prompts])
+        self._answers = [
+            _Answer(number, sequence, prompt, choice)
+            for number, (prompt, active) in enumerate(zip(prompts, stream.actives))
+            for sequence, choice in enumerate(active.collector.completion.choices)
+        ]
+
+    @property
+    def in_tokens(self) -> bool:
+        return self._in_tokens
+
+    def close(self) -> None:
+        assert self.stream is not None
+        self._triton.service.cancel(self.stream)
+        self._triton.forget(self._request.id, self)
+
+    async def whole(self) -> InferResponse:
+        async for _ in self._added():
+            pass
+        return InferResponse(self._outputs_of(self._answers, list(map(self._whole_text, self._answers)), True))
+
+    async def parts(self, in_tokens: bool) -> AsyncIterator[InferResponse]:
+        async for answer, text in self._added():
+            final = all(each.ended for each in self._answers)
+            if in_tokens:
+                yield InferResponse(self._outputs_of([answer], [text], False), final, answer.ended)
+                answer.sent = len(answer.tokens)
+            elif answer.ended:
+                yield InferResponse(self._outputs_of([answer], [self._whole_text(answer)], True), final)
+
+    async def _added(self) -> AsyncIterator[tuple[_Answer, str]]:
+        """Answers to which something was added, and what: text, or all of it where it is accumulated."""
+        assert self.stream is not None
+        try:
+            async for pieces in self.stream:
+                for piece in pieces:
+                    answer = self._answers[piece.index]
+                    if answer.ended:
+                        continue  # a stop sequence has ended it, and the engine did not know yet
+                    answer.take(piece)
+                    text = piece.text + (self._stop_word(answer, piece) if piece.finish == "stop_string" else "")
+                    answer.text += text
+                    yield answer, answer.text if self._accumulates else text
+                if all(answer.ended for answer in self._answers):
+                    break
+        finally:
+            self.close()
+
+    def _stop_word(self, answer: _Answer, piece: Piece) -> str:
+        """The stop word that ended an answer: upstream gives it out, the service does not."""
+        end = len(answer.text) + len(piece.text)
+        text = self._tokenizer.decode(answer.tokens)
+        return next((word for word in answer.prompt.ask.stop if text.startswith(word, end)), "")
+
+    def _whole_text(self, answer: _Answer) -> str:
+        """With the prompt before it unless that is excluded; up to the end of a stop word."""
+        prompt = [] if answer.prompt.exclude_input else list(answer.prompt.ask.request.prompt_ids)
+        text = self._tokenizer.decode(prompt + answer.tokens)
+        if answer.choice.finish == "stop_string":
+            start = len(self._tokenizer.decode(prompt))
+            ends = [at + len(word) for word in answer.prompt.ask.stop if (at := text.find(word, start)) >= 0]
+            text = text[: min(ends, default=len(text))]
+        return text
+
+    def _outputs_of(self, answers: Sequence[_Answer], texts: Sequence[str], with_prompt: bool) -> list[Tensor]:
+        """Tensors of answers that go out together, side by side: of one, or of all."""
+        wanted, batch = self._request.outputs, len({answer.batch for answer in answers})
+        each = len(answers) // batch
+        made: list[Tensor] = []
+        if "text_output" in self._request.model.outputs:
+            made.append(of("text_output", "BYTES", [text.encode(errors="replace") for text in texts], len(texts)))
+        else:
+            rows = [
+                [*([] if answer.prompt.exclude_input or not with_prompt else answer.prompt.ask.request.prompt_ids)]
+                + answer.tokens[answer.sent :]
+                for answer in answers
+            ]
+            made.append(_padded("output_ids", "INT32", rows, -1, batch, each))
+            made.append(of("sequence_length", "INT32", list(map(len, rows)), batch, each))
+        # Where a client lists them without having asked for them, zeros, as upstream had them.
+        if any(answer.prompt.log_probs for answer in answers) or "cum_log_probs" in (wanted or ()):
+            made.append(of("cum_log_probs", "FP32", [sum(answer.log_probs) for answer in answers], batch, each))
+        if any(answer.prompt.log_probs for answer in answers) or "output_log_probs" in (wanted or ()):
+            rows = [(answer.log_probs or [0.0] * len(answer.tokens))[answer.sent :] for answer in answers]
+            made.append(_padded("output_log_probs", "FP32", rows, 0.0, batch, each))
+        if len(answers) == 1 and self._batch_size > 1:
+            made.append(of("batch_index", "INT32", [answers[0].batch], 1, 1))
+        if len(answers) == 1 and self._n > 1:
+            made.append(of("sequence_index", "INT32", [answers[0].sequence], 1, 1))
+        return [tensor for tensor in made if wanted is None or tensor.name in wanted]
+
+
+def _padded(name: str, datatype: str, rows: Sequence[Sequence[Any]], fill: Any, batch: int, each: int) -> Tensor:
+    length = max(map(len, rows))
+    values = [[*row, *[fill] * (length - len(row))] for row in rows]
+    return of(name, datatype, values, batch, each, length)

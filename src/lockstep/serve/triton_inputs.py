@@ -1,0 +1,251 @@
+"""Input tensors of a Triton request in, checked against its model; what each prompt of the batch asks for out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import InputError
+from lockstep.runtime.request import Request
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.service import Service
+from lockstep.serve.stream import Ask
+from lockstep.serve.tensors import Tensor
+from lockstep.serve.triton_models import NEVER_MADE, Model, Spec
+from lockstep.serve.words import with_spaces, words
+from lockstep.step.sampling import Sampling
+
+_LONG = 1 << 14  # characters, from which on a text is encoded in a thread
+# Names that the model tensorrt_llm has for the same as the others.
+_COMMON = {
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "request_output_len": "max_tokens",
+    "streaming": "stream",
+}
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """A request as a front end read it. inputs: all of them, by name. outputs: names asked for; None: all there are."""
+
+    model: Model
+    id: str
+    inputs: Mapping[str, Tensor]
+    outputs: tuple[str, ...] | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One element of a batch. end_ids: tokens that end it and are not given out; stop_ids: sequences of tokens that end
+    it and are."""
+
+    ask: Ask
+    end_ids: frozenset[int]
+    stop_ids: tuple[tuple[int, ...], ...]
+    exclude_input: bool
+    log_probs: bool
+
+
+class Batch:
+    """Inputs of a model, checked: `value` and `values` by name and number of the prompt."""
+
+    def __init__(self, model: Model, inputs: Mapping[str, Tensor], max_batch_size: int):
+        """Raises BadRequest for inputs that the model does not have, that are missing, that are of another datatype or
+        shape, and that ask for what this server cannot do."""
+        self._tensors: dict[str, np.ndarray] = {}
+        sizes: dict[str, int] = {}
+        for given, tensor in inputs.items():
+            spec = model.inputs.get(given)
+            if spec is None:
+                raise BadRequest(f"{given[:80]}: expected an input of the model {model.name}, found no such one", given)
+            _check(given, spec, tensor)
+            name = _COMMON.get(spec.name, spec.name)
+            if name in self._tensors:
+                raise BadRequest(f"{given}: expected once, found it and {spec.name}; leave one out", given)
+            self._tensors[name] = tensor.array
+            sizes[given] = tensor.array.shape[0]
+        for spec in model.listed:
+            if spec.use == "required" and _COMMON.get(spec.name, spec.name) not in self._tensors:
+                raise BadRequest(f"{spec.name}: expected this input of the model {model.name}, found none", spec.name)
+        self.size = next(iter(sizes.values()))
+        other = next((name for name, size in sizes.items() if size != self.size), None)
+        if other is not None:
+            raise BadRequest(f"{other}: expected a batch of {self.size} as before, found one of {sizes[other]}", other)
+        if not 1 <= self.size <= max_batch_size:
+            raise BadRequest(f"batch: expected 1 to {max_batch_size} prompts, found {self.size}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def values(self, name: str, number: int) -> np.ndarray:
+        """All values of a prompt's tensor, without the batch; an empty array where there is none."""
+        return self._tensors[name][number] if name in self._tensors else np.empty(0)
+
+    def value(self, name: str, number: int, default: Any = None) -> Any:
+        """The only value of a prompt's tensor."""
+        return self._tensors[name][number].item() if name in self._tensors else default
+
+    def texts(self, name: str, number: int) -> list[str]:
+        """Strings of a prompt's tensor, without empty ones, which stand for none."""
+        try:
+            return [value.decode() for value in self.values(name, number).ravel() if value]
+        except UnicodeDecodeError as error:
+            raise BadRequest(f"{name}: expected text in UTF-8, found {error}", name) from None
+
+
+def _check(given: str, spec: Spec, tensor: Tensor) -> None:
+    if tensor.datatype != spec.datatype:
+        raise BadRequest(f"{given}: datatype: expected {spec.datatype}, found {tensor.datatype}", given)
+    shape = tensor.shape
+    fits = len(shape) == 1 + len(spec.dims) and all(dim in (-1, size) for dim, size in zip(spec.dims, shape[1:]))
+    if not fits:
+        raise BadRequest(f"{given}: shape: expected {[-1, *spec.dims]} (-1: any), found {shape}", given)
+    if spec.use == "refused" and tensor.array.any():
+        raise BadRequest(f"{given}: not supported by this server; leave it out", given)
+
+
+def check_outputs(request: InferRequest) -> None:
+    """Raises BadRequest for an output that the model does not have."""
+    for name in request.outputs or ():
+        if name not in request.model.outputs and name not in NEVER_MADE:
+            raise BadRequest(f"{name[:80]}: expected an output of the model {request.model.name}, found no such one")
+
+
+async def prompts_of(batch: Batch, service: Service, fold_ids: bool) -> list[Prompt]:
+    """What the prompts of a batch for a model that makes tokens ask for. fold_ids: see `Triton`. Raises BadRequest."""
+    prompts = [await _prompt(batch, number, service, fold_ids) for number in range(batch.size)]
+    if len({prompt.ask.request.n for prompt in prompts}) > 1:
+        raise BadRequest("num_return_sequences: expected the same for all prompts of a batch, found different ones")
+    return prompts
+
+
+async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool) -> Prompt:
+    ready, tokenizer = service.ready, service.tokenizer
+    vocab_size, limit, longest = ready["vocab_size"], ready["max_input_len"], ready["max_seq_len"]
+    if batch.value("beam_width", number, 1) != 1:
+        raise BadRequest("beam_width: expected 1, as this server has no beam search, found another", "beam_width")
+    if "input_ids" in batch:
+        field_name, length = "input_ids", batch.value("input_lengths", number)
+        ids = batch.values("input_ids", number).tolist()
+        if not 1 <= length <= len(ids):
+            raise BadRequest(f"input_lengths: expected 1 to {len(ids)}, found {length}", "input_lengths")
+        ids = [token % vocab_size for token in ids[:length]] if fold_ids else ids[:length]
+        stop: tuple[str, ...] = ()
+        stop_ids = word_ids("stop_words_list", batch.values("stop_words_list", number))
+        bad_words = word_ids("bad_words_list", batch.values("bad_words_list", number))
+        bias = _biases(batch.values("embedding_bias", number))
+    else:
+        field_name = "text_input"
+        text = batch.texts("text_input", number)
+        ids = (await encoded(field_name, text[0] if text else "", tokenizer)).tolist()
+        stop, stop_ids = tuple(batch.texts("stop_words", number)), ()
+        bad_words = words("bad_words", with_spaces(batch.texts("bad_words", number)), tokenizer)
+        bias = word_biases(batch, "embedding_bias_words", "embedding_bias_weights", number, tokenizer)
+    room = longest - len(ids)
+    if not 1 <= len(ids) <= limit or room < 1:
+        raise BadRequest(
+            f"{field_name}: expected 1 to {min(limit, longest - 1)} tokens, found {len(ids)}; shorten it", field_name
+        )
+    for name, tokens in ((field_name, [ids]), ("bad_words", bad_words), ("stop_words", stop_ids), ("bias", [bias])):
+        check_ids(name, (token for each in tokens for token in each), vocab_size)
+    wanted = batch.value("max_tokens", number)
+    if wanted < 1:
+        raise BadRequest(f"max_tokens: expected 1 or more, found {wanted}", "max_tokens")
+    n = batch.value("num_return_sequences", number, 1) or 1
+    if not 1 <= n <= ready["max_batch_size"]:
+        raise BadRequest(f"num_return_sequences: expected 1 to {ready['max_batch_size']}, found {n}")
+    end_id = batch.value("end_id", number)
+    # -1, or another that is no token: the end never comes.
+    end_ids = frozenset(token for token in (ready["eos_token_ids"] if end_id is None else [end_id]))
+    end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
+    log_probs = batch.value("return_log_probs", number, False)
+    sampling = _sampling(batch, number, bias, bad_words, log_probs)
+    ends = end_ids | {tokens[0] for tokens in stop_ids if len(tokens) == 1}
+    # As upstream: what does not fit behind the prompt is not made, and is no error.
+    request = Request(ids, min(wanted, room), None, frozenset(ends), sampling, n)
+    exclude = batch.value("exclude_input_in_output", number, False)
+    return Prompt(Ask(request, stop), end_ids, stop_ids, exclude, log_probs)
+
+
+def _sampling(
+    batch: Batch, number: int, bias: Mapping[int, float], bad_words: tuple[tuple[int, ...], ...], log_probs: bool
+) -> Sampling:
+    """Upstream's defaults: greedy where neither top_k nor top_p is given, or both are 0; seed 0."""
+    top_k, top_p = batch.value("top_k", number, 0), batch.value("top_p", number, 0.0)
+    temperature = batch.value("temperature", number, 1.0)
+    if top_k == 1 or (top_k == 0 and top_p <= 0):
+        temperature = 0.0 if temperature >= 0 else temperature
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "seed")
+    given = {name: batch.value(name, number) for name in names if name in batch}
+    try:
+        return Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=1.0 if top_p <= 0 else top_p,
+            logit_bias=bias,
+            bad_words=bad_words,
+            logprobs=0 if log_probs else None,
+            **given,
+        )
+    except InputError as error:
+        raise BadRequest(str(error), str(error).partition(":")[0]) from None
+
+
+def check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    """Raises BadRequest for a token outside the vocabulary."""
+    bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise BadRequest(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad}", name)
+
+
+async def encoded(name: str, text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Token ids of a prompt, with the tokens that the tokenizer adds. Raises BadRequest."""
+    try:
+        return await asyncio.to_thread(tokenizer.encode, text) if len(text) > _LONG else tokenizer.encode(text)
+    except InputError as error:
+        raise BadRequest(str(error), name) from None
+
+
+def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Sequences of tokens from upstream's format [2, length]: tokens one behind the other, and below them where each
+    sequence ends, filled up with -1."""
+    if not rows.size:
+        return ()
+    tokens, found, start = rows[0].tolist(), [], 0
+    for end in rows[1].tolist():
+        if end == -1:
+            continue
+        if not start <= end <= len(tokens):
+            raise BadRequest(f"{name}: expected ends of words from {start} to {len(tokens)}, or -1, found {end}", name)
+        if end > start:
+            found.append(tuple(tokens[start:end]))
+        start = end
+    return tuple(found)
+
+
+def word_biases(
+    batch: Batch, words_name: str, weights_name: str, number: int, tokenizer: Tokenizer
+) -> dict[int, float]:
+    """What to add to the logits of the tokens of words. Raises BadRequest."""
+    raw, weights = batch.values(words_name, number), batch.values(weights_name, number)
+    if len(raw) != len(weights):
+        raise BadRequest(f"{weights_name}: expected {len(raw)}, one for each word, found {len(weights)}", weights_name)
+    found: dict[int, float] = {}
+    for word, weight in zip(raw, weights.tolist()):
+        if word:
+            text = word.decode(errors="replace")
+            for tokens in words(words_name, [text], tokenizer):
+                for token in tokens:
+                    found[token] = found.get(token, 0.0) + weight
+    return found
+
+
+def _biases(values: np.ndarray) -> dict[int, float]:
+    return {int(token): float(values[token]) for token in np.flatnonzero(values)}

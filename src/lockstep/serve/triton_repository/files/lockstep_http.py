@@ -1,0 +1,138 @@
+"""HTTP to `lockstep serve --unix`: what the model.py files of this repository share. NumPy and the standard library."""
+
+import contextlib
+import http.client
+import json
+import socket
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+_KINDS = {"b": "BOOL", "i": "INT", "u": "UINT", "f": "FP", "O": "BYTES", "S": "BYTES"}
+_CODES = {400: "INVALID_ARG", 404: "NOT_FOUND", 413: "INVALID_ARG", 429: "UNAVAILABLE", 503: "UNAVAILABLE"}
+
+
+class ServerError(Exception):
+    """What the server says is wrong; status: of HTTP."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status = status
+
+
+class Connection(http.client.HTTPConnection):
+    """A connection to the Unix socket at `path`."""
+
+    def __init__(self, path, timeout=None):
+        super().__init__("localhost", timeout=timeout)
+        self.path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        try:
+            self.sock.connect(self.path)
+        except OSError as error:
+            self.sock.close()
+            raise ServerError(
+                503, f"no server listens at {self.path} ({error}); the model tensorrt_llm starts it"
+            ) from None
+
+
+def call(connection, method, path, body=None):
+    """The JSON of an answer; of none, None. Raises ServerError."""
+    connection.request(method, path, None if body is None else json.dumps(body))
+    answer = connection.getresponse()
+    data = json.loads(answer.read() or "null")
+    if answer.status != 200:
+        raise ServerError(answer.status, data["error"] if data and "error" in data else f"status {answer.status}")
+    return data
+
+
+class Stream:
+    """Events of /generate_stream. `cancel`, from any thread, ends it: the server sees that its client is gone."""
+
+    def __init__(self, path, model, body):
+        self.is_cancelled = False
+        self._connection = Connection(path)
+        self._connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(body))
+        self._socket = self._connection.sock
+
+    def __iter__(self):
+        answer = self._connection.getresponse()
+        if answer.status != 200:
+            raise ServerError(answer.status, json.loads(answer.read())["error"])
+        for line in answer:
+            if line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ServerError(500, event["error"])
+                yield event
+
+    def cancel(self):
+        self.is_cancelled = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        self._connection.close()
+
+
+def parameters(args):
+    """The parameters of a model's config.pbtxt."""
+    given = json.loads(args["model_config"])["parameters"]
+    return {name: value["string_value"] for name, value in given.items()}
+
+
+def output_types(args):
+    """NumPy type and number of dimensions, with the batch, of each output of a model."""
+    outputs = json.loads(args["model_config"])["output"]
+    kind = pb_utils.triton_string_to_numpy
+    return {each["name"]: (kind(each["data_type"]), 1 + len(each["dims"])) for each in outputs}
+
+
+def arrays(request):
+    """Inputs of a request, by name."""
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def values(array):
+    """JSON's values of an array, flat."""
+    return [value.decode() if isinstance(value, bytes) else value for value in array.ravel().tolist()]
+
+
+def infer_body(request, outputs=()):
+    """The body of /infer that asks for what a request asks for. Raises ServerError."""
+    inputs = []
+    for name, array in arrays(request).items():
+        kind = _KINDS[array.dtype.kind] + (str(8 * array.dtype.itemsize) if array.dtype.kind in "iuf" else "")
+        inputs.append({"name": name, "datatype": kind, "shape": list(array.shape), "data": text_or_error(name, array)})
+    wanted = [{"name": name} for name in request.requested_output_names() if name in outputs]
+    return {"id": request.request_id(), "inputs": inputs, "outputs": wanted}
+
+
+def text_or_error(name, array):
+    """`values`. Raises ServerError for bytes that are no text."""
+    try:
+        return values(array)
+    except UnicodeDecodeError as error:
+        raise ServerError(400, f"{name}: expected text in UTF-8, found {error}") from None
+
+
+def infer_response(answer, types):
+    """Triton's response of an answer of /infer."""
+    made = []
+    for output in answer["outputs"]:
+        data = [value.encode() for value in output["data"]] if output["datatype"] == "BYTES" else output["data"]
+        made.append(tensor(output["name"], np.array(data, types[output["name"]][0]).reshape(output["shape"])))
+    return pb_utils.InferenceResponse(made)
+
+
+def tensor(name, array):
+    return pb_utils.Tensor(name, array)
+
+
+def error_response(error):
+    """Triton's response of an error."""
+    code = getattr(pb_utils.TritonError, _CODES.get(getattr(error, "status", 500), "INTERNAL"))
+    return pb_utils.InferenceResponse([], pb_utils.TritonError(str(error), code))

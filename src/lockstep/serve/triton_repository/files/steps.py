@@ -1,0 +1,37 @@
+"""preprocessing and postprocessing of a Triton repository that `lockstep triton` wrote: text to tokens, or back. The
+server does it: a request is passed on as it is."""
+
+import contextlib
+import http.client
+
+import lockstep_http as server
+
+
+class TritonPythonModel:
+    """One thread and one connection: responses of a stream leave in the order in which they came."""
+
+    def initialize(self, args):
+        self._path = f"/v2/models/{args['model_name']}/infer"
+        self._types = server.output_types(args)
+        self._connection = server.Connection(server.parameters(args)["lockstep_socket"], 60)
+
+    def execute(self, requests):
+        return [self._response(request) for request in requests]
+
+    def finalize(self):
+        self._connection.close()
+
+    def _response(self, request):
+        try:
+            body = server.infer_body(request, self._types)
+            try:
+                answer = server.call(self._connection, "POST", self._path, body)
+            except (ConnectionError, http.client.HTTPException):
+                # The server ended, or closed a connection that was idle. Doing a step twice changes nothing.
+                self._connection.close()
+                answer = server.call(self._connection, "POST", self._path, body)
+            return server.infer_response(answer, self._types)
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                self._connection.close()
+            return server.error_response(error)

@@ -1,0 +1,61 @@
+"""tensorrt_llm of a Triton repository that `lockstep triton` wrote: tokens in, tokens out. It starts the server of all
+models where none listens, and ends the one that it started."""
+
+import contextlib
+import http.client
+import shlex
+import threading
+
+import lockstep_http as server
+import lockstep_process
+import lockstep_streams
+import triton_python_backend_utils as pb_utils
+
+_WINDOW = 32  # tokens before a piece by which postprocessing knows its spaces and unfinished characters
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        given = server.parameters(args)
+        self._path, seconds = given["lockstep_socket"], float(given["lockstep_start_seconds"])
+        self._process = lockstep_process.Process(self._path, shlex.split(given["lockstep_command"]), seconds)
+        self._process.ensure()
+        # Kept: a metric is of no use once its family is deleted.
+        self._family = pb_utils.MetricFamily("lockstep_requests", "Requests, by state.", pb_utils.MetricFamily.GAUGE)
+        self._gauges = {state: self._family.Metric(labels={"state": state}) for state in ("running", "waiting")}
+        self._streams = lockstep_streams.Streams(args, self._respond)
+        self._ended, period = threading.Event(), int(given["stats_check_period_ms"]) / 1000
+        # The only thread that touches metrics: several kill Triton's stub process.
+        self._reporter = threading.Thread(target=self._report, args=(period,), daemon=True)
+        self._reporter.start()
+
+    def execute(self, requests):
+        return self._streams.execute(requests)
+
+    def finalize(self):
+        self._ended.set()
+        self._process.stop()
+        self._reporter.join()
+        self._streams.close()
+
+    def _report(self, period):
+        while not self._ended.wait(period):
+            with contextlib.suppress(OSError, server.ServerError, http.client.HTTPException):
+                if self._process.has_died():
+                    self._process.ensure()
+                with contextlib.closing(server.Connection(self._path, 10)) as connection:
+                    status = server.call(connection, "GET", "/status")
+                for state, gauge in self._gauges.items():
+                    gauge.set(status[state])
+
+    def _respond(self, event, state, number, body):
+        length, ids = event["sequence_length"], event["output_ids"]
+        ids = (ids if isinstance(ids, list) else [ids])[:length]
+        before = state.get("ids", [])
+        # Postprocessing keeps nothing between pieces, so each piece brings the tokens that are out already.
+        state["ids"] = (before + ids)[-_WINDOW:]
+        has_prompt = not (body.get("streaming") == [True] or body["exclude_input_in_output"] in (True, [True]))
+        num_new = length - (body["input_lengths"][0] if has_prompt else 0)
+        made = lockstep_streams.common_outputs(event, number, num_new)
+        made |= {"output_ids": ids or [-1], "sequence_length": length, "CONTEXT_IDS": before or [-1]}
+        return made | {"IS_LAST": event["answer_ended"]}

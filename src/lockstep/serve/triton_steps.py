@@ -1,0 +1,98 @@
+"""The models preprocessing and postprocessing: text to tokens and back, for clients that chain the models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.errors import InputError
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.service import Service
+from lockstep.serve.tensors import Tensor, of
+from lockstep.serve.triton_inputs import Batch, check_ids, encoded, with_spaces, word_biases, words
+
+
+async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
+    """Tokens of the texts of a batch, and its words as tokens. Raises BadRequest."""
+    tokenizer, count = service.tokenizer, range(batch.size)
+    ends = service.ready["eos_token_ids"]
+    end = batch_values(batch, "END_ID", ends[0] if ends else -1)
+    pad = batch_values(batch, "PAD_ID", ends[0] if ends else 0)
+    texts = [next(iter(batch.texts("QUERY", number)), "") for number in count]
+    ids = [(await encoded("QUERY", text, tokenizer)).tolist() for text in texts]
+    longest = max(map(len, ids))
+    padded = [tokens + [fill] * (longest - len(tokens)) for tokens, fill in zip(ids, pad)]
+    bad = [words("BAD_WORDS_DICT", with_spaces(batch.texts("BAD_WORDS_DICT", each)), tokenizer) for each in count]
+    stop = [words("STOP_WORDS_DICT", batch.texts("STOP_WORDS_DICT", each), tokenizer) for each in count]
+    biases = [
+        word_biases(batch, "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", number, tokenizer) for number in count
+    ]
+    bias = np.zeros((batch.size, service.ready["vocab_size"] if any(biases) else 0), np.float32)
+    for row, found in zip(bias, biases):
+        check_ids("EMBEDDING_BIAS_WORDS", found, service.ready["vocab_size"])
+        for token, weight in found.items():
+            row[token] = weight
+    column = lambda name, values: of(name, "INT32", values, batch.size, 1)
+    return [
+        of("INPUT_ID", "INT32", padded, batch.size, longest),
+        column("REQUEST_INPUT_LEN", list(map(len, ids))),
+        column("DECODER_INPUT_ID", pad),
+        column("REQUEST_DECODER_INPUT_LEN", [1] * batch.size),
+        _word_lists("BAD_WORDS_IDS", bad),
+        _word_lists("STOP_WORDS_IDS", stop),
+        of("EMBEDDING_BIAS", "FP32", bias, *bias.shape),
+        column("REQUEST_OUTPUT_LEN", batch_values(batch, "REQUEST_OUTPUT_LEN", 0)),
+        column("OUT_END_ID", end),
+        column("OUT_PAD_ID", pad),
+    ]
+
+
+def batch_values(batch: Batch, name: str, default: int) -> list[int]:
+    """A value of each prompt."""
+    return [batch.value(name, number, default) for number in range(batch.size)]
+
+
+def _word_lists(name: str, lists: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    """What `word_ids` reads: [batch, 2, length]; length 0 where no prompt has a word."""
+    length = max(sum(map(len, each)) for each in lists)
+    rows = np.zeros((len(lists), 2, length), np.int32)
+    rows[:, 1] = -1
+    for row, each in zip(rows, lists):
+        flat = [token for tokens in each for token in tokens]
+        row[0, : len(flat)] = flat
+        row[1, : len(each)] = np.cumsum([len(tokens) for tokens in each])
+    return of(name, "INT32", rows, *rows.shape)
+
+
+def postprocess(batch: Batch, service: Service) -> list[Tensor]:
+    """Texts of tokens [batch, beams, length], of each as many as SEQUENCE_LENGTH [batch, beams] says. Raises
+    BadRequest.
+
+    With CONTEXT_IDS [batch, beams, any], filled up with -1, the tokens are a piece of a stream and come behind those:
+    spaces at its start are kept, and a character that is cut off at its end comes with the next piece, unless IS_LAST.
+    """
+    texts = []
+    for number in range(batch.size):
+        beams, lengths = batch.values("TOKENS_BATCH", number), batch.values("SEQUENCE_LENGTH", number).tolist()
+        if len(lengths) != len(beams):
+            raise BadRequest(f"SEQUENCE_LENGTH: expected {len(beams)} lengths, found {len(lengths)}", "SEQUENCE_LENGTH")
+        contexts = batch.values("CONTEXT_IDS", number) if "CONTEXT_IDS" in batch else [None] * len(beams)
+        if len(contexts) != len(beams):
+            raise BadRequest(f"CONTEXT_IDS: expected {len(beams)} rows, found {len(contexts)}", "CONTEXT_IDS")
+        for tokens, length, context in zip(beams, lengths, contexts):
+            if not 0 <= length <= len(tokens):
+                raise BadRequest(f"SEQUENCE_LENGTH: expected 0 to {len(tokens)}, found {length}", "SEQUENCE_LENGTH")
+            if (tokens[:length] < 0).any():
+                raise BadRequest("TOKENS_BATCH: expected tokens from 0 on, found a negative one", "TOKENS_BATCH")
+            try:
+                if context is None:
+                    texts.append(service.tokenizer.decode(tokens[:length]).encode())
+                else:
+                    stream = service.tokenizer.stream(context[context >= 0].tolist())
+                    text = "".join(map(stream.push, tokens[:length].tolist()))
+                    last = batch.value("IS_LAST", number, True)
+                    texts.append((text + (stream.finish() if last else "")).encode())
+            except InputError as error:
+                raise BadRequest(str(error), "TOKENS_BATCH") from None
+    return [of("OUTPUT", "BYTES", texts, len(texts))]

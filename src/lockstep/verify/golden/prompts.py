@@ -1,0 +1,140 @@
+"""The prompts of a reference, and what a differing token means. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.artifacts.dtypes import numpy_dtype
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.reference import LongPrompt, ReferenceManifest
+from lockstep.artifacts.reports import TokenDifference
+from lockstep.checkpoint.safetensors_header import read_header
+from lockstep.errors import InputError
+from lockstep.verify.golden.forced import Forced
+from lockstep.verify.golden.text import new_text
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the reference: logits [len(tokens), vocab_size] float32, gaps between the two largest of each step,
+    expected text."""
+
+    text: str
+    prompt_ids: Sequence[int]
+    tokens: Sequence[int]
+    new_text: str
+    logits: np.ndarray
+    gaps: Sequence[float | None]
+    expected: str | None
+
+    @property
+    def total(self) -> int:
+        """Tokens that bring the last of `logits`: the last of `tokens` is never brought."""
+        return len(self.prompt_ids) + len(self.tokens) - 1
+
+    def forced(self, ends: Sequence[int], earlier: Mapping[int, np.ndarray] | None = None) -> Forced:
+        """Take this prompt and its answer as given, in pieces that end at `ends`; earlier: logits within the prompt."""
+        tokens = np.array([*self.prompt_ids, *self.tokens[:-1]], np.int64)
+        behind = {len(self.prompt_ids) + step: row for step, row in enumerate(self.logits)}
+        return Forced(self.text, tokens, {**(earlier or {}), **behind}, tuple(ends))
+
+
+@dataclass(frozen=True)
+class Long:
+    """The long prompt. prompt: as the others, with a name for its text; edges: numbers of tokens at which it is cut,
+    the last is all of it;
+    logits: {number of tokens: logits [vocab_size] float32 behind so many of it}."""
+
+    prompt: Prompt
+    edges: tuple[int, ...]
+    logits: Mapping[int, np.ndarray]
+
+
+def read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
+    manifest = ReferenceManifest.load(path)
+    logits = _read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
+    entries = manifest.prompts
+    texts = list(expected) or [None] * len(entries)
+    if len(texts) != len(entries):
+        raise InputError(
+            f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again"
+        )
+    prompts = []
+    for i, (entry, text) in enumerate(zip(entries, texts)):
+        gaps = [step.gap for step in entry.steps]
+        prompts.append(
+            Prompt(entry.text, entry.prompt_ids, entry.tokens, entry.new_text, logits[f"logits.{i}"], gaps, text)
+        )
+    return prompts, _read_long(manifest.long, logits), manifest
+
+
+def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray]) -> Long | None:
+    if entry is None:
+        return None
+    two = np.sort(logits["long.logits"], axis=1)[:, -2:]
+    gaps = [float(row[1] - row[0]) if len(row) > 1 else None for row in two]
+    prompt = Prompt("the long prompt", entry.prompt_ids, entry.tokens, "", logits["long.logits"], gaps, None)
+    return Long(prompt, entry.edges, dict(zip(entry.counts, logits["long.prompt"], strict=True)))
+
+
+def _read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
+    if not path.is_file() or sha256_file(path) != sha256:
+        found = "other bytes" if path.is_file() else "no file"
+        raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")
+    data = np.fromfile(path, np.uint8)
+    return {
+        name: data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype)).reshape(record.shape)
+        for name, record in read_header(path).items()
+    }
+
+
+def first_difference(
+    prompt: Prompt,
+    expected: Sequence[int],
+    found: Sequence[int],
+    tolerance: float,
+    decode: Callable[[Sequence[int]], str],
+) -> tuple[TokenDifference | None, tuple[int, str] | None]:
+    """The first differing token, or None: behind it the histories differ, and nothing can be compared; and the step and
+    what is wrong with it, where it is not accepted.
+
+    It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest, are
+    nearer to each other than the tolerance.
+    """
+    step = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), None)
+    if step is None and len(expected) != len(found):
+        step = min(len(expected), len(found))
+        wrong = f"expected {len(expected)} tokens, found {len(found)}"
+        return TokenDifference(step, None, None, None, False), (step, wrong)
+    if step is None:
+        return None, None
+    gap, row = prompt.gaps[step], prompt.logits[step]
+    apart = abs(float(row[expected[step]]) - float(row[found[step]]))
+    accepted = gap is not None and max(gap, apart) < tolerance
+    why = (
+        f"another one is accepted where the gap is below {tolerance:g}, here it is {gap:.3g}"
+        if gap is not None
+        else "there is no gap"
+    )
+    wrong = f"expected token {expected[step]}, found {found[step]}; {why}"
+    texts = _token_texts(prompt, expected, found, step, decode)
+    difference = TokenDifference(step, expected[step], found[step], gap, accepted, *texts)
+    return difference, None if accepted else (step, wrong)
+
+
+def _token_texts(
+    prompt: Prompt, expected: Sequence[int], found: Sequence[int], step: int, decode: Callable[[Sequence[int]], str]
+) -> tuple[str, str, str]:
+    """The text before the first differing token, and what either token adds to it: the expected one, the found one."""
+    text = lambda tokens: new_text(decode, prompt.prompt_ids, tokens)
+    before = text(expected[:step])
+    of = lambda tokens: text(tokens[: step + 1])[len(before) :]
+    return before, of(expected), of(found)
+
+
+def short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."

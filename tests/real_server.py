@@ -1,0 +1,182 @@
+"""`lockstep serve` in a process of its own, and requests to it as any client makes them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from demo_model import CONFIG
+
+from lockstep.artifacts.files import write_json
+from lockstep.targets import Results
+
+STARTS = 60  # seconds that a start may take on a busy machine
+ENDS = 20
+
+
+def make_tree(folder: Path, demo: Results, **limits: int) -> Path:
+    """Results of the demo that a server can be started on, with limits of its own."""
+    shutil.copytree(demo.root, folder, dirs_exist_ok=True, copy_function=os.link)
+    config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update=limits)})
+    write_json(Results(folder).config(), config.dump())
+    return folder
+
+
+class RealServer:
+    """A server that is ready. `url`, and `line`: what it said of itself. Use as a context: it is ended with SIGTERM,
+    and must then end by itself."""
+
+    def __init__(self, tree: Path, *options: object, target: str | None = "demo-llama/fp32/all", **environment: str):
+        arguments = ["serve", *([target] if target else []), "--results", tree, "--port", 0, *options]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep", *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(tree / "stderr.txt").open("wb"),
+            text=True,
+            env={**os.environ, "LOCKSTEP_THREADS": "1", **environment},
+        )
+        self._stderr = tree / "stderr.txt"
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], STARTS)
+        self.line = self.process.stdout.readline() if readable else ""
+        found = re.match(r"ready: (http://\S+:(\d+)) ", self.line)
+        if found is None:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"the server did not start: {self.line!r} {self.stderr}")
+        self.url, self.port = found[1], int(found[2])
+
+    def __enter__(self) -> RealServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(ENDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    @property
+    def engine_pid(self) -> int:
+        """The process that steps: the server's only child that does."""
+        for path in Path("/proc", str(self.process.pid), "task").glob("*/children"):
+            for child in path.read_text().split():
+                if b"lockstep.serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
+                    return int(child)
+        raise AssertionError("there is no engine process")
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, seconds: float = 60
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers (names in small letters) and body. body: bytes, or what is sent as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        try:
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, headers or {})
+            answer = connection.getresponse()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Any:
+        """The JSON at `path`, whatever its status."""
+        return json.loads(self.request("GET", path)[2])
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The JSON that a request is answered with; it must succeed."""
+        status, _, data = self.request("POST", path, body)
+        assert status == 200, (status, data)
+        return json.loads(data)
+
+    def complete(self, prompt: Any, max_tokens: int = 16, **body: Any) -> Any:
+        """A completion of the demo model, greedy unless told otherwise."""
+        given = {"model": "demo-llama", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        return self.post("/v1/completions", **{**given, **body})
+
+    @contextmanager
+    def opened(self, prompt: Any, max_tokens: int = 16, path: str = "/v1/completions", **body: Any) -> Iterator[Events]:
+        """A stream that may be left before its end."""
+        given = {"model": "demo-llama", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        events = Events(self.port, path, {**given, **body})
+        try:
+            yield events
+        finally:
+            events.close()
+
+    def wait_until(self, holds: Any, seconds: float = 20) -> Any:
+        """Ask for /status until `holds` of it; gives it."""
+        end = time.monotonic() + seconds
+        while True:
+            status = self.get("/status")
+            if holds(status):
+                return status
+            assert time.monotonic() < end, status
+            time.sleep(0.01)
+
+    def wait_idle(self) -> None:
+        """Until nothing runs or waits; then all pages that hold no reusable prefix must be free."""
+        self.wait_until(lambda status: not status["running"] and not status["waiting"])
+        pages = self.get("/status")["pages"]
+        assert pages["used"] == 0, pages
+
+
+class Events:
+    """Server-sent events of one request: iterate to get their JSON. `status`, and `error`: the body of a refusal."""
+
+    def __init__(self, port: int, path: str, body: dict[str, Any]):
+        self.socket = socket.create_connection(("127.0.0.1", port), 60)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port)
+        self._connection.sock = self.socket
+        self._connection.request("POST", path, json.dumps(body))
+        self._answer: http.client.HTTPResponse | None = None
+        self.done = False  # the stream said that it is through
+
+    @property
+    def answer(self) -> http.client.HTTPResponse:
+        if self._answer is None:
+            self._answer = self._connection.getresponse()
+        return self._answer
+
+    @property
+    def status(self) -> int:
+        return self.answer.status
+
+    def __iter__(self) -> Iterator[Any]:
+        for line in self.answer:
+            if line.startswith(b"data: [DONE]"):
+                self.done = True
+            elif line.startswith(b"data: "):
+                yield json.loads(line[6:])
+
+    def text(self) -> str:
+        """The rest of the text of a completion."""
+        return "".join(choice.get("text", "") for event in self for choice in event["choices"])
+
+    def close(self) -> None:
+        """Break the connection off."""
+        if self._answer is not None:
+            self._answer.close()
+        self._connection.close()
+        self.socket.close()

@@ -1,0 +1,179 @@
+"""What tritonclient gets from a server: `python triton_client.py HTTP_PORT GRPC_PORT` prints it as JSON. It runs in an
+environment of its own (envs/tritonclient.txt), as its pins and the project's cannot be had together."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+PROMPT = "What is machine learning?"
+TEXT = {
+    "text_input": np.array([[PROMPT]], object),
+    "max_tokens": np.array([[20]], np.int32),
+    "bad_words": np.array([[""]], object),
+    "stop_words": np.array([[""]], object),
+    "end_id": np.array([[2]], np.int32),
+    "temperature": np.array([[1.0]], np.float32),
+}
+
+
+def tensors(module: Any, values: dict[str, np.ndarray]) -> list[Any]:
+    made = []
+    for name, value in values.items():
+        each = module.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+        each.set_data_from_numpy(value)
+        made.append(each)
+    return made
+
+
+def described(client: Any, **more: Any) -> dict[str, Any]:
+    """What both protocols say of the server."""
+    return {
+        "live": client.is_server_live(),
+        "ready": client.is_server_ready(),
+        "model_ready": [client.is_model_ready("ensemble"), client.is_model_ready("tensorrt_llm", "1")],
+        "server": client.get_server_metadata(**more),
+        "metadata": client.get_model_metadata("tensorrt_llm", **more),
+        "config": client.get_model_config("tensorrt_llm", **more),
+        "index": client.get_model_repository_index(**more),
+    }
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except InferenceServerException as error:
+        return f"{error.status()}: {error.message()}"
+    return "taken"
+
+
+def of_http(port: str) -> dict[str, Any]:
+    client = httpclient.InferenceServerClient(f"127.0.0.1:{port}", concurrency=4)
+    inputs = tensors(httpclient, TEXT)
+    outputs = [httpclient.InferRequestedOutput("text_output", binary_data=binary) for binary in (True, False)]
+    texts = [client.infer("ensemble", inputs, outputs=[output]).as_numpy("text_output") for output in outputs]
+    texts.append(client.infer("ensemble", inputs).as_numpy("text_output"))
+    together = [client.async_infer("tensorrt_llm_bls", inputs, request_id=str(number)) for number in range(4)]
+    texts += [each.get_result().as_numpy("text_output") for each in together]
+    return {
+        **described(client),
+        "texts": [text[0] if isinstance(text[0], str) else text[0].decode() for text in texts],
+        "refused": refused(lambda: client.infer("gpt", inputs)),
+    }
+
+
+class Streamed:
+    """Responses of a stream of requests, in the order in which they come."""
+
+    def __init__(self, client: Any):
+        self.client, self.queue = client, queue.Queue()
+        client.start_stream(callback=lambda result, error: self.queue.put((result, error)))
+
+    def rest_of(self, id: str) -> list[Any]:
+        """Responses of a request up to its last."""
+        found = []
+        while True:
+            result, error = self.queue.get(timeout=30)
+            if error is not None:
+                raise error
+            response = result.get_response()
+            if response.id == id:
+                found.append(result)
+                if response.parameters["triton_final_response"].bool_param:
+                    return found
+
+
+def core(client: Any, num_tokens: int, **more: np.ndarray) -> dict[str, np.ndarray]:
+    """Inputs of tensorrt_llm, made by the model before it, as clients that chain the models do."""
+    given = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
+    made = client.infer("preprocessing", tensors(grpcclient, given))
+    names = {"INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len"}
+    return {**{to: made.as_numpy(name) for name, to in names.items()}, "end_id": np.array([[-1]], np.int32), **more}
+
+
+def stop_inputs() -> list[Any]:
+    return tensors(
+        grpcclient,
+        {
+            "input_ids": np.empty([1, 1], np.int32),
+            "input_lengths": np.zeros([1, 1], np.int32),
+            "request_output_len": np.array([[0]], np.int32),
+            "stop": np.array([[True]]),
+        },
+    )
+
+
+def ids(results: list[Any]) -> list[int]:
+    return [int(token) for result in results for token in result.as_numpy("output_ids")[0][0]]
+
+
+def of_grpc(port: str) -> dict[str, Any]:
+    client = grpcclient.InferenceServerClient(f"127.0.0.1:{port}")
+    streaming = np.array([[True]])
+    whole = core(client, 24)
+    long = core(client, 230, streaming=streaming)
+    found = {
+        **described(client, as_json=True),
+        "text": client.infer("ensemble", tensors(grpcclient, TEXT)).as_numpy("text_output")[0].decode(),
+        "whole": ids([client.infer("tensorrt_llm", tensors(grpcclient, whole))]),
+        "num_prompt_tokens": whole["input_ids"].shape[1],
+        "refused": refused(lambda: client.infer("gpt", tensors(grpcclient, TEXT))),
+    }
+    stream = Streamed(client)
+    client.async_stream_infer("tensorrt_llm", tensors(grpcclient, {**whole, "streaming": streaming}), request_id="a")
+    client.async_stream_infer("ensemble", tensors(grpcclient, {**TEXT, "stream": streaming}), request_id="b")
+    both: dict[str, list[Any]] = {"a": [], "b": []}
+    finals = 0
+    while finals < 2:
+        result, error = stream.queue.get(timeout=30)
+        response = result.get_response()
+        both[response.id].append(result)
+        finals += response.parameters["triton_final_response"].bool_param
+    found["streamed"] = ids(both["a"])
+    found["streamed_text"] = "".join(result.as_numpy("text_output")[0].decode() for result in both["b"])
+    found["sequence_lengths"] = [int(result.as_numpy("sequence_length")[0][0]) for result in both["a"]]
+    # Two answers of one prompt, whole: a response each.
+    client.async_stream_infer(
+        "tensorrt_llm",
+        tensors(grpcclient, {**whole, "num_return_sequences": np.array([[2]], np.int32)}),
+        request_id="n",
+    )
+    found["sequences"] = sorted(int(result.as_numpy("sequence_index")[0][0]) for result in stream.rest_of("n"))
+    # Wrong: of this request alone.
+    client.async_stream_infer("ensemble", tensors(grpcclient, {"text_input": TEXT["text_input"]}), request_id="wrong")
+    found["error"] = str(stream.queue.get(timeout=30)[1])
+    client.async_stream_infer("tensorrt_llm", tensors(grpcclient, long), request_id="stopped")
+    first = stream.queue.get(timeout=30)[0]
+    client.async_stream_infer("tensorrt_llm", stop_inputs(), request_id="stopped")
+    stopped, finals, empty = [first], 0, 0
+    while finals < 2:
+        result, _ = stream.queue.get(timeout=30)
+        finals += result.get_response().parameters["triton_final_response"].bool_param
+        if result.as_numpy("output_ids") is None:
+            empty += 1
+        else:
+            stopped.append(result)
+    found["stopped"], found["stop_responses"] = len(ids(stopped)), empty
+    # A stream that is cancelled, and a request that is.
+    client.async_stream_infer("tensorrt_llm", tensors(grpcclient, long), request_id="cancelled")
+    stream.queue.get(timeout=30)
+    client.stop_stream(cancel_requests=True)
+    results: queue.Queue[Any] = queue.Queue()
+    running = client.async_infer(
+        "tensorrt_llm", tensors(grpcclient, core(client, 230)), callback=lambda result, error: results.put(error)
+    )
+    time.sleep(0.05)
+    running.cancel()
+    found["cancelled"] = str(results.get(timeout=30))
+    return found
+
+
+print(json.dumps({"http": of_http(sys.argv[1]), "grpc": of_grpc(sys.argv[2])}))

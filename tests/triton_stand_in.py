@@ -1,0 +1,96 @@
+"""The part of `triton_python_backend_utils` that the model.py files use: that module exists inside Triton alone, where
+`make triton-test` runs them. `requested` makes a request as Triton would give it."""
+
+from __future__ import annotations
+
+import json
+import queue
+from typing import Any
+
+import numpy as np
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": bool, "TYPE_FP16": np.float16, "TYPE_FP32": np.float32}
+
+
+def triton_string_to_numpy(name: str) -> Any:
+    return _TYPES.get(name) or np.dtype(name.removeprefix("TYPE_").lower()).type
+
+
+class Tensor:
+    def __init__(self, name: str, array: np.ndarray):
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
+
+
+class TritonError(Exception):
+    INVALID_ARG, NOT_FOUND, UNAVAILABLE, INTERNAL = "INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
+
+
+class InferenceResponse:
+    def __init__(self, tensors: list[Tensor], error: TritonError | None = None):
+        self.arrays, self.error = {tensor.name(): tensor.as_numpy() for tensor in tensors}, error
+
+
+class MetricFamily:
+    GAUGE = "gauge"
+
+    def __init__(self, *given: Any) -> None:
+        self.metrics: list[MetricFamily] = []
+
+    def Metric(self, labels: dict[str, str]) -> MetricFamily:  # noqa: N802  Triton's name
+        return self
+
+    def set(self, value: float) -> None:
+        pass
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.sent: queue.Queue[tuple[InferenceResponse | None, int]] = queue.Queue()
+        self.cancelled = False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        self.sent.put((response, flags))
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+    def all(self) -> list[InferenceResponse]:
+        """Responses up to the final flag."""
+        found = []
+        while True:
+            response, flags = self.sent.get(timeout=30)
+            found += [] if response is None else [response]
+            if flags:
+                return found
+
+
+class Request:
+    def __init__(self, arrays: dict[str, np.ndarray], outputs: tuple[str, ...], id: str, parameters: dict[str, Any]):
+        self._arrays, self._outputs, self._id, self._parameters = arrays, outputs, id, parameters
+        self.sender = Sender()
+
+    def inputs(self) -> list[Tensor]:
+        return [Tensor(name, array) for name, array in self._arrays.items()]
+
+    def requested_output_names(self) -> list[str]:
+        return list(self._outputs)
+
+    def request_id(self) -> str:
+        return self._id
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
+
+    def get_response_sender(self) -> Sender:
+        return self.sender

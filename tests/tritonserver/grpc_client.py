@@ -1,0 +1,121 @@
+"""What tritonclient gets from Triton over gRPC: `python grpc_client.py PORT` prints it as JSON. Runs in the environment
+of envs/triton.txt."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import np_to_triton_dtype
+
+TEXT = {
+    "text_input": np.array([["What is machine learning?"]], object),
+    "max_tokens": np.array([[20]], np.int32),
+    "end_id": np.array([[-1]], np.int32),
+}
+YES = np.array([[True]])
+
+
+def tensors(values: dict[str, np.ndarray]) -> list[Any]:
+    made = []
+    for name, value in values.items():
+        each = grpcclient.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+        each.set_data_from_numpy(value)
+        made.append(each)
+    return made
+
+
+class Streamed:
+    def __init__(self, client: Any):
+        self.client, self.queue = client, queue.Queue()
+        client.start_stream(callback=lambda result, error: self.queue.put((result, error)))
+
+    def ask(self, model: str, values: dict[str, np.ndarray], id: str) -> None:
+        # Else the end of a stream whose last response is empty is not told.
+        self.client.async_stream_infer(model, tensors(values), request_id=id, enable_empty_final_response=True)
+
+    def next(self) -> Any:
+        result, error = self.queue.get(timeout=60)
+        if error is not None:
+            raise error
+        return result
+
+    def all(self, finals: int) -> list[Any]:
+        """Responses until so many requests are through."""
+        found = []
+        while finals:
+            found.append(self.next())
+            finals -= found[-1].get_response().parameters["triton_final_response"].bool_param
+        return found
+
+
+def ids(results: list[Any]) -> list[int]:
+    found = []
+    for result in results:
+        tokens = result.as_numpy("output_ids")
+        if tokens is not None:
+            found += tokens[0][0][: result.as_numpy("sequence_length")[0][0]].tolist()
+    return found
+
+
+def texts(results: list[Any]) -> str:
+    pieces = [result.as_numpy("text_output") for result in results]
+    return "".join(piece.ravel()[0].decode() for piece in pieces if piece is not None)
+
+
+def core(client: Any, num_tokens: int, **more: np.ndarray) -> dict[str, np.ndarray]:
+    """Inputs of tensorrt_llm, made by preprocessing."""
+    given = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
+    made = client.infer("preprocessing", tensors(given))
+    names = {"INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len"}
+    return {**{to: made.as_numpy(name) for name, to in names.items()}, "end_id": np.array([[-1]], np.int32), **more}
+
+
+client = grpcclient.InferenceServerClient(f"127.0.0.1:{sys.argv[1]}")
+stream = Streamed(client)
+found: dict[str, Any] = {}
+stream.ask("ensemble", {**TEXT, "exclude_input_in_output": YES}, "whole")
+found["whole_text"] = texts(stream.all(1))
+stream.ask("ensemble", {**TEXT, "stream": YES}, "a")
+pieces = stream.all(1)
+found["streamed_text"], found["num_pieces"] = texts(pieces), len(pieces)
+whole = core(client, 24, exclude_input_in_output=YES)
+stream.ask("tensorrt_llm", whole, "b")
+found["whole_ids"] = ids(stream.all(1))
+stream.ask("tensorrt_llm", {**whole, "streaming": YES}, "c")
+found["streamed_ids"] = ids(stream.all(1))
+# A batch of two prompts, whole: a response each, with its number.
+stream.ask("tensorrt_llm", {name: np.concatenate([value, value]) for name, value in whole.items()}, "batch")
+batch = [result for result in stream.all(1) if result.as_numpy("output_ids") is not None]
+found["batch"] = sorted([int(result.as_numpy("batch_index").item()), ids([result])] for result in batch)
+# Stopped by another request of its id, after 200 ms as its client's --stop-after-ms has it, or sooner.
+long = core(client, 230, streaming=YES)
+stop = {"input_ids": np.ones([1, 1], np.int32), "input_lengths": np.ones([1, 1], np.int32)}
+stop |= {"request_output_len": np.array([[1]], np.int32), "stop": YES}
+stream.ask("tensorrt_llm", long, "stopped")
+first = stream.next()
+stream.ask("tensorrt_llm", stop, "stopped")
+found["stopped"] = len(ids([first, *stream.all(2)]))
+for wrong in (
+    {**whole, "lora_task_id": np.array([[3]], np.uint64)},
+    {**whole, "beam_width": np.array([[2]], np.int32)},
+):
+    stream.ask("tensorrt_llm", wrong, "wrong")
+    _, error = stream.queue.get(timeout=60)
+    found.setdefault("errors", []).append(str(error))
+    time.sleep(0.2)
+    while not stream.queue.empty():
+        stream.queue.get()
+stream.ask("tensorrt_llm", long, "cancelled")
+stream.next()
+client.stop_stream(cancel_requests=True)
+stream = Streamed(client)
+stream.ask("ensemble", {**TEXT, "max_tokens": np.array([[230]], np.int32), "stream": YES}, "cancelled too")
+stream.next()
+client.stop_stream(cancel_requests=True)
+print(json.dumps(found))

@@ -1,0 +1,219 @@
+"""Chat templates in a server: rendered as transformers does; hostile ones end with one line, and hold nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from demo_model import DEMO
+from transformers import PreTrainedTokenizerFast
+
+from lockstep.artifacts.chat_template import ChatTemplate
+from lockstep.serve.chat import Chat, ChatError
+
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+LLAMA_2 = """\
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set head = '<<SYS>>\\n' + messages[0]['content'] | trim + '\\n<</SYS>>\\n\\n' -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set head = '' -%}{%- set rest = messages -%}
+{%- endif -%}
+{%- for message in rest -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception('user and assistant must take turns') }}
+    {%- endif -%}
+    {%- if message['role'] == 'user' -%}
+        {{ bos_token + '[INST] ' + (head if loop.first else '') + message['content'] | trim + ' [/INST]' }}
+    {%- else -%}
+        {{ ' ' + message['content'] | trim + ' ' + eos_token }}
+    {%- endif -%}
+{%- endfor -%}
+"""
+CHATML = """\
+{% for message in messages %}
+    {% if loop.first and message.role != 'system' %}
+<|im_start|>system
+You are a helper.<|im_end|>
+    {% endif %}
+    {% if message.role == 'assistant' %}{% generation %}
+{% set said = message.content %}
+<|im_start|>{{ message.role }}
+{{ said }}<|im_end|>
+{% endgeneration %}{% else %}
+<|im_start|>{{ message.role }}{{ ' ' ~ said if said is defined }}
+{{ message['content'] }}<|im_end|>
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% if thinks is defined and not thinks %}<think></think>{% endif %}
+{% endif %}
+"""
+TOOLS = """\
+{%- set ns = namespace(last=-1, seen=false) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- macro called(call) -%}
+<call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</call>
+{%- endmacro -%}
+{{- '# Tools\\n' + (tools or []) | tojson(indent=2) }}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {%- if message.tool_calls %}
+        {%- for call in message.tool_calls %}
+{{ called(call) }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+<answer id="{{ message.tool_call_id }}">{{ message.content }}</answer>
+    {%- else %}
+{{ message.role | upper }}: {{ message.content }}{{ '!' if loop.index0 == ns.last }}
+{{- (' (' ~ message.reasoning_content ~ ')') if message.reasoning_content and message.thinking }}
+    {%- endif %}
+    {%- if loop.index > 7 %}{% break %}{% endif %}
+{%- endfor %}
+{{ bos_token }}{{ pad_token }}{{ strftime_now('%Y') | length }}
+"""
+CHAT = [
+    {"role": "user", "content": " Grüße <b> & 'quotes'\n"},
+    {"role": "assistant", "content": "Yes. "},
+    {"role": "user", "content": "日本 🙂"},
+]
+CALLED = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "w", "arguments": {"b": "Zürich", "a": [1, None]}}}]},
+    {"role": "tool", "tool_call_id": "7", "content": "rain"},
+    {"role": "assistant", "content": "Rain.", "reasoning": "it said so"},
+]
+SYSTEM = [{"role": "system", "content": "Be brief. "}, *CHAT]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def render(template: str, *arguments: Any) -> str:
+    """By the process that a server has."""
+
+    async def asked() -> str:
+        chat = Chat(ChatTemplate(template, TOKENS))
+        await chat.start()
+        try:
+            return await chat.render(*arguments)
+        finally:
+            await chat.stop()
+
+    return asyncio.run(asked())
+
+
+@pytest.fixture(scope="module")
+def theirs() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json"), **TOKENS)
+
+
+@pytest.mark.parametrize("name", ["LLAMA_2", "CHATML", "TOOLS"])
+@pytest.mark.parametrize("messages", [CHAT, CHAT[:1], SYSTEM, CALLED], ids=["chat", "first", "system", "called"])
+def test_a_prompt_is_that_of_transformers(theirs: Any, name: str, messages: list) -> None:
+    if name != "TOOLS" and messages is CALLED:
+        messages = CALLED[-1:] if name == "CHATML" else CALLED[:2]
+    template = globals()[name]
+    for opens, variables in ((False, {}), (True, {"thinks": False, "bos_token": "<other>"})):
+        expected = theirs.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=opens, **variables
+        )
+        assert render(template, messages, opens, False, variables) == expected != ""
+
+
+@pytest.mark.parametrize("name", ["LLAMA_2", "CHATML"])
+def test_a_final_message_is_continued_as_in_transformers(theirs: Any, name: str) -> None:
+    for messages in (CHAT[:2], SYSTEM[:3], [CHAT[0], {"role": "assistant", "content": "Yes"}]):
+        expected = theirs.apply_chat_template(
+            messages, chat_template=globals()[name], tokenize=False, continue_final_message=True
+        )
+        found = render(globals()[name], messages, False, True)
+        assert found == expected and found.rstrip().endswith("Yes" if messages[-1]["content"] == "Yes" else "Yes.")
+    with pytest.raises(ChatError, match="leaves out the final message"):
+        render("content", CHAT, False, True)
+
+
+def test_what_a_template_says_of_the_messages_is_the_line() -> None:
+    with pytest.raises(ChatError, match="^user and assistant must take turns$"):
+        render(LLAMA_2, CHAT[1:])
+
+
+HOSTILE = {
+    "a loop without an end": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a power": "{% set n = messages | length %}{{ (n + 9) ** 999999999 }}",
+    "a power when it is compiled": "{{ 9 ** 999999999 }}",
+    "a long text when it is compiled": "{{ 'x' * 99999999999 }}",
+    "a long text": "{{ messages[0].role * 9999999999 }}",
+    "a long text in pieces": "{% for a in range(99999) %}{{ messages[0].role * 999 }}{% endfor %}",
+    "a large range": "{{ range(10 ** 9) | list }}",
+    "a deep recursion": "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
+    "attributes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "attributes of a namespace": "{{ namespace(__class__=1) }}",
+    "a format string": "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}",
+    "a change of the messages": "{{ messages.append(1) }}",
+    "another template": "{% include '/etc/passwd' %}",
+    "no syntax": "{% for message in %}",
+    "an unknown tag": "{% exec 'x' %}",
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_template_ends_with_one_line_and_holds_nobody_up(template: str, capfd: Any) -> None:
+    async def tried() -> tuple[str, int]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        beside, chat = asyncio.create_task(tick()), Chat(ChatTemplate(template, {}))
+        await chat.start()
+        with pytest.raises(ChatError) as caught:
+            await chat.render(CHAT)
+        beside.cancel()
+        await chat.stop()
+        return str(caught.value), ticks
+
+    line, ticks = asyncio.run(tried())
+    assert line and "\n" not in line and len(line) < 400
+    assert "root:" not in line and "subclass" not in line.replace("__subclasses__", "")
+    assert ticks > 1  # the loop went on meanwhile: a start of the process alone takes as long as that
+    said = capfd.readouterr().err
+    assert said.count("\n") <= 1 and (not said or said.startswith("lockstep: no chat: "))
+
+
+def test_after_a_hostile_chat_the_next_is_rendered() -> None:
+    """And one whose client is gone gives its answer to nobody else."""
+    template = PLAIN + "{% if ends is not defined %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    template += "{% endfor %}{% endif %}"
+
+    async def asked() -> list[str]:
+        chat, ends = Chat(ChatTemplate(template, {})), {"ends": True}
+        await chat.start()
+        texts = [await chat.render(CHAT[:1], variables=ends)]
+        with pytest.raises(ChatError, match="more than 2 s of processor time"):
+            await chat.render(CHAT)
+        texts.append(await chat.render(CHAT[2:], variables=ends))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(chat.render(CHAT), 0.2)
+        both = await asyncio.gather(*(chat.render(CHAT[at : at + 1], variables=ends) for at in (0, 1)))
+        await chat.stop()
+        return [*texts, *both]
+
+    assert asyncio.run(asked()) == [CHAT[0]["content"], CHAT[2]["content"], CHAT[0]["content"], CHAT[1]["content"]]
+
+
+def test_without_a_template_there_is_no_process_and_no_chat() -> None:
+    async def asked() -> None:
+        chat = Chat(None)
+        await chat.start()
+        with pytest.raises(ChatError, match="no chat template"):
+            await chat.render(CHAT)
+        await chat.stop()
+
+    asyncio.run(asked())

@@ -1,0 +1,319 @@
+"""Answers that follow a grammar: of the engine and of `lockstep serve`, with the real llguidance on the demo's
+tokenizer. Schemas here have no free whitespace, so that each answer ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.errors import InputError
+from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
+from lockstep.runtime.grammar import Grammar
+from lockstep.runtime.grammar.compiler import Compiler
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.grammar import grammar_of
+from lockstep.serve.openai import CompletionBody
+from lockstep.step.sampling import Sampler
+from lockstep.targets import Results
+from real_server import RealServer, make_tree
+
+PROMPT = "Once upon a time"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["cat", "dog"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "ages"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+DATE = r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]"
+# Each of these patterns doubles what llguidance has to look through: it takes minutes.
+SLOW = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(1, 26)) + "\n"
+# Compiled by functions that call themselves: without a trial this ends the process with SIGSEGV.
+DEEP = "\n".join(["start: r0", *(f'r{i}: r{i + 1} "x"' for i in range(9000)), 'r9000: "y"'])
+
+
+def follows_schema(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        list(value) == ["name", "kind", "ages"]
+        and isinstance(value["name"], str)
+        and value["kind"] in ("cat", "dog")
+        and len(value["ages"]) <= 3
+        and all(type(age) is int and 0 <= age < 100 for age in value["ages"])
+    )
+
+
+@pytest.fixture(scope="module")
+def assembly(demo: Results) -> Path:
+    return demo.assembly("demo-llama", "fp32")
+
+
+@pytest.fixture(scope="module")
+def model(demo: Results, assembly: Path) -> Model:
+    engines, weights = demo.engines("demo-llama", "fp32", "onnxruntime"), demo.weights("demo-llama", "fp32")
+    return Model.open(engines, assembly, weights, max_batch_size=4, max_seq_len=256)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assembly: Path) -> Tokenizer:
+    return Tokenizer.open(assembly)
+
+
+@pytest.fixture(scope="module")
+def grammars(model: Model, assembly: Path) -> Compiler:
+    return Compiler(assembly, model.vocab_size, model.eos_token_ids)
+
+
+def answers(engine: Engine, requests: list[Request]) -> dict[tuple[int, int], tuple[list[int], str | None]]:
+    """Tokens, and why they end, by request and choice."""
+    found: dict[tuple[int, int], tuple[list[int], str | None]] = {}
+    for made in engine.run(requests):
+        tokens, _ = found.get((made.request, made.choice), ([], None))
+        found[made.request, made.choice] = [*tokens, made.token], made.finish
+    engine.scheduler.check()
+    return found
+
+
+def request(model: Model, tokenizer: Tokenizer, grammar: Grammar | None, **given: Any) -> Request:
+    stop_ids = frozenset(model.eos_token_ids)
+    return Request(tokenizer.encode(PROMPT), given.pop("max_new_tokens", 150), None, stop_ids, grammar=grammar, **given)
+
+
+def test_greedy_or_drawn_every_answer_follows_its_schema(
+    model: Model, tokenizer: Tokenizer, grammars: Compiler
+) -> None:
+    schema, date = Grammar("json_schema", json.dumps(SCHEMA)), Grammar("regex", DATE)
+    samplings = [Sampling(), *(Sampling(temperature, seed=seed) for seed, temperature in enumerate((0.7, 1.0, 3.0)))]
+    requests = [request(model, tokenizer, grammar, sampling=each) for each in samplings for grammar in (schema, date)]
+    found = answers(Engine(model, grammars=grammars), requests)
+    texts = [tokenizer.decode(found[number, 0][0]) for number in range(len(requests))]
+    assert {end for _, end in found.values()} <= {"grammar_end", "stop_id"}
+    assert all(follows_schema(text) for text in texts[::2])
+    assert all(re.fullmatch(DATE, text) for text in texts[1::2])
+    assert len(set(texts)) == len(texts)
+
+
+def test_json_of_any_shape_and_a_grammar_of_rules(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
+    rules = 'start: "yes " (NUMBER | "no"){2,3}\nNUMBER: /[0-9]{3}/\n'
+    requests = [
+        request(model, tokenizer, Grammar("json_object"), sampling=Sampling(1.0, seed=seed)) for seed in range(4)
+    ] + [request(model, tokenizer, Grammar("lark", rules), sampling=Sampling(1.0, seed=seed)) for seed in range(4)]
+    found = answers(Engine(model, grammars=grammars), requests)
+    for number in range(4):
+        tokens, end = found[number, 0]
+        assert end != "error" and (end == "max_new_tokens" or isinstance(json.loads(tokenizer.decode(tokens)), dict))
+    for number in range(4, 8):
+        assert re.fullmatch("yes ([0-9]{3}|no){2,3}", tokenizer.decode(found[number, 0][0]))
+
+
+def test_other_requests_of_a_step_keep_their_bits(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
+    plain = [Request(tokenizer.encode(text), 40, lambda logits: int(logits.argmax())) for text in (PROMPT, "The")]
+
+    def run(*more: Request) -> list[tuple[list[int], np.ndarray]]:
+        found: dict[int, tuple[list[int], list[Any]]] = {}
+        for made in Engine(model, prefix_caching=False, grammars=grammars).run([*plain, *more]):
+            tokens, logits = found.setdefault(made.request, ([], []))
+            tokens.append(made.token)
+            logits.append(made.logits)
+        return [(found[number][0], np.array(found[number][1])) for number in range(len(plain))]
+
+    alone = run()
+    beside = run(
+        request(model, tokenizer, Grammar("json_schema", json.dumps(SCHEMA)), sampling=Sampling(1.0, seed=1)),
+        request(model, tokenizer, Grammar("regex", "[ab]{30}")),
+    )
+    for (tokens, logits), (expected_tokens, expected) in zip(beside, alone, strict=True):
+        assert tokens == expected_tokens
+        np.testing.assert_array_equal(logits, expected)
+
+
+def test_choices_follow_the_grammar_each_for_itself(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
+    schema = Grammar("json_schema", json.dumps(SCHEMA))
+    found = answers(
+        Engine(model, grammars=grammars), [request(model, tokenizer, schema, n=4, sampling=Sampling(1.0, seed=3))]
+    )
+    texts = [tokenizer.decode(found[0, choice][0]) for choice in range(4)]
+    assert all(map(follows_schema, texts)) and len(set(texts)) == 4
+
+
+def test_an_answer_goes_on_where_it_was_interrupted(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
+    whole = request(
+        model, tokenizer, Grammar("json_schema", json.dumps(SCHEMA)), sampling=Sampling(1.0, seed=5, logprobs=0)
+    )
+    tokens, end = answers(Engine(model, grammars=grammars), [whole])[0, 0]
+    for cut in (1, len(tokens) // 2, len(tokens) - 1):
+        resumed = request(model, tokenizer, whole.grammar, sampling=whole.sampling, answer_ids=tokens[:cut])
+        assert answers(Engine(model, grammars=grammars), [resumed])[0, 0] == (tokens[cut:], end)
+    wrong = request(model, tokenizer, whole.grammar, answer_ids=tokens[1:3])
+    with pytest.raises(InputError, match="^grammar: expected answer_ids that the grammar allows"):
+        answers(Engine(model, grammars=grammars), [wrong])
+
+
+def test_lists_do_not_count_where_they_leave_nothing_of_the_grammar() -> None:
+    allowed = np.array([False, True, True, False])
+    logits = np.array([5.0, 1.0, 2.0, 9.0], np.float32)
+    for sampling in (Sampling(), Sampling(1.0, seed=1), Sampling(2.0, top_k=1), Sampling(1.0, top_p=0.1)):
+        assert Sampler(sampling)(logits, 0, allowed).token in (1, 2)
+    assert Sampler(Sampling(logit_bias={1: 5.0, 0: 99.0}))(logits, 0, allowed).token == 1
+    assert Sampler(Sampling(bad_words=((2,),)))(logits, 0, allowed).token == 1
+    assert Sampler(Sampling(bad_words=((1,), (2,))))(logits, 0, allowed).token == 2
+    assert Sampler(Sampling(logprobs=1))(logits, 0, allowed).logprobs.top[0][0] == 3  # of the model's own logits
+
+
+def test_a_grammar_waits_without_a_slot_and_can_be_aborted(model: Model, tokenizer: Tokenizer, assembly: Path) -> None:
+    engine = Engine(model, grammars=Compiler(assembly, model.vocab_size, model.eos_token_ids, seconds=60))
+    slow = [engine.add(request(model, tokenizer, Grammar("lark", SLOW))) for _ in range(3)]
+    plain = [engine.add(request(model, tokenizer, None, max_new_tokens=8)) for _ in range(4)]
+    made: list[int] = []
+    while len(made) < 4 * 8 and engine.has_work:
+        made += [token.request for token in engine.step()]
+        assert engine.scheduler.num_running <= 4
+    assert set(made) == set(plain)  # all four slots were theirs
+    assert engine.scheduler.num_waiting == 3 and engine.has_work
+    for number in slow:
+        assert engine.abort(number)
+    assert not engine.has_work and not engine.scheduler.num_waiting
+    engine.scheduler.check()
+
+
+def test_a_grammar_without_llguidance_says_which_extra(
+    model: Model, tokenizer: Tokenizer, assembly: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    engine = Engine(model, grammars=Compiler(assembly, model.vocab_size, model.eos_token_ids))
+    with pytest.raises(InputError, match=r"^grammar: expected the Python package 'llguidance'.*lockstep\[grammar\]"):
+        answers(engine, [request(model, tokenizer, Grammar("regex", "a"))])
+    with pytest.raises(InputError, match="^grammar: expected an engine that was opened with grammars"):
+        Engine(model).add(request(model, tokenizer, Grammar("regex", "a")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, Grammar("json_schema", "{}")),
+        ({"guided_json": '{"a": 1}'}, Grammar("json_schema", '{"a": 1}')),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_grammar": "start: A"}, Grammar("lark", "start: A")),
+        ({"guided_choice": ["a", 'b"']}, Grammar("lark", 'start: "a" | "b\\""')),
+        ({"structured_outputs": {"regex": "a"}}, Grammar("regex", "a")),
+        ({"structured_outputs": {"json": True, "regex": None}}, Grammar("json_schema", "true")),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+        ({"structured_outputs": {"json_object": False}}, None),
+    ],
+)
+def test_all_spellings_of_a_form(fields: dict[str, Any], expected: Grammar | None) -> None:
+    assert grammar_of(CompletionBody(model="m", prompt="p", **fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": "json"}, "response_format: expected type text, json_object or json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format: expected type text, .* found 'xml'"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format: expected a schema in"),
+        ({"guided_json": "[1"}, "guided_json: expected a JSON schema, found Expecting"),
+        ({"guided_json": [1]}, "guided_json: expected a JSON schema, found another"),
+        ({"guided_regex": ""}, "guided_regex: expected text"),
+        ({"guided_regex": "\ud800"}, "guided_regex: expected text in UTF-8"),
+        ({"guided_regex": "a" * (1 << 19)}, "guided_regex: expected at most 262144 characters, found 524288"),
+        ({"guided_choice": []}, "guided_choice: expected a list of texts"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: expected one of .* json, regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex: expected one form"),
+    ],
+)
+def test_a_form_that_is_none_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{message}") as caught:
+        grammar_of(CompletionBody(model="m", prompt="p", **fields))
+    assert caught.value.param == message.partition(":")[0]
+
+
+@pytest.fixture(scope="module")
+def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    with RealServer(make_tree(tmp_path_factory.mktemp("grammar") / "results", demo), "--grammar-timeout", 1) as server:
+        yield server
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
+
+
+def test_a_completion_follows_its_response_format(server: RealServer) -> None:
+    for given in ({}, {"temperature": 1.0, "seed": 4}, {"temperature": 1.0, "seed": 7, "n": 2, "logprobs": 1}):
+        answer = server.complete(PROMPT, 150, response_format=FORMAT, **given)
+        for choice in answer["choices"]:
+            assert follows_schema(choice["text"]) and choice["finish_reason"] == "stop"
+    with server.opened(PROMPT, 60, guided_choice=["zebra", "zoo"]) as events:
+        assert events.text() in ("zebra", "zoo")
+    server.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "pet"}}}}, "Invalid type"),
+        ({"guided_regex": "("}, "unclosed group"),
+        ({"guided_grammar": DEEP}, "nests too deep"),
+        ({"guided_grammar": SLOW}, "compiles within 1 s"),
+    ],
+)
+def test_a_grammar_that_is_none_is_a_400_and_disturbs_nobody(
+    server: RealServer, given: dict[str, Any], message: str
+) -> None:
+    before, pid, ended = server.complete("The", 200), server.engine_pid, threading.Event()
+    with server.opened("The", 200) as events:
+        texts: list[str] = []
+        reader = threading.Thread(target=lambda: (texts.append(events.text()), ended.set()))
+        reader.start()
+        began = time.monotonic()
+        body = {"model": "demo-llama", "prompt": PROMPT, **given}
+        status, _, data = server.request("POST", "/v1/completions", body)
+        assert time.monotonic() - began < 30
+        reader.join(60)
+    error, (field,) = json.loads(data)["error"], given
+    assert status == 400 and error["param"] == field and error["code"] == "invalid_grammar"
+    assert error["message"].startswith(f"{field}: expected ") and message in error["message"]
+    assert ended.is_set() and texts == [before["choices"][0]["text"]]
+    assert server.engine_pid == pid
+    assert follows_schema(server.complete(PROMPT, 150, response_format=FORMAT)["choices"][0]["text"])
+    server.wait_idle()
+
+
+def test_a_killed_engine_goes_on_in_the_grammar(server: RealServer) -> None:
+    given = {"guided_regex": "[a-z ]{120}END", "temperature": 1.0, "seed": 11}
+    whole = server.complete(PROMPT, 200, **given)["choices"][0]
+    assert re.fullmatch(given["guided_regex"], whole["text"])
+    restarts = server.get("/status")["restarts"]
+    with server.opened(PROMPT, 200, **given) as events:
+        first = next(iter(events))
+        os.kill(server.engine_pid, signal.SIGKILL)
+        text = first["choices"][0]["text"] + events.text()
+    assert text == whole["text"] and server.get("/status")["restarts"] == restarts + 1
+    server.wait_idle()
+
+
+def test_a_grammar_that_becomes_too_complex_is_the_request_s_fault(server: RealServer) -> None:
+    """llguidance takes so many choices, and gives up at the first token: to ask again would be of no use."""
+    body = {"model": "demo-llama", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    body["guided_choice"] = [f"0.123456789 {number}" for number in range(2000)]
+    status, _, data = server.request("POST", "/v1/completions", body)
+    error = json.loads(data)["error"]
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "guided_choice"), error
+    assert "too complex; simplify it" in error["message"] and error["code"] == "grammar_error"
+    server.wait_idle()

@@ -1,0 +1,163 @@
+"""`lockstep load` against `lockstep serve`, the real one: every endpoint, and what it counts and checks there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_model import DEMO
+from test_load import told
+
+from lockstep.load.report import LoadReport
+from lockstep.targets import Results
+from real_server import RealServer, make_tree
+
+TEXTS = ("Once upon a time", "What is machine learning?", "San Francisco is a", "Ice floats because", "The")
+DRAWN = ("--token-norm-dist", "20,6,12,4", "--requests", 12, "--seed", 3)
+KEY = "a-key"
+
+
+@pytest.fixture(scope="module")
+def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    with RealServer(make_tree(tmp_path_factory.mktemp("load") / "results", demo), "--grpc-port", 0) as server:
+        yield server
+        server.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def guarded(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealServer, Path]]:
+    """One that wants a key, and the file with it."""
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "keys").write_text(f"{KEY}\n")
+    tree = make_tree(folder / "results", demo)
+    with RealServer(tree, "--api-key-file", folder / "keys", "--grpc-port", 0) as server:
+        yield server, folder / "keys"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of which some end by themselves."""
+    path = tmp_path_factory.mktemp("dataset") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "max_tokens": 24}) + "\n" for text in TEXTS))
+    return path
+
+
+def grpc_port(server: RealServer) -> int:
+    return int(server.line.rpartition(":")[2])
+
+
+def where(server: RealServer, endpoint: str) -> list[object]:
+    """The address of an endpoint, and the options that name it."""
+    if endpoint == "grpc":
+        return [f"127.0.0.1:{grpc_port(server)}", "-i", "grpc"]
+    return [server.url, "--endpoint", endpoint]
+
+
+def measured(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> tuple[LoadReport, list[Any]]:
+    """The report of a run, and its records."""
+    code, _, said = told(capsys, *arguments, "--out", folder)
+    assert code == 0, said
+    return LoadReport.load(folder / "load.json"), [
+        json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()
+    ]
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
+def test_drawn_prompts_get_answers_of_the_drawn_lengths(
+    server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, endpoint: str
+) -> None:
+    from lockstep.load.workload import normal
+
+    expected = [prompt.max_tokens for prompt in normal(12, [20, 6, 12, 4], 3)]
+    report, records = measured(capsys, tmp_path, *where(server, endpoint), *DRAWN, "--rate", "20,inf")
+    assert [run.rate for run in report.runs] == [20, None]
+    assert [record["output_tokens"] for record in records] == expected * 2
+    assert all(record["status"] == "completed" and record["chunks"] for record in records)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat", "triton", "grpc"])
+def test_texts_of_a_file_are_the_same_alone_streamed_and_together(
+    server: RealServer, capsys: pytest.CaptureFixture[str], dataset: Path, endpoint: str
+) -> None:
+    arguments = [*where(server, endpoint), "--dataset", dataset, "--functional", "--exact", "--json"]
+    code, out, said = told(capsys, *arguments)
+    assert code == 0, said
+    assert json.loads(out) == {"prompts": len(TEXTS), "different": []}
+
+
+def test_all_endpoints_count_the_same_tokens(
+    server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, dataset: Path
+) -> None:
+    counts = {}
+    for endpoint in ("completions", "triton", "grpc"):
+        for ids in ((), ("--tokenizer-dir", DEMO)):
+            folder = tmp_path / f"{endpoint}{len(ids)}"
+            _, records = measured(capsys, folder, *where(server, endpoint), "--dataset", dataset, *ids)
+            counts[folder.name] = [record["output_tokens"] for record in records]
+    # OpenAI's usage counts the token that ends a text; the models of Triton do not give it out.
+    openai = counts.pop("completions0")
+    assert counts.pop("completions2") == openai
+    for name, found in counts.items():
+        assert all(few in (many, many - 1) for few, many in zip(found, openai)), name
+        assert found == counts["grpc0"], name
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
+def test_cancelled_requests_leave_nothing_behind(
+    server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, endpoint: str
+) -> None:
+    drawn = ("--token-norm-dist", "20,0,200,0", "--requests", 20, "--concurrency", 6, "--cancel", 0.3)
+    report, records = measured(capsys, tmp_path, *where(server, endpoint), *drawn, "--cancel-within", 0.05)
+    found = report.runs[0].figures
+    assert found["cancelled"] and found["completed"] and found["cancelled"] + found["completed"] == 20
+    assert all(record["output_tokens"] == 200 for record in records if record["status"] == "completed")
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
+def test_a_server_with_a_key_needs_it(
+    guarded: tuple[RealServer, Path], capsys: pytest.CaptureFixture[str], endpoint: str
+) -> None:
+    server, key = guarded
+    arguments = [*where(server, endpoint), *DRAWN, "--model", "" if endpoint != "completions" else "demo-llama"]
+    code, _, said = told(capsys, *arguments, "--api-key-file", key)
+    assert code == 0, said
+    code, _, said = told(capsys, *arguments)
+    assert code == 1 and "authorization: expected 'Bearer' and a key of this server" in said, said
+
+
+def test_the_spelling_of_the_benchmark_of_the_backend(
+    server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, dataset: Path
+) -> None:
+    address = f"127.0.0.1:{grpc_port(server)}"
+    for workload in (
+        ["dataset", "--dataset", dataset, "--tokenizer_dir", DEMO, "--tokenizer_type", "auto", "--num_requests", 4],
+        ["token_norm_dist", "--input_mean", 12, "--input_stdev", 5, "--output_mean", 8, "--output_stdev", 2,
+         "--num_requests", 8],
+    ):  # fmt: skip
+        code, out, said = told(capsys, address, "-i", "grpc", "--request_rate", 50, *workload)
+        assert code == 0, said
+        for row in ("Requests/Sec", "OP tokens/sec", "P99 latency", "P90 latency", "Total latency", "Total requests"):
+            assert row in out
+
+
+def test_what_fits_no_endpoint_is_one_line(
+    server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "chat.json").write_text(json.dumps([{"messages": [{"role": "user", "content": "a"}]}]))
+    for arguments, expected in (
+        (["-i", "grpc", "--endpoint", "chat", *DRAWN], "expected --endpoint triton over gRPC, found chat"),
+        (["--endpoint", "triton", "--dataset", tmp_path / "chat.json"], "token ids, found messages"),
+        (["--endpoint", "triton", "--model", "gpt", *DRAWN], "HTTP 404"),
+        (["--endpoint", "triton", "--body", '{"beam_width": 4}', *DRAWN], "beam_width"),
+    ):
+        code, _, said = told(capsys, server.url, *arguments)
+        assert code in (1, 2) and expected in said and "Traceback" not in said, said
+    grpc = [f"127.0.0.1:{grpc_port(server)}", "-i", "grpc", *DRAWN]
+    code, _, said = told(capsys, *grpc, "--body", '{"beam_width": 4}')
+    assert code == 1 and "beam_width" in said, said
+    code, _, said = told(capsys, "127.0.0.1:1", "-i", "grpc", *DRAWN)
+    assert code == 1 and "gRPC UNAVAILABLE" in said, said

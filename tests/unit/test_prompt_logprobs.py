@@ -1,0 +1,220 @@
+"""Log-probabilities of prompts, and `echo`: what transformers makes of the demo checkpoint, in any company, over HTTP
+in one piece and in a stream, and as lm-eval's local-completions asks for and reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from demo_model import DEMO
+
+from lockstep.errors import InputError
+from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
+from lockstep.step.sampling import Logprobs
+from lockstep.targets import Results
+from real_server import RealServer, make_tree
+
+TEXT = "Once upon a time there was a café – naïve, 日本 – and so on."  # characters of up to three bytes
+# fp32 on both sides: sums of some hundred products in another order, and logits up to 20; 2e-5 seen.
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def model(demo: Results) -> Model:
+    paths = (
+        demo.engines("demo-llama", "fp32", "onnxruntime"),
+        demo.assembly("demo-llama", "fp32"),
+        demo.weights("demo-llama", "fp32"),
+    )
+    return Model.open(*paths, max_batch_size=4, max_seq_len=256, chunk_size=64)
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 500, length).tolist()
+
+
+def reference(tokens: list[int]) -> np.ndarray:
+    """Log-probabilities [len(tokens) - 1, vocab_size] of what follows each token but the last, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch_model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = torch_model(torch.tensor([tokens])).logits[0, :-1]
+    return torch.log_softmax(logits.double(), -1).numpy()
+
+
+def prompt_logprobs(engine: Engine, *requests: Request) -> tuple[dict[int, list[Logprobs]], dict[int, list[int]]]:
+    """By request the log-probabilities of its prompt, and its tokens."""
+    found: dict[int, list[Logprobs]] = {}
+    tokens: dict[int, list[int]] = {}
+    engine.add_all(requests)
+    while engine.has_work:
+        step = engine.step()
+        for number, first, entries in engine.prompt_logprobs:
+            assert number not in tokens and first == len(found.setdefault(number, [])) + 1
+            found[number] += entries
+        for made in step:
+            tokens.setdefault(made.request, []).append(made.token)
+    engine.scheduler.check()
+    return found, tokens
+
+
+def test_they_are_those_of_transformers(model: Model) -> None:
+    prompt = ids(200)
+    found, tokens = prompt_logprobs(Engine(model), Request(prompt, 3, prompt_logprobs=5))
+    expected = reference(prompt)
+    assert len(found[0]) == len(prompt) - 1 and len(tokens[0]) == 3
+    for entry, row, token in zip(found[0], expected, prompt[1:], strict=True):
+        assert abs(entry.chosen - row[token]) < TOLERANCE
+        assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+        np.testing.assert_allclose([value for _, value in entry.top], np.sort(row)[::-1][:5], atol=TOLERANCE)
+        assert all(abs(row[number] - value) < TOLERANCE for number, value in entry.top)
+
+
+def test_company_changes_no_bit_of_them(model: Model) -> None:
+    lengths = (1, 2, 9, 64, 65, 100, 129, 200)
+    requests = [Request(ids(length, length), 2, prompt_logprobs=3) for length in lengths]
+    alone = [prompt_logprobs(Engine(model), request)[0].get(0) for request in requests]
+    others = [Request(ids(length, 1000 + length), 12, sampling=Sampling(1.0, seed=length)) for length in (5, 70, 130)]
+    together, _ = prompt_logprobs(Engine(model, max_num_tokens=68), *others, *requests)
+    assert [together.get(len(others) + number) for number in range(len(requests))] == alone
+    assert [len(each or ()) for each in alone] == [length - 1 for length in lengths]
+
+
+def test_a_prefix_in_the_cache_spares_nothing_and_none_is_left_there(model: Model) -> None:
+    engine, prompt = Engine(model), ids(150)
+    for request in (Request(prompt, 1), Request(prompt, 1, prompt_logprobs=1), Request(prompt, 0, prompt_logprobs=1)):
+        cached, computed = model.tables.pool.num_cached, engine.speed.prefill_tokens
+        found, tokens = prompt_logprobs(engine, request)
+        assert engine.speed.prefill_tokens - computed == len(prompt)
+        assert (model.tables.pool.num_cached == cached) == (request.prompt_logprobs is not None)
+    assert list(tokens.values()) == [[-1]] and len(*found.values()) == len(prompt) - 1
+
+
+def test_values_that_cannot_be_are_refused(model: Model) -> None:
+    with pytest.raises(InputError, match="^prompt_logprobs: expected 0 to 20, or none, found 21$"):
+        Engine(model).add(Request([1, 2], 1, prompt_logprobs=21))
+    with pytest.raises(InputError, match="^max_new_tokens: expected at least 1, found 0$"):
+        Engine(model).add(Request([1, 2], 0))
+
+
+@pytest.fixture(scope="module")
+def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    tree = make_tree(tmp_path_factory.mktemp("echo") / "results", demo)
+    with RealServer(tree, "--chunk-size", 64) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo: Results) -> Tokenizer:
+    return Tokenizer.open(demo.assembly("demo-llama", "fp32"))
+
+
+def streamed(server: RealServer, prompt: Any, max_tokens: int, **given: Any) -> dict[str, Any]:
+    """The chunks of a stream's only answer put together."""
+    whole: dict[str, Any] = {"text": "", "logprobs": {}, "finish_reason": None}
+    with server.opened(prompt, max_tokens, **given) as events:
+        for event in events:
+            for choice in event["choices"]:
+                whole["text"] += choice["text"]
+                whole["finish_reason"] = choice["finish_reason"]
+                for name, values in choice["logprobs"].items():
+                    whole["logprobs"].setdefault(name, []).extend(values)
+    assert events.done
+    return whole
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 20])
+def test_echo_gives_the_prompt_first_whole_or_streamed(
+    server: RealServer, tokenizer: Tokenizer, max_tokens: int
+) -> None:
+    prompt = tokenizer.encode(TEXT).tolist()
+    answer = server.complete(TEXT, max_tokens, echo=True, logprobs=2)
+    (choice,), usage = answer["choices"], answer["usage"]
+    assert usage == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": max_tokens,
+        "total_tokens": len(prompt) + max_tokens,
+    }
+    assert choice["text"].startswith(TEXT) and choice["finish_reason"] == "length"
+    if max_tokens:
+        assert choice["text"][len(TEXT) :] == server.complete(TEXT, max_tokens)["choices"][0]["text"]
+    logprobs = choice["logprobs"]
+    assert all(len(values) == len(prompt) + max_tokens for values in logprobs.values())
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    expected = reference(prompt)[np.arange(len(prompt) - 1), prompt[1:]]
+    np.testing.assert_allclose(logprobs["token_logprobs"][1 : len(prompt)], expected, atol=TOLERANCE)
+    assert all(1 <= len(top) <= 2 for top in logprobs["top_logprobs"][1:])
+    whole = [(token, at) for token, at in zip(logprobs["tokens"], logprobs["text_offset"]) if "\ufffd" not in token]
+    assert len(whole) > len(prompt) // 2
+    assert all(choice["text"][at : at + len(token)] == token for token, at in whole)
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    chunks = streamed(server, prompt, max_tokens, echo=True, logprobs=2)
+    assert {name: choice[name] for name in chunks} == chunks
+
+
+def test_echo_without_logprobs_and_of_several_answers(server: RealServer) -> None:
+    answer = server.complete([TEXT, "The"], 6, echo=True, n=2, temperature=1.0, seed=1)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert [text.startswith(TEXT) for text in texts] == [True, True, False, False]
+    assert all(text.startswith("The") for text in texts[2:]) and len(set(texts)) == 4
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert server.complete("The", 0, echo=True)["choices"][0]["text"] == "The"
+    with server.opened([TEXT, "The"], 6, echo=True) as events:
+        found = {0: "", 1: ""}
+        for event in events:
+            for choice in event["choices"]:
+                found[choice["index"]] += choice["text"]
+    assert found[0].startswith(TEXT) and found[1].startswith("The")
+    several = server.complete("The cat", 4, echo=True, logprobs=1, n=3, temperature=1.0, seed=2)["choices"]
+    one = server.complete("The cat", 0, echo=True, logprobs=1)["choices"][0]["logprobs"]
+    count = len(one["tokens"])
+    assert all(choice["logprobs"]["token_logprobs"][:count] == one["token_logprobs"] for choice in several)
+    status, _, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a", "max_tokens": 0})
+    assert status == 400 and json.loads(data)["error"]["param"] == "max_tokens"
+    server.wait_idle()
+
+
+def test_what_lm_eval_asks_for_is_what_it_can_read(server: RealServer, tokenizer: Tokenizer) -> None:
+    """As its local-completions sums up a continuation: without the token that had to be made."""
+    contexts, continuations = ("The little dog", "One day the"), (" was happy.", " sun")
+    pairs = [(tokenizer.encode(a).tolist(), tokenizer.encode(b).tolist()) for a, b in zip(contexts, continuations)]
+    body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    answer = server.post("/v1/completions", model="demo-llama", prompt=[a + b for a, b in pairs], **body)
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    for choice, (context, continuation) in zip(choices, pairs, strict=True):
+        part = slice(len(context), -1)
+        values, tops = choice["logprobs"]["token_logprobs"][part], choice["logprobs"]["top_logprobs"][part]
+        rows = reference(context + continuation)[len(context) - 1 :]
+        expected = rows[np.arange(len(continuation)), continuation]
+        assert abs(sum(values) - expected.sum()) < TOLERANCE * len(continuation)
+        is_greedy = all(value == max(top.values()) for value, top in zip(values, tops))
+        assert is_greedy == (rows.argmax(-1).tolist() == continuation)
+    # the same sum where none had to be made, and where a greedy answer is the continuation
+    none = server.complete(pairs[0][0] + pairs[0][1], 0, echo=True, logprobs=1)["choices"][0]["logprobs"]
+    assert none["token_logprobs"] == choices[0]["logprobs"]["token_logprobs"][:-1]
+    made = server.complete(pairs[0][0], 5, logprobs=1)["choices"][0]["logprobs"]
+    assert all(value == max(top.values()) for value, top in zip(made["token_logprobs"], made["top_logprobs"]))
+
+
+def test_a_killed_engine_gives_them_once(server: RealServer) -> None:
+    given = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.0, "seed": 9}
+    whole = server.complete(TEXT, 60, **given)["choices"]
+    with server.opened(TEXT, 60, **given) as events:
+        first = next(iter(events))
+        os.kill(server.engine_pid, signal.SIGKILL)
+        found: dict[int, tuple[str, list[float]]] = {0: ("", []), 1: ("", [])}
+        for event in (first, *events):
+            for choice in event["choices"]:
+                text, values = found[choice["index"]]
+                found[choice["index"]] = text + choice["text"], values + choice["logprobs"]["token_logprobs"]
+    assert events.done
+    for choice in whole:
+        assert found[choice["index"]] == (choice["text"], choice["logprobs"]["token_logprobs"])
+    server.wait_idle()

@@ -1,0 +1,311 @@
+"""`lockstep serve`, the real one: completions as OpenAI's API gives them, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.targets import Results
+from real_server import RealServer, make_tree
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    with RealServer(make_tree(tmp_path_factory.mktemp("serve") / "results", demo)) as server:
+        yield server
+
+
+def test_says_where_it_is_and_what_it_serves(server: RealServer) -> None:
+    status = server.get("/status")
+    assert status["identity"][:12] in server.line and "demo-llama" in server.line
+    assert "127.0.0.1" in server.url and status["limits"]["max_seq_len"] == 256
+
+
+def test_a_stream_adds_up_to_the_whole_answer(server: RealServer) -> None:
+    whole = server.complete(PROMPT, 30)
+    with server.opened(PROMPT, 30, stream_options={"include_usage": True}) as events:
+        *chunks, usage = events
+    assert events.done
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+    assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]  # a busy machine gets fewer, longer chunks
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_prompts_and_choices_are_numbered_in_order(server: RealServer) -> None:
+    alone = [server.complete(prompt, 8)["choices"][0]["text"] for prompt in (PROMPT, "The pendulum")]
+    together = server.complete([PROMPT, "The pendulum"], 8, n=2)
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in together["choices"]] == [alone[0], alone[0], alone[1], alone[1]]
+    assert together["usage"]["completion_tokens"] == 32
+
+
+def test_token_ids_are_taken_as_they_are(server: RealServer) -> None:
+    ids = [1, 17, 300, 45]
+    assert server.complete(ids, 8)["usage"]["prompt_tokens"] == 4
+    both = server.complete([ids, [5, 6]], 8)
+    assert both["choices"][0]["text"] == server.complete(ids, 8)["choices"][0]["text"]
+    assert both["usage"]["prompt_tokens"] == 6
+
+
+def test_a_seed_gives_the_same_text_whatever_runs_beside_it(server: RealServer) -> None:
+    sampling = {"temperature": 1.2, "top_p": 0.95, "seed": 7}
+    alone = server.complete(PROMPT, 24, n=3, **sampling)
+    texts = [choice["text"] for choice in alone["choices"]]
+    assert len(set(texts)) == 3
+    with server.opened("The pendulum", 200, temperature=1.0, ignore_eos=True) as other:
+        assert other.status == 200
+        again = server.complete(PROMPT, 24, n=3, **sampling)
+    assert [choice["text"] for choice in again["choices"]] == texts
+
+
+def test_without_a_seed_answers_differ(server: RealServer) -> None:
+    texts = {server.complete(PROMPT, 24, temperature=1.5)["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_a_stop_string_over_tokens_ends_the_text_before_it(server: RealServer) -> None:
+    text = server.complete(PROMPT, 30)["choices"][0]["text"]
+    stop = text[10:17]
+    assert len(stop) == 7
+    whole = server.complete(PROMPT, 30, stop=["never there", stop])
+    assert whole["choices"][0] == {
+        "index": 0,
+        "text": text[: text.index(stop)],
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert whole["usage"]["completion_tokens"] < 30
+    with server.opened(PROMPT, 30, stop=stop) as events:
+        assert events.text() == whole["choices"][0]["text"]
+    server.wait_idle()
+
+
+def test_logprobs_are_of_the_tokens_of_the_text(server: RealServer) -> None:
+    choice = server.complete(PROMPT, 12, logprobs=3)["choices"][0]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    assert all(value < 0 for value in found["token_logprobs"])
+    for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert max(top, key=top.__getitem__) == token and top[token] == value  # greedy: the likeliest
+    offsets = [choice["text"][at:].startswith(token) for at, token in zip(found["text_offset"], found["tokens"])]
+    assert all(offsets)
+    with server.opened(PROMPT, 12, logprobs=3) as events:
+        streamed = [event["choices"][0]["logprobs"] for event in events]
+    assert sum((each["token_logprobs"] for each in streamed), []) == found["token_logprobs"]
+    assert sum((each["text_offset"] for each in streamed), []) == found["text_offset"]
+
+
+def test_logit_bias_and_min_tokens_hold(server: RealServer) -> None:
+    first = server.complete(PROMPT, 1, logprobs=1)["choices"][0]["logprobs"]["tokens"]
+    forced = server.complete(PROMPT, 3, logit_bias={"42": 100}, logprobs=1)["choices"][0]["logprobs"]["tokens"]
+    assert len(set(forced)) == 1 and forced[0] != first[0]
+
+
+def test_bad_words_do_not_come(server: RealServer) -> None:
+    text = server.complete(PROMPT, 20)["choices"][0]["text"]
+    word = text.split()[1]
+    assert word in text and word not in server.complete(PROMPT, 20, bad_words=[word])["choices"][0]["text"].split()
+
+
+def test_models_names_the_model_and_its_limit(server: RealServer) -> None:
+    listed = server.get("/v1/models")
+    assert [model["id"] for model in listed["data"]] == ["demo-llama"]
+    assert listed["data"][0]["max_model_len"] == 256
+    assert server.get("/v1/models/demo-llama") == listed["data"][0]
+    status, _, data = server.request("GET", "/v1/models/gpt-4")
+    assert status == 404 and json.loads(data)["error"]["param"] == "model"
+
+
+GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "words"),
+    [
+        ({**GOOD, "model": "gpt-4"}, 404, "model", "expected demo-llama, found 'gpt-4'"),
+        ({"prompt": "a"}, 400, None, "model"),
+        ({"model": "demo-llama"}, 400, None, "prompt"),
+        ({**GOOD, "max_tokens": "2"}, 400, "max_tokens", "expected `int | null`, got `str`"),
+        ({**GOOD, "max_tokens": 0}, 400, "max_tokens", "expected 1 to"),
+        ({**GOOD, "max_tokens": 256}, 400, "max_tokens", "expected 1 to 25"),
+        ({**GOOD, "max_tokens": 1 << 70}, 400, "max_tokens", "expected"),
+        ({**GOOD, "prompt": "word " * 300}, 400, "prompt", "expected 1 to 128 tokens, found"),
+        ({**GOOD, "prompt": ""}, 400, "prompt", "expected"),
+        ({**GOOD, "prompt": []}, 400, "prompt", "expected"),
+        ({**GOOD, "prompt": {"text": "a"}}, 400, "prompt", "expected text"),
+        ({**GOOD, "prompt": [["a"]]}, 400, "prompt", "expected text"),
+        ({**GOOD, "prompt": [1, -5]}, 400, "prompt", "expected"),
+        ({**GOOD, "prompt": [1, 1 << 40]}, 400, "prompt", "expected"),
+        ({**GOOD, "prompt": "\ud800"}, 400, "prompt", "expected"),
+        ({**GOOD, "temperature": -1}, 400, "temperature", "expected 0 or more"),
+        ({**GOOD, "temperature": "hot"}, 400, "temperature", "got `str`"),
+        ({**GOOD, "top_p": 0}, 400, "top_p", "expected above 0"),
+        ({**GOOD, "n": 0}, 400, "n", "expected 1 to 4"),
+        ({**GOOD, "n": 5}, 400, "n", "expected 1 to 4"),
+        ({**GOOD, "seed": -1}, 400, "seed", "expected"),
+        ({**GOOD, "seed": 1 << 64}, 400, "seed", "expected"),
+        ({**GOOD, "logprobs": 21}, 400, "logprobs", "expected"),
+        ({**GOOD, "stop": ""}, 400, "stop", "not empty"),
+        ({**GOOD, "stop": 5}, 400, "stop", "got `int`"),
+        ({**GOOD, "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids 0 to"),
+        ({**GOOD, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token ids 0 to"),
+        ({**GOOD, "stop_token_ids": [-1]}, 400, "stop_token_ids", "expected"),
+        ({**GOOD, "priority": 1 << 70}, 400, "priority", "expected"),
+        ({**GOOD, "min_tokens": 3}, 400, "min_tokens", "expected"),
+        ({**GOOD, "best_of": 3}, 400, "best_of", "not supported"),
+        ({**GOOD, "allowed_token_ids": [3]}, 400, "allowed_token_ids", "not supported"),
+        ({**GOOD, "bad_words": [""]}, 400, "bad_words", "not empty"),
+        ({**GOOD, "cache_salt": "a" * 257}, 400, "cache_salt", "expected 0 to 256 characters"),
+        ({**GOOD, "suffix": "b"}, 400, "suffix", "not supported"),
+        ({**GOOD, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage", "got `int`"),
+        (b'{"model": "demo-llama", "model": "x"}', 400, "model", "'model' twice"),
+        (b'{"temperature": NaN}', 400, None, "NaN"),
+        (b'{"temperature": 1e999}', 400, None, "1e999"),
+        (b'{"temperature": -Infinity}', 400, None, "-Infinity"),
+        (b"[" * 100_000, 400, None, "nested too deep"),
+        (b"[1, 2]", 400, None, "expected `object`, got `array`"),
+        (b"", 400, None, "expected JSON"),
+        (b"model=demo-llama&prompt=a", 400, None, "expected JSON"),
+        (b'{"model": "\xff"}', 400, None, "UTF-8"),
+        (b'{"model": "demo-llama", "prompt": "a", "n": ' + b"1" * 5000 + b"}", 400, None, "expected"),
+    ],
+)  # fmt: skip
+def test_a_bad_body_is_told_in_one_line(
+    server: RealServer, body: Any, status: int, param: str | None, words: str
+) -> None:
+    found, headers, data = server.request("POST", "/v1/completions", body)
+    error = json.loads(data)["error"]
+    assert (found, error["param"]) == (status, param), error
+    assert words in error["message"] and "\n" not in error["message"] and len(error["message"]) < 300
+    assert error["type"] == "invalid_request_error" and headers["content-type"] == "application/json"
+    assert server.complete("a", 2)["usage"]["completion_tokens"] == 2
+
+
+def test_null_is_as_if_left_out_and_the_unknown_is_ignored(server: RealServer) -> None:
+    names = ("stop", "logprobs", "seed", "n", "stream", "logit_bias", "top_p", "stream_options", "echo", "suffix")
+    given = server.complete("a", 4, **dict.fromkeys(names), user="me", something_new={"a": [1]})
+    assert given["choices"] == server.complete("a", 4)["choices"]
+
+
+def test_another_path_or_method_is_told_as_json(server: RealServer) -> None:
+    for method, path, expected in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/", 405)):
+        status, headers, data = server.request(method, path)
+        assert status == expected and json.loads(data)["error"]["message"]
+
+
+def test_a_body_beyond_the_limit_is_refused_before_it_is_read(server: RealServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 20) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 104857600\r\n\r\n{")
+        answer = b""
+        while b"}}" not in answer and (data := client.recv(4096)):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 413") and b"expected at most 4194304 bytes, found 104857600" in answer
+
+
+def test_a_body_in_chunks_without_end_is_cut_off(server: RealServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 20) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(200):
+                client.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: a\x00b\r\n\r\n",
+        b"NONSENSE\r\n\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+    ],
+)
+def test_what_is_no_clean_http_is_refused_and_nothing_else_suffers(server: RealServer, head: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 20) as client:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(head + b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n")
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while data := client.recv(65536):
+                answer += data
+    assert answer.count(b"HTTP/1.1 ") <= 1 and (not answer or answer.startswith(b"HTTP/1.1 4")), answer[:200]
+    assert server.get("/health/ready")["ready"]
+
+
+def test_http_1_0_and_kept_connections_are_served(server: RealServer) -> None:
+    body = json.dumps(GOOD).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", server.port), 20) as client:
+        client.sendall(head + body)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert b" 200 OK" in answer and b'"text_completion"' in answer
+    kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    sockets = set()
+    for _ in range(3):
+        kept.request("POST", "/v1/completions", body)
+        answered = kept.getresponse()
+        assert answered.status == 200 and json.loads(answered.read())["choices"]
+        sockets.add(kept.sock)
+    assert len(sockets) == 1
+    kept.close()
+
+
+def test_a_page_of_another_site_cannot_use_the_server(server: RealServer) -> None:
+    status, _, data = server.request("POST", "/v1/completions", GOOD, {"Origin": "https://evil.example"})
+    assert status == 403 and "evil.example" in json.loads(data)["error"]["message"]
+    assert server.request("POST", "/v1/completions", GOOD, {"Origin": server.url})[0] == 200
+
+
+def test_metrics_count_what_was_asked_and_made(server: RealServer) -> None:
+    before = numbers(server)
+    server.complete("a b c", 6)
+    after = numbers(server)
+    grown = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name)}
+    assert grown["lockstep:generation_tokens_total"] == 6
+    assert grown["lockstep:time_to_first_token_seconds_count"] == 1
+    assert grown["lockstep:inter_token_latency_seconds_count"] == 5
+    assert grown["lockstep:e2e_request_latency_seconds_count"] == 1
+    assert grown['lockstep:request_success_total{finished_reason="length"}'] == 1
+    assert after["lockstep:kv_cache_usage_perc"] == 0 and after["lockstep:engine_up"] == 1
+
+
+def test_the_dashboard_asks_for_the_series_that_there_are(server: RealServer) -> None:
+    dashboard = json.loads((ROOT / "resources" / "grafana" / "lockstep.json").read_text(encoding="utf-8"))
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [each["definition"] for each in dashboard["templating"]["list"] if "definition" in each]
+    series = set()
+    for query in asked:
+        found = re.findall(r"([a-zA-Z_:][\w:]*)(?=\{)|label_values\((\S+),", query.replace("${prefix}", "lockstep"))
+        assert found, query
+        series |= {name or of_label for name, of_label in found}
+    server.complete("a", 1)  # a reason of an end is there once there was one
+    there = {name.partition("{")[0] for name in numbers(server)}
+    assert series <= there
+    # and none is forgotten
+    assert {name for name in there if not name.endswith(("_created", "_sum", "_count"))} == series
+
+
+def numbers(server: RealServer) -> dict[str, float]:
+    """The series of /metrics, without the model's name."""
+    found = {}
+    for line in server.request("GET", "/metrics")[2].decode().splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = re.sub(r'(,?)model_name="demo-llama"', "", name).replace("{}", "").replace(",}", "}")
+            found[name] = float(value)
+    return found

@@ -1,0 +1,377 @@
+"""`lockstep serve` when clients leave, when there is too much of them, and when its engine stops or dies.
+
+An engine that is stopped (SIGSTOP) makes moments last: whatever is asked of the server meanwhile meets a request that
+waits, or one in the middle of its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_model import LIMITS
+from recorded import recorded
+
+from lockstep.bundle.pack import pack
+from lockstep.targets import Results, Target
+from real_server import RealServer, make_tree
+
+PROMPT = "Once upon a time"
+LONG = {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True}
+MANY = {**LONG, "prompt": [[7, 8, number] for number in range(256)], "n": 4, "logprobs": 20}
+
+
+@pytest.fixture
+def tree(demo: Results, tmp_path: Path) -> Path:
+    return make_tree(tmp_path / "results", demo)
+
+
+@pytest.fixture(scope="module")
+def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """One that takes two requests at a time, and lets three wait."""
+    tree = make_tree(tmp_path_factory.mktemp("faults") / "results", demo, max_batch_size=2)
+    with RealServer(tree, "--max-queue", 3, "--queue-timeout", 3) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def stopped(server: RealServer) -> Iterator[None]:
+    """While the engine does not run."""
+    pid = server.engine_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def counted(server: RealServer, series: str) -> float:
+    """The sum of a series of /metrics over its labels."""
+    lines = server.request("GET", "/metrics")[2].decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{series}{{", f"{series} ")))
+
+
+def test_a_client_that_leaves_in_its_answer_frees_the_slot(server: RealServer) -> None:
+    before = counted(server, "lockstep:generation_tokens_total")
+    with server.opened(**LONG) as events:
+        next(iter(events))
+        with stopped(server):
+            events.close()
+            server.wait_until(lambda status: counted(server, "lockstep:request_success_total") > 0)
+    server.wait_idle()
+    assert counted(server, "lockstep:generation_tokens_total") - before < 240
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_before_its_first_token_costs_nothing(server: RealServer, stream: bool) -> None:
+    before = counted(server, "lockstep:generation_tokens_total")
+    with stopped(server):
+        with server.opened(**LONG, stream=stream):
+            server.wait_until(lambda status: status["streams"] == 1)
+        server.wait_until(lambda status: status["streams"] == 0)
+    server.wait_idle()
+    assert counted(server, "lockstep:generation_tokens_total") == before
+
+
+def test_a_client_that_leaves_while_it_waits_gives_its_place_to_the_next(server: RealServer) -> None:
+    with stopped(server), contextlib.ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(server.opened(**LONG))
+        server.wait_until(lambda status: status["streams"] == 5)
+        status, headers, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"})
+        assert status == 429 and int(headers["retry-after"]) >= 1
+        assert "the queue is full" in json.loads(data)["error"]["message"]
+        stack.close()
+        server.wait_until(lambda status: status["streams"] == 0)
+        with server.opened("a", 4) as events:
+            server.wait_until(lambda status: status["streams"] == 1)
+            os.kill(server.engine_pid, signal.SIGCONT)
+            assert events.text()
+    server.wait_idle()
+
+
+def test_what_fits_in_queue_and_slots_is_all_answered(server: RealServer) -> None:
+    alone = server.complete(PROMPT, 40)["choices"][0]["text"]
+    with contextlib.ExitStack() as stack:
+        with stopped(server):
+            opened = [stack.enter_context(server.opened(PROMPT, 40)) for _ in range(5)]
+            server.wait_until(lambda status: status["streams"] == 5)
+        assert [events.text() for events in opened] == [alone] * 5
+
+
+def test_a_request_that_waits_too_long_is_told_so(server: RealServer) -> None:
+    with stopped(server):
+        status, headers, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"})
+    error = json.loads(data)["error"]
+    assert (status, error["code"]) == (503, "queue_timeout") and headers["retry-after"] == "1"
+    assert server.complete("a", 2)["choices"]
+
+
+def test_a_thousand_clients_that_leave_at_any_moment(server: RealServer) -> None:
+    alone = server.complete(PROMPT, 60)["choices"][0]["text"]
+    draw = random.Random(5)
+    body = json.dumps({"model": "demo-llama", **LONG, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+    async def leave(after: float) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(head + body)
+        with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
+            await asyncio.wait_for(reader.read(-1), after)
+        writer.transport.abort()
+
+    async def run() -> None:
+        for _ in range(50):
+            await asyncio.gather(*(leave(draw.uniform(0, 0.05)) for _ in range(20)))
+
+    asyncio.run(run())
+    server.wait_idle()
+    assert server.get("/status")["streams"] == 0
+    assert server.complete(PROMPT, 60)["choices"][0]["text"] == alone
+    assert "Traceback" not in server.stderr
+    descriptors = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+    assert descriptors < 40, descriptors
+
+
+def test_idle_connections_cost_no_slot(server: RealServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20))
+        assert server.complete("a", 2)["choices"]
+
+
+def test_an_engine_that_is_killed_is_replaced_and_streams_go_on_to_the_same_text(tree: Path) -> None:
+    asked: list[dict[str, Any]] = [
+        {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True},
+        {"prompt": "The pendulum", "max_tokens": 120, "temperature": 1.0, "seed": 5, "n": 2, "ignore_eos": True},
+        {"prompt": [7, 8, 9], "max_tokens": 90, "frequency_penalty": 0.5, "ignore_eos": True, "logprobs": 2},
+    ]  # fmt: skip
+    with RealServer(tree) as server:
+        whole = [server.complete(**body)["choices"] for body in asked]
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(server.opened(**body)) for body in asked]
+            parts: list[dict[int, str]] = [{} for _ in asked]
+            readers = [iter(events) for events in opened]
+            for number, reader in enumerate(readers):
+                add(parts[number], next(reader))
+            killed = server.engine_pid
+            os.kill(killed, signal.SIGKILL)
+            for number, reader in enumerate(readers):
+                for event in reader:
+                    add(parts[number], event)
+            assert all(events.done for events in opened)
+        for texts, choices in zip(parts, whole, strict=True):
+            assert texts == {choice["index"]: choice["text"] for choice in choices}
+        status = server.get("/status")
+        assert status["restarts"] == 1 and server.engine_pid != killed
+        server.wait_idle()
+        assert f"engine process {killed} died" in server.stderr and PROMPT not in server.stderr
+
+
+def add(texts: dict[int, str], event: dict[str, Any]) -> None:
+    for choice in event["choices"]:
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+
+
+def test_an_engine_that_hangs_is_replaced_too(tree: Path) -> None:
+    with RealServer(tree, "--stall", 1.5) as server:
+        whole = server.complete(**LONG)["choices"][0]["text"]
+        with server.opened(**LONG) as events:
+            first = next(iter(events))["choices"][0]["text"]
+            hung = server.engine_pid
+            os.kill(hung, signal.SIGSTOP)
+            assert first + events.text() == whole and events.done
+        assert f"engine process {hung} gave no sign of life" in server.stderr
+
+
+def test_an_engine_that_dies_twice_at_a_request_ends_it_with_an_error(tree: Path) -> None:
+    with RealServer(tree, "--max-queue", 300) as server:
+        with server.opened(**MANY) as events:
+            next(iter(events))
+            os.kill(server.engine_pid, signal.SIGKILL)
+            server.wait_until(lambda status: status["restarts"] == 1)
+            os.kill(server.engine_pid, signal.SIGKILL)
+            *_, last = events
+            assert "died twice" in last["error"]["message"] and not events.done
+        server.wait_until(lambda status: status["restarts"] == 2)
+        assert server.complete("a", 2)["choices"]
+
+
+def test_an_engine_that_cannot_start_again_is_said(tree: Path) -> None:
+    with RealServer(tree) as server:
+        engines = Results(tree).engines("demo-llama", "fp32", "onnxruntime")
+        engines.rename(engines.with_suffix(".gone"))
+        os.kill(server.engine_pid, signal.SIGKILL)
+        server.wait_until(lambda status: not status["ready"])
+        status, headers, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"})
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert server.request("GET", "/health/ready")[0] == 503 and server.request("GET", "/health/live")[0] == 200
+        end = time.monotonic() + 20
+        while "does not start" not in server.stderr and time.monotonic() < end:
+            time.sleep(0.05)
+        assert "the engine does not start: " in server.stderr and "engines.json" in server.stderr
+        engines.with_suffix(".gone").rename(engines)
+        server.wait_until(lambda status: status["ready"])
+        assert server.complete("a", 2)["choices"]
+
+
+def test_sigterm_lets_what_runs_finish(tree: Path) -> None:
+    with RealServer(tree) as server:
+        whole = server.complete(**LONG)["choices"][0]["text"]
+        with server.opened(**LONG) as events:
+            first = next(iter(events))["choices"][0]["text"]
+            with stopped(server):
+                server.process.send_signal(signal.SIGTERM)
+                server.wait_until(lambda status: status["draining"])
+                status, headers, data = server.request(
+                    "POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"}
+                )
+                assert (status, headers["connection"]) == (503, "close")
+                assert json.loads(data)["error"]["code"] == "shutting_down"
+                assert server.request("GET", "/health/ready")[0] == 503
+            assert first + events.text() == whole and events.done
+        engine = server.engine_pid if server.process.poll() is None else None
+        assert server.process.wait(20) == 0
+        assert engine is None or not Path("/proc", str(engine)).exists()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_ends_what_does_not_finish(tree: Path, signals: int) -> None:
+    with RealServer(tree, "--drain", 0.5 if signals == 1 else 600) as server:
+        with server.opened(**LONG) as events:
+            next(iter(events))
+            engine = server.engine_pid
+            os.kill(engine, signal.SIGSTOP)
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            *_, last = events
+            assert last["error"]["code"] == "shutting_down" and not events.done
+        assert server.process.wait(20) == 0 and not Path("/proc", str(engine)).exists()
+
+
+def test_an_engine_whose_server_is_gone_ends(tree: Path) -> None:
+    with RealServer(tree) as server:
+        engine = server.engine_pid
+        server.process.kill()
+        server.process.wait()
+        end = time.monotonic() + 10
+        while Path("/proc", str(engine)).exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
+    with RealServer(tree, "--slow-reader", 1, "--max-queue", 300) as server:
+        with server.opened(**MANY) as events:
+            events.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            server.wait_until(lambda status: status["running"] == 4)
+            assert server.complete("a", 2)["choices"]  # nobody else waits for it
+            server.wait_until(lambda status: status["streams"] == 0, 60)
+        server.wait_idle()
+
+
+def test_keys_open_what_is_not_for_everyone(tree: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("first-key\nsecond-key\n")
+    body = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
+    with RealServer(tree, "--api-key-file", keys) as server:
+        for path in ("/v1/models", "/metrics", "/status"):
+            assert server.request("GET", path)[0] == 401
+        for given in (None, "third-key", "first-key2", ""):
+            headers = {} if given is None else {"Authorization": f"Bearer {given}"}
+            status, _, data = server.request("POST", "/v1/completions", body, headers)
+            assert status == 401 and json.loads(data)["error"]["type"] == "authentication_error"
+        for given in ("first-key", "second-key"):
+            assert server.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {given}"})[0] == 200
+        assert server.request("GET", "/health/ready")[0] == 200
+        assert "key" not in server.stderr
+
+
+def test_a_body_that_does_not_come_is_waited_for_no_longer_than_said(tree: Path) -> None:
+    with RealServer(tree, "--body-timeout", 0.5) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 20) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{")
+            assert client.recv(4096).startswith(b"HTTP/1.1 408")
+        with socket.create_connection(("127.0.0.1", server.port), 20) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{")
+        assert server.complete("a", 2)["choices"] and "Traceback" not in server.stderr
+
+
+def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree: Path, tmp_path: Path) -> None:
+    target = Target("demo-llama", "fp16", "all", "onnxruntime")
+    bundle = pack(recorded(demo, tmp_path / "recorded"), target, LIMITS, tmp_path / "demo.tar", True)
+    with RealServer(tree, target=str(target)) as server:
+        expected = server.complete(PROMPT, 20)["choices"]
+    options = ("--bundle", bundle, "--python", sys.executable, "--served-model-name", "other")
+    with RealServer(tree, *options, target=None) as server:
+        assert server.complete(PROMPT, 20, model="other")["choices"] == expected
+        os.kill(server.engine_pid, signal.SIGKILL)  # the next one finds its files too
+        server.wait_until(lambda status: status["restarts"] == 1)
+        assert server.complete(PROMPT, 20, model="other")["choices"] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((), "serve: expected TARGET, or --bundle with or without --weights, found neither"),
+        (("demo-llama/fp32/all", "--bundle", "a.tar"), "found TARGET --bundle"),
+        (("demo-llama/fp32/9",), "target: expected one of demo-llama/fp32/2"),
+        (("demo-llama/fp32/all", "--kv-bytes", "1"), "kv_bytes"),
+        (("demo-llama/fp32/all", "--python", "/nowhere/python"), "expected a Python interpreter, found '/nowhere"),
+        (("demo-llama/fp32/all", "--host", "256.0.0.1"), "expected an address that is free, found 256.0.0.1:"),
+        (("demo-llama/fp32/all", "--api-key-file", "/nowhere"), "/nowhere: expected a file of API keys"),
+        (("demo-llama/fp32/all", "--metrics-prefix", "a b"), "--metrics-prefix: expected letters"),
+    ],
+)  # fmt: skip
+def test_a_server_that_cannot_start_says_why_in_one_line(tree: Path, arguments: tuple[str, ...], line: str) -> None:
+    command = [sys.executable, "-m", "lockstep", "serve", *arguments, "--results", str(tree), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+    assert ended.returncode == 2 and not ended.stdout
+    assert line in ended.stderr and "Traceback" not in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_each_key_has_prefixes_of_its_own(tree: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("first-key\nsecond-key\n")
+    body = {"model": "demo-llama", "prompt": list(range(3, 123)), "max_tokens": 2}
+    with RealServer(tree, "--api-key-file", keys, "--chunk-size", 64) as server:
+
+        def hits(key: str, **more: str) -> float:
+            headers = {"Authorization": f"Bearer {key}"}
+            read = lambda: server.request("GET", "/metrics", None, headers)[2].decode()
+            value = lambda: float(next(re.finditer(r"^lockstep:prefix_cache_hits_total\S* (\S+)$", read(), re.M))[1])
+            before = value()
+            assert server.request("POST", "/v1/completions", {**body, **more}, headers)[0] == 200
+            return value() - before
+
+        assert [hits("first-key"), hits("first-key"), hits("second-key"), hits("second-key")] == [0, 64, 0, 64]
+        assert [hits("first-key", cache_salt="a"), hits("first-key", cache_salt="a")] == [0, 64]
+        assert hits("second-key", cache_salt="a") == 0
+
+
+def test_a_server_may_end_with_the_process_that_holds_its_stdin(tree: Path) -> None:
+    with RealServer(tree, "--until-stdin-ends") as server:
+        with server.opened(**LONG) as events:
+            next(iter(events))
+            with stopped(server):
+                assert server.process.stdin is not None
+                server.process.stdin.close()
+                server.wait_until(lambda status: status["draining"])
+            events.text()
+            assert events.done
+        assert server.process.wait(20) == 0

@@ -1,0 +1,329 @@
+"""Triton's gRPC API on `lockstep serve`, the real one: Triton's own client library over both protocols, and damaged
+messages that it would not send."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.targets import Results
+from real_server import RealServer, make_tree
+from shared import Shared
+
+grpc = pytest.importorskip("grpc")
+from lockstep.serve.grpc_messages import MESSAGES, SERVICE  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "What is machine learning?"
+
+
+@pytest.fixture(scope="module")
+def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    tree = make_tree(tmp_path_factory.mktemp("grpc") / "results", demo)
+    with RealServer(tree, "--grpc-port", 0, "--max-body", "1M") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def said(server: RealServer, shared: Shared) -> dict[str, dict[str, Any]]:
+    """What tests/triton_client.py got from the server, by protocol."""
+
+    def make(folder: Path) -> None:
+        pins = ROOT / "envs" / "tritonclient.txt"
+        options = ["--no-deps", "--no-compile", "--retries", "0", "--timeout", "20", "--target", folder, "-r", pins]
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options], check=True, capture_output=True)
+
+    try:
+        packages = shared.folder("tritonclient", make)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"Triton's client cannot be installed: {error.stderr.decode()[-200:]}")
+    script = [sys.executable, ROOT / "tests" / "triton_client.py", str(server.port), str(grpc_port(server))]
+    # Its packages come before those of the same name that this environment has.
+    run = subprocess.run(script, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": str(packages)})
+    assert run.returncode == 0, run.stderr.decode()
+    return json.loads(run.stdout)
+
+
+def grpc_port(server: RealServer) -> int:
+    found = re.search(r"gRPC at 127\.0\.0\.1:(\d+)$", server.line.strip())
+    assert found, server.line
+    return int(found[1])
+
+
+class Caller:
+    """A gRPC client without any library of Triton's."""
+
+    def __init__(self, server: RealServer, *metadata: tuple[str, str]):
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{grpc_port(server)}")
+        self._metadata = metadata
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._channel.close()
+
+    def call(self, name: str, request: Any = None) -> Any:
+        """The response of a method. request: a message, or bytes that may be none."""
+        return self.future(name, request).result()
+
+    def future(self, name: str, request: Any = None) -> Any:
+        """A call that is under way."""
+        method = self._channel.unary_unary(
+            f"/{SERVICE}/{name}",
+            request_serializer=lambda given: given if isinstance(given, bytes) else given.SerializeToString(),
+            response_deserializer=MESSAGES[f"{name}Response"].FromString,
+        )
+        given = MESSAGES[f"{name}Request"]() if request is None else request
+        return method.future(given, metadata=self._metadata, timeout=60)
+
+    def stream(self, requests: Any) -> Any:
+        """The call of ModelStreamInfer: iterate to get its responses."""
+        method = self._channel.stream_stream(
+            f"/{SERVICE}/ModelStreamInfer",
+            request_serializer=MESSAGES["ModelInferRequest"].SerializeToString,
+            response_deserializer=MESSAGES["ModelStreamInferResponse"].FromString,
+        )
+        return method(requests, metadata=self._metadata, timeout=60)
+
+    def refused(self, name: str, request: Any) -> tuple[str, str]:
+        """Code and message of a call that must fail."""
+        with pytest.raises(grpc.RpcError) as raised:
+            self.call(name, request)
+        return raised.value.code().name, raised.value.details()
+
+
+@pytest.fixture
+def caller(server: RealServer) -> Iterator[Caller]:
+    with Caller(server) as caller:
+        yield caller
+
+
+def core(*ids: int, num_tokens: int = 4, **more: Any) -> Any:
+    """A request to tensorrt_llm, its values in `contents`."""
+    request = MESSAGES["ModelInferRequest"](model_name="tensorrt_llm", **more)
+    for name, values in (("input_ids", ids), ("input_lengths", [len(ids)]), ("request_output_len", [num_tokens])):
+        tensor = request.inputs.add(name=name, datatype="INT32", shape=[1, len(values)])
+        tensor.contents.int_contents.extend(values)
+    tensor = request.inputs.add(name="end_id", datatype="INT32", shape=[1, 1])
+    tensor.contents.int_contents.append(-1)
+    return request
+
+
+def long(id: str, num_tokens: int = 240) -> Any:
+    """A request for a stream of tokens."""
+    request = core(5, 6, 7, num_tokens=num_tokens, id=id)
+    request.inputs.add(name="streaming", datatype="BOOL", shape=[1, 1]).contents.bool_contents.append(True)
+    return request
+
+
+def raw(request: Any) -> Any:
+    """The same, its values raw."""
+    made = MESSAGES["ModelInferRequest"].FromString(request.SerializeToString())
+    for tensor in made.inputs:
+        values = list(tensor.contents.int_contents)
+        made.raw_input_contents.append(b"".join(value.to_bytes(4, "little", signed=True) for value in values))
+        tensor.ClearField("contents")
+    return made
+
+
+def test_both_protocols_say_the_same_of_the_server(said: dict[str, dict[str, Any]]) -> None:
+    http, rpc = said["http"], said["grpc"]
+    for found in (http, rpc):
+        assert found["live"] and found["ready"] and found["model_ready"] == [True, True]
+        assert found["refused"].partition(": ")[2].startswith("model: expected one of ensemble")
+    assert http["server"] == rpc["server"] and http["index"] == rpc["index"]["models"]
+    assert [each["name"] for each in http["metadata"]["inputs"]] == [each["name"] for each in rpc["metadata"]["inputs"]]
+    config = rpc["config"]["config"]
+    assert config["max_batch_size"] == http["config"]["max_batch_size"]
+    assert [each["data_type"] for each in http["config"]["input"]] == [each["data_type"] for each in config["input"]]
+    assert config["model_transaction_policy"]["decoupled"]
+
+
+def test_tritonclient_gets_what_generate_gives(server: RealServer, said: dict[str, dict[str, Any]]) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": "", "end_id": 2}
+    text = server.post("/v2/models/ensemble/generate", **body)["text_output"]
+    assert said["http"]["texts"] == [text] * 7 and said["grpc"]["text"] == text
+    assert PROMPT + said["grpc"]["streamed_text"] == text
+
+
+def test_a_stream_has_the_tokens_of_the_whole(said: dict[str, dict[str, Any]]) -> None:
+    found = said["grpc"]
+    assert found["streamed"] == found["whole"][found["num_prompt_tokens"] :]
+    assert len(found["sequence_lengths"]) > 1 and sum(found["sequence_lengths"]) == 24
+    assert found["sequences"] == [0, 1]
+    assert "max_tokens: expected this input" in found["error"]
+
+
+def test_a_stop_request_and_a_cancel_end_a_request(server: RealServer, said: dict[str, dict[str, Any]]) -> None:
+    found = said["grpc"]
+    assert 1 <= found["stopped"] < 230 and found["stop_responses"] == 1
+    assert "CANCELLED" in found["cancelled"]
+    server.wait_idle()
+    assert aborted(server) >= 3  # the stopped one, the cancelled one, and the one of a cancelled stream
+
+
+def test_values_in_contents_and_raw_are_the_same(caller: Caller) -> None:
+    answers = [caller.call("ModelInfer", request) for request in (core(5, 6, 7, id="1"), raw(core(5, 6, 7, id="1")))]
+    assert answers[0] == answers[1]
+    assert answers[0].id == "1" and answers[0].model_name == "tensorrt_llm" and answers[0].model_version == "1"
+    assert [output.name for output in answers[0].outputs] == ["output_ids", "sequence_length"]
+    assert list(answers[0].outputs[0].shape) == [1, 1, 7] and len(answers[0].raw_output_contents[0]) == 28
+
+
+def damaged() -> Iterator[tuple[str, Any, str, str]]:
+    """A name, a message, and code and a part of the message of its refusal."""
+    bad = "INVALID_ARGUMENT"
+    yield "another model", core(5, model_version="3"), "NOT_FOUND", "version"
+    request = raw(core(5, 6, 7))
+    request.raw_input_contents.pop()
+    yield "too few raw contents", request, bad, "raw_input_contents"
+    request = raw(core(5, 6, 7))
+    request.raw_input_contents[0] += b"\0"
+    yield "a byte too many", request, bad, "input_ids"
+    request = raw(core(5, 6, 7))
+    request.inputs[0].contents.int_contents.append(5)
+    yield "contents beside raw ones", request, bad, "raw_input_contents"
+    request = core(5, 6, 7)
+    request.inputs[0].shape[1] = 1 << 40
+    yield "a shape that lies", request, bad, "input_ids"
+    request = core(5, 6, 7)
+    request.inputs[0].datatype = "INT64"
+    yield "contents of another datatype", request, bad, "input_ids"
+    request = core(5, 6, 7)
+    request.inputs[0].ClearField("contents")
+    yield "no contents", request, bad, "input_ids"
+    request = core(5, 6, 7)
+    request.inputs[0].parameters["shared_memory_region"].string_param = "a"
+    yield "shared memory", request, bad, "shared_memory_region"
+    yield "an input twice", raw_twice(), bad, "twice"
+    request = core(5, 6, 7)
+    request.outputs.add(name="unheard_of")
+    yield "an output that is none", request, bad, "unheard_of"
+    yield "bytes that are no message", b"\xff\xff\xff", bad, "ModelInferRequest"
+    request = core(5, 6, 7, id="a" * (1 << 20))
+    yield "a message over the limit", request, "RESOURCE_EXHAUSTED", ""
+
+
+def raw_twice() -> Any:
+    request = core(5, 6, 7)
+    request.inputs.add().CopyFrom(request.inputs[0])
+    return request
+
+
+@pytest.mark.parametrize("case", list(damaged()), ids=lambda case: case[0].replace(" ", "-"))
+def test_damaged_messages_are_refused(server: RealServer, caller: Caller, case: tuple[str, Any, str, str]) -> None:
+    _, request, code, part = case
+    found, message = caller.refused("ModelInfer", request)
+    assert found == code and part in message, (found, message)
+    assert len(caller.call("ModelInfer", core(5, 6, 7)).outputs) == 2 and "Traceback" not in server.stderr
+
+
+def test_metadata_over_the_limit_is_refused(server: RealServer) -> None:
+    with Caller(server, ("long", "a" * (1 << 20))) as caller:
+        assert caller.refused("ServerLive", MESSAGES["ServerLiveRequest"]())[0] == "RESOURCE_EXHAUSTED"
+
+
+def aborted(server: RealServer) -> float:
+    """Answers that were ended before their end, up to now."""
+    metrics = server.request("GET", "/metrics")[2].decode()
+    found = re.search(r'request_success_total\{finished_reason="abort",.*\} (\S+)', metrics)
+    return float(found[1]) if found else 0.0
+
+
+def test_a_client_that_leaves_frees_its_slots(server: RealServer) -> None:
+    before = aborted(server)
+    with Caller(server) as caller:
+        next(caller.stream(iter([long("a"), long("b")])))
+    server.wait_idle()
+    assert aborted(server) == before + 2
+    with Caller(server) as caller:
+        waiting = caller.future("ModelInfer", core(5, 6, 7, num_tokens=240))
+        server.wait_until(lambda status: status["running"])
+        waiting.cancel()
+        server.wait_idle()
+    assert aborted(server) == before + 3 and "Traceback" not in server.stderr
+
+
+def test_a_stop_request_ends_the_one_with_its_id(server: RealServer, caller: Caller) -> None:
+    requests: queue.Queue[Any] = queue.Queue()
+    answers = caller.stream(iter(requests.get, None))
+    requests.put(long("42"))
+    assert next(answers).infer_response.id == "42"
+    for id in ("other", "42"):
+        stop = core(0, num_tokens=0, id=id)
+        stop.inputs.add(name="stop", datatype="BOOL", shape=[1, 1]).contents.bool_contents.append(True)
+        requests.put(stop)
+    requests.put(None)
+    rest = [answer.infer_response for answer in answers]
+    finals = [answer for answer in rest if answer.parameters["triton_final_response"].bool_param]
+    assert sorted((each.id, len(each.outputs)) for each in finals) == [("42", 0), ("42", 2), ("other", 0)]
+    assert sum(answer.outputs[0].shape[2] for answer in rest if answer.outputs) < 239
+    server.wait_idle()
+
+
+def test_keys_and_a_full_queue_and_the_end(demo: Results, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    tree = make_tree(tmp_path / "results", demo, max_batch_size=1)
+    options = ("--grpc-port", 0, "--api-key-file", tmp_path / "keys", "--max-queue", 0, "--fold-token-ids")
+    far = 768 << 20  # a multiple of the size of the vocabulary
+    with RealServer(tree, *options) as server, Caller(server, ("authorization", "Bearer secret")) as caller:
+        for other in (Caller(server), Caller(server, ("authorization", "Bearer other"))):
+            with other:
+                assert other.call("ServerLive").live and other.call("ServerReady").ready
+                for name in ("ServerMetadata", "ModelInfer"):
+                    request = core(5, 6, 7) if name == "ModelInfer" else MESSAGES[f"{name}Request"]()
+                    assert other.refused(name, request)[0] == "UNAUTHENTICATED"
+                with pytest.raises(grpc.RpcError) as raised:
+                    next(other.stream(iter([core(5)])))
+                assert raised.value.code().name == "UNAUTHENTICATED"
+
+        def code(_: int) -> str:
+            try:
+                caller.call("ModelInfer", core(5, 6, 7, num_tokens=240))
+            except grpc.RpcError as error:
+                assert int(dict(error.trailing_metadata())["retry-after"]) >= 1
+                return error.code().name
+            return "OK"
+
+        with ThreadPoolExecutor(6) as threads:
+            assert set(threads.map(code, range(6))) == {"OK", "RESOURCE_EXHAUSTED"}
+
+        folded = [caller.call("ModelInfer", core(5, token, 7)).raw_output_contents[0][12:] for token in (6, 6 + far)]
+        assert folded[0] == folded[1]
+
+        requests: queue.Queue[Any] = queue.Queue()
+        answers = caller.stream(iter(requests.get, None))
+        requests.put(long("a"))
+        first = next(answers)
+        server.process.send_signal(signal.SIGTERM)
+        while caller.call("ServerReady").ready:
+            pass
+        assert caller.refused("ModelInfer", core(5))[0] == "UNAVAILABLE"
+        requests.put(None)
+        rest = [answer.infer_response for answer in answers]
+        assert first.infer_response.id == "a" and rest[-1].parameters["triton_final_response"].bool_param
+        lengths = [list(each.outputs[0].shape)[2] for each in (first.infer_response, *rest)]
+        assert sum(lengths) == 240  # what ran is finished
+        assert server.process.wait(20) == 0
+
+
+def test_a_port_that_is_taken_is_an_error_of_one_line(server: RealServer, demo: Results, tmp_path: Path) -> None:
+    tree = make_tree(tmp_path / "results", demo)
+    command = [sys.executable, "-m", "lockstep", "serve", "demo-llama/fp32/all", "--results", tree, "--port", 0]
+    taken = subprocess.run(
+        [*map(str, command), "--grpc-port", str(grpc_port(server))], capture_output=True, text=True, timeout=60
+    )
+    assert taken.returncode != 0 and "--grpc-port: expected an address that is free" in taken.stderr
+    assert "Traceback" not in taken.stderr

@@ -1,0 +1,167 @@
+"""The check `served`: it passes on the demo, and finds what a server could get wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_model import CONFIG, LIMITS, TOLERANCES
+
+from lockstep.artifacts.manifest_files import failed_path
+from lockstep.artifacts.reports import GoldenReport, ServedReport
+from lockstep.errors import CheckError, InputError
+from lockstep.runtime.request import Request
+from lockstep.serve import check as served
+from lockstep.serve.openai import CompletionFormat
+from lockstep.serve.service import Service
+from lockstep.targets import Results, Target
+from lockstep.verify import golden
+from shared import Shared
+
+TARGET = Target("demo-llama", "fp32", "all", "onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def tree(references: Results, shared: Shared) -> Results:
+    """`references` with a golden check."""
+
+    def make(folder: Path) -> None:
+        out = Results(folder).golden("demo-llama", "fp32", "all", "onnxruntime")
+        out.parent.mkdir(parents=True)
+        golden.check(
+            references.assembly("demo-llama", "fp32"),
+            references.weights("demo-llama", "fp32"),
+            references.engines("demo-llama", "fp32", "onnxruntime"),
+            references.reference("demo-llama", "all"),
+            TARGET,
+            TOLERANCES["fp32"],
+            LIMITS,
+            out,
+            out.with_suffix(".speed.json"),
+        )
+
+    shared.folder("served", make)
+    return references
+
+
+@pytest.fixture
+def golden_json(tree: Results, shared: Shared) -> Path:
+    return Results(shared.root / "served").golden("demo-llama", "fp32", "all", "onnxruntime")
+
+
+def run(tree: Results, golden_json: Path, out: Path, **given: Any) -> ServedReport:
+    arguments: dict[str, Any] = {"limits": LIMITS, "target": TARGET, "tolerance": TOLERANCES["fp32"], **given}
+    served.check(
+        tree.assembly("demo-llama", "fp32"),
+        tree.weights("demo-llama", "fp32"),
+        tree.engines("demo-llama", "fp32", "onnxruntime"),
+        tree.reference("demo-llama", "all"),
+        golden_json,
+        out=out,
+        threads=1,
+        **arguments,
+    )
+    return ServedReport.load(out)
+
+
+def test_the_demo_is_served_as_golden_found_it(tree: Results, golden_json: Path, tmp_path: Path) -> None:
+    report = run(tree, golden_json, tmp_path / "all.json")
+    prompts = len(CONFIG.models["demo-llama"].golden.prompts)
+    compared = {name: phase.requests for name, phase in report.phases.items()}
+    assert compared == {"alone": prompts, "under load": 2 * prompts, "on a prefix": 2, "engine killed": prompts}
+    assert report.batch_invariant and report.tokens_differing == 0
+    assert report.restarts == 1 and report.prefix_hit_tokens >= 64
+    assert report.engine_digest == GoldenReport.load(golden_json).engine_digest
+
+
+def _lose_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was given out before the engine died, one short: a token comes twice."""
+    bring = Service._bring_again
+
+    def forget(self: Service) -> None:
+        for stream in self._streams:
+            for active in stream.actives:
+                for choice in active.collector.completion.choices:
+                    del choice.token_ids[-1:]
+        bring(self)
+
+    monkeypatch.setattr(Service, "_bring_again", forget)
+
+
+def _mix_up_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second request gets the prompt of another."""
+    from lockstep.serve.link import EngineLink
+
+    add, prompts = EngineLink.add, []
+
+    def other(self: EngineLink, number: int, request: Request) -> None:
+        prompts.append(request.prompt_ids)
+        add(self, number, replace(request, prompt_ids=prompts[-1 - number % 2 :][0]))
+
+    monkeypatch.setattr(EngineLink, "add", other)
+
+
+def _lose_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that leaves out every seventh chunk."""
+    event = CompletionFormat._event
+    counted = iter(range(1 << 30))
+    monkeypatch.setattr(
+        CompletionFormat, "_event", lambda self, *given: event(self, *given) if next(counted) % 7 else b""
+    )
+
+
+def _keep_what_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests whose client left are not taken off the list."""
+    monkeypatch.setattr(Service, "_leave", lambda self, stream: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (_lose_the_last_token, "with the engine killed: step"),
+        (_mix_up_numbers, "step 0: expected token"),
+        (_lose_pieces, "expected token|expected 24 tokens|expected \\d+ tokens"),
+        (_keep_what_was_cancelled, "afterwards: expected no request"),
+    ],
+)
+def test_a_planted_fault_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], words: str, tree: Results, golden_json: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plant(monkeypatch)
+    out = tmp_path / "all.json"
+    with pytest.raises(CheckError, match=words):
+        run(tree, golden_json, out)
+    assert not out.exists()
+    report = ServedReport.load(failed_path(out))
+    assert report.result == "fail" and report.failure and "\n" not in report.failure
+
+
+def test_a_token_that_golden_did_not_give_is_found(tree: Results, golden_json: Path, tmp_path: Path) -> None:
+    report = GoldenReport.load(golden_json)
+    entry = report.prompts[0]
+    wrong = (*entry.tokens[:5], entry.tokens[5] ^ 1, *entry.tokens[6:])
+    replace(report, prompts=(replace(entry, tokens=wrong), *report.prompts[1:])).save(tmp_path / "golden.json")
+    with pytest.raises(CheckError, match=r"alone: step 5: expected token \d+, found \d+"):
+        run(tree, tmp_path / "golden.json", tmp_path / "all.json")
+
+
+def test_a_golden_check_of_another_target_is_refused(tree: Results, golden_json: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected the golden check of demo-llama/fp32/2"):
+        run(tree, golden_json, tmp_path / "2.json", target=replace(TARGET, layers=2))
+
+
+def test_an_engine_set_that_does_not_open_is_told_in_one_line(tree: Results, golden_json: Path, tmp_path: Path) -> None:
+    engines = tmp_path / "engines.json"
+    value = json.loads(tree.engines("demo-llama", "fp32", "onnxruntime").read_text())
+    engines.write_text(json.dumps({**value, "precision": "fp16"}))
+    with pytest.raises(InputError) as caught:
+        served.check(
+            tree.assembly("demo-llama", "fp32"), tree.weights("demo-llama", "fp32"), engines,
+            tree.reference("demo-llama", "all"), golden_json, TARGET, TOLERANCES["fp32"], LIMITS, tmp_path / "all.json",
+        )  # fmt: skip
+    assert "engines.json" in str(caught.value) and "\n" not in str(caught.value)

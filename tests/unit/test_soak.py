@@ -1,0 +1,77 @@
+"""`python -m benchmarks soak`: a short run on the real server, and what a longer one would be failed for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks import soak
+from benchmarks.soak import PROCESSES, Sample, Soak, faults
+from benchmarks.soak_requests import COMPLETED, FAILED, KINDS, Outcome, request
+
+from lockstep.targets import Results
+from real_server import make_tree
+
+MIB = 1 << 20
+IDLE = Sample(dict.fromkeys(PROCESSES, 100 * MIB), dict.fromkeys(PROCESSES, 10), 0)
+GOOD = Outcome("greedy", COMPLETED, 0.0, 1.0)
+BAD = Outcome("greedy", FAILED, 5.0, 6.0, "greedy /v1/completions: expected HTTP 200, found 503")
+
+
+def grown(name: str, by: int) -> list[Sample]:
+    """Samples of which the last third has so many more MiB."""
+    more = replace(IDLE, rss={**IDLE.rss, name: (100 + by) * MIB})
+    return [IDLE] * 20 + [more] * 10
+
+
+def test_a_short_run_finds_nothing_and_asks_everything(
+    demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak, "KILLS_EVERY", 4.0)  # one kill, after 2 s
+    monkeypatch.setattr(soak, "WARM_UP", 4.0)
+    tree = make_tree(tmp_path / "results", demo)
+    record = soak.run("demo-llama/fp32/all", tree, 5 / 60, 0, True, "16M")
+    assert record["faults"] == []
+    assert record["kills"] == record["restarts"] == 1
+    assert set(record["requests"]["kinds"]) == set(KINDS) and all(record["requests"]["kinds"].values())
+    assert record["requests"]["cancelled"] and record["pages_used"]["max"] > 0 == record["pages_used"]["end"]
+
+
+def test_a_run_without_faults_has_none() -> None:
+    assert faults(Soak([GOOD], grown("api", 9)), IDLE, IDLE) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "end", "expected"),
+    [
+        (Soak([GOOD, BAD], grown("api", 0)), IDLE, "requests: expected none to fail, found 1, the first: greedy"),
+        (Soak([GOOD], grown("api", 11)), IDLE, "api: expected at most 1.02 times"),
+        (Soak([GOOD], grown("engine", 11)), IDLE, "engine: expected at most 1.02 times"),
+        (Soak([GOOD], grown("api", 0)), replace(IDLE, pages_used=1), "pages: expected 0 in use"),
+        (
+            Soak([GOOD], grown("api", 0)),
+            replace(IDLE, descriptors={"api": 11, "engine": 10}),
+            "api: expected 10 open descriptors",
+        ),
+    ],
+    ids=["failed", "api-memory", "engine-memory", "pages", "descriptors"],
+)
+def test_a_leak_is_a_fault(run: Soak, end: Sample, expected: str) -> None:
+    (found,) = faults(run, IDLE, end)
+    assert found.startswith(expected)
+
+
+@pytest.mark.parametrize(("kill", "excused"), [((5.5, 7.0), True), ((0.0, 4.9), False), ((6.1, 7.0), False)])
+def test_only_what_a_kill_met_may_fail(kill: tuple[float, float], excused: bool) -> None:
+    assert bool(faults(Soak([BAD], grown("api", 0), [kill]), IDLE, IDLE)) is not excused
+
+
+def test_an_engine_that_was_killed_has_the_memory_of_its_own_life() -> None:
+    assert faults(Soak([GOOD], grown("engine", 90), [(1.0, 2.0)]), IDLE, IDLE) == []
+
+
+def test_the_same_seed_asks_the_same() -> None:
+    asked = [[request("m", seed, number, 0.2) for number in range(200)] for seed in (0, 0, 1)]
+    assert asked[0] == asked[1] != asked[2]
+    assert 20 < sum(each.leaves_after is not None for each in asked[0]) < 60

@@ -1,0 +1,404 @@
+"""`lockstep triton`: the repository that it writes, its lint, and each model.py against a real server.
+Triton itself runs them in tests/tritonserver."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import triton_stand_in
+from lockstep.errors import InputError
+from lockstep.serve.triton_models import MODELS
+from lockstep.serve.triton_repository.lint import check_repository
+from lockstep.serve.triton_repository.options import ACCEPTED, IGNORED, TAKEN, parameters_of, read_config, serve_options
+from lockstep.serve.triton_repository.pbtxt import Enum, dump, parse
+from lockstep.serve.triton_repository.write import Repository, files_of, write_repository
+from lockstep.serve.unix_socket import unix_socket
+from lockstep.targets import Results
+from real_server import RealServer, make_tree
+from triton_stand_in import Request
+
+SHARED = ("lockstep_http", "lockstep_streams", "lockstep_process")
+PROMPT = "What is machine learning?"
+
+
+def make(folder: Path, socket_path: Path, **given: Any) -> Path:
+    command = [sys.executable, "-m", "lockstep", "serve", "--unix", str(socket_path)]
+    write_repository(Repository(given.pop("command", command), socket_path, 4, **given), folder)
+    return folder
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return make(tmp_path / "repository", tmp_path / "s")
+
+
+# What is written
+
+
+def test_the_command_writes_a_repository_without_a_fault(demo: Results, tmp_path: Path) -> None:
+    tree, out = make_tree(tmp_path / "results", demo), tmp_path / "out"
+    run = lambda *given: subprocess.run(
+        [sys.executable, "-m", "lockstep", "triton", *map(str, given)], capture_output=True
+    )
+    done = run("demo-llama/fp16/all", out, "--results", tree)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in out.iterdir()) == sorted(MODELS)
+    assert "${" not in "".join(path.read_text() for path in out.rglob("*.pbtxt"))
+    assert run("--check", out).stdout.decode().endswith("no fault found\n")
+    (out / "ensemble" / "config.pbtxt").write_text("max_batch_size: ${size}")
+    done = run("--check", out)
+    assert done.returncode == 1 and b"line 1: expected a value, found a '${'" in done.stderr
+    assert b"--check" in run("demo-llama/fp16/all").stderr
+
+
+def test_the_same_is_written_twice(repository: Path, tmp_path: Path) -> None:
+    written = Repository(["x"], tmp_path / "s", 4)
+    assert files_of(written) == files_of(written)
+
+
+def test_model_files_are_short_and_take_only_numpy_from_elsewhere(repository: Path) -> None:
+    for path in repository.rglob("*.py"):
+        lines = path.read_text().splitlines()
+        assert path.name != "model.py" or len(lines) <= 62, path
+        imports = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
+        own = {"lockstep_http", "lockstep_streams", "lockstep_process", "numpy", "triton_python_backend_utils"}
+        assert imports <= own | set(sys.stdlib_module_names), path
+
+
+def test_a_configuration_is_read_as_it_is_written(repository: Path) -> None:
+    for path in repository.rglob("config.pbtxt"):
+        assert dump(parse(path.read_text(), "x")) == path.read_text()
+    text = 'a: 1 # one\nb: [ { c: \'x\\\'y\' "z" }, {c: true} ], d: -1.5e3 e: KIND_CPU f {} g: [1, 2]; h: "\\n\\""'
+    found = parse(text, "x")
+    assert found == {
+        "a": [1],
+        "b": [{"c": ["x'yz"]}, {"c": [True]}],
+        "d": [-1500.0],
+        "e": [Enum("KIND_CPU")],
+        "f": [{}],
+        "g": [1, 2],
+        "h": ['\n"'],
+    }
+    for damaged in ("a", "a:", "a: {", "a 1", "a: }", 'a: "', "1: 2", "a: [1", "a {" * 100, "a: \0"):
+        with pytest.raises(InputError, match="x, line 1: expected"):
+            parse(damaged, "x")
+
+
+def edited(repository: Path, model: str, old: str, new: str) -> list[str]:
+    path = repository / model / "config.pbtxt"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    return check_repository(repository)
+
+
+@pytest.mark.parametrize(
+    "model, old, new, named",
+    [
+        ("tensorrt_llm", 'name: "tensorrt_llm"', 'name: "gpt"', "name: expected tensorrt_llm"),
+        ("tensorrt_llm", 'backend: "python"', 'backend: "tensorrtllm"', "backend: expected python"),
+        ("preprocessing", 'name: "QUERY"', 'name: "TEXT"', "QUERY"),
+        ("postprocessing", "TYPE_STRING", "TYPE_INT32", "OUTPUT: data_type"),
+        ("tensorrt_llm", "dims: [ -1, -1 ]", "dims: [ 7 ]", "dims: expected"),
+        ("preprocessing", "max_batch_size: 4", "max_batch_size: 8", "max_batch_size: expected the same"),
+        ("ensemble", 'value: "_INPUT_ID"', 'value: "_ELSE"', "found '_INPUT_ID'"),
+        ("ensemble", 'key: "OUTPUT"', 'key: "TEXT"', "found 'TEXT'"),
+        ("ensemble", 'model_name: "preprocessing"', 'model_name: "other"', "found 'other'"),
+        ("tensorrt_llm", '"guaranteed_no_evict"', '"static_batch"', "batch_scheduler_policy: expected"),
+        ("tensorrt_llm", '"inflight_fused_batching"', '"V1"', "gpt_model_type: expected"),
+        ("tensorrt_llm", 'key: "gpt_model_type"', 'key: "unheard_of"', "'unheard_of'"),
+        ("tensorrt_llm", 'key: "lockstep_command"', 'key: "engine_dir"', "lockstep_command"),
+    ],
+)
+def test_the_lint_names_what_is_wrong(repository: Path, model: str, old: str, new: str, named: str) -> None:
+    assert check_repository(repository) == []
+    assert any(named in fault for fault in edited(repository, model, old, new))
+
+
+def test_the_lint_names_files_that_are_missing_or_changed(repository: Path, tmp_path: Path) -> None:
+    (repository / "preprocessing" / "1" / "model.py").write_text("pass\n")
+    (repository / "tensorrt_llm" / "1" / "lockstep_http.py").unlink()
+    (repository / "ensemble" / "1" / "README").unlink()
+    (repository / "ensemble" / "1").rmdir()
+    faults = check_repository(repository)
+    assert len(faults) == 3 and all("expected" in fault for fault in faults)
+    with pytest.raises(InputError, match="expected a folder that"):
+        check_repository(tmp_path / "none")
+
+
+def test_options_of_the_configuration_are_the_server_s(tmp_path: Path) -> None:
+    defaults = serve_options(make(tmp_path / "a", tmp_path / "s"))
+    assert defaults == {"no_prefix_caching": False, "admission": "guaranteed", "max_queue": 128}
+    options = {"batch_scheduler_policy": "max_utilization", "enable_kv_cache_reuse": "false"}
+    options["kv_cache_free_gpu_mem_fraction"] = "0.5"
+    other = make(tmp_path / "b", tmp_path / "s", options=options, max_queue=7)
+    found = {"no_prefix_caching": True, "admission": "optimistic", "max_queue": 7, "kv_bytes": 0.5}
+    assert serve_options(other) == found and check_repository(other) == []
+    for name, value in {
+        "kv_cache_free_gpu_mem_fraction": "1.5",
+        "stats_check_period_ms": "x",
+        "max_beam_width": "2",
+    }.items():
+        with pytest.raises(InputError, match=f"{name}: expected"):
+            serve_options(make(tmp_path / "c", tmp_path / "s", options={name: value}))
+
+
+def test_each_option_has_one_meaning() -> None:
+    assert not set(TAKEN) & set(ACCEPTED) and not set(TAKEN) & IGNORED and not set(ACCEPTED) & IGNORED
+
+
+# The socket
+
+
+def test_a_socket_is_this_user_s_and_replaces_a_stale_one(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with unix_socket(path) as end:
+        end.listen()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(InputError, match="another server has it"), unix_socket(path):
+            pass
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(InputError, match="a server listens there"), unix_socket(path):
+            pass
+    path.unlink()
+    path.write_text("mine")
+    with pytest.raises(InputError, match="found another file"), unix_socket(path):
+        pass
+    assert path.read_text() == "mine"
+    for wrong in (tmp_path / "none" / "socket", tmp_path / ("a" * 120)):
+        with pytest.raises(InputError, match="--unix: expected"), unix_socket(wrong):
+            pass
+
+
+# The models
+
+
+@pytest.fixture(scope="module")
+def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    folder = tmp_path_factory.mktemp("u")
+    with RealServer(make_tree(folder / "results", demo), "--unix", folder / "s") as server:
+        assert f"unix:{folder / 's'}" in server.line
+        yield server
+
+
+@pytest.fixture
+def load(server: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Load and initialize a model, as Triton's stub does."""
+    path = server.line.partition("unix:")[2].partition(" ")[0]
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton_stand_in)
+    loaded = []
+
+    def load(name: str, **given: Any) -> Any:
+        folder = make(tmp_path / "repository", Path(path), **given) / name / "1"
+        monkeypatch.syspath_prepend(str(folder))
+        for shared in SHARED:
+            monkeypatch.delitem(sys.modules, shared, raising=False)
+        spec = importlib.util.spec_from_file_location(f"{name}_model", folder / "model.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        model = module.TritonPythonModel()
+        model.initialize({"model_name": name, "model_config": json.dumps(as_triton_gives(folder.parent))})
+        loaded.append(model)
+        return model
+
+    yield load
+    for model in loaded:
+        model.finalize()
+    for shared in SHARED:
+        sys.modules.pop(shared, None)
+
+
+def as_triton_gives(folder: Path) -> dict[str, Any]:
+    config = read_config(folder / "config.pbtxt")
+    outputs = [
+        {"name": each["name"][0], "data_type": each["data_type"][0], "dims": each["dims"]} for each in config["output"]
+    ]
+    given = {"parameters": {name: {"string_value": value} for name, value in parameters_of(config).items()}}
+    policy = config.get("model_transaction_policy", [{"decoupled": [False]}])[0]["decoupled"][0]
+    return {**given, "output": outputs, "model_transaction_policy": {"decoupled": policy}}
+
+
+def asked(outputs: tuple[str, ...] = (), id: str = "", parameters: Any = None, **arrays: Any) -> Request:
+    kinds = {str: np.object_, int: np.int32, float: np.float32, bool: np.bool_}
+    made = {}
+    for name, value in arrays.items():
+        kind = kinds[type(value)] if not isinstance(value, np.ndarray) else None
+        given = value.encode() if isinstance(value, str) else value
+        made[name] = given if kind is None else np.array([[given]], kind)
+    return Request(made, outputs, id, parameters or {})
+
+
+def run(model: Any, request: Request) -> list[Any]:
+    assert model.execute([request]) is None
+    return request.sender.all()
+
+
+def prompt_ids(server: RealServer) -> np.ndarray:
+    given = [{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": [PROMPT]}]
+    given.append({"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [20]})
+    outputs = server.post("/v2/models/preprocessing/infer", inputs=given)["outputs"]
+    return np.array([next(each["data"] for each in outputs if each["name"] == "INPUT_ID")], np.int32)
+
+
+def core(server: RealServer, num_tokens: int, **more: Any) -> dict[str, Any]:
+    ids = prompt_ids(server)
+    return {"input_ids": ids, "input_lengths": ids.shape[1], "request_output_len": num_tokens, "end_id": -1, **more}
+
+
+def test_preprocessing_gives_tokens(server: RealServer, load: Callable[..., Any]) -> None:
+    model = load("preprocessing")
+    outputs = tuple(MODELS["preprocessing"].outputs)
+    good = asked(outputs, QUERY=PROMPT, REQUEST_OUTPUT_LEN=20, STOP_WORDS_DICT="end")
+    bad = asked(outputs, QUERY=PROMPT, REQUEST_OUTPUT_LEN=20.5)
+    first, second, third = model.execute([good, bad, good])
+    assert first.error is None and first.arrays["INPUT_ID"].tolist() == prompt_ids(server).tolist()
+    assert first.arrays["INPUT_ID"].dtype == np.int32 and first.arrays["STOP_WORDS_IDS"].shape[:2] == (1, 2)
+    assert str(second.error).startswith("REQUEST_OUTPUT_LEN: datatype") and second.error.code == "INVALID_ARG"
+    assert third.arrays["INPUT_ID"].tolist() == first.arrays["INPUT_ID"].tolist()
+
+
+def test_a_stream_of_tokens_becomes_the_text_with_its_spaces(server: RealServer, load: Callable[..., Any]) -> None:
+    expected = server.complete(PROMPT, 60, ignore_eos=True, return_token_ids=True)["choices"][0]
+    responses = run(load("tensorrt_llm"), asked(**core(server, 60, streaming=True)))
+    ids = [
+        token
+        for each in responses
+        for token in each.arrays["output_ids"].ravel()[: each.arrays["sequence_length"].item()]
+    ]
+    assert len(responses) > 5 and ids == expected["token_ids"]
+    assert [each.arrays["IS_LAST"].item() for each in responses] == [False] * (len(responses) - 1) + [True]
+    post = load("postprocessing")
+    pieces = []
+    for each in responses:
+        made = each.arrays
+        request = asked(
+            TOKENS_BATCH=made["output_ids"],
+            SEQUENCE_LENGTH=made["sequence_length"],
+            CONTEXT_IDS=made["CONTEXT_IDS"],
+            IS_LAST=made["IS_LAST"],
+        )
+        (answer,) = post.execute([request])
+        pieces.append(answer.arrays["OUTPUT"].item().decode())
+    assert "".join(pieces) == expected["text"]
+
+
+def test_a_whole_answer_has_the_prompt_and_zeros_for_log_probabilities(
+    server: RealServer, load: Callable[..., Any]
+) -> None:
+    model = load("tensorrt_llm")
+    (whole,) = run(model, asked(**core(server, 20)))
+    ids = prompt_ids(server)[0].tolist()
+    assert whole.arrays["output_ids"][0, 0, : len(ids)].tolist() == ids
+    assert whole.arrays["sequence_length"].tolist() == [[len(ids) + 20]]
+    assert whole.arrays["output_log_probs"].shape == (1, 1, 20) and not whole.arrays["output_log_probs"].any()
+    both = {name: np.concatenate([value] * 2) for name, value in one(server).items()}
+    responses = run(model, Request(both, (), "", {}))
+    assert sorted(each.arrays["batch_index"].item() for each in responses) == [0, 1]
+
+
+def one(server: RealServer) -> dict[str, np.ndarray]:
+    return {tensor.name(): tensor.as_numpy() for tensor in asked(**core(server, 20)).inputs()}
+
+
+def test_cancellation_and_stopping_end_what_runs(server: RealServer, load: Callable[..., Any]) -> None:
+    model = load("tensorrt_llm")
+    request = asked(**core(server, 230, streaming=True))
+    model.execute([request])
+    request.sender.sent.get(timeout=30)
+    request.sender.cancelled = True
+    assert len(request.sender.all()) < 229
+    server.wait_idle()
+    request = asked(id="7", **core(server, 230, streaming=True))
+    model.execute([request])
+    request.sender.sent.get(timeout=30)
+    assert (
+        run(model, asked(id="7", input_ids=np.ones([1, 1], np.int32), input_lengths=1, request_output_len=1, stop=True))
+        == []
+    )
+    assert len(request.sender.all()) < 229
+    server.wait_idle()
+
+
+def test_what_the_server_refuses_is_an_error_of_that_request(server: RealServer, load: Callable[..., Any]) -> None:
+    model = load("tensorrt_llm_bls")
+    (refused,) = run(model, asked(text_input=PROMPT, max_tokens=0))
+    assert str(refused.error).startswith("max_tokens:") and refused.error.code == "INVALID_ARG"
+    (odd,) = run(model, asked(text_input=np.array([[b"\xff"]], np.object_), max_tokens=3))
+    assert "UTF-8" in str(odd.error)
+    (good,) = run(model, asked(text_input=PROMPT, max_tokens=3))
+    assert good.error is None and good.arrays["text_output"].item().decode().startswith(PROMPT)
+
+
+def test_bls_accumulates_where_it_is_asked_to(server: RealServer, load: Callable[..., Any]) -> None:
+    given = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "stream": True}
+    pieces = [each.arrays["text_output"].item() for each in run(load("tensorrt_llm_bls"), asked(**given))]
+    parts = run(load("tensorrt_llm_bls"), asked(parameters={"accumulate_tokens": True}, **given))
+    assert parts[-1].arrays["text_output"].item() == b"".join(pieces)
+
+
+def test_a_model_that_is_not_decoupled_gives_one_response(server: RealServer, load: Callable[..., Any]) -> None:
+    model = load("tensorrt_llm_bls", decoupled=False)
+    good, bad = model.execute([asked(text_input=PROMPT, max_tokens=8), asked(text_input=PROMPT, max_tokens=0)])
+    assert good.arrays["text_output"].ravel()[0].decode().startswith(PROMPT)
+    assert str(bad.error).startswith("max_tokens:")
+
+
+def test_the_core_model_starts_the_server_again_and_ends_it(
+    demo: Results, load: Callable[..., Any], tmp_path: Path
+) -> None:
+    tree, path = make_tree(tmp_path / "results", demo), tmp_path / "s"
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "serve",
+        "demo-llama/fp32/all",
+        "--results",
+        str(tree),
+        "--unix",
+        str(path),
+    ]
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    module_path = make(tmp_path / "own", path, command=command) / "tensorrt_llm" / "1"
+    model = load("tensorrt_llm")  # for its modules; it found the module's server
+    own = type(model)()
+    os.environ.setdefault("LOCKSTEP_THREADS", "1")
+    own.initialize({"model_name": "tensorrt_llm", "model_config": json.dumps(as_triton_gives(module_path.parent))})
+    try:
+        ids = np.array([[5, 6, 7]], np.int32)
+        request = asked(input_ids=ids, input_lengths=3, request_output_len=4)
+        assert run(own, request)[0].error is None
+        first = own._process._process.pid
+        os.kill(first, signal.SIGKILL)
+        for _ in range(300):
+            responses = run(own, asked(input_ids=ids, input_lengths=3, request_output_len=4))
+            if responses[0].error is None:
+                break
+            assert responses[0].error.code in ("UNAVAILABLE", "INTERNAL")
+            own._ended.wait(0.1)
+        assert responses[0].error is None and own._process._process.pid != first
+    finally:
+        own.finalize()
+    assert own._process._process.returncode == 0 and not path.exists()
