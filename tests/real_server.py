@@ -87,6 +87,16 @@ class RealServer:
                     return int(child)
         raise AssertionError("there is no engine process")
 
+    @contextmanager
+    def stopped_engine(self) -> Iterator[None]:
+        """While the engine does not run."""
+        pid = self.engine_pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, seconds: float = 60
     ) -> tuple[int, dict[str, str], bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import queue
+import threading
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,12 @@ class Sender:
     def __init__(self) -> None:
         self.sent: queue.Queue[tuple[InferenceResponse | None, int]] = queue.Queue()
         self.cancelled = False
+        self.open = threading.Event()  # cleared: `send` returns late, as with a slow reader
+        self.open.set()
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         self.sent.put((response, flags))
+        assert self.open.wait(30)
 
     def is_cancelled(self) -> bool:
         return self.cancelled

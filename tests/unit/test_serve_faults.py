@@ -47,17 +47,6 @@ def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
-@contextlib.contextmanager
-def stopped(server: RealServer) -> Iterator[None]:
-    """While the engine does not run."""
-    pid = server.engine_pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def counted(server: RealServer, series: str) -> float:
     """The sum of a series of /metrics over its labels."""
     lines = server.request("GET", "/metrics")[2].decode().splitlines()
@@ -68,7 +57,7 @@ def test_a_client_that_leaves_in_its_answer_frees_the_slot(server: RealServer) -
     before = counted(server, "lockstep:generation_tokens_total")
     with server.opened(**LONG) as events:
         next(iter(events))
-        with stopped(server):
+        with server.stopped_engine():
             events.close()
             server.wait_until(lambda status: counted(server, "lockstep:request_success_total") > 0)
     server.wait_idle()
@@ -78,7 +67,7 @@ def test_a_client_that_leaves_in_its_answer_frees_the_slot(server: RealServer) -
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_before_its_first_token_costs_nothing(server: RealServer, stream: bool) -> None:
     before = counted(server, "lockstep:generation_tokens_total")
-    with stopped(server):
+    with server.stopped_engine():
         with server.opened(**LONG, stream=stream):
             server.wait_until(lambda status: status["streams"] == 1)
         server.wait_until(lambda status: status["streams"] == 0)
@@ -87,7 +76,7 @@ def test_a_client_that_leaves_before_its_first_token_costs_nothing(server: RealS
 
 
 def test_a_client_that_leaves_while_it_waits_gives_its_place_to_the_next(server: RealServer) -> None:
-    with stopped(server), contextlib.ExitStack() as stack:
+    with server.stopped_engine(), contextlib.ExitStack() as stack:
         for _ in range(5):
             stack.enter_context(server.opened(**LONG))
         server.wait_until(lambda status: status["streams"] == 5)
@@ -106,14 +95,14 @@ def test_a_client_that_leaves_while_it_waits_gives_its_place_to_the_next(server:
 def test_what_fits_in_queue_and_slots_is_all_answered(server: RealServer) -> None:
     alone = server.complete(PROMPT, 40)["choices"][0]["text"]
     with contextlib.ExitStack() as stack:
-        with stopped(server):
+        with server.stopped_engine():
             opened = [stack.enter_context(server.opened(PROMPT, 40)) for _ in range(5)]
             server.wait_until(lambda status: status["streams"] == 5)
         assert [events.text() for events in opened] == [alone] * 5
 
 
 def test_a_request_that_waits_too_long_is_told_so(server: RealServer) -> None:
-    with stopped(server):
+    with server.stopped_engine():
         status, headers, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"})
     error = json.loads(data)["error"]
     assert (status, error["code"]) == (503, "queue_timeout") and headers["retry-after"] == "1"
@@ -233,7 +222,7 @@ def test_sigterm_lets_what_runs_finish(tree: Path) -> None:
         whole = server.complete(**LONG)["choices"][0]["text"]
         with server.opened(**LONG) as events:
             first = next(iter(events))["choices"][0]["text"]
-            with stopped(server):
+            with server.stopped_engine():
                 server.process.send_signal(signal.SIGTERM)
                 server.wait_until(lambda status: status["draining"])
                 status, headers, data = server.request(
@@ -368,7 +357,7 @@ def test_a_server_may_end_with_the_process_that_holds_its_stdin(tree: Path) -> N
     with RealServer(tree, "--until-stdin-ends") as server:
         with server.opened(**LONG) as events:
             next(iter(events))
-            with stopped(server):
+            with server.stopped_engine():
                 assert server.process.stdin is not None
                 server.process.stdin.close()
                 server.wait_until(lambda status: status["draining"])

@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -323,21 +324,38 @@ def one(server: RealServer) -> dict[str, np.ndarray]:
 
 def test_cancellation_and_stopping_end_what_runs(server: RealServer, load: Callable[..., Any]) -> None:
     model = load("tensorrt_llm")
+    cancelled = asked(**core(server, 230, streaming=True))
+    with server.stopped_engine():
+        model.execute([cancelled])
+        server.wait_until(lambda status: status["streams"] == 1)
+        cancelled.sender.cancelled = True
+        assert cancelled.sender.all() == []
+    server.wait_idle()
+    stopped = asked(id="7", **core(server, 230, streaming=True))
+    ids = {"input_ids": np.ones([1, 1], np.int32), "input_lengths": 1, "request_output_len": 1}
+    with server.stopped_engine():
+        model.execute([stopped])
+        server.wait_until(lambda status: status["streams"] == 1)
+        assert run(model, asked(id="7", stop=True, **ids)) == []
+    assert len(stopped.sender.all()) < 229
+    server.wait_idle()
+
+
+def test_no_response_follows_cancellation(server: RealServer, load: Callable[..., Any]) -> None:
+    """Though the tokens have come already."""
+    model = load("tensorrt_llm")
     request = asked(**core(server, 230, streaming=True))
+    request.sender.open.clear()
     model.execute([request])
     request.sender.sent.get(timeout=30)
+    server.wait_idle()
     request.sender.cancelled = True
-    assert len(request.sender.all()) < 229
-    server.wait_idle()
-    request = asked(id="7", **core(server, 230, streaming=True))
-    model.execute([request])
-    request.sender.sent.get(timeout=30)
-    assert (
-        run(model, asked(id="7", input_ids=np.ones([1, 1], np.int32), input_lengths=1, request_output_len=1, stop=True))
-        == []
-    )
-    assert len(request.sender.all()) < 229
-    server.wait_idle()
+    end = time.monotonic() + 30
+    while not all(stream.is_cancelled for stream in model._streams._running):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    request.sender.open.set()
+    assert request.sender.all() == []
 
 
 def test_what_the_server_refuses_is_an_error_of_that_request(server: RealServer, load: Callable[..., Any]) -> None:

@@ -63,6 +63,8 @@ class Stream:
         if answer.status != 200:
             raise ServerError(answer.status, json.loads(answer.read())["error"])
         for line in answer:
+            if self.is_cancelled:  # what came before it is still to be read
+                return
             if line.startswith(b"data: "):
                 event = json.loads(line[6:])
                 if "error" in event:
