@@ -30,9 +30,11 @@ RUN groupadd --gid 10001 lockstep \
 COPY --from=builder /opt/venv /opt/venv
 # The files that .dockerignore lets through: a record names the pins and the code of a checkout.
 COPY . /opt/lockstep
+# USER for a user whose number the image does not know (docker run --user): Python asks for a name.
 ENV PATH=/opt/venv/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    USER=lockstep
 # By number, so that Kubernetes can see that it is not root.
 USER 10001:10001
 # Results go below the working directory: mount a volume there.

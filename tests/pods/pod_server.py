@@ -1,7 +1,7 @@
-"""A stand-in for a Kubernetes cluster of one node: the calls of the Snakemake plugin over HTTP, and each pod a process.
+"""A stand-in for a Kubernetes cluster of one node: the calls of Snakemake's plugin over HTTP, each pod a process.
 
-Objects are checked as an API server checks them: against Kubernetes' own schemas, and that a device is requested with an
-equal limit. A pod's container runs its command in a folder of its own (the `emptyDir`) with the environment that it
+Objects are checked as an API server checks them: against Kubernetes' own schemas, and that a device is requested with
+an equal limit. A pod's container runs its command in a folder of its own (the `emptyDir`) with the environment that it
 names and that of its "image", which is this machine. A claim is a folder that must be mounted at its own path.
 """
 
@@ -71,7 +71,8 @@ class Pod:
 class PodServer:
     """Use as a context. claims: folders by the claim's name. image: environment variables of the image.
 
-    made: all jobs that were ever made. refused: messages of what was not taken.
+    made: all jobs that were ever made. refused: messages of what was not taken. asked: resources and verbs of all
+    calls, as a Role names them.
     """
 
     folder: Path
@@ -79,6 +80,7 @@ class PodServer:
     image: Mapping[str, str]
     made: list[dict[str, Any]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    asked: set[tuple[str, str]] = field(default_factory=set)
     secrets: dict[str, dict[str, str]] = field(default_factory=dict)
     pods: dict[str, Pod] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -141,6 +143,8 @@ class PodServer:
         if match is None:
             return self._refuse(404, f"{method} {path}: no such thing here")
         kind, name, part = match.groups()
+        verb = {"POST": "create", "DELETE": "delete", "GET": "get" if name else "list"}[method]
+        self.asked.add((f"{kind}{part or ''}", verb))
         if method == "POST":
             return self._make(kind, body)
         if kind == "secrets":

@@ -14,11 +14,11 @@ from lockstep.errors import InputError
 def share_claim() -> None:
     """Have the plugin take the run's folder for one that all pods share, and read the logs of jobs that failed.
 
-    The plugin takes it that pods share nothing, and would bring them the files that rules name through a storage plugin.
-    Manifests name more files than rules do (graphs, engines, weights), and these would not be there.
+    The plugin takes it that pods share nothing, and would bring them the files that rules name through a storage
+    plugin. Manifests name more files than rules do (graphs, engines, weights), and these would not be there.
 
-    Its version 0.5.1 asks for the log of a failed container's previous run. A job's pod has none, Kubernetes refuses, and
-    the whole run would end with that refusal instead of the job's own line.
+    Its version 0.5.1 asks for the log of a failed container's previous run. A job's pod has none, Kubernetes refuses,
+    and the whole run would end with that refusal instead of the job's own line.
 
     Raises InputError where the plugin is not installed.
     """
