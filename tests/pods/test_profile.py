@@ -90,7 +90,7 @@ def test_a_run_ends_as_one_without_a_cluster(cluster: Cluster) -> None:
     alone.edit_config(smallest)
     said = alone.snakemake("--cores", "2")
     logs = "".join(path.read_text() for path in alone.results.glob("logs/**/*.log"))
-    assert logs.count("is taken from") == 3, said.stderr  # export, build, reference
+    assert logs.count("is taken from") == 4, said.stderr  # convert, export, build, reference
     digests = alone.digests()
     assert {name: digest for name, digest in cluster.checkout.digests().items() if name in digests} == digests
 
