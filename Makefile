@@ -5,6 +5,7 @@
 #   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps
 #   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in
+#   make kubernetes-test          runs profiles/kubernetes against a stand-in for a cluster, and checks the manifests by Kubernetes' schemas (tests/pods)
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
 #                                 both records go to docs/gpu; TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
@@ -34,7 +35,8 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := demo
 TRITON_ENV ?= .triton
-.PHONY: demo test test-unit test-all triton-test lint gpu setup clean
+KUBERNETES_ENV ?= .kubernetes
+.PHONY: demo test test-unit test-all triton-test kubernetes-test lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -52,6 +54,9 @@ test-all: setup
 
 triton-test: setup $(TRITON_ENV)/.pinned
 	LOCKSTEP_TRITON=$(abspath $(TRITON_ENV)) $(BIN)/python -m pytest -n 0 tests/tritonserver $(ARGS)
+
+kubernetes-test: setup $(KUBERNETES_ENV)/.pinned
+	LOCKSTEP_KUBERNETES=$(abspath $(KUBERNETES_ENV)) $(BIN)/python -m pytest -n 0 tests/pods $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check
@@ -84,5 +89,11 @@ $(TRITON_ENV)/.pinned: envs/triton.txt
 	$(TRITON_ENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r envs/triton.txt
 	@touch $@
 
+# A folder beside the environment, which has all else.
+$(KUBERNETES_ENV)/.pinned: envs/kubernetes.txt envs/kubernetes-test.txt
+	rm -rf $(KUBERNETES_ENV)
+	$(PIP) install --no-deps --target $(KUBERNETES_ENV) -r envs/kubernetes.txt -r envs/kubernetes-test.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(TRITON_ENV)
+	rm -rf $(VENV) $(TRITON_ENV) $(KUBERNETES_ENV)

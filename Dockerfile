@@ -1,0 +1,43 @@
+# Snakemake with the workflow, and `lockstep serve`: every package of envs/requirements.txt and envs/kubernetes.txt.
+#
+#   docker build --tag lockstep:0.1.0 .
+#   docker build --tag lockstep:0.1.0 --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=... .
+#
+# docs/clusters.md says how to run it; docs/install.md which build of PyTorch to take.
+ARG PYTHON=3.11.14-slim-bookworm
+
+FROM docker.io/library/python:${PYTHON} AS builder
+# pip reads these; they are in no layer of the image below.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+# A build of PyTorch other than pip's own choice, as of the Makefile.
+ARG TORCH
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_INPUT=1
+WORKDIR /opt/lockstep
+RUN python -m venv /opt/venv
+# First what seldom changes. There is no compiler here: all that is native comes as a wheel.
+COPY envs/requirements.txt envs/kubernetes.txt envs/
+RUN /opt/venv/bin/python -m pip install ${TORCH} -r envs/requirements.txt -r envs/kubernetes.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN /opt/venv/bin/python -m pip install --no-deps --no-build-isolation --editable .
+
+FROM docker.io/library/python:${PYTHON}
+RUN groupadd --gid 10001 lockstep \
+    && useradd --uid 10001 --gid 10001 --create-home lockstep \
+    && install --directory --owner 10001 --group 10001 /lockstep
+COPY --from=builder /opt/venv /opt/venv
+# The files that .dockerignore lets through: a record names the pins and the code of a checkout.
+COPY . /opt/lockstep
+# USER for a user whose number the image does not know (docker run --user): Python asks for a name.
+ENV PATH=/opt/venv/bin:${PATH} \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    USER=lockstep
+# By number, so that Kubernetes can see that it is not root.
+USER 10001:10001
+# Results go below the working directory: mount a volume there.
+WORKDIR /lockstep
+EXPOSE 8000
+CMD ["lockstep", "--help"]
