@@ -155,4 +155,6 @@ class Walk:
             return self._run(name, feeds)
         whole = self.assembly.variants[variant]
         shards, signature = attention_shards(whole, ranks.degree), whole.phases()[phase].signature
-        return run_sharded_attention(ranks, name, signature, shards, feeds, lambda name, _, feeds: self._run(name, feeds))
+        return run_sharded_attention(
+            ranks, name, signature, shards, feeds, lambda name, _, feeds: self._run(name, feeds)
+        )

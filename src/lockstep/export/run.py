@@ -188,7 +188,9 @@ def shard(
     Raises InputError for a model that cannot be split over so many."""
     pieces, sharded = _Registry(), dict[str, ShardedClass]()
     heads = [Heads.of(region) for region in regions]
-    places = [(layer.block.graph, heads[i - 1] if i else None, heads[i]) for i, layer in enumerate(layers)]
+    places: list[tuple[str, Heads | None, Heads | None]] = [
+        (layer.block.graph, heads[i - 1] if i else None, heads[i]) for i, layer in enumerate(layers)
+    ]
     places += [(layer.exit.graph, heads[i], None) for i, layer in enumerate(layers)]
     for name, before, behind in dict.fromkeys(places):
         found = shard_block(classes[name], before, behind, degree)
@@ -209,13 +211,14 @@ def shard(
     described = {}
     for name, region in {layer.variant: region for layer, region in zip(layers, regions, strict=True)}.items():
         part = shard_region(region, degree)
-        graphs = {phase: make(part) for phase, make in (("prefill", attention.prefill), ("decode", attention.decode))}
-        files |= {f"{name}.rank.{phase}.onnx": graph.data for phase, graph in graphs.items()}
+        prefill, decode = attention.prefill(part), attention.decode(part)
+        files |= {f"{name}.rank.prefill.onnx": prefill.data, f"{name}.rank.decode.onnx": decode.data}
         described[name] = replace(
             variants[name],
             num_heads=part.num_heads,
             num_kv_heads=part.num_kv_heads,
-            **{phase: _file(graph, f"{name}.rank.{phase}") for phase, graph in graphs.items()},
+            prefill=_file(prefill, f"{name}.rank.prefill"),
+            decode=_file(decode, f"{name}.rank.decode"),
         )
     for name, data in files.items():
         onnx.checker.check_model(onnx.ModelProto.FromString(data), full_check=True)

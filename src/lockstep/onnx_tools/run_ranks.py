@@ -36,7 +36,12 @@ def run_sharded_block(
 
 
 def run_sharded_attention(
-    ranks: TensorParallel, variant: str, signature: Signature, shards: Mapping[str, Shard], inputs: Arrays, run: RunPiece
+    ranks: TensorParallel,
+    variant: str,
+    signature: Signature,
+    shards: Mapping[str, Shard],
+    inputs: Arrays,
+    run: RunPiece,
 ) -> dict[str, np.ndarray]:
     """As `run_sharded_block`, of an attention's phase. shards: `attention_shards` of the whole variant."""
     parts = [
@@ -64,4 +69,3 @@ def _joined(shard: Shard, parts: list[np.ndarray], shape: tuple[int | str, ...])
     for rank, part in enumerate(parts):
         shard.put(whole, rank, part)
     return whole
-
