@@ -143,8 +143,8 @@ class ShardedClass:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """degree: how many ranks. graphs: of the pieces, by name. classes: of the assembly but for the embedding, which each
-    rank runs whole. variants: the assembly's attention with a rank's heads."""
+    """degree: how many ranks. graphs: of the pieces, by name. classes: of the assembly but for the embedding, which
+    each rank runs whole. variants: the assembly's attention with a rank's heads."""
 
     degree: int
     graphs: Mapping[str, GraphFile]

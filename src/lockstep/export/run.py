@@ -220,7 +220,7 @@ def shard(
             prefill=_file(prefill, f"{name}.rank.prefill"),
             decode=_file(decode, f"{name}.rank.decode"),
         )
-    for name, data in files.items():
+    for data in files.values():
         onnx.checker.check_model(onnx.ModelProto.FromString(data), full_check=True)
     table = {name: _file(graph, name) for name, graph in pieces.graphs.items()}
     return files, TensorParallel(degree, table, sharded, described)

@@ -70,8 +70,9 @@ class NotSplit(Exception):
 class Flow:
     """The result: what ranks hold of values and weights. Values and weights that are not named are whole at each.
 
-    rows: weights of row-parallel products. first: weights that only the first rank adds, the others zeros. partial: values that are partial sums. summed: those
-    of them that are added over the ranks. whole: {value: why it is whole, though a split one was asked for}.
+    rows: weights of row-parallel products. first: weights that only the first rank adds, the others zeros. partial:
+    values that are partial sums. summed: those of them that are added over the ranks. whole: {value: why it is whole,
+    though a split one was asked for}.
     """
 
     held: dict[str, Held] = field(default_factory=dict)
@@ -215,8 +216,8 @@ class _Finder:
         self.flow.weights |= weights
 
     def _reaches_residual(self, product: _Product) -> bool:
-        """Whether the result of a product is added to what goes through all layers, behind linear operators alone: where
-        a norm or another product follows, a sum over the ranks would buy little."""
+        """Whether the result of a product is added to what goes through all layers, behind linear operators alone:
+        where a norm or another product follows, a sum over the ranks would buy little."""
         seen: set[str] = set()
         stack = [product.node.output[0]]
         while stack:

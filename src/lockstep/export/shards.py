@@ -159,6 +159,7 @@ class _Cutter:
         }
         self.shapes = shapes_of(model)
         self.outputs = [value.name for value in self.graph.output]
+        self._declared = {value.name for value in (*self.graph.input, *self.graph.output)}
 
     def whole_graph(self) -> onnx.GraphProto:
         """All in one, where nothing is added up."""
@@ -251,7 +252,7 @@ class _Cutter:
 
     def _io(self, name: str, rename: Mapping[str, str]) -> onnx.ValueInfoProto:
         shape, tokens = list(self.shapes[name]), self._tokens()
-        if name not in self.slots:
+        if name not in self._declared:
             shape = [tokens if not isinstance(size, int) and index == 0 else size for index, size in enumerate(shape)]
         held = self.flow.weights.get(name) or self.flow.held.get(name)
         if held is not None:

@@ -1,5 +1,5 @@
-"""Several ranks in one process, on host arrays: what a step calls as one engine runs each rank's, one rank after another,
-with sums in rank order. For checks of what several devices will run, and for tests, on a CPU."""
+"""Several ranks in one process, on host arrays: what a step calls as one engine runs each rank's, one rank after
+another, with sums in rank order. For checks of what several devices will run, and for tests, on a CPU."""
 
 from __future__ import annotations
 
