@@ -12,8 +12,8 @@ import numpy as np
 from lockstep.artifacts.graph_files import GRAPH, PHASES, VARIANT, AttentionVariant, GraphFile
 from lockstep.artifacts.manifests import FILE, LARGEST, NAME
 from lockstep.artifacts.schema import integer, items, mapping, record
+from lockstep.targets import MOST_RANKS
 
-MOST_RANKS = 16
 _SHARD = record(
     {
         "axis": integer(0, 7),

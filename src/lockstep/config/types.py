@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, 
 from pydantic_core import PydanticCustomError
 
 from lockstep import targets
-from lockstep.artifacts.tensor_parallel import MOST_RANKS
 from lockstep.config.backends import backends
 from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, Section, path_text
 from lockstep.config.sources import SourceError, parse_source
@@ -148,7 +147,7 @@ class ModelConfig(Section):
     backend_precisions: dict[Backend, Annotated[tuple[Precision, ...], AsTuple, Field(min_length=1)]] = Field(
         default={}, description="The precisions of one of the backends, where they are others than `precisions`."
     )
-    tensor_parallel: Annotated[int, Field(ge=1, le=MOST_RANKS)] = Field(
+    tensor_parallel: Annotated[int, Field(ge=1, le=targets.MOST_RANKS)] = Field(
         default=1,
         description="Ranks that each layer's heads, feed-forward sizes and vocabulary are split over. The same engines "
         "serve all ranks; each takes its part of the checkpoint's tensors.",

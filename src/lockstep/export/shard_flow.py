@@ -66,6 +66,10 @@ class NotSplit(Exception):
     """This part cannot be split, for the reason given."""
 
 
+class Uneven(NotSplit):
+    """It could be split, but its size does not divide by the number of ranks: whole, each rank would do all the work."""
+
+
 @dataclass
 class Flow:
     """The result: what ranks hold of values and weights. Values and weights that are not named are whole at each.
@@ -208,6 +212,8 @@ class _Finder:
             return
         try:
             held, weights = self._propagate(members, reads, outputs, inputs)
+        except Uneven:
+            raise
         except NotSplit as reason:
             for name in (*asked, *(name for name in inputs if name in self.given)):
                 self.flow.whole[name] = str(reason)
@@ -246,6 +252,7 @@ class _Finder:
         reading = {product.node.output[0]: product for product in reads}
         held: dict[str, Held] = {}
         weights: dict[str, Held] = {}
+        uneven: Uneven | None = None  # said once nothing else is in the way
         for node in reversed(self.graph.node):
             product = reading.get(node.output[0])
             if product is not None:
@@ -253,7 +260,8 @@ class _Finder:
                 given = self._given_for(product.value, members)
                 part = given or even(product.value_axis, size, self.ranks)
                 if part is None or (given is None and part.indices.size != size):
-                    raise NotSplit(f"{product.weight}: {size} inputs do not divide by {self.ranks} ranks")
+                    uneven = Uneven(f"{product.weight}: {size} inputs do not divide by {self.ranks} ranks")
+                    part = Held(product.value_axis, np.tile(np.arange(size), (self.ranks, 1)))
                 wants[product.value].append(part)
             made = [name for name in node.output if name in members]
             if not made:
@@ -282,6 +290,8 @@ class _Finder:
             for reader in self.readers[name]:
                 if reader.output[0] not in held and reader.output[0] not in reading:
                     raise NotSplit(f"{name} is read as a whole by {reader.op_type}")
+        if uneven is not None:
+            raise uneven
         return held, weights
 
     def _given_for(self, name: str, members: set[str]) -> Held | None:
