@@ -67,7 +67,7 @@ class NotSplit(Exception):
 
 
 class Uneven(NotSplit):
-    """It could be split, but its size does not divide by the number of ranks: whole, each rank would do all the work."""
+    """It could be split, but its size does not divide by the ranks: left whole, each rank would do all the work."""
 
 
 @dataclass
