@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+MOST_RANKS = 16  # that a model is split over
+
 
 @dataclass(frozen=True)
 class Target:

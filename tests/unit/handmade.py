@@ -37,7 +37,9 @@ CONFIG = {
 }
 
 
-def make(folder: Path, precisions: Sequence[str], config: dict = CONFIG, seed: int = 0) -> Results:
+def make(
+    folder: Path, precisions: Sequence[str], config: dict = CONFIG, seed: int = 0, tensor_parallel: int = 1
+) -> Results:
     """Checkpoint, weights, graphs and engines of a random model called "tiny"."""
     source = folder / "source"
     source.mkdir(parents=True)
@@ -47,7 +49,7 @@ def make(folder: Path, precisions: Sequence[str], config: dict = CONFIG, seed: i
     checkpoint = resolve(str(source), source, results.checkpoint("tiny"))
     for precision in precisions:
         convert(checkpoint, precision, results.weights("tiny", precision))
-        export(checkpoint, precision, results.assembly("tiny", precision))
+        export(checkpoint, precision, results.assembly("tiny", precision), tensor_parallel)
         build(results.assembly("tiny", precision), "onnxruntime", results.engines("tiny", precision, "onnxruntime"))
     return results
 

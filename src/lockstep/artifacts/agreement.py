@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.schema import Wrong
 from lockstep.artifacts.signature import IO, Signature
+from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, heads_divide
 
 if TYPE_CHECKING:
     from lockstep.artifacts.assembly import Assembly, AttentionVariant, Part
@@ -34,6 +35,8 @@ def agrees(assembly: Assembly, num_layers: int) -> None:
         at_end = dict(values)
         _run(assembly, f"layers[{index}].exit", layer.exit, at_end)
         _same("vocab_size", at_end.get("logits", ("", [None]))[1], ["num_requests", assembly.vocab_size])
+    if assembly.tensor_parallel is not None:
+        _check_ranks(assembly, assembly.tensor_parallel)
 
 
 def _run(assembly: Assembly, where: str, part: Part, values: Values) -> None:
@@ -90,6 +93,67 @@ def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
             _same(f"{where}.{phase}: {io.name}", list(io.shape), {**inputs, **outputs}.get(io.name))
             if io.name in ("past_key", "past_value", "key_out", "value_out"):  # what the cache holds
                 _same(f"{where}.{phase}: {io.name}", io.dtype, dtype)
+
+
+def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
+    here = "tensor_parallel"
+    _same(f"{here}.classes", sorted(ranks.classes), sorted(assembly.classes.keys() - {assembly.embedding.graph}))
+    _same(f"{here}.kinds", sorted(ranks.variants), sorted(assembly.variants))
+    for name, own in ranks.variants.items():
+        whole, where = assembly.variants[name], f"{here}.kinds.{name}"
+        if not heads_divide(whole.num_heads, whole.num_kv_heads, ranks.degree):
+            raise Wrong(where, f"heads that {ranks.degree} ranks can share", f"{whole.num_heads}, {whole.num_kv_heads}")
+        _check_variant(where, own, assembly.dtype)
+        _same(f"{where}.num_heads", own.num_heads, whole.num_heads // ranks.degree)
+        _same(f"{where}.num_kv_heads", own.num_kv_heads, max(1, whole.num_kv_heads // ranks.degree))
+        for key in ("head_dim", "value_head_dim", "scale", "softcap", "window"):
+            _same(f"{where}.{key}", getattr(own, key), getattr(whole, key))
+    for name, sharded in ranks.classes.items():
+        _check_pieces(f"{here}.classes.{name}", sharded, assembly.classes[name].signature, ranks)
+
+
+def _check_pieces(where: str, sharded: ShardedClass, whole: Signature, ranks: TensorParallel) -> None:
+    """What ranks hold lies within the whole, each slot is a piece's, and pieces read what stands before them."""
+    ios = {io.name: io for io in (*whole.inputs, *whole.outputs)}
+    slots = {slot.name: slot for slot in whole.slots}
+    for label, shards, known in (("values", sharded.values, ios), ("weights", sharded.weights, slots)):
+        for name, shard in shards.items():
+            _check_shard(f"{where}.{label}.{name}", shard, _named(known, name, f"{where}.{label}").shape, ranks.degree)
+    for name in sharded.first:
+        _named(slots, name, f"{where}.first")
+        _same(f"{where}.weights.{name}", name in sharded.weights, False)
+    own = lambda io, shards: (io.dtype, list(shards[io.name].shape(io.shape) if io.name in shards else io.shape))
+    values: Values = {io.name: own(io, sharded.values) for io in whole.inputs}
+    taken: list[str] = []
+    for piece in sharded.pieces:
+        signature = _named(ranks.graphs, piece.graph, f"{where}.pieces").signature
+        at = f"tensor_parallel.graphs.{piece.graph}"
+        _unique(at, signature)
+        for slot in signature.slots:
+            _same(f"{at}: {slot.name}", _type(slot), own(_named(slots, slot.name, at), sharded.weights))
+        taken += [slot.name for slot in signature.slots]
+        for io in signature.inputs:
+            _same(f"{at}: {io.name}", _type(io), values.get(io.name))
+        values |= {io.name: _type(io) for io in signature.outputs}
+        for partial, total in piece.sums.items():
+            values[total] = _named(values, partial, f"{where}.pieces: sums")
+    _same(f"{where}.pieces: slots", sorted(set(taken)), sorted(slots))
+    for io in whole.outputs:
+        _same(f"{where}: {io.name}", values.get(io.name), own(io, sharded.values))
+
+
+def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: int) -> None:
+    """The ranges of each rank: of one axis of fixed size, all of it, the same numbers at each rank."""
+    _same(f"{where}.ranges", len(shard.ranges), degree)
+    size = shape[shard.axis] if shard.axis < len(shape) else None
+    if not isinstance(size, int):
+        raise Wrong(f"{where}.axis", f"an axis of {_words(shape)} with a size", shard.axis)
+    for rank in shard.ranges:
+        if any(not low < high <= size for low, high in rank) or sum(high - low for low, high in rank) != shard.count:
+            raise Wrong(f"{where}.ranges", f"{shard.count} numbers within {size} at each rank", rank)
+    covered = {number for rank in shard.ranges for low, high in rank for number in (low, high)}
+    if min(covered) != 0 or max(covered) != size:
+        raise Wrong(f"{where}.ranges", f"all of {size}", f"{min(covered)} to {max(covered)}")
 
 
 def _type(io: IO) -> tuple[str, list[int | str]]:

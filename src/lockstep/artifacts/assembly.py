@@ -7,50 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.agreement import agrees
 from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifests import (
-    DIGEST,
-    FILE,
-    LARGEST,
-    NAME,
-    PRECISION,
-    REMEDY,
-    SIZE,
-    SLOTS,
-    TENSORS,
-    read_checked,
-)
-from lockstep.artifacts.schema import check, either, integer, items, mapping, number, one_of, optional, record
+from lockstep.artifacts.graph_files import GRAPH, IO_SCHEMA, IOS, PHASES, VARIANT, AttentionVariant, GraphFile
+from lockstep.artifacts.manifests import DIGEST, FILE, LARGEST, NAME, PRECISION, REMEDY, SIZE, TENSORS, read_checked
+from lockstep.artifacts.schema import check, integer, items, mapping, one_of, optional, record
 from lockstep.artifacts.signature import Signature
+from lockstep.artifacts.tensor_parallel import TENSOR_PARALLEL, TensorParallel
 
-PHASES = ("prefill", "decode")
 _LAYERS = 10_000  # the deepest models have some hundred
-_HEADS = ("num_heads", "num_kv_heads", "head_dim", "value_head_dim")
-
-_DIMENSION = either(
-    SIZE,
-    one_of("num_tokens", "num_requests", "past_capacity"),
-    words="a size, num_tokens, num_requests or past_capacity",
-)
-_IO = record({"name": NAME, "dtype": one_of(*PRECISION_NAMES.values(), "int64"), "shape": items(_DIMENSION, most=8)})
-_IOS = items(_IO, 100)
-_GRAPH = record({"graph": FILE, "sha256": DIGEST, "inputs": _IOS, "outputs": _IOS}, {"slots": SLOTS})
-_VARIANT = record(
-    {
-        **dict.fromkeys(_HEADS, SIZE),
-        "scale": number,
-        "softcap": number,
-        "window": integer(0, LARGEST),
-        "prefill": _GRAPH,
-        "decode": _GRAPH,
-    }
-)
 _PART = record({"class": NAME, "slots": mapping(TENSORS, NAME)})
 _ENTRY = optional(record({"file": FILE, "sha256": DIGEST}))
 _TEXT_FILES = {"tokenizer": _ENTRY, "chat_template": _ENTRY}
@@ -61,8 +31,8 @@ _SCHEMA = record(
         "hidden_size": SIZE,
         "vocab_size": SIZE,
         "num_layers": integer(1, _LAYERS),
-        "classes": mapping(_GRAPH, FILE),
-        "kinds": mapping(_VARIANT, FILE),
+        "classes": mapping(GRAPH, FILE),
+        "kinds": mapping(VARIANT, FILE),
         "embedding": _PART,
         "layers": items(record({"block": _PART, "kind": NAME, "exit": _PART}), most=_LAYERS, least=1),
         "eos_token_ids": items(integer(0, LARGEST), most=10_000),
@@ -72,59 +42,13 @@ _SCHEMA = record(
         **_TEXT_FILES,
         "model_type": NAME,
         "positions_limited_by": NAME,
+        "tensor_parallel": TENSOR_PARALLEL,
         "batchful": record(
-            {"graph": FILE, "sha256": DIGEST, "inputs": _IOS, "outputs": _IOS, "slots": items(_IO, 1_000_000)},
+            {"graph": FILE, "sha256": DIGEST, "inputs": IOS, "outputs": IOS, "slots": items(IO_SCHEMA, 1_000_000)},
             {"tensors": mapping(TENSORS, NAME)},
         ),
     },
 )
-
-
-@dataclass(frozen=True)
-class GraphFile:
-    """A graph of the assembly: its file beside assembly.json, that file's sha256, what it takes and gives."""
-
-    file: str
-    sha256: str
-    signature: Signature
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> GraphFile:
-        return cls(value["graph"], value["sha256"], Signature.from_json(value))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"graph": self.file, "sha256": self.sha256, **self.signature.to_json()}
-
-
-@dataclass(frozen=True)
-class AttentionVariant:
-    """One attention of the model: its sizes and its two graphs. Layers with the same numbers share it.
-
-    scale: of the scores. softcap: of the scores, 0 for none. window: how many tokens a token sees, 0 for all.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int
-    scale: float
-    softcap: float
-    window: int
-    prefill: GraphFile
-    decode: GraphFile
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> AttentionVariant:
-        values = {field.name: value[field.name] for field in fields(cls)}
-        return cls(**{**values, **{phase: GraphFile.from_json(value[phase]) for phase in PHASES}})
-
-    def to_json(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**values, **{phase: graph.to_json() for phase, graph in self.phases().items()}}
-
-    def phases(self) -> dict[str, GraphFile]:
-        """The graphs by phase: prefill, decode."""
-        return {"prefill": self.prefill, "decode": self.decode}
 
 
 @dataclass(frozen=True)
@@ -195,7 +119,8 @@ class Assembly:
     dtype: of the hidden state, as NumPy calls it. classes: the blocks' graphs by name. variants: attention by name
     ("kinds" in the file). max_position_embeddings: None where the model has no limit; positions_limited_by: which
     setting makes it, where that is another one. batchful: the whole model in one graph. tokenizer, chat_template: how
-    text becomes tokens; None where the checkpoint has none.
+    text becomes tokens; None where the checkpoint has none. tensor_parallel: what several ranks run instead of the
+    blocks and the attention; None for one.
     """
 
     model_type: str
@@ -213,6 +138,7 @@ class Assembly:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: FileEntry | None = None
     chat_template: FileEntry | None = None
+    tensor_parallel: TensorParallel | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Assembly:
@@ -228,7 +154,7 @@ class Assembly:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Assembly:
         """Take the content of an assembly.json that is known to be one."""
-        batchful = value.get("batchful")
+        batchful, ranks = value.get("batchful"), value.get("tensor_parallel")
         return cls(
             model_type=value.get("model_type", ""),
             precision=value["precision"],
@@ -245,6 +171,7 @@ class Assembly:
             eos_token_ids=tuple(value["eos_token_ids"]),
             tokenizer=FileEntry.from_json(value.get("tokenizer")),
             chat_template=FileEntry.from_json(value.get("chat_template")),
+            tensor_parallel=TensorParallel.from_json(ranks) if ranks else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -254,6 +181,7 @@ class Assembly:
             "batchful": self.batchful and self.batchful.to_json(),
             "tokenizer": self.tokenizer and self.tokenizer.to_json(),
             "chat_template": self.chat_template and self.chat_template.to_json(),
+            "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_json(),
         }
         return {
             "format": formats.ASSEMBLY,
@@ -279,6 +207,15 @@ class Assembly:
         for name in sorted(self.variants):
             for phase in sorted(PHASES):
                 yield f"{name}.{phase}", self.variants[name].phases()[phase]
+
+    def engine_graphs(self) -> Iterator[tuple[str, GraphFile]]:
+        """(name, graph) of what engines are built of: `graphs()`, or of several ranks the embedding, and the pieces and
+        the attention of a rank."""
+        if self.tensor_parallel is None:
+            yield from self.graphs()
+        else:
+            yield self.embedding.graph, self.classes[self.embedding.graph]
+            yield from self.tensor_parallel.all_graphs()
 
 
 def load_tokenizer(path: str | os.PathLike) -> FileEntry | None:

@@ -28,7 +28,7 @@ from lockstep.errors import InputError
 from lockstep.step.advance import Executor
 from lockstep.step.executable import Executable
 from lockstep.step.network import Network
-from lockstep.weights import Weights
+from lockstep.weights import Tensors
 
 Array = TypeVar("Array")
 
@@ -50,7 +50,7 @@ class Built:
 class Program(Protocol):
     """A loaded engine file, without weights."""
 
-    def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> Executable:
+    def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> Executable:
         """Give each slot the tensors of these names; several are placed one after another along axis 0.
 
         `weights` may be None where there are no slots. Raises CheckError for a slot without tensors, tensors without a
@@ -104,9 +104,9 @@ class Backend(Protocol):
         ...
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        """(engine name, graph) of the engines that this backend runs an assembly with: `assembly.graphs()`, unless its
-        attention is its own. A `RotaryGraph` stands for the rotary encoding alone, which is cut out of the graph and
-        given to `build` as it is."""
+        """(engine name, graph) of the engines that this backend runs an assembly with: `assembly.engine_graphs()`,
+        unless its attention is its own. A `RotaryGraph` stands for the rotary encoding alone, which is cut out of the
+        graph and given to `build` as it is."""
         ...
 
     def file(self, name: str) -> str:

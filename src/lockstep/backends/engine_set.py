@@ -83,9 +83,10 @@ class EngineSet:
 
     def slots(self, name: str) -> tuple[IO, ...]:
         """The weight slots of the engine `name`: those of its graph, unless the build made others."""
-        made, graph = self.manifest.engines[name].slots, self.assembly.classes.get(name)
+        made = self.manifest.engines[name].slots
         if made is not None:
             return made
+        graph = dict(self.assembly.engine_graphs()).get(name)
         return graph.signature.slots if graph else ()
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:

@@ -36,6 +36,7 @@ class BackendSettings:
     the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. fp32_part: the
     part of a block's tolerance that its fp32 engines must keep beside their own graphs. unpinned: top level modules of
     packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
+    runs_ranks: several ranks of a model split by `tensor_parallel`.
     missing: why its engines cannot be built here, None where they can, or where only its interpreter can tell.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
     can. Neither loads the library.
@@ -48,6 +49,7 @@ class BackendSettings:
     gpus: int = 0
     fp32_part: float = 1.0
     unpinned: tuple[str, ...] = ()
+    runs_ranks: bool = False
     missing: Callable[[], str | None] = lambda: None
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
 

@@ -333,6 +333,10 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
             yield Problem((*here, "backend_precisions", backend), text)
     for backend in model.backends:
         settings, own = backends()[backend], backend in model.backend_precisions
+        if model.tensor_parallel > 1 and not settings.runs_ranks:
+            able = ", ".join(name for name, each in backends().items() if each.runs_ranks)
+            text = f"expected 1 for backend {backend}; several ranks run on {able}; found {model.tensor_parallel}"
+            yield Problem((*here, "tensor_parallel"), text)
         place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
         for index, precision in enumerate(model.precisions_of(backend)):
             if precision not in settings.precisions:

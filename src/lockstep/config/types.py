@@ -147,6 +147,11 @@ class ModelConfig(Section):
     backend_precisions: dict[Backend, Annotated[tuple[Precision, ...], AsTuple, Field(min_length=1)]] = Field(
         default={}, description="The precisions of one of the backends, where they are others than `precisions`."
     )
+    tensor_parallel: Annotated[int, Field(ge=1, le=targets.MOST_RANKS)] = Field(
+        default=1,
+        description="Ranks that each layer's heads, feed-forward sizes and vocabulary are split over. The same engines "
+        "serve all ranks; each takes its part of the checkpoint's tensors.",
+    )
     golden: Golden = Field(description="Prompts, and what is expected of them.")
     tolerances: OwnTolerances = Field(
         default=OwnTolerances(), description="Where this model needs others than `tolerances` of all models."

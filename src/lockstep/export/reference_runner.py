@@ -8,6 +8,7 @@ those that bring one through decode together.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ import numpy as np
 
 from lockstep.artifacts import assembly as documents
 from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.tensor_parallel import attention_shards
+from lockstep.onnx_tools.run_ranks import run_sharded_attention, run_sharded_block
 from lockstep.onnx_tools.sessions import open_session
 
 
@@ -39,7 +42,7 @@ class Walk:
         capacity: int,
     ):
         self.assembly, self.tensors = assembly, tensors
-        graphs = dict(assembly.graphs())
+        graphs = dict(assembly.engine_graphs())
         self.inputs = {name: [io.name for io in graph.signature.inputs] for name, graph in graphs.items()}
         self.outputs = {name: [io.name for io in graph.signature.outputs] for name, graph in graphs.items()}
         self.sessions = {name: open_session(files[graph.file], threads=1) for name, graph in graphs.items()}
@@ -87,11 +90,27 @@ class Walk:
         return dict(zip(self.outputs[name], self.sessions[name].run(self.outputs[name], dict(feeds)), strict=True))
 
     def _block(self, part: documents.Part, env: dict[str, np.ndarray]) -> None:
-        feeds = {name: env[name] for name in self.inputs[part.graph]}
+        signature, ranks = self.assembly.classes[part.graph].signature, self.assembly.tensor_parallel
+        feeds, slots = {io.name: env[io.name] for io in signature.inputs}, {}
         for slot, names in part.slots.items():
             arrays = [self.tensors[name] for name in names]
-            feeds[slot] = arrays[0] if len(arrays) == 1 else self._joined(part.graph, slot, arrays)
-        env.update({name.removesuffix("_out"): value for name, value in self._run(part.graph, feeds).items()})
+            slots[slot] = arrays[0] if len(arrays) == 1 else self._joined(part.graph, slot, arrays)
+        if ranks is None or part.graph not in ranks.classes:
+            found = self._run(part.graph, feeds | slots)
+        else:
+            sharded, run = ranks.classes[part.graph], functools.partial(self._run_piece, part.graph, slots)
+            found = run_sharded_block(sharded, signature, ranks.degree, feeds, run)
+        env.update({name.removesuffix("_out"): value for name, value in found.items()})
+
+    def _run_piece(
+        self, block: str, slots: Mapping[str, np.ndarray], piece: str, rank: int, known: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        ranks = self.assembly.tensor_parallel
+        assert ranks is not None
+        graph = ranks.graphs[piece].signature
+        feeds = {io.name: known[io.name] for io in graph.inputs}
+        take = ranks.classes[block].take_weight
+        return self._run(piece, feeds | {slot.name: take(slot.name, slots[slot.name], rank) for slot in graph.slots})
 
     def _joined(self, name: str, slot: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """A slot of several tensors takes their bytes one after another."""
@@ -119,8 +138,7 @@ class Walk:
                 "past_value": cache[1][requests],
                 "past_lengths": self.lengths[requests],
             }
-            name = f"{variant}.{'prefill' if several else 'decode'}"
-            found = self._run(name, {key: feeds[key] for key in self.inputs[name]})
+            found = self._attend(variant, "prefill" if several else "decode", feeds)
             if result is None:
                 result = np.empty((starts[-1], found["attention"].shape[1]), np.float32)
             result[rows] = found["attention"]
@@ -129,3 +147,14 @@ class Walk:
                 store[owners, :, env["cache_rows"][rows]] = new
         assert result is not None  # a step has parts
         return result
+
+    def _attend(self, variant: str, phase: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        name, ranks = f"{variant}.{phase}", self.assembly.tensor_parallel
+        feeds = {key: feeds[key] for key in self.inputs[name]}
+        if ranks is None:
+            return self._run(name, feeds)
+        whole = self.assembly.variants[variant]
+        shards, signature = attention_shards(whole, ranks.degree), whole.phases()[phase].signature
+        return run_sharded_attention(
+            ranks, name, signature, shards, feeds, lambda name, _, feeds: self._run(name, feeds)
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lockstep.artifacts import chat_template
 from lockstep.artifacts.assembly import Assembly, AttentionVariant, FileEntry, GraphFile, Layer, Part, Uncut
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
+from lockstep.artifacts.tensor_parallel import Piece, ShardedClass, TensorParallel
 from lockstep.checkpoint.chat_template import FILES as CHAT_FILES
 from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.tensors import find_tensors, has_weights
@@ -33,6 +35,7 @@ from lockstep.export.compose import Step, compose
 from lockstep.export.cut import Region
 from lockstep.export.parity import prove
 from lockstep.export.rope import position_limit
+from lockstep.export.shards import Heads, as_shard, check_plan, shard_block, shard_region
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import parts_of
 from lockstep.onnx_tools.signature import signature_of
@@ -56,9 +59,9 @@ class _Registry:
         return self.names[graph.sha256]
 
 
-def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike) -> Path:
+def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike, tensor_parallel: int = 1) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie
-    beside it.
+    beside it. tensor_parallel: for how many ranks.
 
     Raises InputError for a model that cannot be split, with the reason.
     """
@@ -68,7 +71,7 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     folder, config = manifest.folder_of(checkpoint), manifest.config
     replace(manifest, files=tuple(file for file in manifest.files if file.path in _READ)).check(folder)
     stops = _eos_token_ids(folder, config)
-    files, assembly = _proven(config, precision, folder)
+    files, assembly = _proven(config, precision, folder, tensor_parallel)
     template = read_chat_template(folder)
     files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
     if template:
@@ -90,10 +93,12 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     return out
 
 
-def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[str, dict[str, Any]]:
+def export_config(
+    config: dict[str, Any], precision: str, folder: Path, tensor_parallel: int = 1
+) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives
     {file: size, sha256}."""
-    files, assembly = _proven(config, precision)
+    files, assembly = _proven(config, precision, tensor_parallel=tensor_parallel)
     assembly = replace(assembly, eos_token_ids=_token_ids(config.get("eos_token_id"), "config.json"))
     files["assembly.json"] = dump_json(assembly.to_json()).encode()
     for name, data in sorted(files.items()):
@@ -101,7 +106,9 @@ def export_config(config: dict[str, Any], precision: str, folder: Path) -> dict[
     return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
-def _proven(config: dict[str, Any], precision: str, folder: Path | None = None) -> tuple[dict[str, bytes], Assembly]:
+def _proven(
+    config: dict[str, Any], precision: str, folder: Path | None = None, tensor_parallel: int = 1
+) -> tuple[dict[str, bytes], Assembly]:
     """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does.
 
     folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
@@ -109,13 +116,13 @@ def _proven(config: dict[str, Any], precision: str, folder: Path | None = None) 
     meta = meta_model(config, precision)
     if folder is not None and has_weights(folder):
         check_tensors(meta, find_tensors(folder).tensors, folder)
-    files, assembly = assemble(meta, config, precision)
+    files, assembly = assemble(meta, config, precision, tensor_parallel=tensor_parallel)
     prove(config, meta, files, assembly, assemble)
     return files, assembly
 
 
 def assemble(
-    meta: PreTrainedModel, config: dict[str, Any], precision: str, stamp: bool = True
+    meta: PreTrainedModel, config: dict[str, Any], precision: str, stamp: bool = True, tensor_parallel: int = 1
 ) -> tuple[dict[str, bytes], Assembly]:
     """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
     parts = parts_of(meta, stamp)
@@ -137,6 +144,12 @@ def assemble(
     for name, graph in {**classes.graphs, **variants.graphs}.items():
         files[f"{name}.onnx"] = graph.data
         onnx.checker.check_model(graph.proto, full_check=True)
+    ranks = None
+    if tensor_parallel > 1:
+        regions = [variants.regions[entry.variant] for entry in entries]
+        plan = getattr(meta.config, "base_model_tp_plan", None) or {}
+        made, ranks = shard(classes.graphs, variants.described, entries, regions, plan, tensor_parallel)
+        files |= made
     hidden = layers[0].block.signature.inputs[0]
     positions, limited_by = position_limit(meta.config)
     assembly = Assembly(
@@ -157,8 +170,60 @@ def assemble(
             signature_of(onnx.ModelProto.FromString(batchful).graph, batchful_slots),
             batchful_slots,
         ),
+        tensor_parallel=ranks,
     )
     return files, assembly
+
+
+def shard(
+    classes: Mapping[str, Graph],
+    variants: Mapping[str, AttentionVariant],
+    layers: Sequence[Layer],
+    regions: Sequence[Region],
+    plan: Mapping[str, str],
+    degree: int,
+) -> tuple[dict[str, bytes], TensorParallel]:
+    """The files of the graphs that `degree` ranks run, and the table of them. regions: of each layer's attention.
+
+    Raises InputError for a model that cannot be split over so many."""
+    pieces, sharded = _Registry(), dict[str, ShardedClass]()
+    heads = [Heads.of(region) for region in regions]
+    places: list[tuple[str, Heads | None, Heads | None]] = [
+        (layer.block.graph, heads[i - 1] if i else None, heads[i]) for i, layer in enumerate(layers)
+    ]
+    places += [(layer.exit.graph, heads[i], None) for i, layer in enumerate(layers)]
+    for name, before, behind in dict.fromkeys(places):
+        found = shard_block(classes[name], before, behind, degree)
+        check_plan(found, plan)
+        shards = lambda held: {key: as_shard(part) for key, part in held.items()}
+        entry = ShardedClass(
+            tuple(
+                Piece(pieces.add(piece.graph, f"{name}.{number}"), piece.sums)
+                for number, piece in enumerate(found.pieces, 1)
+            ),
+            shards(found.held),
+            shards(found.weights),
+            tuple(sorted(found.first)),
+        )
+        if sharded.setdefault(name, entry) != entry:
+            raise InputError(f"tensor_parallel: the block {name} stands between attentions of different heads")
+    files = {f"{name}.onnx": graph.data for name, graph in pieces.graphs.items()}
+    described = {}
+    for name, region in {layer.variant: region for layer, region in zip(layers, regions, strict=True)}.items():
+        part = shard_region(region, degree)
+        prefill, decode = attention.prefill(part), attention.decode(part)
+        files |= {f"{name}.rank.prefill.onnx": prefill.data, f"{name}.rank.decode.onnx": decode.data}
+        described[name] = replace(
+            variants[name],
+            num_heads=part.num_heads,
+            num_kv_heads=part.num_kv_heads,
+            prefill=_file(prefill, f"{name}.rank.prefill"),
+            decode=_file(decode, f"{name}.rank.decode"),
+        )
+    for data in files.values():
+        onnx.checker.check_model(onnx.ModelProto.FromString(data), full_check=True)
+    table = {name: _file(graph, name) for name, graph in pieces.graphs.items()}
+    return files, TensorParallel(degree, table, sharded, described)
 
 
 class _Variants:
@@ -169,6 +234,7 @@ class _Variants:
         self.graphs: dict[str, Graph] = {}
         self.functions: dict[str, Graph] = {}
         self.described: dict[str, AttentionVariant] = {}
+        self.regions: dict[str, Region] = {}
         self._seen: dict[int, str] = {}
 
     def add(self, region: Region) -> str:
@@ -181,6 +247,7 @@ class _Variants:
             self.names[key] = name
             self.functions[name] = attention.without_cache(region)
             self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
+            self.regions[name] = region
             self.described[name] = AttentionVariant(
                 num_heads=region.num_heads,
                 num_kv_heads=region.num_kv_heads,

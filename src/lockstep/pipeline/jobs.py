@@ -89,7 +89,8 @@ def convert(job: Job) -> None:
 def export(job: Job) -> None:
     from lockstep import export
 
-    export.export(job.path("architecture"), job.names["precision"], job.output)
+    ranks = job.options.get("tensor_parallel", 1)
+    export.export(job.path("architecture"), job.names["precision"], job.output, ranks)
 
 
 def validate(job: Job) -> None:

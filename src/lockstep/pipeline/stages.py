@@ -97,6 +97,11 @@ def _served(config: Config, model: str, precision: str, layers: int | str, backe
     return {**_tolerance(config, model, precision), "limits": config.limits.model_dump()}
 
 
+def _export(config: Config, model: str, precision: str) -> dict[str, Any]:
+    ranks = config.models[model].tensor_parallel
+    return {"tensor_parallel": ranks} if ranks > 1 else {}
+
+
 def _build(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
     return {"options": config.build_options(backend)}
 
@@ -130,7 +135,7 @@ _TABLE = (
     ),
     Stage(
         "export", makes="assembly", reads=("architecture",), code="export", job=f"{_JOBS}:export",
-        pinned=pinned.pin_graphs, is_cached=True, is_reproduced=True, owns_folder=True,
+        options=_export, pinned=pinned.pin_graphs, is_cached=True, is_reproduced=True, owns_folder=True,
         help="architecture.json -> assembly.json and its graphs.",
     ),
     Stage(

@@ -41,6 +41,7 @@ class DeviceExecutable(Executable, Protocol):
         ...
 
 
+@runtime_checkable
 class HostExecutable(Executable, Protocol):
     """An engine on NumPy arrays, which declares what it takes and gives. `where`: its file, for errors."""
 

@@ -211,18 +211,24 @@ def _check_declared(network: Network) -> None:
     for kind in {id(kind): kind for _, kind in network.layers}.values():
         declared |= {kind.engines[phase]: graph.signature for phase, graph in kind.variant.phases().items()}
     for executable, signature in declared.items():
-        engine = cast(HostExecutable, executable)  # what this executor runs is on host arrays
-        expected, found = (
-            Signature(*(tuple(IO(name, dtype, _any_name(shape)) for name, dtype, shape in ios) for ios in sides))
-            for sides in (
-                [[(io.name, io.dtype, io.shape) for io in ios] for ios in (signature.inputs, signature.outputs)],
-                [
-                    [(name, value.dtype.name, value.shape) for name, value in values.items()]
-                    for values in (engine.inputs, engine.outputs)
-                ],
-            )
+        check_engine(executable, signature)
+
+
+def check_engine(executable: Executable, signature: Signature) -> None:
+    """Raises CheckError where an engine on host arrays takes or gives something else than `signature` without slots
+    says. Dimensions that a step decides may have any name, or none."""
+    engine = cast(HostExecutable, executable)  # what this executor runs is on host arrays
+    expected, found = (
+        Signature(*(tuple(IO(name, dtype, _any_name(shape)) for name, dtype, shape in ios) for ios in sides))
+        for sides in (
+            [[(io.name, io.dtype, io.shape) for io in ios] for ios in (signature.inputs, signature.outputs)],
+            [
+                [(name, value.dtype.name, value.shape) for name, value in values.items()]
+                for values in (engine.inputs, engine.outputs)
+            ],
         )
-        expected.check(found, engine.where, "export and build again, or take another bundle")
+    )
+    expected.check(found, engine.where, "export and build again, or take another bundle")
 
 
 def _any_name(shape: Sequence[int | str]) -> tuple[int | str, ...]:

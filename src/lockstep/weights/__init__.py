@@ -1,7 +1,7 @@
 """Weights: a checkpoint's tensors in one precision, made once (`convert`) and mapped at run time (`Weights`)."""
 
 from lockstep.weights.convert import convert
-from lockstep.weights.reader import Weights
+from lockstep.weights.reader import Tensors, Weights
 from lockstep.weights.slots import check_slots, slot_array
 
-__all__ = ["Weights", "check_slots", "convert", "slot_array"]
+__all__ = ["Tensors", "Weights", "check_slots", "convert", "slot_array"]

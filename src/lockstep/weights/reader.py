@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -17,6 +18,16 @@ from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
 from lockstep.artifacts.places import TensorPlace
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
+
+
+class Tensors(Protocol):
+    """Weights by name: a checkpoint's tensors, or a rank's slots."""
+
+    def __getitem__(self, name: str) -> np.ndarray: ...
+
+    def location(self, name: str) -> tuple[Path, int, int] | None:
+        """(path, offset in bytes, length in bytes) where a file holds just these bytes; None where none does."""
+        ...
 
 
 class Weights:

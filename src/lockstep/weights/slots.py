@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.artifacts.dtypes import graph_dtype
 from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
-from lockstep.weights.reader import Weights
+from lockstep.weights.reader import Tensors, Weights
 
 
 def check_slots(weights: Weights, slots: Mapping[str, Sequence[str]], specs: Sequence[IO], where: str = "") -> None:
@@ -79,7 +79,7 @@ def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
     )
 
 
-def slot_array(weights: Weights, names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
+def slot_array(weights: Tensors, names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
     """What a slot of `shape` takes: the tensor itself, or a copy of several, one after another. Check the slot
     first."""
     if len(names) == 1:

@@ -31,7 +31,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools import saved_graph
 from lockstep.step.executable import Run
 from lockstep.step.network import Network
-from lockstep.weights import Weights, slot_array
+from lockstep.weights import Tensors, slot_array
 
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -70,7 +70,7 @@ class OnnxRuntimeBackend:
         return dict(options)
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        return assembly.graphs()
+        return assembly.engine_graphs()
 
     def file(self, name: str) -> str:
         return f"{name}.onnx"
@@ -140,7 +140,7 @@ class OnnxRuntimeProgram:
         self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
         _inputs_to_initializers(self._model.graph, self._slots, engine_path)
 
-    def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
+    def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
         if set(slots) != set(self._slots):
             raise CheckError(
                 f"{self._path}: expected weights for the slots {sorted(self._slots)}, found "
@@ -297,7 +297,7 @@ def _inputs_to_initializers(
 def _place_weights(
     graph: onnx.GraphProto,
     settings: ort.SessionOptions,
-    weights: Weights,
+    weights: Tensors,
     slots: Mapping[str, Sequence[str]],
     check: Callable[[str, Sequence[np.ndarray]], None],
 ) -> dict[str, ort.OrtValue]:
@@ -312,9 +312,9 @@ def _place_weights(
     for slot, names in slots.items():
         arrays = [weights[name] for name in names]
         check(slot, arrays)
-        path, offset, length = weights.location(names[0])
-        if len(names) == 1 and offset % arrays[0].itemsize == 0:
-            in_files[slot] = (path, offset, length)
+        place = weights.location(names[0]) if len(names) == 1 else None
+        if place is not None and place[1] % arrays[0].itemsize == 0:
+            in_files[slot] = place
         else:
             shape = next(tuple(tensor.dims) for tensor in graph.initializer if tensor.name == slot)
             values[slot] = ort.OrtValue.ortvalue_from_numpy(slot_array(weights, names, shape))

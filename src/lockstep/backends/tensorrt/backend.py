@@ -117,7 +117,7 @@ class TensorRTBackend:
             for name, variant in assembly.variants.items()
             if options["attention"] == "fused" and can_fuse(variant, assembly.dtype)
         }
-        for name, graph in assembly.graphs():
+        for name, graph in assembly.engine_graphs():
             variant, _, phase = name.rpartition(".")
             if variant not in fused:
                 yield name, graph

@@ -1,6 +1,6 @@
 """A loaded engine, its weights on the device, and calls of it.
 
-Weights are uploaded once each, whichever layers share them, from the mapped checkpoint through page-locked memory; the
+Tensors are uploaded once each, whichever layers share them, from the mapped checkpoint through page-locked memory; the
 parts of a fused slot lie one after another. An engine runs in contexts: one that takes any shape, and one for each
 shape that a CUDA graph is captured with, because a captured graph holds only while its context keeps its shapes. All
 contexts of a process work in one piece of device memory: calls follow each other.
@@ -26,7 +26,7 @@ from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.compat import Library
 from lockstep.errors import CheckError
 from lockstep.step.executable import Run
-from lockstep.weights import Weights
+from lockstep.weights import Tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 _PIECE = 32 << 20  # bytes; larger pieces copy no faster
@@ -114,7 +114,7 @@ class TensorRTProgram:
         self.device.reserve(library.device_memory_size(self.engine))
         self._contexts: dict[tuple, Context] = {}
 
-    def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
+    def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
         """Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the
         slot's."""
         if set(slots) != set(self.slots):
@@ -234,16 +234,16 @@ class Uploads:
 class DeviceWeights:
     """Tensors of one weights manifest on the device. Wait for `uploads` before the first use."""
 
-    _stores: weakref.WeakKeyDictionary[Weights, DeviceWeights] = weakref.WeakKeyDictionary()
+    _stores: weakref.WeakKeyDictionary[Tensors, DeviceWeights] = weakref.WeakKeyDictionary()
 
-    def __init__(self, weights: Weights):
+    def __init__(self, weights: Tensors):
         self.uploads = Uploads()
         self._weights = weakref.ref(weights)
         self._arrays: weakref.WeakValueDictionary[tuple[str, ...], cuda.Array] = weakref.WeakValueDictionary()
         self._uploader = _Uploader()
 
     @classmethod
-    def of(cls, weights: Weights) -> DeviceWeights:
+    def of(cls, weights: Tensors) -> DeviceWeights:
         store = cls._stores.get(weights)
         if store is None:
             store = cls._stores[weights] = cls(weights)

@@ -64,7 +64,7 @@ class TensorRTRTXBackend:
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
         """All: attention is the model's own graph."""
-        yield from assembly.graphs()
+        yield from assembly.engine_graphs()
 
     def file(self, name: str) -> str:
         return name + _PLAN

@@ -92,6 +92,11 @@ class Graphs:
                 f"{weights.manifest_path}: precision: expected {assembly.precision}, found {weights.precision}; "
                 "give the weights of this precision"
             )
+        if assembly.tensor_parallel is not None:
+            raise InputError(
+                f"bisect: expected a model of one rank, found tensor_parallel: {assembly.tensor_parallel.degree}; "
+                "bisect the same model without it: what validate says names the layer of a difference of ranks"
+            )
         self.layers = assembly.layers[: layer_count(assembly, layers)]
         self.dtype = np.dtype(widened_dtype(assembly.dtype))
         self.files = dict(assembly.graphs())

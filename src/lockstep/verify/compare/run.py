@@ -24,7 +24,7 @@ from polygraphy.backend.base import BaseRunner
 from polygraphy.comparator import Comparator
 from polygraphy.exception import PolygraphyException
 
-from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.assembly import Assembly, GraphFile, Part
 from lockstep.artifacts.reports import PASS, ComparedEngine, ComparedRun, ComparisonReport, OutputError
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import RotaryGraph, graph_file
@@ -35,7 +35,8 @@ from lockstep.onnx_tools.signature import signature_of
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.host_runner import HostRunner
 from lockstep.verify.metrics import difference, finish, largest
-from lockstep.weights import Weights, check_slots, slot_array
+from lockstep.weights import Tensors, Weights, check_slots, slot_array
+from lockstep.weights.ranks import RankWeights
 
 PRECISIONS = ("fp32", "fp16")  # what ONNX Runtime computes in on a CPU; nor has NumPy, and so Polygraphy, bfloat16
 _COMPARISON = "lockstep.backends.*.comparison"
@@ -136,18 +137,25 @@ class _Pair:
     ):
         self.name, self.file = name, engines.file(name)
         self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest.options, limits)
-        self._variant = engines.assembly.variants.get(name.rpartition(".")[0])
+        ranks = engines.assembly.tensor_parallel
+        variants = engines.assembly.variants if ranks is None else ranks.variants
+        self._variant = variants.get(name.rpartition(".")[0])
         self._model = onnx.load(graph_file(folder, graph))
         slots, layer = graph.signature.slots, None
         tensors: Mapping[str, Sequence[str]] = {}
+        source: Tensors = weights
         if slots:
-            layer, tensors = _place(engines.assembly, name)
-            check_slots(weights, tensors, slots, name)
+            layer, part = _place(engines.assembly, name)
+            whole = engines.assembly.classes[part.graph].signature.slots
+            check_slots(weights, part.slots, whole, part.graph)
+            tensors = part.slots
+            if part.graph != name:  # a piece, with the weights of the first rank
+                assert ranks is not None
+                source = RankWeights(weights, part.slots, whole, ranks.classes[part.graph], 0)
+                tensors = {slot.name: [slot.name] for slot in slots}
         self._layer, self._slots = layer, tensors
         self._signature = signature_of(self._model.graph, tensors)
-        place = lambda slots, tensors: {
-            slot.name: slot_array(weights, tensors[slot.name], slot.sizes) for slot in slots
-        }
+        place = lambda slots, tensors: {slot.name: slot_array(source, tensors[slot.name], slot.sizes) for slot in slots}
         session = open_session(self._model.SerializeToString(), threads)
         self._graph = BoundRunner("graph", self._signature.inputs, session, place(slots, tensors))
         built = engines.tensors(name, tensors)
@@ -155,7 +163,7 @@ class _Pair:
             placed = place(engines.slots(name), built)
             self._engine = own(self.file, self._signature.inputs, placed, threads)
         else:
-            bound: Any = engines.load(name, threads).bind(weights if built else None, built)
+            bound: Any = engines.load(name, threads).bind(source if built else None, built)
             self._engine = lambda profile: HostRunner("engine", self._signature, bound)
         self.failures: list[str] = []
 
@@ -222,16 +230,20 @@ def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str
     return Error(OutputError(magnitude, absolute, scaled.relative_error, scaled.cosine), tolerance)
 
 
-def _place(assembly: Assembly, name: str) -> tuple[int | None, Mapping[str, Sequence[str]]]:
-    """(layer, its {slot: tensors}) of a class: of the first layer that has it as a block, of the last that has it as
-    the exit; None is the embedding."""
+def _place(assembly: Assembly, name: str) -> tuple[int | None, Part]:
+    """(layer, part) of a class, or of a class that has this piece: of the first layer that has it as a block, of the
+    last that has it as the exit; None is the embedding."""
     layers = list(enumerate(assembly.layers))
     parts = [
         (None, assembly.embedding),
         *((i, layer.block) for i, layer in layers),
         *((i, layer.exit) for i, layer in reversed(layers)),
     ]
-    return next((layer, part.slots) for layer, part in parts if part.graph == name)
+    ranks = assembly.tensor_parallel
+    has = {
+        class_: [piece.graph for piece in entry.pieces] for class_, entry in (ranks.classes if ranks else {}).items()
+    }
+    return next((layer, part) for layer, part in parts if name in has.get(part.graph, [part.graph]))
 
 
 def _own_runner(backend: str) -> Callable[..., Callable[[int], BaseRunner]] | None:

@@ -16,8 +16,10 @@ import numpy as np
 import onnxruntime as ort
 
 from lockstep.artifacts.assembly import Assembly, GraphFile, Part
-from lockstep.artifacts.signature import IO
+from lockstep.artifacts.signature import IO, Signature
+from lockstep.artifacts.tensor_parallel import attention_shards
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.run_ranks import run_sharded_attention, run_sharded_block
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
@@ -38,6 +40,7 @@ class Graph:
             tuple(replace(io, dtype=widened_dtype(io.dtype)) for io in ios)
             for ios in (declared.inputs, declared.slots, declared.outputs)
         )
+        self.signature = Signature(self.inputs, self.outputs, self.slots)
         self._threads = threads
         self._session: ort.InferenceSession | None = None
 
@@ -98,17 +101,22 @@ class Graphs:
         parts = (self.embedding, self.exit, *(layer.block for layer in self.layers))
         opened = lambda graph: Graph(path.parent / graph.file, graph, threads)
         self.classes = {name: opened(assembly.classes[name]) for name in sorted({part.graph for part in parts})}
+        self.pieces: dict[str, Graph] = {}
         self.attention = {
             f"{name}.{phase}": opened(graph)
             for name in sorted({layer.variant for layer in self.layers})
             for phase, graph in assembly.variants[name].phases().items()
         }
+        if (ranks := assembly.tensor_parallel) is not None:
+            used = {piece.graph for name in self.classes.keys() & ranks.classes for piece in ranks.classes[name].pieces}
+            self.pieces = {name: opened(ranks.graphs[name]) for name in sorted(used)}
+            self.pieces |= {name: opened(graph) for name, graph in ranks.all_graphs() if name in self.attention}
         for part in parts:
             check_slots(weights, part.slots, assembly.classes[part.graph].signature.slots, part.graph)
 
     def graphs(self) -> dict[str, Graph]:
-        """All graphs in use by name: classes, then `<variant>.<phase>`."""
-        return {**self.classes, **self.attention}
+        """All graphs in use by name: classes, then `<variant>.<phase>`; then those of a rank."""
+        return {**self.classes, **self.attention, **{f"{name} of a rank": graph for name, graph in self.pieces.items()}}
 
     def carries(self, part: Part) -> list[str]:
         """What a block hands on to the next besides query, key and value: `hidden` alone in most models."""
@@ -116,16 +124,32 @@ class Graphs:
 
     def run_block(self, part: Part, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a block on what it names of `env`. Outputs by the name under which the next block reads them
-        (`hidden_out` as `hidden`)."""
-        graph = self.classes[part.graph]
+        (`hidden_out` as `hidden`). Of a model split over ranks: all ranks, one after another."""
+        graph, ranks = self.classes[part.graph], self.assembly.tensor_parallel
         weights = {slot.name: self.slot_array(part.slots[slot.name], slot) for slot in graph.slots}
-        outputs = _run(graph, env, weights)
+        if ranks is None or part.graph not in ranks.classes:
+            outputs = _run(graph, env, weights)
+        else:
+            sharded = ranks.classes[part.graph]
+
+            def run(piece: str, rank: int, known: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+                own = {slot.name: sharded.take_weight(slot.name, weights[slot.name], rank) for slot in of[piece].slots}
+                return _run(of[piece], known, {name: np.ascontiguousarray(array) for name, array in own.items()})
+
+            of, inputs = self.pieces, {io.name: env[io.name] for io in graph.inputs}
+            outputs = run_sharded_block(sharded, graph.signature, ranks.degree, inputs, run)
         return {name.removesuffix("_out"): value for name, value in outputs.items()}
 
     def run_attention(self, variant: str, phase: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a variant's prefill or decode graph on what it names of `inputs` (one without rotary encoding may need no
         position_ids): `attention`, `key_out`, `value_out`."""
-        return _run(self.attention[f"{variant}.{phase}"], inputs)
+        graph, ranks, name = self.attention[f"{variant}.{phase}"], self.assembly.tensor_parallel, f"{variant}.{phase}"
+        if ranks is None:
+            return _run(graph, inputs)
+        shards = attention_shards(self.assembly.variants[variant], ranks.degree)
+        given = {io.name: inputs[io.name] for io in graph.inputs if io.name in inputs}
+        run = lambda name, rank, known: _run(self.pieces[name], known)
+        return run_sharded_attention(ranks, name, graph.signature, shards, given, run)
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
         """The weights of a slot of one of the graphs, in the dtype that it is computed in."""

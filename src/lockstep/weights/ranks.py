@@ -1,0 +1,41 @@
+"""A rank's part of the weights of one block: what `Weights` is to a backend, with slots for names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.artifacts.signature import IO
+from lockstep.artifacts.tensor_parallel import ShardedClass
+from lockstep.weights.reader import Weights
+from lockstep.weights.slots import slot_array
+
+
+class RankWeights:
+    """Arrays by the name of a slot of the whole block, `signature_slots`; slots: {slot: tensors} of the block's place.
+    Check the slots first."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        slots: Mapping[str, Sequence[str]],
+        signature_slots: Sequence[IO],
+        sharded: ShardedClass,
+        rank: int,
+    ):
+        self._weights, self._slots, self._sharded, self._rank = weights, slots, sharded, rank
+        self._sizes = {slot.name: slot.sizes for slot in signature_slots}
+
+    def __getitem__(self, slot: str) -> np.ndarray:
+        """A view of the checkpoint's file where the part lies in one piece there, else a copy."""
+        whole = slot_array(self._weights, self._slots[slot], self._sizes[slot])
+        return np.ascontiguousarray(self._sharded.take_weight(slot, whole, self._rank))
+
+    def location(self, slot: str) -> tuple[Path, int, int] | None:
+        """(path of the file, offset in bytes, length in bytes) of a slot that a whole tensor of the checkpoint takes;
+        None for a part of one, or of several."""
+        is_whole = slot not in self._sharded.weights and (slot not in self._sharded.first or self._rank == 0)
+        names = self._slots[slot]
+        return self._weights.location(names[0]) if is_whole and len(names) == 1 else None

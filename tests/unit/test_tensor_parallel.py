@@ -1,0 +1,346 @@
+"""A model split over ranks computes what one rank does: every family, every shard, and the faults that would show."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from demo_model import CONFIG as DEMO_CONFIG
+from demo_model import DEMO
+from families import FAMILIES
+from handmade import CONFIG, llama, make
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import read_json, write_json
+from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
+from lockstep.backends import build
+from lockstep.checkpoint import resolve
+from lockstep.config import load
+from lockstep.errors import CheckError, InputError
+from lockstep.export import export, parity
+from lockstep.export.reference_runner import Walk
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
+from lockstep.runtime import Advance, Model
+from lockstep.targets import Results
+from lockstep.verify import validate
+from lockstep.weights import Weights, convert, slot_array
+from lockstep.weights.ranks import RankWeights
+from shared import Shared
+
+# Both sides are fp32 on the same weights: what differs is the order of sums of a few hundred products. 1e-6 to 1e-5 of
+# the logits' standard deviation is seen; the planted faults give 1e-2 and more.
+TOLERANCE = 5e-5
+# What differs most: biases and shared heads, fused weights, transposed weights, heads with query, key and value
+# together and two branches, a norm over all heads, experts, latent attention.
+ALWAYS = {"llama", "phi3", "gpt2", "gpt_neox", "olmo2", "mixtral", "minicpm3"}
+
+
+@dataclass
+class Split:
+    """A family's model split over ranks, its random tensors, and the logits of one rank."""
+
+    files: dict[str, bytes]
+    assembly: Assembly
+    tensors: dict[str, np.ndarray]
+    sequences: list[np.ndarray]
+    expected: list[np.ndarray]
+
+    def error(self, assembly: Assembly) -> float:
+        """Of the logits of all tokens, brought in chunks and mixed with another request's, over their deviation."""
+        found = parity.walk(Walk(self.files, assembly, self.tensors, len(self.sequences), 24), self.sequences)
+        return parity._difference(found, self.expected)
+
+    @property
+    def ranks(self) -> TensorParallel:
+        assert self.assembly.tensor_parallel is not None
+        return self.assembly.tensor_parallel
+
+    def changed(self, name: str, change: Callable[[ShardedClass], ShardedClass]) -> Assembly:
+        """With another table of one class."""
+        classes = {**self.ranks.classes, name: change(self.ranks.classes[name])}
+        return replace(self.assembly, tensor_parallel=replace(self.ranks, classes=classes))
+
+
+@functools.cache
+def split(family: str, degree: int) -> Split:
+    config = dict(FAMILIES[family].config)
+    files, assembly = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=degree)
+    tensors = parity.checkpoint_tensors(parity.reference_model(config, 0, 1.0))
+    random = np.random.default_rng(0)
+    sequences = [random.integers(0, assembly.vocab_size, length) for length in parity.LENGTHS]
+    found = Split(files, assembly, tensors, sequences, [])
+    one = Walk(files, replace(assembly, tensor_parallel=None), tensors, len(sequences), 24)
+    found.expected += parity.walk(one, sequences)
+    return found
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
+)
+def test_ranks_compute_what_one_rank_does(family: str, degree: int) -> None:
+    found = split(family, degree)
+    assert found.error(found.assembly) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", sorted(ALWAYS))
+def test_every_shard_is_a_slice_of_the_whole_and_together_they_are_it(family: str) -> None:
+    """And all weights with more than one axis but norms, routers and latents are split."""
+    found = split(family, 4)
+    for name, sharded in found.ranks.classes.items():
+        for slot in found.assembly.classes[name].signature.slots:
+            whole = np.arange(np.prod(slot.sizes)).reshape(slot.sizes)
+            parts = [sharded.take_weight(slot.name, whole, rank) for rank in range(4)]
+            if slot.name in sharded.first:
+                assert np.array_equal(parts[0], whole) and not any(part.any() for part in parts[1:])
+            elif slot.name in sharded.weights:
+                assert {part.size for part in parts} == {parts[0].size} and parts[0].size < whole.size
+                assert set(np.concatenate([part.ravel() for part in parts])) == set(whole.ravel())
+            else:
+                assert all(part is whole for part in parts)
+
+
+@given(st.integers(1, 3), st.integers(2, 5), st.integers(0, 2), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_what_is_taken_and_put_back_is_the_whole(unit: int, degree: int, axis: int, sections: list[int]) -> None:
+    """Sections that lie one after another, as in a fused weight, each split over the ranks."""
+    starts = np.cumsum([0, *(size * degree * unit for size in sections)])
+    ranges = tuple(
+        tuple(
+            (int(start) + rank * size * unit, int(start) + (rank + 1) * size * unit)
+            for start, size in zip(starts, sections)
+        )
+        for rank in range(degree)
+    )
+    shard = Shard.from_json(Shard(axis, ranges).to_json())
+    shape = [2, 3, 2]
+    shape[axis] = int(starts[-1])
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    parts = [shard.take(whole, rank) for rank in range(degree)]
+    assert all(part.shape == shard.shape(tuple(shape)) for part in parts)
+    back = np.zeros_like(whole)
+    for rank, part in enumerate(parts):
+        shard.put(back, rank, part)
+    assert np.array_equal(back, whole)
+
+
+# --- planted faults
+
+
+def exchanged(shard: Shard) -> Shard:
+    return replace(shard, ranges=shard.ranges[::-1])
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    "slot",
+    ["current.self_attn.q_proj.weight", "previous.self_attn.o_proj.weight", "previous.mlp.up_proj.weight",
+     "previous.mlp.up_proj.bias", "previous.mlp.down_proj.weight"],
+)  # fmt: skip
+def test_a_shard_of_another_rank_shows(slot: str, degree: int) -> None:
+    found = split("llama", degree)
+    swap = lambda sharded: replace(sharded, weights={**sharded.weights, slot: exchanged(sharded.weights[slot])})
+    assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
+
+
+def test_heads_of_another_rank_show() -> None:
+    found = split("llama", 4)
+    swap = lambda sharded: replace(sharded, values={**sharded.values, "key": exchanged(sharded.values["key"])})
+    assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("slot", ["previous.self_attn.o_proj.bias", "previous.mlp.down_proj.bias"])
+def test_a_bias_that_every_rank_adds_shows(slot: str) -> None:
+    found = split("llama", 2)
+    twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
+    assert found.error(found.changed("middle", twice)) > 100 * TOLERANCE
+
+
+def test_a_sum_that_is_left_out_shows(tmp_path: Path, tiny: Results) -> None:
+    """The table does not load: a later piece reads what nothing makes."""
+    path = tmp_path / "assembly.json"
+    value = read_json(tiny.assembly("tiny", "fp32"))
+    value["tensor_parallel"]["classes"]["middle"]["pieces"][0]["sums"] = {}
+    write_json(path, value)
+    with pytest.raises(InputError, match=r"tensor_parallel\.graphs\.middle\.2: sum_1: expected nothing of this name"):
+        Assembly.load(path)
+
+
+# --- through the stages
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def degree(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def tiny(shared: Shared, degree: int) -> Results:
+    folder = shared.folder(f"ranks-{degree}", lambda folder: make(folder, ["fp32", "fp16"], tensor_parallel=degree))
+    return Results(folder / "results")
+
+
+def open_model(tiny: Results, precision: str) -> Model:
+    files = tiny.engines("tiny", precision, "onnxruntime"), tiny.assembly("tiny", precision)
+    return Model.open(*files, tiny.weights("tiny", precision), max_batch_size=4, max_seq_len=256)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("fp16", 2e-2)])  # as in test_runtime.py
+def test_logits_are_those_of_a_forward_by_hand(tiny: Results, precision: str, tolerance: float) -> None:
+    sequence = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 24)
+    expected = llama(Weights.open(tiny.weights("tiny", precision)), CONFIG, sequence, 3)
+    model = open_model(tiny, precision)
+    rows = [model.step([Advance(0, sequence[:3], 0)])[0]]
+    rows += [model.step([Advance(0, sequence[i : i + 1], i)])[0] for i in range(3, 24)]
+    assert abs(np.stack(rows) - expected[2:]).max() < tolerance
+
+
+def test_a_request_has_the_same_bits_whatever_runs_beside_it(tiny: Results) -> None:
+    random = np.random.default_rng(1)
+    prompts = [random.integers(0, CONFIG["vocab_size"], length) for length in (40, 7, 21)]
+    model = open_model(tiny, "fp32")
+    alone = [model.step([Advance(0, prompt, 0)])[0] for prompt in prompts]
+    together = model.step([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)])
+    assert np.array_equal(together, np.stack(alone))
+    next_tokens = [np.array([int(row.argmax())]) for row in together]
+    decoded = model.step([Advance(slot, next_tokens[slot], len(prompts[slot])) for slot in range(3)])
+    model.release(1)
+    again = open_model(tiny, "fp32")
+    again.step([Advance(3, prompts[2], 0)])
+    assert np.array_equal(again.step([Advance(3, next_tokens[2], len(prompts[2]))])[0], decoded[2])
+
+
+def test_an_export_is_the_same_bytes_again(tiny: Results, degree: int, tmp_path: Path) -> None:
+    again = export(tiny.checkpoint("tiny"), "fp32", tmp_path / "assembly.json", degree)
+    first = tiny.assembly("tiny", "fp32").parent
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in again.parent.iterdir())
+    assert all((first / name).read_bytes() == (tmp_path / name).read_bytes() for name in names)
+
+
+def test_engines_serve_every_rank_and_hold_no_weights(tiny: Results, degree: int) -> None:
+    """Two layers or three, two ranks or four: embedding, entry, three pieces of a block and of the exit, attention."""
+    engines = read_json(tiny.engines("tiny", "fp32", "onnxruntime"))["engines"]
+    pieces = [f"{name}.{number}" for name in ("exit", "middle") for number in (1, 2, 3)]
+    assert sorted(engines) == sorted(["attention.decode", "attention.prefill", "embedding", "entry.1", *pieces])
+    folder = tiny.engines("tiny", "fp32", "onnxruntime").parent
+    assert all((folder / entry["file"]).stat().st_size < 20_000 for entry in engines.values())
+
+
+def test_a_rank_reads_whole_rows_where_they_lie(tiny: Results) -> None:
+    """Rows of a weight are a view of the checkpoint's file, columns a copy: no rank holds what is another's."""
+    weights, assembly = Weights.open(tiny.weights("tiny", "fp32")), Assembly.load(tiny.assembly("tiny", "fp32"))
+    assert assembly.tensor_parallel is not None
+    part = assembly.layers[1].block
+    slots = assembly.classes[part.graph].signature.slots
+    sharded = assembly.tensor_parallel.classes[part.graph]
+    for rank in range(assembly.tensor_parallel.degree):
+        own = RankWeights(weights, part.slots, slots, sharded, rank)
+        for slot in slots:
+            whole, found = slot_array(weights, part.slots[slot.name], slot.sizes), own[slot.name]
+            shard = sharded.weights.get(slot.name)
+            assert found.shape == (shard.shape(slot.shape) if shard else slot.shape)
+            assert np.shares_memory(found, whole) == (shard is None or shard.axis == 0)
+            assert (own.location(slot.name) is None) == (shard is not None)
+
+
+def test_validation_and_the_golden_check_run_the_ranks(shared: Shared, tmp_path: Path) -> None:
+    """The demo at two ranks; and with two ranks' parts of one weight exchanged both refuse it."""
+    results = Results(shared.folder("demo-ranks", _make_demo))
+    name, limits = "demo-llama", DEMO_CONFIG.limits.model_dump()
+    tolerance = DEMO_CONFIG.tolerance(name, "fp32").model_dump()
+    checked = functools.partial(_validate, results, tolerance, limits["max_seq_len"])
+    assert read_json(checked(results.assembly(name, "fp32"), tmp_path / "validate.json"))["result"] == "pass"
+    wrong = results.assembly(name, "fp32").with_name("wrong.json")
+    value = read_json(results.assembly(name, "fp32"))
+    shards = value["tensor_parallel"]["classes"]["middle"]["weights"]
+    shards["previous.mlp.gate_proj.weight"]["ranges"].reverse()
+    write_json(wrong, value)
+    with pytest.raises(CheckError, match=r"layer 0 \(block entry, attention\): hidden: expected an error"):
+        checked(wrong, tmp_path / "wrong.json")
+
+
+def _make_demo(folder: Path) -> None:
+    results = Results(folder)
+    checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
+    export(checkpoint, "fp32", results.assembly("demo-llama", "fp32"), 2)
+    convert(checkpoint, "fp32", results.weights("demo-llama", "fp32"))
+    assembly = results.assembly("demo-llama", "fp32")
+    build(assembly, "onnxruntime", results.engines("demo-llama", "fp32", "onnxruntime"))
+
+
+def _validate(results: Results, tolerance: dict[str, float], length: int, assembly: Path, out: Path) -> Path:
+    files = results.weights("demo-llama", "fp32"), results.checkpoint("demo-llama")
+    return validate.run(assembly, *files, 2, tolerance, length, out)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel": 3}, "expected a divisor of the 4 attention heads, and a divisor or a multiple of the 2 "),
+        ({"tensor_parallel": 4, "intermediate_size": 66}, "mlp.down_proj.weight: 66 inputs do not divide by 4 ranks"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_divide_is_refused(settings: dict[str, Any], said: str) -> None:
+    degree = settings.pop("tensor_parallel")
+    config = {**CONFIG, **settings}
+    with pytest.raises(InputError, match=r"^tensor_parallel: ") as refused:
+        assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=degree)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("tensor_parallel: 0", "expected at least 1; found 0"),
+        ("tensor_parallel: 17", "expected at most 16; found 17"),
+        ("tensor_parallel: two", "expected an integer; found 'two'"),
+        ("tensor_parallel: 2\n    backends: [onnxruntime, tensorrt]", "expected 1 for backend tensorrt; several ranks"),
+    ],
+)
+def test_a_config_that_asks_for_what_cannot_be_is_refused(lines: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"models:\n  m:\n    source: x\n    {lines}\n    golden: {{prompts: [{{text: a}}]}}\n")
+    with pytest.raises(InputError, match=r"models\.m\.tensor_parallel: ") as refused:
+        load.load(path)
+    assert said in str(refused.value)
+
+
+def damaged(change: Callable[[dict[str, Any]], None], tiny: Results, path: Path) -> str:
+    value = read_json(tiny.assembly("tiny", "fp32"))
+    change(value["tensor_parallel"])
+    write_json(path, value)
+    with pytest.raises(InputError) as refused:
+        Assembly.load(path)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda ranks: ranks.update(degree=3), "tensor_parallel"),
+        (lambda ranks: ranks["classes"].pop("middle"), "tensor_parallel.classes: expected entry, exit, middle"),
+        (lambda ranks: ranks["kinds"]["attention"].update(num_heads=3), "tensor_parallel.kinds.attention"),
+        (lambda ranks: ranks["classes"]["entry"]["weights"].popitem(), "tensor_parallel.graphs.entry.1: "),
+        (
+            lambda ranks: next(iter(ranks["classes"]["entry"]["weights"].values()))["ranges"][0][0].reverse(),
+            "numbers within",
+        ),
+        (lambda ranks: ranks["classes"]["middle"]["pieces"].pop(), "tensor_parallel.classes.middle.pieces: slots"),
+    ],
+)
+def test_a_damaged_table_is_one_line(
+    change: Callable[[dict[str, Any]], None], said: str, tiny: Results, tmp_path: Path
+) -> None:
+    found = damaged(change, tiny, tmp_path / "assembly.json")
+    assert said in found and "\n" not in found
