@@ -59,9 +59,11 @@ def write(
     rows = summary.targets
     summary.save(results.summary())
     write_bytes(results.summary().with_suffix(".csv"), _csv(rows).encode())
-    for path in sorted(results.report_page().parent.glob("*.html")):
-        if path not in outputs(results, targets):
-            path.unlink()  # of a target that is none any more
+    there = {
+        path for folder in (results.target_pages(), results.report_page().parent) for path in folder.glob("*.html")
+    }
+    for path in there - {results.report_page(), *map(results.target_page, targets)}:
+        path.unlink()  # of a target that is none any more
     changed = dict(since_lock or {})
     write_bytes(results.report_page(), pages.index(results, rows, changed))
     for target, row in zip(targets, rows):
@@ -95,12 +97,14 @@ def targets_of(results: Results) -> list[Target]:
 
 
 def is_stale(results: Results) -> bool:
-    """Whether a summary is there whose verdicts are not those of the checks that are there now. One that is damaged is
-    not: who reads it refuses it."""
+    """Whether a summary is there whose verdicts are not those of the checks that are there now, or without the page of
+    a target. One that is damaged is not: who reads it refuses it."""
     try:
         rows = Summary.load(results.summary()).targets
     except InputError:
         return False
+    if not all(results.target_page(row.target).is_file() for row in rows):
+        return True
     now = collect(results, [row.target for row in rows]).targets
     verdict_of = lambda row: (row.engine_digest, row.validation, row.golden, row.served, row.reason)
     return list(map(verdict_of, rows)) != list(map(verdict_of, now))
