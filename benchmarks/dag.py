@@ -57,7 +57,10 @@ def run(counts: Sequence[int], finished: Sequence[int], rounds: int, before: Pat
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = _checkpoint(folder / "tiny")
-        done = {count: _finished(folder / f"finished-{count}", count, checkpoint) for count in finished}
+        one = _new(folder / "one", PER_MODEL, checkpoint)
+        if finished:
+            _snakemake(one, "--cores", "2")
+        done = {count: _finished(folder / f"finished-{count}", count, checkpoint, one) for count in finished}
         contestants = {"empty workflow": lambda: _bare(folder / "empty", _NOTHING)}
         for count in counts:
             place, rules = _new(folder / str(count), count, checkpoint), bare_rules(_config(count))
@@ -163,18 +166,13 @@ def _new(folder: Path, count: int, checkpoint: Path) -> Path:
     return folder
 
 
-def _finished(folder: Path, count: int, checkpoint: Path) -> Path:
-    """The same with the results of one model, which is run, under the names of all."""
-    first, *others = sorted(_config(count)["models"])
-    _new(folder, PER_MODEL, checkpoint)
-    _snakemake(folder, "--cores", "2")
-    shutil.rmtree(folder / "models")
-    _new(folder, count, checkpoint)
-    results = folder / "results"
-    for name in others:
-        shutil.copytree(results / first, results / name)
-    # One after another, as their jobs would have made them: what was copied is older than nothing that it is made from.
-    _touch(folder)
+def _finished(folder: Path, count: int, checkpoint: Path, one: Path) -> Path:
+    """The same with the results of one model, which lie in the folder `one`, under the names of all."""
+    names = sorted(_new(folder, count, checkpoint).joinpath("models").iterdir())
+    shutil.copytree(one / "results", folder / "results")
+    for path in names[1:]:
+        shutil.copytree(one / "results" / names[0].name, folder / "results" / path.name)
+    _touch(folder)  # each job has then made its results, after those that it reads
     _snakemake(folder, "--cores", "2", "--forcerun", "config", "summary", "plots")
     return folder
 

@@ -4,13 +4,14 @@ terminal out."""
 from __future__ import annotations
 
 import csv
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from lockstep.artifacts.files import write_bytes
-from lockstep.artifacts.manifest_files import failed_path
+from lockstep.artifacts.manifest_files import content, failed_path
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.errors import InputError
 from lockstep.report import pages
@@ -54,7 +55,7 @@ def write(
     engines do not run here, by backend; None: as in the summary that is there.
     """
     not_run = known_not_run(results) if not_run is None else not_run
-    found = {target: details(results, target, not_run.get(target.backend)) for target in targets}
+    found = _details(results, targets, not_run)
     summary = _summary(found, not_run)
     rows = summary.targets
     summary.save(results.summary())
@@ -83,8 +84,13 @@ def known_not_run(results: Results) -> Mapping[str, str]:
 def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Summary:
     """The summary as `write` would write it, a row for each target in their order. not_run: as for `write`."""
     not_run = known_not_run(results) if not_run is None else not_run
-    found = {target: details(results, target, not_run.get(target.backend)) for target in targets}
+    found = _details(results, targets, not_run)
     return _summary(found, not_run)
+
+
+def _details(results: Results, targets: Sequence[Target], not_run: Mapping[str, str]) -> dict[Target, Details]:
+    remembered = functools.cache(content)
+    return {target: details(results, target, not_run.get(target.backend), remembered) for target in targets}
 
 
 def _summary(found: Mapping[Target, Details], not_run: Mapping[str, str]) -> Summary:
