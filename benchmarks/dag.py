@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,9 @@ def run(counts: Sequence[int], finished: Sequence[int], rounds: int, before: Pat
         one = _new(folder / "one", PER_MODEL, checkpoint)
         if finished:
             _snakemake(one, "--cores", "2")
-        done = {count: _finished(folder / f"finished-{count}", count, checkpoint, one) for count in finished}
+        done, queues = {count: folder / f"finished-{count}" for count in finished}, {}
+        for count, place in done.items():
+            queues[count] = _finish(_new(place, count, checkpoint), one)
         contestants = {"empty workflow": lambda: _bare(folder / "empty", _NOTHING)}
         for count in counts:
             place, rules = _new(folder / str(count), count, checkpoint), bare_rules(_config(count))
@@ -73,22 +76,22 @@ def run(counts: Sequence[int], finished: Sequence[int], rounds: int, before: Pat
         for count, place in done.items():
             contestants[f"plan of {count} that are there"] = lambda place=place: _snakemake(place, "-n")
             contestants[f"nothing to do for {count}"] = lambda place=place: _snakemake(place, "--cores", "2")
-            contestants[f"queue of {count}"] = lambda place=place: _touch(place)
         spent = _in_turn(contestants, rounds)
     return {
         "benchmark": "dag", "rounds": rounds, "targets_per_model": PER_MODEL,
         "jobs": {str(count): len(_jobs(_config(count))) for count in {*counts, *finished}},
-        **figures(spent, counts, finished), **surroundings("snakemake"),
+        **figures(spent, counts, queues), **surroundings("snakemake"),
     }  # fmt: skip
 
 
-def figures(spent: Mapping[str, Sequence[Usage]], counts: Sequence[int], finished: Sequence[int]) -> dict[str, Any]:
+def figures(spent: Mapping[str, Sequence[Usage]], counts: Sequence[int], queues: Mapping[int, Usage]) -> dict[str, Any]:
     """Medians of all, and what they come to a target and a job: a contestant's less the empty workflow's, round by
-    round."""
+    round. queues: the run that touched everything, by number of targets; Snakemake sleeps 0.1 s before it touches what
+    a job made, so that CPU seconds are what counts."""
     empty = spent["empty workflow"]
 
-    def per(name: str, parts: int, less: Sequence[Usage] = empty) -> dict[str, Any]:
-        pairs = list(zip(spent[name], less, strict=True))
+    def per(name: str, parts: int) -> dict[str, Any]:
+        pairs = list(zip(spent[name], empty, strict=True))
         return {
             "seconds": spread([(one.seconds - other.seconds) / parts for one, other in pairs]),
             "cpu_seconds": spread([(one.cpu_seconds - other.cpu_seconds) / parts for one, other in pairs]),
@@ -108,10 +111,16 @@ def figures(spent: Mapping[str, Sequence[Usage]], counts: Sequence[int], finishe
         },
         "plan_per_target": {str(count): per(f"plan of {count}", count) for count in counts},
         "bare_rules_per_target": {str(count): per(f"bare rules of {count}", count) for count in counts},
-        "nothing_to_do_per_target": {str(count): per(f"nothing to do for {count}", count) for count in finished},
+        "nothing_to_do_per_target": {str(count): per(f"nothing to do for {count}", count) for count in queues},
         "queue_per_job": {
-            str(count): per(f"queue of {count}", len(_jobs(_config(count))), spent[f"plan of {count} that are there"])
-            for count in finished
+            str(count): {
+                "cpu_seconds": round(
+                    (queue.cpu_seconds - statistics.median(named[f"plan of {count} that are there"]))
+                    / len(_jobs(_config(count))),
+                    6,
+                )
+            }
+            for count, queue in queues.items()
         },
         **({"before_to_now": faster} if faster else {}),
     }
@@ -166,19 +175,16 @@ def _new(folder: Path, count: int, checkpoint: Path) -> Path:
     return folder
 
 
-def _finished(folder: Path, count: int, checkpoint: Path, one: Path) -> Path:
-    """The same with the results of one model, which lie in the folder `one`, under the names of all."""
-    names = sorted(_new(folder, count, checkpoint).joinpath("models").iterdir())
+def _finish(folder: Path, one: Path) -> Usage:
+    """Put the results of one model, which lie in the folder `one`, under the names of all; gives what it took to take
+    each job from the queue, touch what it made and record it."""
+    names = sorted((folder / "models").iterdir())
     shutil.copytree(one / "results", folder / "results")
     for path in names[1:]:
         shutil.copytree(one / "results" / names[0].name, folder / "results" / path.name)
-    _touch(folder)  # each job has then made its results, after those that it reads
+    touched = _snakemake(folder, "--cores", "2", "--touch", "--forceall")
     _snakemake(folder, "--cores", "2", "--forcerun", "config", "summary", "plots")
-    return folder
-
-
-def _touch(folder: Path) -> Usage:
-    return _snakemake(folder, "--cores", "2", "--touch", "--forceall")
+    return touched
 
 
 def _snakemake(folder: Path, *arguments: str, checkout: Path = REPOSITORY) -> Usage:

@@ -13,7 +13,7 @@ from lockstep.config.backends import backends
 from lockstep.config.types import PRECISIONS
 from lockstep.pipeline.stages import REPORTS as REPORT_STAGES
 from lockstep.pipeline.stages import STAGES, all_steps, path_of
-from lockstep.pipeline.wanted import all_jobs, names_pattern, wanted
+from lockstep.pipeline.wanted import all_jobs, jobs_of, names_pattern, wanted
 from lockstep.provenance.code_identity import stage_key
 from lockstep.provenance.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
@@ -53,7 +53,11 @@ def display_paths(paths):
 with guard():
     LOCKED = is_locked(config)  # how to run, not what to make
     CONFIG = lockstep_config.load_merged(
-        {key: value for key, value in config.items() if key != "locked"},
+        {
+            key: value
+            for key, value in config.items()
+            if key not in ("locked", "device")
+        },
         workflow.configfiles,
     )
     SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY], results=PLACE)
@@ -74,6 +78,8 @@ with guard():
     CONFIG.check_backends()
     # A place where no cache can be is said here, and not by each job.
     cache_folder(CONFIG.cache)
+    # Only what this device is needed for is made: how to run, too.
+    DEVICE = CONFIG.check_device(config.get("device"))
     # What a change of the code or of the pinned packages reruns, by rule and backend.
     KEYS = {
         (stage.name, backend): stage_key(stage.code, backend)
@@ -98,7 +104,7 @@ CONSTRAINTS = {
     "model": names_pattern(CONFIG.models),
     "precision": "|".join(PRECISIONS),
     "layers": "all|[1-9][0-9]*",
-    "backend": "|".join(backends()),
+    "backend": "|".join([*backends(), *CONFIG.devices]),
 }
 
 
@@ -158,12 +164,16 @@ def key_of(stage):
     """Digests of the code and of the pinned packages that a job uses; a change of them runs it again."""
     if "backend" not in STAGES[stage].wildcards:
         return KEYS[stage, None]
-    return lambda wildcards: KEYS[stage, wildcards.backend]
+    return lambda wildcards: KEYS[stage, CONFIG.backend_of(wildcards.backend)]
 
 
 SPEEDS = beside("golden")
-# Every job that there can be, for what a run is asked for.
+# Every job that there can be, and those that a run is asked for.
 JOBS = all_jobs(CONFIG, RESULTS, STEPS)
+ASKED = JOBS
+if DEVICE is not None:
+    THERE = [target for target in TARGETS if target.backend == DEVICE]
+    ASKED = [JOBS[0], *jobs_of(CONFIG, RESULTS, all_steps(CONFIG, RESULTS, THERE))]
 
 
 # Where jobs that fail leave their exit codes. A job may be another process of Snakemake, which reads this file too.
@@ -204,6 +214,24 @@ def fetched(wildcards):
 def interpreter(wildcards):
     """The Python that builds and runs a backend's engines; None is this one."""
     return CONFIG.interpreter(wildcards.backend)
+
+
+# Where the config has devices: what a job must find, and what it asks a cluster for.
+OF_DEVICE = (
+    {"device": lambda wildcards: CONFIG.device_of(wildcards.backend)}
+    if CONFIG.devices
+    else {}
+)
+MODELS_OF_GPUS = {
+    name: device.gpu_model
+    for name, device in CONFIG.devices.items()
+    if device.gpu_model
+}
+GPU_MODEL = (
+    {"gpu_model": lambda wildcards: MODELS_OF_GPUS.get(wildcards.backend)}
+    if MODELS_OF_GPUS
+    else {}
+)
 
 
 def gpus(wildcards):

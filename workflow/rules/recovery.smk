@@ -51,7 +51,7 @@ if workflow.is_main_process:
 
 # What a run is asked for.
 WANTED = wanted(
-    JOBS,
+    ASKED,
     lambda path: PREFIXED(path) not in AGAIN and os.path.exists(PREFIXED(path)),
 )
 

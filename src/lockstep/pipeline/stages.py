@@ -210,6 +210,7 @@ def step(stage: str, config: Config, results: Results, names: Mapping[str, Any])
         entry.options(config, **taken),
         path_of(entry.makes, results, taken),
         python=config.interpreter(taken["backend"]) if "backend" in taken else None,
+        device=config.device_of(taken["backend"]) if "backend" in taken else None,
     )
 
 

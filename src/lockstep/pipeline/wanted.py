@@ -30,9 +30,23 @@ class Made:
     inputs: Collection[str]
 
 
-def all_jobs(config: Config, results: Results, steps: Iterable[Step]) -> list[Made]:
+def all_jobs(config: Config, results: Results, steps: Sequence[Step]) -> list[Made]:
     """Return all jobs that a run may have: those of `steps`, and those that are of no one model."""
-    jobs, shown = [Made([str(results.config())], [])], list[str]()
+    jobs = jobs_of(config, results, steps)
+    shown = [path for made, step in zip(jobs, steps, strict=True) if step.stage in _SHOWN for path in made.outputs]
+    summary = [results.summary(), results.summary().with_suffix(".csv"), results.report_page(), results.target_pages()]
+    plots = [results.report(f"{name}.svg") for name in ("error_by_layer", "speed")]
+    return [
+        Made([str(results.config())], []),
+        *jobs,
+        Made(list(map(str, summary)), shown),
+        Made(list(map(str, plots)), [str(results.summary())]),
+    ]
+
+
+def jobs_of(config: Config, results: Results, steps: Iterable[Step]) -> list[Made]:
+    """Return the jobs of `steps`."""
+    jobs = []
     for step in steps:
         stage = entry_of(step)
         outputs = [step.output, *(path_of(name, results, step.names) for name in stage.beside)]
@@ -40,11 +54,7 @@ def all_jobs(config: Config, results: Results, steps: Iterable[Step]) -> list[Ma
         if stage.name in ("resolve", "architecture") and is_fetched(config, step.names["model"]):
             inputs.append(results.source(step.names["model"]))
         jobs.append(Made(list(map(str, outputs)), list(map(str, inputs))))
-        if stage.name in _SHOWN:
-            shown += jobs[-1].outputs
-    summary = [results.summary(), results.summary().with_suffix(".csv"), results.report_page(), results.target_pages()]
-    plots = [results.report(f"{name}.svg") for name in ("error_by_layer", "speed")]
-    return [*jobs, Made(list(map(str, summary)), shown), Made(list(map(str, plots)), [str(results.summary())])]
+    return jobs
 
 
 def wanted(jobs: Sequence[Made], is_there: Callable[[str], bool]) -> list[str]:
