@@ -7,6 +7,8 @@ import os
 import platform
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,16 +49,25 @@ def engines(checkout: Checkout, name: str) -> Path:
     return checkout.results / "demo-llama/fp32/engines" / name / "engines.json"
 
 
+def results(checkout: Checkout) -> dict[str, str]:
+    """Digests of what is there, but the config's, which every run writes."""
+    return {name: digest for name, digest in checkout.digests().items() if not name.startswith("config.")}
+
+
 @pytest.fixture(scope="module")
 def both(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
     """The demo for two devices, made on two nodes in turn, and locked."""
     checkout = first_run.copy(tmp_path_factory.mktemp("devices") / "checkout")
     add_backend(checkout)
     checkout.edit_config(with_devices)
-    os.remove(checkout.results / "summary.json")  # of the targets before
+    os.remove(checkout.results / "summary.json")  # of the targets before, and what a lock would take of them
+    for folder in list(checkout.results.glob("demo-llama/*/*/onnxruntime")):
+        shutil.rmtree(folder)
+    for path in checkout.results.glob("demo-llama/*/compare/onnxruntime.*"):
+        path.unlink()
     for name in GPUS:
         refused = node(checkout, next(other for other in GPUS if other != name))
-        before = checkout.digests()
+        before = results(checkout)
         process = refused.snakemake("--cores", "2", "--config", f"device={name}", check=False)
         lines = {line for line in process.stderr.splitlines() if "lockstep: error:" in line}
         assert process.returncode == 2 and len(lines) == 1, process.stderr
@@ -64,7 +75,7 @@ def both(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Itera
         (line,) = lines
         assert expected in line.replace("demo-llama/", "") and platform.node() in line, line
         assert not engines(checkout, name).exists()
-        assert checkout.digests() == {**before, **{key: checkout.digests()[key] for key in ("config.json",)}}
+        assert results(checkout) == before
 
         node(checkout, name).finish("--config", f"device={name}")
         assert engines(checkout, name).is_file()
@@ -120,18 +131,43 @@ def test_a_target_is_reproduced_where_its_device_is(both: Checkout, tmp_path: Pa
     copy = both.copy(tmp_path / "checkout")
     asked = ("reproduce", "demo-llama/fp32/2/alpha", "--rounds", "1")
     wrong = node(copy, "beta").run("lockstep", *asked, check=False)
-    assert wrong.returncode and "expected 'Alpha 100 80GB'" in wrong.stderr and "found 'Beta 4' on" in wrong.stderr
+    (line,) = wrong.stderr.splitlines()
+    assert wrong.returncode == 1 and "made for name Alpha 100 80GB" in line and "name Beta 4" in line
     said = node(copy, "alpha").run("lockstep", *asked).stdout
     assert re.search(r"^R4 .*1 of 1", said, re.MULTILINE), said
 
 
+RESOURCES = """
+from snakemake.api import DAGSettings, OutputSettings, ResourceSettings, SnakemakeApi
+with SnakemakeApi(OutputSettings(quiet=["all"])) as api:
+    workflow = api.workflow(ResourceSettings(cores=1))
+    workflow.dag(DAGSettings()).execute_workflow(executor="dryrun")
+    for job in workflow._workflow.dag.jobs:
+        asked = [job.resources.get(name) for name in ("gpu", "gpu_model")]
+        print(job.rule.name, job.wildcards_dict.get("backend"), *asked)
+"""
+
+
 def test_a_clusters_jobs_ask_for_their_gpu(both: Checkout) -> None:
-    asked = ("--dry-run", "--forcerun", "build", "--quiet", "host")
-    text = node(both, "alpha").call("snakemake", *asked).stdout
-    assert set(re.findall(r"gpu_model=(\w+)", text)) == set(GPUS), text
+    command = [sys.executable, "-c", RESOURCES]
+    done = subprocess.run(command, cwd=both.folder, env=both.environment(), text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    jobs = {tuple(line.split()) for line in done.stdout.splitlines()}
+    for name in GPUS:
+        for rule in ("build", "compare", "golden", "served"):
+            assert (rule, name, "1", name) in jobs, done.stdout
+    assert ("export", "None", "None", "None") in jobs
 
 
 def test_an_unknown_device_is_one_line(both: Checkout) -> None:
     process = both.call("snakemake", "--dry-run", "--config", "device=gamma", check=False)
     text = process.stdout + process.stderr
     assert process.returncode == 2 and "device: expected one of alpha, beta; found 'gamma'" in text
+
+
+def test_a_bundle_opens_without_the_names_of_devices(both: Checkout, tmp_path: Path) -> None:
+    out = tmp_path / "alpha.tar"
+    both.call("lockstep", "bundle", "demo-llama/fp32/2/alpha", "--weights", "--out", str(out))
+    asked = ("--bundle", str(out), "--prompt", "San Francisco is a", "--max-new-tokens", "4")
+    said = node(both, "alpha").run("lockstep", "generate", *asked, folder=tmp_path).stdout
+    assert said.startswith(" cars on")

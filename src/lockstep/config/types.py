@@ -31,7 +31,15 @@ else:  # a literal of names that stand in a table is one at run time only
 BackendOrDevice = Annotated[
     str, WithJsonSchema({"anyOf": [{"enum": list(backends()), "type": "string"}, {"type": "string", "pattern": _NAME}]})
 ]
-DeviceName = Annotated[str, StringConstraints(pattern=_NAME, max_length=40)]
+
+
+def _device_name(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(_NAME, value):
+        raise PydanticCustomError("device_name", "a name of small letters, digits and '_' that opens with a letter")
+    return value
+
+
+DeviceName = Annotated[str, StringConstraints(pattern=_NAME, max_length=40), BeforeValidator(_device_name)]
 
 
 def _layer_count(value: Any) -> Any:
