@@ -183,6 +183,31 @@ def demo(cores: str, rounds: int, docs: Path | None) -> None:
 
 @bench.command()
 @click.option(
+    "--targets", multiple=True, type=click.IntRange(min=10), default=(100, 1000), show_default=True, help="To plan."
+)
+@click.option(
+    "--finished", multiple=True, type=click.IntRange(min=10), default=(100, 1000), show_default=True,
+    help="To plan again once they are there, and to take from the queue.",
+)  # fmt: skip
+@click.option(
+    "--before",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    metavar="CHECKOUT",
+    help="Another checkout of the repository, to be timed beside this one.",
+)
+@_ROUNDS
+@_DOCS
+def dag(
+    targets: tuple[int, ...], finished: tuple[int, ...], before: Path | None, rounds: int, docs: Path | None
+) -> None:
+    """Many targets: planning, a run with nothing to do, the scheduler's part of a job."""
+    from benchmarks.dag import run
+
+    _deliver(run(targets, finished, rounds, before and before.absolute()), docs)
+
+
+@bench.command()
+@click.option(
     "--work",
     type=click.Path(file_okay=False, path_type=Path),
     required=True,

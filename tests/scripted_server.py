@@ -36,6 +36,7 @@ class ScriptedServer:
         self.pages: dict[str, tuple[bytes, dict[str, str]]] = {}
         self.status: dict[str, Any] = {}
         self.connections = 0
+        self._stalls: list[tuple[float, float]] = []
         self._loop, started = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
@@ -58,8 +59,9 @@ class ScriptedServer:
             self._thread.join(10)
 
     def stall(self, after: float, seconds: float) -> None:
-        """Do nothing at all for some time, as a process that was stopped."""
-        self._loop.call_soon_threadsafe(lambda: self._loop.call_later(after, time.sleep, seconds))
+        """Do nothing at all for some time, as a process that was stopped; after: seconds from the next request on, for
+        a client on a busy machine starts late."""
+        self._stalls.append((after, seconds))
 
     def _serve(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
@@ -105,6 +107,9 @@ class ScriptedServer:
     ) -> None:
         number = len(self.bodies)
         self.bodies.append(body)
+        while self._stalls:
+            after, seconds = self._stalls.pop()
+            self._loop.call_later(after, time.sleep, seconds)
         if refusal := self.refusal(number):
             return _whole(
                 writer, refusal[0], json.dumps({"error": {"message": refusal[1]}}).encode(), {"Retry-After": "7"}

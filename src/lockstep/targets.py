@@ -108,8 +108,12 @@ class Results:
     def report_page(self) -> Path:
         return self.report("index.html")
 
+    def target_pages(self) -> Path:
+        """The folder of the targets' pages."""
+        return self.report("targets")
+
     def target_page(self, target: Target) -> Path:
-        return self.report(f"{target}".replace("/", "-") + ".html")
+        return self.target_pages() / (f"{target}".replace("/", "-") + ".html")
 
     def log(self, rule: str, *names: str) -> Path:
         return (

@@ -68,6 +68,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget() -> None:
     code_identity._read.cache_clear()
     code_identity._reach.cache_clear()
+    code_identity._file_of.cache_clear()
 
 
 def write(folder: Path, name: str, text: str) -> None:

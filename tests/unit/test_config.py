@@ -305,7 +305,7 @@ MISTAKES = [
         "models:",
         "modles:",
         "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, "
-        "skip_missing_backends, require_run, check_server, backends (and 1 more)",
+        "skip_missing_backends, require_run, check_server, backends, devices (and 1 more)",
     ),
 ]
 
@@ -322,22 +322,22 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
         (
             "",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, check_server, backends; found an empty file",
+            "skip_missing_backends, require_run, check_server, backends, devices; found an empty file",
         ),
         (
             "# only a comment\n",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, check_server, backends; found an empty file",
+            "skip_missing_backends, require_run, check_server, backends, devices; found an empty file",
         ),
         (
             "- a\n- b\n",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, check_server, backends; found a list",
+            "skip_missing_backends, require_run, check_server, backends, devices; found a list",
         ),
         (
             "just text\n",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, check_server, backends; found 'just text'",
+            "skip_missing_backends, require_run, check_server, backends, devices; found 'just text'",
         ),
         ("models:\n", "models: expected a mapping; found nothing"),
         ("models: {}\n", "models: expected at least one item; found an empty mapping"),
@@ -375,7 +375,7 @@ def test_a_mapping_is_called_config_and_a_given_name_wins():
     with pytest.raises(
         InputError,
         match=r"^config: foo: unknown key, allowed: models, limits, tolerances, "
-        r"cache, skip_missing_backends, require_run, check_server, backends$",
+        r"cache, skip_missing_backends, require_run, check_server, backends, devices$",
     ):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
     with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):
@@ -557,3 +557,62 @@ def test_a_model_may_have_tolerances_of_its_own():
     assert load(config.dump()) == config
     with pytest.raises(InputError, match=r"models.own.tolerances.fp16.logits: expected .* found 0"):
         load({"models": {"own": {**own, "tolerances": {"fp16": {"logits": 0}}}}})
+
+
+DEVICES = {
+    "h100": {"backend": "tensorrt", "gpu": "NVIDIA H100 80GB HBM3", "gpu_model": "h100"},
+    "l4": {"backend": "tensorrt", "gpu": "NVIDIA L4", "python": "python3.10"},
+    "arm": {"backend": "onnxruntime", "cpu": "aarch64"},
+}
+
+
+def with_devices(devices, **model):
+    return {"models": {"m": {**SMALLEST["models"]["m"], **model}}, "devices": devices}
+
+
+def test_a_model_names_devices_where_it_may_name_backends():
+    asked = {"backends": ["h100", "l4", "onnxruntime"], "precisions": ["fp32"], "backend_precisions": {"l4": ["bf16"]}}
+    config = load(with_devices(DEVICES, **asked))
+    assert list(map(str, config.targets())) == ["m/fp32/all/h100", "m/fp32/all/onnxruntime", "m/bf16/all/l4"]
+    assert [config.backend_of(name) for name in ("h100", "l4", "arm", "tensorrt")] == [
+        *["tensorrt"] * 2,
+        "onnxruntime",
+        "tensorrt",
+    ]
+    assert config.device_of("h100") == {"backend": "tensorrt", "hardware": "NVIDIA H100 80GB HBM3"}
+    assert config.device_of("arm") == {"backend": "onnxruntime", "hardware": "aarch64"}
+    assert config.device_of("tensorrt") is None
+    assert (config.interpreter("l4"), config.gpus("l4"), config.gpus("arm")) == ("python3.10", 1, 0)
+    assert config.build_options("l4") == config.build_options("tensorrt")
+    assert load(config.dump()) == config
+
+
+def test_without_devices_the_config_is_as_it_was():
+    assert "devices" not in load(SMALLEST).dump()
+
+
+@pytest.mark.parametrize(
+    ("devices", "model", "expected"),
+    [
+        (DEVICES, {"backends": ["b200"]}, f"models.m.backends[0]: expected one of {', '.join([*backends(), *DEVICES])}; found 'b200'"),  # noqa: E501
+        (DEVICES, {"backend_precisions": {"h200": ["fp16"]}}, "models.m.backend_precisions.h200: expected one of "),
+        ({"tensorrt": DEVICES["l4"]}, {}, "devices.tensorrt: expected another name, for tensorrt is a backend"),
+        ({"a": {"backend": "tensorrt"}}, {}, "devices.a.gpu: expected its name, for tensorrt runs on it; found"),
+        ({"a": {**DEVICES["l4"], "cpu": "x86_64"}}, {}, "devices.a.cpu: expected gpu with tensorrt; found 'x86_64'"),
+        ({"a": {**DEVICES["arm"], "python": "p"}}, {}, "devices.a.python: expected no interpreter, for onnxruntime"),
+        ({"A b": DEVICES["l4"]}, {}, "devices.'A b': expected a name of small letters, digits and '_' that opens"),
+        ({"a": {"backend": "cuda", "gpu": "x"}}, {}, f"devices.a.backend: expected one of {', '.join(backends())}; found 'cuda'"),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_devices_is_one_line(devices, model, expected):
+    with pytest.raises(InputError) as error:
+        load(with_devices(devices, **model))
+    assert f"config: {expected}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_is_for_a_device_of_the_config():
+    config = load(with_devices(DEVICES))
+    assert config.check_device(None) is None and config.check_device("l4") == "l4"
+    for other, found in ((config, "h100, l4, arm"), (load(SMALLEST), "none, for the config has no devices")):
+        with pytest.raises(InputError, match=rf"^device: expected one of {found}; found 'b'$"):
+            other.check_device("b")

@@ -82,7 +82,7 @@ def fill(results: Results, target: Target, *prompts: GoldenPrompt, failure: str 
 
 def pages(results: Results, **options: Any) -> dict[str, str]:
     summary.write(results, TARGETS, **options)
-    return {path.name: path.read_text("utf-8") for path in sorted(results.report_page().parent.glob("*.html"))}
+    return {path.name: path.read_text("utf-8") for path in sorted(results.report_page().parent.rglob("*.html"))}
 
 
 @pytest.fixture
@@ -189,10 +189,10 @@ def test_no_page_asks_for_anything_from_elsewhere(results: Results) -> None:
 
 def test_every_link_leads_to_a_file(results: Results) -> None:
     write_json(results.config(), {})
-    made = pages(results)
-    for page in made.values():
-        for place in (place for tag, place in Parsed(page).places if tag == "a"):
-            assert (results.report_page().parent / place).is_file(), place
+    pages(results)
+    for path in results.report_page().parent.rglob("*.html"):
+        for place in (place for tag, place in Parsed(path.read_text("utf-8")).places if tag == "a"):
+            assert (path.parent / place).is_file(), place
 
 
 def test_what_changed_since_the_lock_stands_where_there_is_one(results: Results) -> None:
@@ -207,7 +207,7 @@ def test_what_changed_since_the_lock_stands_where_there_is_one(results: Results)
 def test_the_page_of_a_target_that_is_none_any_more_goes(results: Results) -> None:
     pages(results)
     summary.write(results, TARGETS[:1])
-    names = sorted(path.name for path in results.report_page().parent.iterdir())
+    names = sorted(path.name for path in results.report_page().parent.rglob("*.html"))
     assert names == ["index.html", "m-fp16-2-onnxruntime.html"]
 
 
@@ -234,7 +234,7 @@ def test_a_browser_shows_the_pages(results: Results, tmp_path: Path) -> None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
     pages(results)
     switches = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}")
-    for page in sorted(results.report_page().parent.glob("*.html")):
+    for page in sorted(results.report_page().parent.rglob("*.html")):
         command = [browser, *switches, "--dump-dom", page.as_uri()]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
         assert "<h1>" in shown and ("1 fails" in shown or "onnxruntime:" in shown)

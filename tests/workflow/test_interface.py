@@ -29,7 +29,8 @@ def test_both_snakefiles_make_the_same(finished: Checkout) -> None:
 
 
 def test_the_report_has_a_page_of_each_target_that_the_first_page_links(finished: Checkout) -> None:
-    pages = {path.name: path.read_text() for path in (finished.results / "report").glob("*.html")}
+    folder = finished.results / "report"
+    pages = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.html")}
     assert len(pages) == 5 and "All 4 targets pass." in pages["index.html"]
     for name in pages.keys() - {"index.html"}:
         assert f'href="{name}"' in pages["index.html"]

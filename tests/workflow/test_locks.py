@@ -76,7 +76,7 @@ KINDS = (
     "summary.json",
     "summary.csv",
     "report/index.html",
-    f"report/{MODEL}-fp16-all-onnxruntime.html",
+    f"report/targets/{MODEL}-fp16-all-onnxruntime.html",
     "report/speed.svg",
     "report/error_by_layer.svg",
     f"{ENGINES}/engines.build.json",

@@ -220,7 +220,7 @@ RESULTS = {
     "summary.json": "summary",
     "summary.csv": "summary",
     "report/index.html": "summary",
-    f"report/{MODEL}-fp16-all-onnxruntime.html": "summary",
+    f"report/targets/{MODEL}-fp16-all-onnxruntime.html": "summary",
     "report/speed.svg": "plots",
     # Files that Snakemake does not know, for they lie beside a manifest.
     f"{MODEL}/fp16/engines/onnxruntime/middle.onnx": "build",

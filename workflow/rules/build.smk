@@ -15,8 +15,10 @@ rule build:
     conda:
         "../../envs/engine.yaml"
     resources:
+        **GPU_MODEL,
         gpu=gpus,
     params:
+        **OF_DEVICE,
         options=options_of("build"),
         python=interpreter,
         key=key_of("build"),

@@ -35,7 +35,7 @@ rule fetch:
     log:
         log_of("fetch", MODEL),
     wildcard_constraints:
-        model=one_of(ON_HUB),
+        model=names_pattern(ON_HUB),
     # Where Snakemake runs: the nodes of a cluster may have no network.
     localrule: True
     conda:
@@ -63,7 +63,7 @@ rule random_weights:
     log:
         log_of("random_weights", MODEL),
     wildcard_constraints:
-        model=one_of(RANDOM),
+        model=names_pattern(RANDOM),
     conda:
         "../../envs/torch.yaml"
     params:

@@ -1,15 +1,19 @@
 # What all rules share: the config, checked before any job starts, and the names of all results.
 #
 # needs: config (Snakemake's merged mapping), REPOSITORY
-# makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, PLACE, MANIFESTS, REPORTS, and the functions below
+# makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, PLACE, JOBS, PAGE, and the functions below
 
-from dataclasses import asdict
+import functools
+import gc
+
+import snakemake.sourcecache
 
 from lockstep.config import load as lockstep_config
 from lockstep.config.backends import backends
 from lockstep.config.types import PRECISIONS
 from lockstep.pipeline.stages import REPORTS as REPORT_STAGES
-from lockstep.pipeline.stages import STAGES, all_steps, path_of, step
+from lockstep.pipeline.stages import STAGES, all_steps, path_of
+from lockstep.pipeline.wanted import all_jobs, jobs_of, names_pattern, wanted
 from lockstep.provenance.code_identity import stage_key
 from lockstep.provenance.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
@@ -17,9 +21,13 @@ from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
 from lockstep.provenance.locked import is_locked
 from lockstep.report.renew import summarise
-from lockstep.report.summary import outputs as summary_outputs
 from lockstep.targets import Results, layer_count
 from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
+
+# The objects of a plan stay until the run ends: looking for garbage among those of a thousand targets is a seventh of the time of planning.
+gc.set_threshold(200_000)
+# Snakemake takes the address of each job's script apart three times, and makes a class each time: an eighth of it.
+snakemake.sourcecache.parse_uri = functools.cache(snakemake.sourcecache.parse_uri)
 
 RESULTS = Results(Path("results"))
 # Where these lie: Snakemake puts the `prefix` of a module before the paths of rules, and of nothing else.
@@ -45,7 +53,11 @@ def display_paths(paths):
 with guard():
     LOCKED = is_locked(config)  # how to run, not what to make
     CONFIG = lockstep_config.load_merged(
-        {key: value for key, value in config.items() if key != "locked"},
+        {
+            key: value
+            for key, value in config.items()
+            if key not in ("locked", "device")
+        },
         workflow.configfiles,
     )
     SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY], results=PLACE)
@@ -66,6 +78,8 @@ with guard():
     CONFIG.check_backends()
     # A place where no cache can be is said here, and not by each job.
     cache_folder(CONFIG.cache)
+    # Only what this device is needed for is made: how to run, too.
+    DEVICE = CONFIG.check_device(config.get("device"))
     # What a change of the code or of the pinned packages reruns, by rule and backend.
     KEYS = {
         (stage.name, backend): stage_key(stage.code, backend)
@@ -86,16 +100,16 @@ RANDOM = sorted(model for model, kind in KINDS.items() if kind is RandomSource)
 SMALL = 100_000_000
 
 
+CONSTRAINTS = {
+    "model": names_pattern(CONFIG.models),
+    "precision": "|".join(PRECISIONS),
+    "layers": "all|[1-9][0-9]*",
+    "backend": "|".join([*backends(), *CONFIG.devices]),
+}
+
+
 wildcard_constraints:
-    model="|".join(map(re.escape, sorted(CONFIG.models))),
-    precision="|".join(PRECISIONS),
-    layers="all|[1-9][0-9]*",
-    backend="|".join(backends()),
-
-
-def one_of(models):
-    """A wildcard's constraint to these models; without any it fits nothing."""
-    return "|".join(map(re.escape, models)) or "(?!)"
+    **CONSTRAINTS,
 
 
 STEPS = all_steps(CONFIG, RESULTS, TARGETS)
@@ -106,6 +120,8 @@ WILDCARDS = {
     "layers": LAYERS,
     "backend": BACKEND,
 }
+# The file name of a target's page.
+PAGE = "-".join(f"{{{name},{fits}}}" for name, fits in CONSTRAINTS.items()) + ".html"
 
 
 def made_by(stage):
@@ -132,30 +148,32 @@ def output_of(stage):
     return path_of(STAGES[stage].makes, RESULTS, WILDCARDS)
 
 
-def step_of(stage, wildcards):
+def names_of(wildcards):
     names = {name: str(value) for name, value in wildcards.items()}
     if "layers" in names:
         names["layers"] = layer_count(names["layers"])
-    return step(stage, CONFIG, RESULTS, names)
+    return names
 
 
 def options_of(stage):
     """What the config says to a job; a change of it runs the job again."""
-    return lambda wildcards: step_of(stage, wildcards).options
+    return lambda wildcards: STAGES[stage].options(CONFIG, **names_of(wildcards))
 
 
 def key_of(stage):
     """Digests of the code and of the pinned packages that a job uses; a change of them runs it again."""
-    return lambda wildcards: KEYS[stage, wildcards.get("backend")]
+    if "backend" not in STAGES[stage].wildcards:
+        return KEYS[stage, None]
+    return lambda wildcards: KEYS[stage, CONFIG.backend_of(wildcards.backend)]
 
 
 SPEEDS = beside("golden")
-MANIFESTS = [
-    str(RESULTS.config()),
-    *(path for stage in STAGES for path in (*made_by(stage), *beside(stage))),
-]
-PLOTS = [str(RESULTS.report(f"{name}.svg")) for name in ("error_by_layer", "speed")]
-REPORTS = [*map(str, summary_outputs(RESULTS, TARGETS)), *PLOTS]
+# Every job that there can be, and those that a run is asked for.
+JOBS = all_jobs(CONFIG, RESULTS, STEPS)
+ASKED = JOBS
+if DEVICE is not None:
+    THERE = [target for target in TARGETS if target.backend == DEVICE]
+    ASKED = [JOBS[0], *jobs_of(CONFIG, RESULTS, all_steps(CONFIG, RESULTS, THERE))]
 
 
 # Where jobs that fail leave their exit codes. A job may be another process of Snakemake, which reads this file too.
@@ -196,6 +214,24 @@ def fetched(wildcards):
 def interpreter(wildcards):
     """The Python that builds and runs a backend's engines; None is this one."""
     return CONFIG.interpreter(wildcards.backend)
+
+
+# Where the config has devices: what a job must find, and what it asks a cluster for.
+OF_DEVICE = (
+    {"device": lambda wildcards: CONFIG.device_of(wildcards.backend)}
+    if CONFIG.devices
+    else {}
+)
+MODELS_OF_GPUS = {
+    name: device.gpu_model
+    for name, device in CONFIG.devices.items()
+    if device.gpu_model
+}
+GPU_MODEL = (
+    {"gpu_model": lambda wildcards: MODELS_OF_GPUS.get(wildcards.backend)}
+    if MODELS_OF_GPUS
+    else {}
+)
 
 
 def gpus(wildcards):

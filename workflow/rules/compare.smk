@@ -15,8 +15,10 @@ rule compare:
         "../../envs/engine.yaml"
     threads: compute_threads
     resources:
+        **GPU_MODEL,
         gpu=gpus,
     params:
+        **OF_DEVICE,
         options=options_of("compare"),
         python=interpreter,
         key=key_of("compare"),

@@ -37,8 +37,10 @@ rule golden:
         "../../envs/engine.yaml"
     threads: 16  # lowered to all the cores given: a speed is measured alone
     resources:
+        **GPU_MODEL,
         gpu=gpus,
     params:
+        **OF_DEVICE,
         options=options_of("golden"),
         python=interpreter,
         key=key_of("golden"),

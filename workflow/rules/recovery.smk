@@ -1,7 +1,7 @@
 # What a killed run, or a hand that deleted a file, left behind: seen when a run starts, so that running again is all it takes.
 #
 # needs: the results that are there, with their records; with `--config locked=true` the locks of all models
-# makes: AGAIN, and the input function `recovered`. Reading the workflow changes nothing: a result that cannot be trusted counts as one that is not
+# makes: AGAIN, WANTED, and the input function `recovered`. Reading the workflow changes nothing: a result that cannot be trusted counts as one that is not
 #        there, in a dry run as in a run, and the job that makes it takes its place. A run frees a lock that no living run holds.
 
 import fcntl
@@ -28,22 +28,18 @@ def check_locks():
 
 
 # With a record beside them: not speeds, and not what another manifest names.
-RECORDED = [
-    PREFIXED(path)
-    for path in [*MANIFESTS, str(RESULTS.summary()), PLOTS[0]]
-    if path not in SPEEDS and not path.endswith(".safetensors")
-]
+RECORDED = [PREFIXED(made.outputs[0]) for made in JOBS]
 # What is there, and is made again all the same. Jobs read the rules once more, and see for themselves what they are given.
 AGAIN = {}
 if workflow.is_main_process:
     with guard():
         AGAIN |= untrusted(
             RECORDED,
-            [
+            {
                 PREFIXED(path)
                 for stage in ("fetch", "random_weights", "convert", "export", "build")
                 for path in made_by(stage)
-            ],
+            },
         )
         if LOCKED:
             AGAIN |= check_locks()
@@ -51,6 +47,13 @@ if workflow.is_main_process:
             AGAIN[str(PLACE.summary())] = "it does not say what the checks say"
     for manifest, reason in AGAIN.items():
         logger.info(f"{reason}: {manifest} is made again")
+
+
+# What a run is asked for.
+WANTED = wanted(
+    ASKED,
+    lambda path: PREFIXED(path) not in AGAIN and os.path.exists(PREFIXED(path)),
+)
 
 
 def free_stale_lock(folder):

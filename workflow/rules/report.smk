@@ -1,7 +1,7 @@
 # All checks of all targets in one place.
 #
 # needs: engines.json, validations, comparisons, golden checks, server checks and speeds of all targets
-# makes: results/summary.json and .csv, results/report/index.html with a page of each target, and the plots
+# makes: results/summary.json and .csv, results/report/index.html with a page of each target in targets/, and the plots
 
 
 rule summary:
@@ -21,14 +21,13 @@ rule summary:
             category="Summary",
             labels={"figure": "Verdict and targets"},
         ),
-        *(
-            report(
-                RESULTS.target_page(target),
-                caption="../report/target.rst",
-                category="Targets",
-                labels=asdict(target) | {"layers": str(target.layers)},
-            )
-            for target in TARGETS
+        # One output, not one a target: Snakemake keeps the list of all inputs with each output.
+        report(
+            directory(RESULTS.target_pages()),
+            patterns=[PAGE],
+            caption="../report/target.rst",
+            category="Targets",
+            labels={name: f"{{{name}}}" for name in WILDCARDS},
         ),
     log:
         log_of("summary"),

@@ -16,8 +16,10 @@ rule served:
         "../../envs/serve.yaml"
     threads: compute_threads
     resources:
+        **GPU_MODEL,
         gpu=gpus,
     params:
+        **OF_DEVICE,
         options=options_of("served"),
         python=interpreter,
         key=key_of("served"),

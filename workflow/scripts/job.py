@@ -14,7 +14,7 @@ from lockstep.pipeline.stages import REPORTS, STAGES  # noqa: E402
 from lockstep.provenance import run as stage  # noqa: E402
 from lockstep.provenance.locked import find_lock, is_locked  # noqa: E402
 from lockstep.report import renew  # noqa: E402
-from lockstep.targets import Results  # noqa: E402
+from lockstep.targets import Results, Target  # noqa: E402
 
 
 def job(snakemake):
@@ -86,5 +86,15 @@ def step_of(snakemake):
         dict(snakemake.wildcards.items()),
         inputs,
         dict(snakemake.params.items()),
-        list(snakemake.output),
+        outputs_of(snakemake),
     )
+
+
+def outputs_of(snakemake):
+    """What the job makes; the pages of all targets instead of their folder."""
+    results, outputs = results_of(snakemake), list(snakemake.output)
+    folder = str(results.target_pages())
+    if folder not in outputs:
+        return outputs
+    outputs.remove(folder)
+    return [*outputs, *(str(results.target_page(Target.parse(name))) for name in snakemake.params.targets)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from lockstep.artifacts.assembly import Assembly
@@ -29,7 +29,13 @@ def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path,
     Raises InputError where something is not there, or is not what was recorded.
     """
     entries = [*_engines(results, target), *_graphs(results, target), *_weights(results, target, with_weights)]
-    about = {"target": asdict(target), "limits": dict(limits), "weights": "inside" if with_weights else "apart"}
+    # What opens it knows backends, and not the names that this config has for devices.
+    backend = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).backend
+    about = {
+        "target": asdict(replace(target, backend=backend)),
+        "limits": dict(limits),
+        "weights": "inside" if with_weights else "apart",
+    }
     return write_archive(Path(out), about, entries)
 
 

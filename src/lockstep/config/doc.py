@@ -88,7 +88,15 @@ first of the two that is a folder is taken; if neither is, the error names both.
 def schema() -> Schema:
     """The JSON schema of the config (draft 2020-12). It knows keys, types and bounds, not the rules across keys."""
     body = _closed(Config.model_json_schema())
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **body, "title": "Lockstep configuration"}
+    names = {"enum": list(backends())}  # and devices, where there are some
+    model = {"properties": {"backends": {"items": names}, "backend_precisions": {"propertyNames": names}}}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **body,
+        "if": {"not": {"required": ["devices"]}},
+        "then": {"properties": {"models": {"additionalProperties": model}}},
+        "title": "Lockstep configuration",
+    }
 
 
 def readme() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.artifacts.fetched import known
-from lockstep.config.backends import backends
+from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.documents import read_document
 from lockstep.config.messages import Problem, Problems, describe, join, nearest, one_line
 from lockstep.config.section import Flag, PathText, Section
@@ -29,6 +29,8 @@ from lockstep.config.sources import (
 from lockstep.config.types import (
     COMPARED_PRECISIONS,
     Backends,
+    Device,
+    DeviceName,
     Golden,
     Limits,
     ModelConfig,
@@ -94,13 +96,19 @@ class Config(Section):
     backends: Backends = Field(
         default=Backends(), description="Settings of each backend; which models use it stands with them."
     )
+    devices: dict[DeviceName, Device] = Field(
+        default={},
+        description="Several kinds of device for one backend, by names of yours that models put in `backends`.",
+    )
 
     @model_validator(mode="after")
     def _across_fields(self) -> Config:
         problems = [*_limit_problems(self.limits)]
         problems += _name_problems(self.models)
+        problems += _device_problems(self.devices)
         for name, model in self.models.items():
-            problems += _model_problems(name, model, self.limits)
+            unknown = list(_unknown_backends(name, model, self.devices))
+            problems += unknown or _model_problems(name, model, self.limits, self.backend_of)
         if problems:
             raise Problems(problems)
         return self
@@ -124,12 +132,33 @@ class Config(Section):
 
     def _missing_backends(self) -> dict[str, str]:
         used = {backend for model in self.models.values() for backend in model.backends}
-        missing = {backend: backends()[backend].missing() for backend in sorted(used)}
+        missing = {backend: self._settings(backend).missing() for backend in sorted(used)}
         return {backend: reason for backend, reason in missing.items() if reason}
 
+    def backend_of(self, name: str) -> str:
+        """The backend that a target names: of a device its backend."""
+        return self.devices[name].backend if name in self.devices else name
+
+    def device_of(self, name: str) -> dict[str, str] | None:
+        """The backend and the hardware of a target's device, plain JSON; None where it names a backend."""
+        if name not in self.devices:
+            return None
+        return {"backend": self.devices[name].backend, "hardware": self.devices[name].hardware}
+
+    def check_device(self, name: str | None) -> str | None:
+        """The device that a run is for, as `--config device=NAME` says. Raises InputError where there is none."""
+        if name is not None and name not in self.devices:
+            found = ", ".join(self.devices) or "none, for the config has no devices"
+            raise InputError(f"device: expected one of {found}; found {describe(name)}")
+        return name
+
+    def _settings(self, name: str) -> BackendSettings:
+        return backends()[self.backend_of(name)]
+
     def cannot_run(self, backend: str) -> str | None:
-        """Why engines of a backend cannot run here, though they can be built; None where they can."""
-        return backends()[backend].cannot_run(self.build_options(backend))
+        """Why engines of a backend cannot run here, though they can be built; None where they can, and for a device:
+        its jobs run where it is."""
+        return None if backend in self.devices else self._settings(backend).cannot_run(self.build_options(backend))
 
     def not_run(self) -> dict[str, str]:
         """Why engines cannot run here, by backend of the targets; those that can are left out."""
@@ -232,12 +261,13 @@ class Config(Section):
 
     def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
         """The largest error of an engine beside its graph, relative to its output: see `BackendSettings`."""
-        return backends()[backend].compare_tolerance(precision, self.tolerance(model, precision).block)
+        return self._settings(backend).compare_tolerance(precision, self.tolerance(model, precision).block)
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on
         them. Plain JSON."""
-        return backends()[backend].build_options(getattr(self.backends, backend, None), self.engine_limits())
+        section = getattr(self.backends, self.backend_of(backend), None)
+        return self._settings(backend).build_options(section, self.engine_limits())
 
     def engine_limits(self) -> dict[str, int]:
         """The limits that sizes of engines' inputs come from."""
@@ -245,16 +275,18 @@ class Config(Section):
 
     def interpreter(self, backend: str) -> str | None:
         """The Python that builds and runs a backend's engines; None: this one."""
-        return getattr(self.backends, backend).python if backends()[backend].has_interpreter else None
+        own = self.devices[backend].python if backend in self.devices else ""
+        section = getattr(self.backends, self.backend_of(backend), None)
+        return own or (section.python if section is not None and self._settings(backend).has_interpreter else None)
 
     def gpus(self, backend: str) -> int:
         """GPUs that a job takes which builds or runs a backend's engines."""
-        return backends()[backend].gpus
+        return self._settings(backend).gpus
 
     def dump(self) -> dict[str, Any]:
         """Plain JSON types, with all defaults filled in; `load` of it gives the same config. Not the cache: results do
         not hang on where it lies."""
-        return self.model_dump(mode="json", exclude={"cache"})
+        return self.model_dump(mode="json", exclude={"cache", *(() if self.devices else ("devices",))})
 
 
 def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None) -> Config:
@@ -318,7 +350,32 @@ def _name_problems(names: Iterable[str]) -> Iterator[Problem]:
             )
 
 
-def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[Problem]:
+def _device_problems(devices: Mapping[str, Device]) -> Iterator[Problem]:
+    for name, device in devices.items():
+        if name in backends():
+            yield Problem(("devices", name), f"expected another name, for {name} is a backend; found {name!r}")
+        key, other = ("gpu", "cpu") if backends()[device.backend].gpus else ("cpu", "gpu")
+        if not getattr(device, key):
+            yield Problem(("devices", name, key), f"expected its name, for {device.backend} runs on it; found nothing")
+        if found := getattr(device, other):
+            yield Problem(("devices", name, other), f"expected {key} with {device.backend}; found {found!r}")
+        if device.python and not backends()[device.backend].has_interpreter:
+            text = f"expected no interpreter, for {device.backend} runs in this one; found {device.python!r}"
+            yield Problem(("devices", name, "python"), text)
+
+
+def _unknown_backends(name: str, model: ModelConfig, devices: Mapping[str, Device]) -> Iterator[Problem]:
+    allowed = [*backends(), *devices]
+    keys = [("backends", index) for index in range(len(model.backends))]
+    places: list[tuple[Any, ...]] = [*keys, *(("backend_precisions", backend) for backend in model.backend_precisions)]
+    for place, backend in zip(places, [*model.backends, *model.backend_precisions], strict=True):
+        if backend not in allowed:
+            yield Problem(("models", name, *place), f"expected one of {', '.join(allowed)}; found {describe(backend)}")
+
+
+def _model_problems(
+    name: str, model: ModelConfig, limits: Limits, backend_of: Callable[[str], str]
+) -> Iterator[Problem]:
     here = ("models", name)
     if _RESERVED_NAMES.fullmatch(name):
         yield Problem(here, f"expected another name, for results/{name} is used for results; found {name!r}")
@@ -332,7 +389,7 @@ def _model_problems(name: str, model: ModelConfig, limits: Limits) -> Iterator[P
             text = f"expected one of the model's backends ({', '.join(model.backends)}) as the key; found {backend!r}"
             yield Problem((*here, "backend_precisions", backend), text)
     for backend in model.backends:
-        settings, own = backends()[backend], backend in model.backend_precisions
+        settings, own = backends()[backend_of(backend)], backend in model.backend_precisions
         if model.tensor_parallel > 1 and not settings.runs_ranks:
             able = ", ".join(name for name, each in backends().items() if each.runs_ranks)
             text = f"expected 1 for backend {backend}; several ranks run on {able}; found {model.tensor_parallel}"

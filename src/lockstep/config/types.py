@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from lockstep import targets
 from lockstep.config.backends import backends
-from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, Section, path_text
+from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, PathText, Section, path_text
 from lockstep.config.sources import SourceError, parse_source
 
 _LIMITS = targets.Limits()
@@ -22,10 +22,24 @@ Precision = Literal["fp32", "fp16", "bf16"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 # Whose engines are compared with their graphs: ONNX Runtime, which computes these, has no others on a CPU.
 COMPARED_PRECISIONS = ("fp32", "fp16")
+_NAME = "^[a-z][a-z0-9_]*$"
 if TYPE_CHECKING:
     Backend: TypeAlias = str
 else:  # a literal of names that stand in a table is one at run time only
     Backend = Literal[tuple(backends())]
+# A backend, or a device of the config, which names one; which there are, the whole config says.
+BackendOrDevice = Annotated[
+    str, WithJsonSchema({"anyOf": [{"enum": list(backends()), "type": "string"}, {"type": "string", "pattern": _NAME}]})
+]
+
+
+def _device_name(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(_NAME, value):
+        raise PydanticCustomError("device_name", "a name of small letters, digits and '_' that opens with a letter")
+    return value
+
+
+DeviceName = Annotated[str, StringConstraints(pattern=_NAME, max_length=40), BeforeValidator(_device_name)]
 
 
 def _layer_count(value: Any) -> Any:
@@ -138,13 +152,14 @@ class ModelConfig(Section):
     precisions: Annotated[tuple[Precision, ...], AsTuple] = Field(
         default=("fp32",), min_length=1, json_schema_extra=UNIQUE, description="Precisions of weights and computation."
     )
-    backends: Annotated[tuple[Backend, ...], AsTuple] = Field(
+    backends: Annotated[tuple[BackendOrDevice, ...], AsTuple] = Field(
         default=("onnxruntime",),
         min_length=1,
         json_schema_extra=UNIQUE,
-        description="What builds and runs the engines. The first is meant where a target names none.",
+        description="What builds and runs the engines: backends, and `devices`. The first is meant where a target "
+        "names none.",
     )
-    backend_precisions: dict[Backend, Annotated[tuple[Precision, ...], AsTuple, Field(min_length=1)]] = Field(
+    backend_precisions: dict[BackendOrDevice, Annotated[tuple[Precision, ...], AsTuple, Field(min_length=1)]] = Field(
         default={}, description="The precisions of one of the backends, where they are others than `precisions`."
     )
     tensor_parallel: Annotated[int, Field(ge=1, le=targets.MOST_RANKS)] = Field(
@@ -160,6 +175,33 @@ class ModelConfig(Section):
     def precisions_of(self, backend: str) -> tuple[str, ...]:
         """The precisions that are built for a backend, in the order of the config."""
         return self.backend_precisions.get(backend, self.precisions)
+
+
+class Device(Section):
+    """A kind of device that engines are built on, checked on and named by (docs/devices.md)."""
+
+    backend: Backend = Field(description="The backend that it is used with.")
+    gpu: str = Field(
+        default="",
+        description="Of a backend that runs on GPUs: the GPU's name as `nvidia-smi --query-gpu=name --format=csv` "
+        "prints it. A job that finds another is refused.",
+    )
+    cpu: str = Field(
+        default="", description="Of a backend that runs on CPUs: the architecture, such as `x86_64` or `aarch64`."
+    )
+    python: PathText = Field(
+        default="", description="The Python that its jobs run the backend in, instead of the backend's own setting."
+    )
+    gpu_model: str = Field(
+        default="",
+        description="What the cluster calls the GPU: the resource `gpu_model` of its jobs, which Snakemake's Slurm "
+        "executor asks for.",
+    )
+
+    @property
+    def hardware(self) -> str:
+        """The name that a job must find: of the GPU, or the architecture of the CPU."""
+        return self.gpu or self.cpu
 
 
 class Limits(Section):

@@ -110,7 +110,7 @@ def validate(job: Job) -> None:
 
 
 def build(job: Job) -> None:
-    arguments = {"backend": job.names["backend"], "out": str(job.output), **job.options}
+    arguments = {"backend": job.step.backend, "out": str(job.output), **job.options}
     worker.call(job.step.python, "build", assembly=str(job.path("assembly")), **arguments)
 
 

@@ -7,6 +7,7 @@ stage is an entry here, its function, a method of `Results` for what it makes, a
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Stage:
         return wildcards_of(self.makes)
 
 
+@functools.cache
 def wildcards_of(artefact: str) -> tuple[str, ...]:
     """The parameters of `Results.<artefact>`."""
     return tuple(inspect.signature(getattr(Results, artefact)).parameters)[1:]
@@ -192,7 +194,13 @@ def steps(config: Config, results: Results, target: Target) -> list[Step]:
 
 def all_steps(config: Config, results: Results, targets: Iterable[Target]) -> list[Step]:
     """The steps of several targets, each once, in the order of the targets."""
-    found = {step.output: step for target in targets for step in steps(config, results, target)}
+    found: dict[tuple[Any, ...], Step] = {}
+    for target in targets:
+        names = vars(target)
+        for stage in STAGES.values():
+            key = stage.name, *(names[name] for name in stage.wildcards)
+            if key not in found and stage.needed(config, target):
+                found[key] = step(stage.name, config, results, names)
     return list(found.values())
 
 
@@ -207,6 +215,7 @@ def step(stage: str, config: Config, results: Results, names: Mapping[str, Any])
         entry.options(config, **taken),
         path_of(entry.makes, results, taken),
         python=config.interpreter(taken["backend"]) if "backend" in taken else None,
+        device=config.device_of(taken["backend"]) if "backend" in taken else None,
     )
 
 

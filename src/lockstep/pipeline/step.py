@@ -13,7 +13,8 @@ class Step:
     """One job: a rule with its wildcards. inputs: manifests and files by the name that the rule gives them; output: the
     manifest that it makes;
     beside: what else it makes that must be the same each time; python: the interpreter that runs its backend, None for
-    this one."""
+    this one;
+    device: of a device of the config its `backend` and the `hardware` that it must find."""
 
     stage: str
     names: Mapping[str, str]
@@ -22,6 +23,12 @@ class Step:
     output: Path
     beside: tuple[Path, ...] = ()
     python: str | None = None
+    device: Mapping[str, str] | None = None
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that builds or runs its engines; None for a stage without one."""
+        return self.device["backend"] if self.device else self.names.get("backend")
 
     def __str__(self) -> str:
         return " ".join([self.stage, "/".join(map(str, self.names.values()))])

@@ -116,6 +116,19 @@ def identity(name: str) -> dict[str, Any]:
     return {**found, "driver": device["driver"]} if "driver" in device else found
 
 
+def hardware(name: str, builds: bool) -> str | None:
+    """The name of the GPU here, or the architecture of the CPU, that a backend runs on; None where engines of any
+    device can be built here and it `builds`."""
+    from lockstep.backends import get_backend
+
+    library = get_backend(name)
+    describe = getattr(library, "describe_hardware", None)  # of a backend whose engines are for no one device
+    if describe and builds:
+        return None
+    device = (describe or library.describe_device)()
+    return str(device.get("name") or device.get("architecture"))
+
+
 def inspect(engines: str, assembly: str) -> dict[str, Any]:
     """What of an engine set that opens here can be compared with another: `backends.inspected`."""
     from lockstep.backends import EngineSet
@@ -273,7 +286,7 @@ def generate_file(
 
 _STAGES = {
     function.__name__: function
-    for function in (identity, inspect, build, compare, golden, bisect, generate, generate_file)
+    for function in (identity, hardware, inspect, build, compare, golden, bisect, generate, generate_file)
 }
 
 

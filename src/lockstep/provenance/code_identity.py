@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lockstep.artifacts.files import sha256_json
 from lockstep.errors import InputError
+from lockstep.provenance import parsed_modules
 
 PACKAGE = "lockstep"
 SOURCES = Path(__file__).resolve().parents[1]  # of the package
@@ -153,6 +154,7 @@ def _backend_of(module: str) -> str | None:
     return name if not head and name and (SOURCES / "backends" / name).is_dir() else None
 
 
+@functools.cache
 def _file_of(module: str) -> Path | None:
     """The file of a module of this package; None for any other name, such as that of a function."""
     first, *parts = module.split(".")
@@ -167,12 +169,18 @@ class _Source:
     it imports (`from a import b` gives `a` and `a.b`)."""
 
     def __init__(self, path: Path) -> None:
-        code, nodes = _parse(path.read_bytes())
-        digest = hashlib.sha256(code)
-        for source in _cuda_sources(path, nodes):
-            digest.update(source.read_bytes())
-        self.digest = digest.hexdigest()
-        self.imports = tuple(_imports(nodes, _package_of(path)))
+        data, package = path.read_bytes(), _package_of(path)
+        key = hashlib.sha256(".".join([*package, ""]).encode() + data).hexdigest()
+        kept = parsed_modules.find(key)
+        if kept is None:
+            code, nodes = _parse(data)
+            sources = _cuda_sources(path, nodes)
+            digest = hashlib.sha256(b"".join([code, *(source.read_bytes() for source in sources)]))
+            kept = {"digest": [digest.hexdigest()], "imports": list(_imports(nodes, package)), "texts": _texts(nodes)}
+            if not sources:  # which may change while the module stays
+                parsed_modules.keep(key, kept)
+        (self.digest,) = kept["digest"]
+        self.imports = (*kept["imports"], *(name for text in kept["texts"] for name in _named(text)))
 
 
 _read = functools.cache(_Source)
@@ -229,8 +237,12 @@ def _imports(nodes: list[ast.AST], package: list[str]) -> Iterator[str]:
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
-            yield from _named(node.value)  # modules that are imported by name, as backends are
+
+
+def _texts(nodes: list[ast.AST]) -> list[str]:
+    """Texts that may name modules of this package, which are imported by name, as backends are."""
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [text for text in texts if text.startswith(f"{PACKAGE}.")]
 
 
 def _named(text: str) -> list[str]:

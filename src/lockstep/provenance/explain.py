@@ -80,7 +80,7 @@ def _explain(step: Step, again: Mapping[Path, str], source: Path | None) -> Expl
 
 def _key_now(step: Step, record: Mapping[str, Any], again: Mapping[Path, str]) -> dict[str, Any]:
     """The build key as a run would have it now: with the pinned packages, and inputs that are not made again first."""
-    entry, backend = STAGES[step.stage].code, step.names.get("backend")
+    entry, backend = STAGES[step.stage].code, step.backend
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
     kept = {name: value for name, value in record["inputs"].items() if step.inputs.get(name) in again}
     now = {
@@ -91,9 +91,9 @@ def _key_now(step: Step, record: Mapping[str, Any], again: Mapping[Path, str]) -
     }
     if "backend" in record:
         try:
-            now["backend"] = backend_identity(step.names["backend"], step.python)
+            now["backend"] = backend_identity(step)
         except LockstepError:
-            pass  # its library is not installed here: nothing can be said
+            pass  # its library or its device is not here: nothing can be said
     return now
 
 

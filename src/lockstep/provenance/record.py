@@ -9,6 +9,7 @@ machines with one key write one record.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from lockstep.provenance.shapes import RECORD, misfit
 def build_key(step: Step, here: bool = True) -> dict[str, Any]:
     """What decides what `step` makes. `here`: with the packages installed here; else with those that are pinned."""
     packages = code_identity.installed_packages if here else code_identity.pinned_packages
-    stage, backend = STAGES.get(step.stage), step.names.get("backend")
+    stage, backend = STAGES.get(step.stage), step.backend
     entry = stage.code if stage else REPORTS.get(step.stage)
     is_named = stage is None or stage.is_named  # else the results are the same under any name of the model
     key = {
@@ -39,13 +40,28 @@ def build_key(step: Step, here: bool = True) -> dict[str, Any]:
         "code": code_identity.code_files(entry, backend) if entry else {},
         "environment": packages(entry, backend) if entry else {},
     }
-    return {**key, "backend": backend_identity(backend, step.python)} if backend else key
+    return {**key, "backend": backend_identity(step)} if backend else key
 
 
-def backend_identity(name: str, python: str | None = None) -> dict[str, Any]:
-    """The library and the device that an engine is for, asked in the interpreter `python`. Raises InputError where the
-    library is not installed."""
-    return worker.ask(python, "identity", name=name)
+def backend_identity(step: Step) -> dict[str, Any]:
+    """The library and the device that the step's engines are for, asked in its interpreter. Raises InputError where the
+    library is not installed, and where this machine has not the device that the config names."""
+    if step.device:
+        _check_device(step, step.device)
+    return worker.ask(step.python, "identity", name=step.backend)
+
+
+def _check_device(step: Step, device: Mapping[str, str]) -> None:
+    name, remedy = step.names["backend"], "start it where that is, or correct the config"
+    try:
+        found = worker.ask(step.python, "hardware", name=device["backend"], builds=step.stage == "build")
+    except InputError as error:
+        found, remedy = "none", f"{remedy} ({error})"
+    if found is not None and found != device["hardware"]:
+        raise InputError(
+            f"{step}: expected {device['hardware']!r}, the device {name} of the config, found {found!r} on "
+            f"{platform.node()}; {remedy}"
+        )
 
 
 def write_record(step: Step, key: Mapping[str, Any]) -> dict[str, Any]:

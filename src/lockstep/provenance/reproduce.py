@@ -47,7 +47,8 @@ def reproduce(
     Raises InputError where the target is not finished, CheckError where it cannot be built again at all.
     """
     names = (target.model, target.precision, target.layers, target.backend)
-    python = config["backends"].get(target.backend, {}).get("python")
+    device = config.get("devices", {}).get(target.backend, {"backend": target.backend})
+    python = device.get("python") or config["backends"].get(device["backend"], {}).get("python")
 
     def look(tree: Results) -> dict[str, Any]:
         engines, assembly = (
@@ -118,7 +119,7 @@ def _round(
 def _is_run(results: Results, target: Target) -> bool:
     """Whether the engines that are there run here."""
     engines = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
-    return backends()[target.backend].cannot_run(engines.options) is None
+    return backends()[engines.backend].cannot_run(engines.options) is None
 
 
 def make_again(

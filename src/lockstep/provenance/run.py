@@ -177,7 +177,9 @@ def from_rule(
     """
     if rule in STAGES:
         read = {name: Path(inputs[name]) for name in STAGES[rule].reads}
-        return Step(rule, names, read, params["options"], Path(outputs[0]), python=params.get("python"))
+        return Step(
+            rule, names, read, params["options"], Path(outputs[0]), (), params.get("python"), params.get("device")
+        )
     shown = {name: Path(path) for name, path in inputs.items() if isinstance(path, str)}
     shown |= {path: Path(path) for paths in inputs.values() if isinstance(paths, list) for path in paths}
     options = {name: value for name, value in params.items() if name != "key"}

@@ -42,7 +42,9 @@ class Checked(Generic[AnyReport]):
     report: AnyReport | None = None
 
 
-def _checked(kind: type[AnyReport], out: Path, inputs: Mapping[str, Path]) -> Checked[AnyReport]:
+def _checked(
+    kind: type[AnyReport], out: Path, inputs: Mapping[str, Path], content: Callable[[Path], str]
+) -> Checked[AnyReport]:
     """inputs: what the check reads, by the names of its record."""
     failed = failed_path(out)
     try:
@@ -91,8 +93,11 @@ class Details:
         return {name: check for name, check in found.items() if check is not None}
 
 
-def details(results: Results, target: Target, cannot_run: str | None = None) -> Details:
-    """What lies there of a target now. cannot_run: why its engines do not run here, where they do not."""
+def details(
+    results: Results, target: Target, cannot_run: str | None = None, content: Callable[[Path], str] = content
+) -> Details:
+    """What lies there of a target now. cannot_run: why its engines do not run here, where they do not. content: as
+    `manifest_files.content`; one that remembers spares many targets what they share."""
     names = (target.model, target.precision, target.layers, target.backend)
     model, precision, layers, backend = names
     graphs = {"assembly": results.assembly(model, precision), "weights": results.weights(model, precision)}
@@ -101,11 +106,17 @@ def details(results: Results, target: Target, cannot_run: str | None = None) -> 
         ValidationReport,
         results.validation(model, precision, layers),
         {**graphs, "checkpoint": results.checkpoint(model)},
+        content,
     )
     golden = _checked(
-        GoldenReport, results.golden(*names), {**graphs, **engines, "reference": results.reference(model, layers)}
+        GoldenReport,
+        results.golden(*names),
+        {**graphs, **engines, "reference": results.reference(model, layers)},
+        content,
     )
-    comparison = _checked(ComparisonReport, results.comparison(model, precision, backend), {**graphs, **engines})
+    comparison = _checked(
+        ComparisonReport, results.comparison(model, precision, backend), {**graphs, **engines}, content
+    )
     served = results.served(*names)
     is_served = served.is_file() or failed_path(served).is_file()
     built = _loaded(EngineSetManifest.load, engines["engines"])
@@ -118,7 +129,7 @@ def details(results: Results, target: Target, cannot_run: str | None = None) -> 
         golden=golden,
         compare=comparison if comparison.result != NOT_RUN else None,  # only some backends are compared, not always
         engines=built,
-        served=_checked(ServedReport, served, {**graphs, **engines, "golden": results.golden(*names)})
+        served=_checked(ServedReport, served, {**graphs, **engines, "golden": results.golden(*names)}, content)
         if is_served
         else None,
         speed=_loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,

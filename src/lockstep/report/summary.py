@@ -4,13 +4,14 @@ terminal out."""
 from __future__ import annotations
 
 import csv
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from lockstep.artifacts.files import write_bytes
-from lockstep.artifacts.manifest_files import failed_path
+from lockstep.artifacts.manifest_files import content, failed_path
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.errors import InputError
 from lockstep.report import pages
@@ -54,14 +55,16 @@ def write(
     engines do not run here, by backend; None: as in the summary that is there.
     """
     not_run = known_not_run(results) if not_run is None else not_run
-    found = {target: details(results, target, not_run.get(target.backend)) for target in targets}
+    found = _details(results, targets, not_run)
     summary = _summary(found, not_run)
     rows = summary.targets
     summary.save(results.summary())
     write_bytes(results.summary().with_suffix(".csv"), _csv(rows).encode())
-    for path in sorted(results.report_page().parent.glob("*.html")):
-        if path not in outputs(results, targets):
-            path.unlink()  # of a target that is none any more
+    there = {
+        path for folder in (results.target_pages(), results.report_page().parent) for path in folder.glob("*.html")
+    }
+    for path in there - {results.report_page(), *map(results.target_page, targets)}:
+        path.unlink()  # of a target that is none any more
     changed = dict(since_lock or {})
     write_bytes(results.report_page(), pages.index(results, rows, changed))
     for target, row in zip(targets, rows):
@@ -81,8 +84,13 @@ def known_not_run(results: Results) -> Mapping[str, str]:
 def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Summary:
     """The summary as `write` would write it, a row for each target in their order. not_run: as for `write`."""
     not_run = known_not_run(results) if not_run is None else not_run
-    found = {target: details(results, target, not_run.get(target.backend)) for target in targets}
+    found = _details(results, targets, not_run)
     return _summary(found, not_run)
+
+
+def _details(results: Results, targets: Sequence[Target], not_run: Mapping[str, str]) -> dict[Target, Details]:
+    remembered = functools.cache(content)
+    return {target: details(results, target, not_run.get(target.backend), remembered) for target in targets}
 
 
 def _summary(found: Mapping[Target, Details], not_run: Mapping[str, str]) -> Summary:
@@ -95,12 +103,14 @@ def targets_of(results: Results) -> list[Target]:
 
 
 def is_stale(results: Results) -> bool:
-    """Whether a summary is there whose verdicts are not those of the checks that are there now. One that is damaged is
-    not: who reads it refuses it."""
+    """Whether a summary is there whose verdicts are not those of the checks that are there now, or without the page of
+    a target. One that is damaged is not: who reads it refuses it."""
     try:
         rows = Summary.load(results.summary()).targets
     except InputError:
         return False
+    if not all(results.target_page(row.target).is_file() for row in rows):
+        return True
     now = collect(results, [row.target for row in rows]).targets
     verdict_of = lambda row: (row.engine_digest, row.validation, row.golden, row.served, row.reason)
     return list(map(verdict_of, rows)) != list(map(verdict_of, now))

@@ -52,6 +52,12 @@ class TensorRTRTXBackend:
         """What engines are for, with `compute_capabilities` of the options: no one device."""
         return {"type": "gpu", "name": "NVIDIA RTX GPUs"}
 
+    def describe_hardware(self) -> dict[str, Any]:
+        """The GPU here, which runs them."""
+        from lockstep.backends.tensorrt.device import describe_gpu
+
+        return describe_gpu(self.name)
+
     def device_key(self, device: Mapping[str, Any]) -> Any:
         return {"name": device.get("name")}
 

@@ -1,0 +1,173 @@
+"""Two kinds of GPU in one config: each node makes its own, one lock holds both, and the wrong node is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkout import Checkout
+
+BACKEND = Path(__file__).resolve().parents[1] / "data" / "dummy_backend"
+GPUS = {"alpha": "Alpha 100 80GB", "beta": "Beta 4"}
+
+
+def with_devices(config: dict[str, Any]) -> None:
+    config["models"]["demo-llama"] |= {"backends": ["alpha", "beta"], "precisions": ["fp32"], "layers": [2]}
+    for prompt in config["models"]["demo-llama"]["golden"]["prompts"]:
+        prompt["expected"].pop("all")
+    config["devices"] = {name: {"backend": "dummy", "gpu": gpu, "gpu_model": name} for name, gpu in GPUS.items()}
+
+
+def add_backend(checkout: Checkout) -> None:
+    """The dummy backend, on a GPU that the variable DUMMY_GPU names."""
+    folder = checkout.folder / "src/lockstep/backends/dummy"
+    shutil.copytree(BACKEND, folder)
+    for name, old, new in (
+        ("settings.py", "section=DummyConfig", "section=DummyConfig, gpus=1"),
+        ("backend.py", '{"type": "numpy"}', '{"type": "gpu", "name": __import__("os").environ["DUMMY_GPU"]}'),
+    ):
+        text = (folder / name).read_text()
+        assert text.count(old) == 1
+        (folder / name).write_text(text.replace(old, new))
+
+
+def node(checkout: Checkout, name: str) -> Checkout:
+    """The same folder, as a node with that GPU sees it."""
+    return Checkout(checkout.folder, {**checkout.variables, "DUMMY_GPU": GPUS[name]})
+
+
+def engines(checkout: Checkout, name: str) -> Path:
+    return checkout.results / "demo-llama/fp32/engines" / name / "engines.json"
+
+
+def results(checkout: Checkout) -> dict[str, str]:
+    """Digests of what is there, but the config's, which every run writes."""
+    return {name: digest for name, digest in checkout.digests().items() if not name.startswith("config.")}
+
+
+@pytest.fixture(scope="module")
+def both(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
+    """The demo for two devices, made on two nodes in turn, and locked."""
+    checkout = first_run.copy(tmp_path_factory.mktemp("devices") / "checkout")
+    add_backend(checkout)
+    checkout.edit_config(with_devices)
+    os.remove(checkout.results / "summary.json")  # of the targets before, and what a lock would take of them
+    for folder in list(checkout.results.glob("demo-llama/*/*/onnxruntime")):
+        shutil.rmtree(folder)
+    for path in checkout.results.glob("demo-llama/*/compare/onnxruntime.*"):
+        path.unlink()
+    for name in GPUS:
+        refused = node(checkout, next(other for other in GPUS if other != name))
+        before = results(checkout)
+        process = refused.snakemake("--cores", "2", "--config", f"device={name}", check=False)
+        lines = {line for line in process.stderr.splitlines() if "lockstep: error:" in line}
+        assert process.returncode == 2 and len(lines) == 1, process.stderr
+        expected = f"build fp32/{name}: expected {GPUS[name]!r}, the device {name} of the config, found"
+        (line,) = lines
+        assert expected in line.replace("demo-llama/", "") and platform.node() in line, line
+        assert not engines(checkout, name).exists()
+        assert results(checkout) == before
+
+        node(checkout, name).finish("--config", f"device={name}")
+        assert engines(checkout, name).is_file()
+        assert not node(checkout, name).would_run("--config", f"device={name}")
+    # What is left needs no device.
+    assert set(checkout.would_run()) <= {"summary", "plots"}
+    checkout.finish()
+    checkout.run("lockstep", "lock")
+    yield checkout
+
+
+def test_each_device_has_its_own_engines_checks_and_row(both: Checkout) -> None:
+    for name, gpu in GPUS.items():
+        manifest = json.loads(engines(both, name).read_text())
+        assert (manifest["backend"], manifest["device"]["name"]) == ("dummy", gpu)
+        assert (both.results / f"demo-llama/fp32/golden/{name}/2.json").is_file()
+    rows = json.loads((both.results / "summary.json").read_text())["targets"]
+    assert {(row["backend"], row["device"], row["verdict"]) for row in rows} == {
+        (name, gpu, "pass") for name, gpu in GPUS.items()
+    }
+    assert (both.results / "report/targets/demo-llama-fp32-2-beta.html").is_file()
+
+
+def test_one_lock_holds_both(both: Checkout) -> None:
+    lock = json.loads((both.folder / "locks/demo-llama.lock.json").read_text())
+    found = lock["precisions"]["fp32"]["engines"]
+    assert {name: list(devices)[0].rpartition(" ")[0] for name, devices in found.items()} == GPUS
+    assert set(lock["precisions"]["fp32"]["golden"]) == set(GPUS)
+    both.call("lockstep", "verify")
+    for name in GPUS:
+        assert not node(both, name).would_run("--config", "locked=true", f"device={name}")
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_what_is_said_of_another_nodes_engines(both: Checkout, name: str) -> None:
+    for here in GPUS:
+        said = node(both, here).run("lockstep", "explain", f"demo-llama/fp32/2/{name}").stdout
+        assert "differs" not in said and "->" not in said and "is not there" not in said, said
+
+
+def test_a_lost_engine_is_made_again_where_its_device_is(both: Checkout, tmp_path: Path) -> None:
+    copy = both.copy(tmp_path / "checkout")
+    before = copy.digests()
+    os.remove(next(engines(copy, "alpha").parent.glob("*.dummy")))
+    jobs = copy.would_run()
+    assert jobs["build"] == 1 and not copy.would_run("--config", "device=beta")
+    node(copy, "alpha").finish("--config", "locked=true", "device=alpha")
+    copy.finish()
+    assert copy.digests() == before
+
+
+def test_a_target_is_reproduced_where_its_device_is(both: Checkout, tmp_path: Path) -> None:
+    copy = both.copy(tmp_path / "checkout")
+    asked = ("reproduce", "demo-llama/fp32/2/alpha", "--rounds", "1")
+    wrong = node(copy, "beta").run("lockstep", *asked, check=False)
+    (line,) = wrong.stderr.splitlines()
+    assert wrong.returncode == 1 and "made for name Alpha 100 80GB" in line and "name Beta 4" in line
+    said = node(copy, "alpha").run("lockstep", *asked).stdout
+    assert re.search(r"^R4 .*1 of 1", said, re.MULTILINE), said
+
+
+RESOURCES = """
+from snakemake.api import DAGSettings, OutputSettings, ResourceSettings, SnakemakeApi
+with SnakemakeApi(OutputSettings(quiet=["all"])) as api:
+    workflow = api.workflow(ResourceSettings(cores=1))
+    workflow.dag(DAGSettings()).execute_workflow(executor="dryrun")
+    for job in workflow._workflow.dag.jobs:
+        asked = [job.resources.get(name) for name in ("gpu", "gpu_model")]
+        print(job.rule.name, job.wildcards_dict.get("backend"), *asked)
+"""
+
+
+def test_a_clusters_jobs_ask_for_their_gpu(both: Checkout) -> None:
+    command = [sys.executable, "-c", RESOURCES]
+    done = subprocess.run(command, cwd=both.folder, env=both.environment(), text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    jobs = {tuple(line.split()) for line in done.stdout.splitlines()}
+    for name in GPUS:
+        for rule in ("build", "compare", "golden", "served"):
+            assert (rule, name, "1", name) in jobs, done.stdout
+    assert ("export", "None", "None", "None") in jobs
+
+
+def test_an_unknown_device_is_one_line(both: Checkout) -> None:
+    process = both.call("snakemake", "--dry-run", "--config", "device=gamma", check=False)
+    text = process.stdout + process.stderr
+    assert process.returncode == 2 and "device: expected one of alpha, beta; found 'gamma'" in text
+
+
+def test_a_bundle_opens_without_the_names_of_devices(both: Checkout, tmp_path: Path) -> None:
+    out = tmp_path / "alpha.tar"
+    both.call("lockstep", "bundle", "demo-llama/fp32/2/alpha", "--weights", "--out", str(out))
+    asked = ("--bundle", str(out), "--prompt", "San Francisco is a", "--max-new-tokens", "4")
+    said = node(both, "alpha").run("lockstep", "generate", *asked, folder=tmp_path).stdout
+    assert said.startswith(" cars on")
