@@ -15,6 +15,8 @@ rule build:
     conda:
         "../../envs/engine.yaml"
     resources:
+        mem_mb=memory("build"),
+        runtime=minutes("build"),
         gpu=gpus,
     params:
         options=options_of("build"),

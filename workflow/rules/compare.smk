@@ -15,6 +15,8 @@ rule compare:
         "../../envs/engine.yaml"
     threads: compute_threads
     resources:
+        mem_mb=memory("compare"),
+        runtime=minutes("compare"),
         gpu=gpus,
     params:
         options=options_of("compare"),

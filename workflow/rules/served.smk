@@ -16,6 +16,8 @@ rule served:
         "../../envs/serve.yaml"
     threads: compute_threads
     resources:
+        mem_mb=memory("served"),
+        runtime=minutes("served"),
         gpu=gpus,
     params:
         options=options_of("served"),
