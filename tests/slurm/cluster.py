@@ -55,6 +55,7 @@ GresTypes=gpu
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node1} CPUs=2 RealMemory={memory} Gres=gpu:1
 NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={node2} CPUs=2 RealMemory={memory}
 PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
+PartitionName=gpu Nodes=node1 MaxTime=INFINITE State=UP
 """
 _GRES = "NodeName=node1 Name=gpu File={folder}/gpu0\n"
 
@@ -65,7 +66,7 @@ def missing() -> list[str]:
 
 
 class Cluster:
-    """Two nodes of two CPUs; node1 has one GPU, which is a file. Use as a context.
+    """Two nodes of two CPUs; node1 has one GPU, which is a file, and a partition `gpu`. Use as a context.
 
     folder: for configuration, keys, sockets, state and logs. memory: of each node, in MB.
     """
@@ -154,10 +155,11 @@ class Cluster:
     def _start(self, program: str, *arguments: object) -> None:
         found = shutil.which(program, path=SEARCH)
         assert found, f"{program} is not installed"
+        # They end with this process, also where it is killed.
+        command = ["setpriv", "--pdeathsig", "TERM", found, *map(str, arguments)]
         with (self.folder / f"{program}.out").open("ab") as output:
             process = subprocess.Popen(
-                # They end with this process, also where it is killed.
-                ["setpriv", "--pdeathsig", "TERM", found, *map(str, arguments)], stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.environment}, start_new_session=True,
             )  # fmt: skip
         self._daemons.append((program, process))

@@ -41,18 +41,22 @@ def test_the_demo_runs_through_the_profile(cluster: Cluster, fresh: Checkout, lo
 
 
 def test_a_job_waits_for_the_declared_gpu(cluster: Cluster, fresh: Checkout, local: Checkout) -> None:
-    """node1 has the cluster's only GPU, and somebody else has it."""
+    """node1 has the cluster's only GPU, and somebody else has it. The partition is chosen by the job's backend."""
+    partition = "slurm_partition='gpu' if wildcards.get('backend') == 'tensorrt_rtx' else 'main'"
     other = cluster.run("sbatch", "--parsable", "--gpus=1", "--output=/dev/null", "--wrap=sleep 600").strip()
-    with started(fresh, "--set-resources", "build:gpu=1", "--", RTX_ENGINES) as run:
+    options = ("--set-resources", "build:gpu=1", "--default-resources", partition)
+    with started(fresh, *options, "--", RTX_ENGINES) as run:
         cluster.wait_for(lambda: job_of(cluster, "build", "PENDING"), "the build to be queued", TIMEOUT)
         number = job_of(cluster, "build", "PENDING")
-        shown = cluster.run("scontrol", "show", "job", number)
-        assert "TresPerJob=gres:gpu:1" in shown and "Reason=Resources" in shown, shown
+        cluster.wait_for(lambda: cluster.jobs("%r", "--jobs", number) == ["Resources"], "Slurm to look at it")
+        assert "TresPerJob=gres:gpu:1" in cluster.run("scontrol", "show", "job", number)
         assert "idle" in cluster.nodes().values(), "only the GPU is missing"
         cluster.run("scancel", other)
     assert run.returncode == 0, run.output
-    (build,) = [job for job in cluster.finished() if job["JobId"] == number]
-    assert (build["JobState"], build["NodeList"]) == ("COMPLETED", "node1")
+    of_run = [job for job in cluster.finished() if int(job["JobId"]) > int(other)]
+    (build,) = [job for job in of_run if job["Partition"] == "gpu"]
+    assert (build["JobId"], build["JobState"], build["NodeList"]) == (number, "COMPLETED", "node1")
+    assert len(of_run) == 3, "architecture, export, build"
     check_made(fresh, local, RTX_ENGINES)
 
 
@@ -179,5 +183,5 @@ def check_made(checkout: Checkout, local: Checkout, target: str = GOLDEN) -> Non
     assert target.removeprefix("results/") in made
     assert made == {name: digest for name, digest in expected.items() if name in made}
     assert not [path for path in checkout.results.rglob("*") if path.name.endswith(".tmp")]
-    assert not checkout.would_run("--", target)
+    assert not checkout.would_run(target)
     checkout.call("lockstep", "verify")
