@@ -6,6 +6,8 @@
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps
 #   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in
 #   make kubernetes-test          runs profiles/kubernetes against a stand-in for a cluster, and checks the manifests by Kubernetes' schemas (tests/pods)
+#   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
+#                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
 #                                 both records go to docs/gpu; TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
@@ -36,7 +38,8 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 .DEFAULT_GOAL := demo
 TRITON_ENV ?= .triton
 KUBERNETES_ENV ?= .kubernetes
-.PHONY: demo test test-unit test-all triton-test kubernetes-test lint gpu setup clean
+SLURM_ENV ?= .slurm
+.PHONY: demo test test-unit test-all triton-test kubernetes-test slurm-test lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -57,6 +60,11 @@ triton-test: setup $(TRITON_ENV)/.pinned
 
 kubernetes-test: setup $(KUBERNETES_ENV)/.pinned
 	LOCKSTEP_KUBERNETES=$(abspath $(KUBERNETES_ENV)) $(BIN)/python -m pytest -n 0 tests/pods $(ARGS)
+
+slurm-test: setup $(SLURM_ENV)/.pinned
+	@for program in munged slurmctld slurmd sbatch; do PATH="$$PATH:/usr/sbin" command -v $$program > /dev/null || { \
+	  echo "make: expected Slurm, found no $$program; run: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge" >&2; exit 2; }; done
+	LOCKSTEP_SLURM=$(abspath $(SLURM_ENV)) $(BIN)/python -m pytest -n 0 tests/slurm $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check
@@ -95,5 +103,11 @@ $(KUBERNETES_ENV)/.pinned: envs/kubernetes.txt envs/kubernetes-test.txt
 	$(PIP) install --no-deps --target $(KUBERNETES_ENV) -r envs/kubernetes.txt -r envs/kubernetes-test.txt
 	@touch $@
 
+# Beside the environment, not in it: what the other tests run in has nothing but the pins.
+$(SLURM_ENV)/.pinned: envs/slurm.txt | setup
+	rm -rf $(SLURM_ENV)
+	$(PIP) install --no-deps --target $(SLURM_ENV) -r envs/slurm.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(TRITON_ENV) $(KUBERNETES_ENV)
+	rm -rf $(VENV) $(TRITON_ENV) $(KUBERNETES_ENV) $(SLURM_ENV)

@@ -28,6 +28,7 @@ report: "workflow/report/workflow.rst"
 
 
 include: "workflow/rules/common.smk"
+include: "workflow/rules/resources.smk"
 include: "workflow/rules/recovery.smk"
 include: "workflow/rules/checkpoint.smk"
 include: "workflow/rules/export.smk"

@@ -16,6 +16,8 @@ rule build:
         "../../envs/engine.yaml"
     resources:
         **GPU_MODEL,
+        mem_mb=memory("build"),
+        runtime=minutes("build"),
         gpu=gpus,
     params:
         **OF_DEVICE,

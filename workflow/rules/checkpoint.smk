@@ -66,6 +66,9 @@ rule random_weights:
         model=names_pattern(RANDOM),
     conda:
         "../../envs/torch.yaml"
+    resources:
+        mem_mb=memory("random_weights"),
+        runtime=minutes("random_weights"),
     params:
         options=options_of("random_weights"),
         key=key_of("random_weights"),
@@ -87,6 +90,9 @@ rule resolve:
         log_of("resolve", MODEL),
     conda:
         "../../envs/checkpoint.yaml"
+    resources:
+        mem_mb=memory("resolve"),
+        runtime=minutes("resolve"),
     params:
         options=options_of("resolve"),
         key=key_of("resolve"),
@@ -107,6 +113,9 @@ rule architecture:
         log_of("architecture", MODEL),
     conda:
         "../../envs/checkpoint.yaml"
+    resources:
+        mem_mb=memory("architecture"),
+        runtime=minutes("architecture"),
     params:
         options=options_of("architecture"),
         key=key_of("architecture"),
@@ -125,6 +134,9 @@ rule convert:
         log_of("convert", MODEL, PRECISION),
     conda:
         "../../envs/checkpoint.yaml"
+    resources:
+        mem_mb=memory("convert"),
+        runtime=minutes("convert"),
     params:
         options=options_of("convert"),
         key=key_of("convert"),

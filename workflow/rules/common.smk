@@ -234,13 +234,7 @@ GPU_MODEL = (
 )
 
 
-def gpus(wildcards):
-    """Whether a job uses the GPU; `--resources gpu=N` says how many such jobs may share it, one unless it is given."""
-    return CONFIG.gpus(wildcards.backend)
-
-
 def compute_threads(wildcards):
     """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
-    files = WEIGHT_FILES.get(wildcards.model)
-    known_small = files is not None and sum(map(os.path.getsize, files)) < SMALL
-    return 1 if known_small else 16
+    model = wildcards.model
+    return 1 if model in FOLDERS and WEIGHT_BYTES[model] < SMALL else 16

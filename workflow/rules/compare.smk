@@ -16,6 +16,8 @@ rule compare:
     threads: compute_threads
     resources:
         **GPU_MODEL,
+        mem_mb=memory("compare"),
+        runtime=minutes("compare"),
         gpu=gpus,
     params:
         **OF_DEVICE,

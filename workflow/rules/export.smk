@@ -14,6 +14,9 @@ rule export:
         log_of("export", MODEL, PRECISION),
     conda:
         "../../envs/torch.yaml"
+    resources:
+        mem_mb=memory("export"),
+        runtime=minutes("export"),
     params:
         options=options_of("export"),
         key=key_of("export"),
@@ -33,6 +36,9 @@ rule validate:
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
+    resources:
+        mem_mb=memory("validate"),
+        runtime=minutes("validate"),
     params:
         options=options_of("validate"),
         key=key_of("validate"),

@@ -15,6 +15,9 @@ rule reference:
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
+    resources:
+        mem_mb=memory("reference"),
+        runtime=minutes("reference"),
     params:
         options=options_of("reference"),
         key=key_of("reference"),
@@ -38,6 +41,8 @@ rule golden:
     threads: 16  # lowered to all the cores given: a speed is measured alone
     resources:
         **GPU_MODEL,
+        mem_mb=memory("golden"),
+        runtime=minutes("golden"),
         gpu=gpus,
     params:
         **OF_DEVICE,

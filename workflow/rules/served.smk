@@ -17,6 +17,8 @@ rule served:
     threads: compute_threads
     resources:
         **GPU_MODEL,
+        mem_mb=memory("served"),
+        runtime=minutes("served"),
         gpu=gpus,
     params:
         **OF_DEVICE,

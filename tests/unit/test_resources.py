@@ -1,0 +1,60 @@
+"""What jobs ask of a cluster."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.pipeline.resources import NEEDS, memory_mb, minutes
+from lockstep.pipeline.stages import STAGES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# MB that the processes of one job held at their highest, of a checkpoint of so many bytes: docs/clusters.md.
+MEASURED = {
+    542_000_000: {
+        "random_weights": 573, "resolve": 155, "architecture": 173, "convert": 216, "export": 661, "validate": 3719,
+        "build": 211, "compare": 1295, "reference": 2149, "golden": 1960, "served": 1729,
+    },
+    1_906_000_000: {
+        "random_weights": 586, "resolve": 154, "architecture": 172, "convert": 186, "export": 697, "validate": 11458,
+        "build": 211, "compare": 2324, "reference": 6254, "golden": 5261,
+    },
+}  # fmt: skip
+# Snakemake twice more: as the job's batch step, which starts the job itself with srun.
+STEP = 150
+
+
+def test_every_stage_that_may_run_on_a_node_says_what_it_needs() -> None:
+    assert set(NEEDS) == set(STAGES) - {"fetch"}, "fetch runs where Snakemake runs"
+
+
+@pytest.mark.parametrize("weight_bytes", MEASURED)
+def test_a_job_asks_for_a_third_more_than_was_measured(weight_bytes: int) -> None:
+    for stage, peak in MEASURED[weight_bytes].items():
+        asked = memory_mb(stage, weight_bytes)
+        assert (peak + STEP) * 4 / 3 <= asked <= peak * 3 + 4000, stage
+
+
+def test_each_attempt_asks_for_as_much_again() -> None:
+    for stage in NEEDS:
+        assert [memory_mb(stage, 10**9, attempt) for attempt in (1, 2, 3)] == [
+            attempt * memory_mb(stage, 10**9) for attempt in (1, 2, 3)
+        ]
+        assert minutes(stage, 10**9, 2) == 2 * minutes(stage, 10**9)
+
+
+def test_a_larger_model_asks_for_no_less() -> None:
+    for stage in NEEDS:
+        assert memory_mb(stage, 0) <= memory_mb(stage, 10**9) <= memory_mb(stage, 10**11)
+        assert minutes(stage, 0) <= minutes(stage, 10**9) <= minutes(stage, 10**11)
+
+
+def test_each_rule_of_a_node_asks_for_what_its_own_stage_needs() -> None:
+    text = "".join(path.read_text() for path in sorted((REPOSITORY / "workflow" / "rules").glob("*.smk")))
+    rules = dict(re.findall(r"^rule (\w+):\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))
+    on_nodes = {rule for rule, body in rules.items() if "localrule: True" not in body}
+    assert on_nodes == set(NEEDS)
+    for rule in on_nodes:
+        assert f'mem_mb=memory("{rule}"),' in rules[rule] and f'runtime=minutes("{rule}"),' in rules[rule]

@@ -1,0 +1,42 @@
+# What jobs ask of a cluster: memory, minutes and GPUs. Locally only `gpu` counts, unless `--resources mem_mb=N` is given.
+#
+# needs: WEIGHT_FILES, FOLDERS, SOURCES, PLACE, NOT_RUN
+# makes: the functions `memory`, `minutes` and `gpus` for `resources:`
+
+from lockstep.artifacts.fetched import folder_of
+from lockstep.pipeline import resources as needs
+
+# Bytes of weights by model, looked up once. A checkpoint that a job brings is added when it is there.
+WEIGHT_BYTES = {
+    model: sum(map(os.path.getsize, files)) for model, files in WEIGHT_FILES.items()
+}
+
+
+def weight_bytes(model):
+    if model not in WEIGHT_BYTES:
+        source = PLACE.source(model)
+        if not source.is_file():
+            return needs.UNKNOWN_BYTES
+        files = folder_of(source).glob("*.safetensors")
+        WEIGHT_BYTES[model] = sum(map(os.path.getsize, files))
+    return WEIGHT_BYTES[model]
+
+
+def memory(stage):
+    """MB; more with each attempt."""
+    return lambda wildcards, attempt: needs.memory_mb(
+        stage, weight_bytes(wildcards.model), attempt
+    )
+
+
+def minutes(stage):
+    """The time limit; more with each attempt."""
+    return lambda wildcards, attempt: needs.minutes(
+        stage, weight_bytes(wildcards.model), attempt
+    )
+
+
+def gpus(wildcards):
+    """GPUs of a job; none where engines are built that cannot run here. `--resources gpu=N` says how many such jobs may
+    run at once on one machine."""
+    return 0 if wildcards.backend in NOT_RUN else CONFIG.gpus(wildcards.backend)
