@@ -14,6 +14,9 @@ INSIDE = {
     "artifacts.files": "JSON, digests, files written whole or not at all",
     "cli.stages": "the option that names the results tree",
     "cli.guarded": "`python -m benchmarks` ends with one line on a mistake, as `lockstep` does",
+    "config": "the jobs of a config of many models",
+    "pipeline.stages": "the same",
+    "pipeline.wanted": "the same",
     "pipeline": "worker: measures and plants faults in the Python that a backend runs in",
     # What the numbers were measured on.
     "backends.onnxruntime.cpu": "the CPU and its threads",
