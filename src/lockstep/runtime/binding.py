@@ -15,6 +15,7 @@ from lockstep.step.host import check_engine
 from lockstep.step.network import Block, Kind, Network, layer_count
 from lockstep.step.ranks import RankAttention, RankBlock
 from lockstep.weights import Weights, check_slots
+from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
 from lockstep.weights.ranks import RankWeights
 
 
@@ -46,7 +47,8 @@ def open_network(
         sharded = assembly.tensor_parallel and assembly.tensor_parallel.classes.get(part.graph)
         if sharded:
             return Block(_of_ranks(engines, weights, part, sharded, programs), signature)
-        return Block(programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots)), signature)
+        run = programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
+        return Block(run, signature, empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype)))
 
     chosen = assembly.layers[:count]
     kinds = {
@@ -70,6 +72,28 @@ def open_network(
         dtype=named_dtype(assembly.dtype),
         vocab_size=assembly.vocab_size,
     )
+
+
+def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
+    """Where each linear layer's adapters go, of all blocks of a network."""
+    slots = assembly.adapters
+    if slots is None:
+        return []
+    layers = assembly.layers[: len(network.layers)]
+    pairs = [(layer.block, block) for layer, (block, _) in zip(layers, network.layers, strict=True)]
+    pairs.append((layers[-1].exit, network.exit))
+    return [each for part, block in pairs for each in arrays_of(slots, part, block.adapters)]
+
+
+def adapted_modules(assembly: Assembly) -> set[str]:
+    """The linear layers of the whole model that take adapters, as the checkpoint names them."""
+    classes = assembly.adapters.classes if assembly.adapters else {}
+    return {
+        part.slots[weight][0].removesuffix(".weight")
+        for layer in assembly.layers
+        for part in (layer.block, layer.exit)
+        for weight in classes.get(part.graph, {})
+    }
 
 
 def engine_blocks(assembly: Assembly) -> set[str]:

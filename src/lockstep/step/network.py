@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,10 +17,12 @@ from lockstep.step.kv_cache import LayerShape
 
 @dataclass(frozen=True)
 class Block:
-    """A batchful piece with its weights."""
+    """A batchful piece with its weights. adapters: the arrays behind those of its inputs that adapters are written
+    to."""
 
     run: Executable
     signature: Signature
+    adapters: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
