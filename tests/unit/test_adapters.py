@@ -33,7 +33,7 @@ from lockstep.export.reference_runner import Part, Walk
 from lockstep.export.run import with_adapters
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.pipeline.stages import STAGES
-from lockstep.runtime import Decoding, Model, Request
+from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, scheduler
 from lockstep.runtime.prefix import root_key
 from lockstep.step.advance import Advance
 from lockstep.step.residency import Residency
@@ -173,6 +173,42 @@ def test_prefixes_are_shared_within_an_adapter_only(lora: Results) -> None:
     model = opened(lora)
     keys = {root_key(model, adapter=name) for name in (None, *NAMES)}
     assert len(keys) == 3 and root_key(model) in keys
+
+
+def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
+    lora: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three adapters take turns in two places, on memory for two requests of four."""
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 16)
+    page = opened(lora).tables.pool.page_nbytes
+    prompt = np.random.default_rng(1).integers(0, 768, 70)
+    names = ["captain", "random", "shakespeare", None]
+
+    def tokens(
+        model: Model, adapters: list[str | None], **options: Any
+    ) -> tuple[dict[tuple[int, int], list[int]], Engine]:
+        engine, found = Engine(model, **options), dict[tuple[int, int], list[int]]()
+        given = [Request(prompt, 90, sampling=Sampling(0.9, seed=7), n=2, adapter=name) for name in adapters]
+        for made in engine.run(given):
+            found.setdefault((made.request, made.choice), []).append(made.token)
+        engine.scheduler.check()
+        assert model.adapters is not None and (model.adapters.places == -1).all()
+        return found, engine
+
+    alone = {}
+    for name in names:
+        found, _ = tokens(opened(lora), [name], prefix_caching=False)
+        alone[name] = [found[0, 0], found[0, 1]]
+    assert len({tuple(each) for pair in alone.values() for each in pair}) == 8
+    tight = opened(lora, kv_bytes=9 * page)
+    found, engine = tokens(tight, names, prefix_caching=False, admission="optimistic")
+    assert engine.scheduler.num_swaps > 0
+    reused = opened(lora, chunk_size=64)
+    for again in range(2):
+        hits, engine = tokens(reused, names)
+        assert engine.prefix_hits == again * 64 * 4
+        for number, name in enumerate(names):
+            assert [hits[number, 0], hits[number, 1]] == alone[name] == [found[number, 0], found[number, 1]]
 
 
 # Tied embeddings; fused q, k, v and gate, up; transposed weights.

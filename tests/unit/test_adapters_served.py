@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -159,6 +161,19 @@ def test_six_clients_at_once_get_what_each_gets_alone(server: RealServer) -> Non
     for thread in threads:
         thread.join()
     assert found == alone and len(set(alone)) > 9
+
+
+def test_a_stream_with_an_adapter_goes_on_behind_an_engine_that_was_killed(results: Results) -> None:
+    more = {"model": "demo-lora:captain", "ignore_eos": True}
+    with RealServer(results.root, target=TARGET) as server:
+        body = {"prompt": "Light", "max_tokens": 200, "temperature": 0, **more}
+        whole = post(server, "/v1/completions", body)[1]["choices"][0]["text"]
+        with server.opened("Light", 200, **more) as events:
+            reader = iter(events)
+            text = next(reader)["choices"][0]["text"]
+            os.kill(server.engine_pid, signal.SIGKILL)
+            text += "".join(event["choices"][0]["text"] for event in reader)
+        assert text == whole and text.startswith(LIGHT["captain"]) and server.get("/status")["restarts"] == 1
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
