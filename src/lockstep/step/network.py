@@ -16,11 +16,32 @@ from lockstep.step.kv_cache import LayerShape
 
 
 @dataclass(frozen=True)
-class Block:
-    """A batchful piece with its weights."""
+class Piece:
+    """What a rank runs of a block between two sums. sums: {partial sum that it gives: the name under which later
+    pieces, or whoever reads the block, find what is added up over the ranks}."""
 
     run: Executable
     signature: Signature
+    sums: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A batchful piece with its weights. A rank's: its pieces in order, and the signature with the rank's sizes."""
+
+    pieces: tuple[Piece, ...]
+    signature: Signature
+
+    @classmethod
+    def whole(cls, run: Executable, signature: Signature) -> Block:
+        """A block that is one engine."""
+        return cls((Piece(run, signature, {}),), signature)
+
+    @property
+    def run(self) -> Executable:
+        """The engine of a block that is one."""
+        (piece,) = self.pieces
+        return piece.run
 
 
 @dataclass(frozen=True)
@@ -49,13 +70,17 @@ class Kind:
 
 @dataclass(frozen=True)
 class Network:
-    """Everything that one step runs: embedding, then (block, attention) for each layer, then exit."""
+    """Everything that one step runs: embedding, then (block, attention) for each layer, then exit.
+
+    others: of several ranks, each on a device of its own, what those behind the first run; this is the first's then.
+    """
 
     embedding: Block
     layers: tuple[tuple[Block, Kind], ...]
     exit: Block
     dtype: np.dtype
     vocab_size: int
+    others: tuple[Network, ...] = ()
 
 
 def layer_count(assembly: Assembly, layers: int | str) -> int:
