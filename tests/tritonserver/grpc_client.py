@@ -114,8 +114,11 @@ for wrong in (
 stream.ask("tensorrt_llm", long, "cancelled")
 stream.next()
 client.stop_stream(cancel_requests=True)
-stream = Streamed(client)
-stream.ask("ensemble", {**TEXT, "max_tokens": np.array([[230]], np.int32), "stream": YES}, "cancelled too")
-stream.next()
-client.stop_stream(cancel_requests=True)
+# At once, and after each of the first pieces.
+for pieces in (0, 1, 2, 3, 5, 8, 13, 21):
+    stream = Streamed(client)
+    stream.ask("ensemble", {**TEXT, "max_tokens": np.array([[230]], np.int32), "stream": YES}, "cancelled too")
+    for _ in range(pieces):
+        stream.next()
+    client.stop_stream(cancel_requests=True)
 print(json.dumps(found))
