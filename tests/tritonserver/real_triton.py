@@ -27,10 +27,10 @@ def free_ports(count: int) -> list[int]:
 
 
 class TritonServer:
-    """environment: the folder of a virtual environment from envs/triton.txt. exit_timeout: seconds that Triton waits
-    for its requests after SIGTERM. Use as a context, which asserts that it ends and that nothing stays behind."""
+    """environment: the folder of a virtual environment from envs/triton.txt. Use as a context, which asserts that it
+    ends and that nothing stays behind."""
 
-    def __init__(self, environment: Path, repository: Path, work: Path, exit_timeout: int = 30):
+    def __init__(self, environment: Path, repository: Path, work: Path):
         # As it was started: the name in a virtual environment is a link, and `python -m venv` links to its base.
         packages = next(environment.glob("lib/python3*/site-packages"))
         root, version = packages / "pytriton" / "tritonserver", packages.parent.name.removeprefix("python")
@@ -48,7 +48,6 @@ class TritonServer:
             "http-port": self.http,
             "grpc-port": self.grpc,
             "metrics-port": self.metrics,
-            "exit-timeout-secs": exit_timeout,
         }
         self._log, self.repository, self.python = work / "triton.log", repository, environment / "bin" / "python"
         self.process = subprocess.Popen(

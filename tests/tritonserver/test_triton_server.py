@@ -28,11 +28,11 @@ TEXT = ["ensemble", "tensorrt_llm_bls"]
 HERE = Path(__file__).parent
 
 
-def start(references: Results, folder: Path, *options: str, exit_timeout: int = 30) -> TritonServer:
+def start(references: Results, folder: Path, *options: str) -> TritonServer:
     tree = make_tree(folder / "results", references)
     # A Unix socket's path is short; a temporary folder's need not be.
     write_repository("demo-llama/fp32/all", tree, folder / "repository", *options)
-    return TritonServer(Path(os.environ["LOCKSTEP_TRITON"]), folder / "repository", folder, exit_timeout)
+    return TritonServer(Path(os.environ["LOCKSTEP_TRITON"]), folder / "repository", folder)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,14 @@ def triton(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture(scope="module")
 def said(triton: TritonServer) -> dict[str, Any]:
     """What tests/tritonserver/grpc_client.py got."""
-    run = subprocess.run(
-        [triton.python, HERE / "grpc_client.py", str(triton.grpc)], capture_output=True, timeout=180, env={}
-    )
+    return json.loads(grpc_client(triton))
+
+
+def grpc_client(triton: TritonServer, *options: str) -> bytes:
+    command = [triton.python, HERE / "grpc_client.py", str(triton.grpc), *options]
+    run = subprocess.run(command, capture_output=True, timeout=180, env={})
     assert run.returncode == 0, run.stderr.decode() + triton.log[-3000:]
-    return json.loads(run.stdout)
+    return run.stdout
 
 
 def test_all_models_are_ready(triton: TritonServer) -> None:
@@ -113,9 +116,8 @@ def test_grpc_streams_bring_the_whole_answer(said: dict[str, Any]) -> None:
 
 
 def test_grpc_stop_errors_and_cancellation(triton: TritonServer, said: dict[str, Any]) -> None:
-    # The one that was stopped and the one that was cancelled. Of an ensemble's, Triton tells tensorrt_llm only where it
-    # did not run yet; that all of them end is what the fixture's end asserts.
-    assert 0 < said["stopped"] < 230 and triton.aborted >= 2
+    # The one that was stopped and the one that was cancelled.
+    assert 0 < said["stopped"] < 230 and triton.aborted == 2
     assert "lora_task_id" in said["errors"][0] and "beam_width" in said["errors"][1]
     triton.wait_idle()
 
@@ -166,6 +168,13 @@ def test_a_server_that_is_killed_is_started_again(triton: TritonServer) -> None:
     triton.wait_idle()
 
 
+def test_cancelled_streams_of_an_ensemble_end(references: Results, tmp_path: Path) -> None:
+    # Triton waits for those that do not, and the context asserts that it does not wait.
+    with start(references, tmp_path) as triton:
+        grpc_client(triton, "cancel")
+        triton.wait_idle()
+
+
 @pytest.mark.parametrize("model", TEXT)
 def test_sigterm_lets_requests_finish_and_leaves_nothing(references: Results, tmp_path: Path, model: str) -> None:
     with start(references, tmp_path) as triton:
@@ -197,45 +206,31 @@ def test_a_triton_that_is_killed_leaves_no_process(references: Results, tmp_path
             connection.close()
 
 
-def test_a_triton_that_gives_up_on_an_ensemble_leaves_no_process(references: Results, tmp_path: Path) -> None:
-    # After SIGTERM, Triton 2.51 starts no step of an ensemble that was asked over gRPC, so its request never ends.
-    with start(references, tmp_path, exit_timeout=5) as triton:
-        load = subprocess.Popen(load_command(triton, *texts(tmp_path, 20, 230)), stdout=subprocess.DEVNULL)
-        try:
-            while not triton.backing("/status")["running"]:
-                assert load.poll() is None
-                time.sleep(0.005)
-            assert triton.stop() == 1
-            assert triton.unfinished
-        finally:
-            load.kill()
-            load.wait()
+def test_a_full_queue_refuses_what_does_not_fit(references: Results, tmp_path: Path) -> None:
+    with start(references, tmp_path, "--max-queue", "1") as triton, ThreadPoolExecutor(40) as threads:
+        body = {**CURL, "max_tokens": 100, "end_id": -1}
+        for model in TEXT:
+            paths = [f"/v2/models/{model}/generate"] * 40
+            answers = list(threads.map(triton.request, ["POST"] * 40, paths, [body] * 40))
+            refused = [data.decode() for status, data in answers if status != 200]
+            assert 0 < len(refused) < 40 and all("queue" in error for error in refused), refused
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
 def test_load_over_grpc_is_all_answered(triton: TritonServer, tmp_path: Path, model: str) -> None:
     workload = ["token-norm-dist", "--token-norm-dist", "12,2,16,2", "--requests", "6"]
     if model == "ensemble":  # texts go there, token ids to tensorrt_llm
-        workload = texts(tmp_path, 6, 16)
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"Say {each}", "max_tokens": 16}) + "\n" for each in range(6)))
+        workload = ["dataset", "--dataset", str(path)]
     before = executed(triton, model)
-    run = subprocess.run(load_command(triton, *workload), capture_output=True, timeout=300)
+    address = f"127.0.0.1:{triton.grpc}"
+    command = [sys.executable, "-m", "lockstep", "load", address, *workload, "-i", "grpc", "--warmup", "0", "--json"]
+    run = subprocess.run(command, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr.decode() + triton.log[-3000:]
     assert json.loads(run.stdout)["runs"][0]["figures"]["completed"] == 6
     triton.wait_settled()
     assert executed(triton, model) == before + 6
-
-
-def texts(folder: Path, number: int, num_tokens: int) -> list[str]:
-    """A workload of `lockstep load`."""
-    path = folder / "prompts.jsonl"
-    prompts = [{"prompt": f"Say {each}", "max_tokens": num_tokens} for each in range(number)]
-    path.write_text("".join(json.dumps(each) + "\n" for each in prompts))
-    return ["dataset", "--dataset", str(path)]
-
-
-def load_command(triton: TritonServer, *workload: str) -> list[str]:
-    options = ["-i", "grpc", "--warmup", "0", "--json"]
-    return [sys.executable, "-m", "lockstep", "load", f"127.0.0.1:{triton.grpc}", *workload, *options]
 
 
 def executed(triton: TritonServer, model: str) -> int:
