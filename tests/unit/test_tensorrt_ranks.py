@@ -40,7 +40,7 @@ def split(demo: Results, shared: Shared) -> dict[tuple[str, int], tuple[Path, Pa
         made = make_random(folder / "random", ["fp16"])
         export(made.checkpoint("tiny"), "fp16", folder / "random" / "ranks" / "assembly.json", tensor_parallel=4)
 
-    folder = shared.folder("demo-ranks", make)
+    folder = shared.folder("gpu-ranks", make)
     random = Results(folder / "random" / "results")
     return {
         ("fp32", 2): (folder / "fp32" / "assembly.json", demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32")),
@@ -60,7 +60,10 @@ def form(request: pytest.FixtureRequest) -> tuple[str, str, str, int]:
 
 @pytest.fixture
 def gpu(form: tuple[str, str, str, int]) -> Iterator[fake_gpu.Gpu]:
-    with fake_gpu.installed(form[0]) as found:
+    with fake_gpu.installed(form[0]) as found, pytest.MonkeyPatch.context() as patch:
+        from lockstep.backends.tensorrt import program
+
+        patch.setattr(program, "_PIECE", 1 << 12)  # several pieces of small weights, of rows and of columns
         found.devices = form[3]
         yield found
         assert not found.faults

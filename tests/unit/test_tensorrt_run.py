@@ -762,11 +762,11 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     rows, dtype = np.concatenate([weights[name] for name in names]), weights[names[0]].dtype
     assert rows.nbytes > 2 * program._PIECE
-    store = DeviceWeights.of(weights)
-    array, blocks = store.put(names, rows.shape, dtype, "slot"), gpu.blocks
+    store = DeviceWeights.of(weights, program.Device.get())
+    array, blocks = store.put(weights, names, rows.shape, dtype, "slot"), gpu.blocks
     assert (
-        DeviceWeights.of(weights) is store
-        and store.put(names, rows.shape, dtype, "slot").address == array.address
+        DeviceWeights.of(weights, program.Device.get()) is store
+        and store.put(weights, names, rows.shape, dtype, "slot").address == array.address
         and gpu.blocks == blocks
     )
     store.uploads.wait()
@@ -777,17 +777,17 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
             match=r"where: expected weights .*, found float\d+ \[80, 144\], .*are "
             r"graphs and weights of one model and precision",
         ):
-            store.put(names[::-1], shape, kind, "where")
+            store.put(weights, names[::-1], shape, kind, "where")
 
 
 def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch):
     from lockstep.backends.tensorrt import program
 
     weights, go_on = Weights.open(demo.weights(MODEL, form[1])), threading.Event()
-    copy = program._Uploader._piece
-    monkeypatch.setattr(program._Uploader, "_piece", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
-    store, weight = program.DeviceWeights.of(weights), "lm_head.weight"
-    array = store.put([weight], weights[weight].shape, weights[weight].dtype, "slot")
+    copy = program._Uploader._copy
+    monkeypatch.setattr(program._Uploader, "_copy", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
+    store, weight = program.DeviceWeights.of(weights, program.Device.get()), "lm_head.weight"
+    array = store.put(weights, [weight], weights[weight].shape, weights[weight].dtype, "slot")
     del array  # whoever asked for it has gone
     go_on.set()
     store.uploads.wait()
@@ -800,7 +800,7 @@ def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monke
         raise CheckError("CUDA: cudaErrorUnknown")
 
     with monkeypatch.context() as patch:
-        patch.setattr(program._Uploader, "_piece", fail)
+        patch.setattr(program._Uploader, "_copy", fail)
         failed = open_model()
     assert np.isfinite(open_model().step([Advance(0, np.arange(3), 0)])).all()
     for _ in range(2):
