@@ -438,7 +438,14 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
     "docs",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write gpu/batches.json and gpu/batches.md into this folder.",
+    help="Write gpu/batches.json and gpu/batches.md into this folder; of N ranks gpu/batches-N.json and .md.",
+)
+@click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1, 16),
+    default=1,
+    show_default=True,
+    help="Ranks, each on a GPU of its own: with what sums over them take.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 def batches(
@@ -449,16 +456,18 @@ def batches(
     vllm: Path | None,
     rounds: int,
     docs: Path | None,
+    tensor_parallel: int,
 ) -> None:
-    """TensorRT at every batch size on one GPU: decoding, prompts beside it, and many requests at once."""
+    """TensorRT at every batch size: decoding, prompts beside it, and many requests at once."""
     from benchmarks.batches import page
     from benchmarks.export import SHAPES
     from lockstep.export.run import export_config
     from lockstep.pipeline import worker
 
     worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
-    graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / "batches.json"
-    export_config(read_json(SHAPES / f"{shape}.json"), "fp16", graphs)
+    graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute()
+    out /= f"batches-{tensor_parallel}.json" if tensor_parallel > 1 else "batches.json"
+    export_config(read_json(SHAPES / f"{shape}.json"), "fp16", graphs, tensor_parallel)
     names = {
         "assembly": str(graphs / "assembly.json"),
         "work": str(work.absolute()),

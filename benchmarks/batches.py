@@ -1,4 +1,4 @@
-"""TensorRT at every batch size on one GPU: decoding, steps that bring prompts beside rows that decode, prompts, and
+"""TensorRT at every batch size: decoding, steps that bring prompts beside rows that decode, prompts, and
 many requests at once, of a model's shape with random weights.
 
 In: the assembly of a shape in fp16, a scratch folder with room for its weights. Out: a record, and its page. In the
@@ -29,6 +29,7 @@ LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
 BATCHES = (1, 4, 16, 64, 128, 256)
 ROWS, CHUNKS = (15, 63, 255), (64, 128, 256, 512, 1024, 1792)
 PROMPTS = (512, 2048)
+SUMS, SUMS_IN_A_GRAPH = (1, 16, 64, 256, 512, 2048), 64  # tokens
 CONTEXT, WARM, STEPS, MIXED_STEPS = 512, 8, 64, 8
 REQUESTS = 512
 SAMPLED, SAMPLED_BATCHES = Sampling(0.8, top_p=0.95), (1, 16, 64, 256)
@@ -75,6 +76,8 @@ def run(
     model = Model.open(engines, assembly_json, weights)
     model._executor.wait()
     note(warm_up_seconds=round(timed(model._executor.warm_up)[0], 2))
+    if assembly.tensor_parallel is not None:
+        note(ranks=assembly.tensor_parallel.degree, sums=sums(model))
     note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
     note(sampled={str(batch): sampled(model, batch, rounds) for batch in SAMPLED_BATCHES})
     note(prompts={str(tokens): prompt(model, tokens, rounds) for tokens in PROMPTS})
@@ -83,6 +86,28 @@ def run(
     if vllm:
         note(vllm=of_vllm(read_json(Path(vllm))))
     write_json(out, record)
+
+
+def sums(model: Model) -> dict[str, Any]:
+    """Microseconds of a sum over the ranks of [tokens, hidden] fp16, in graphs of SUMS_IN_A_GRAPH."""
+    executor: Any = model._executor
+    (hidden,) = {
+        io.shape[1]
+        for io in executor.ranks[0].network.exit.signature.inputs
+        if io.name not in ("attention", "logit_rows")
+    }
+    found = {}
+    for tokens in SUMS:
+        graphs = []
+        for rank in executor._each():
+            values = rank._buffer("benchmark", (tokens, hidden), np.float16)
+            with rank.stream.capture() as graph:
+                for _ in range(SUMS_IN_A_GRAPH):
+                    rank.exchange.sum(values)
+            graphs.append(graph)
+        taken = [executor._time(graphs) / SUMS_IN_A_GRAPH for _ in range(5)]
+        found[str(tokens)] = {"hidden": hidden, "microseconds": spread(taken, 2)}
+    return found
 
 
 def begin(model: Model, rows: int) -> np.ndarray:
@@ -239,8 +264,9 @@ def page(record: Mapping[str, Any]) -> str:
     lines = [
         "# TensorRT at every batch size",
         "",
-        f"{record['layers']} layers, {record['precision']}, random weights, on one {record['device']['name']} with "
-        f"TensorRT {record['tensorrt']}. Made by `python -m benchmarks batches --work FOLDER --write docs`.",
+        f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
+        f"{record['device']['name']} with TensorRT {record['tensorrt']}. Made by `python -m benchmarks batches --work "
+        f"FOLDER --write docs{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}`.",
         "",
         f"Engines for {record['options']['max_batch_size']} rows are built in {record['build_seconds']} s; warm-up "
         f"takes {record['warm_up_seconds']} s.",
@@ -260,6 +286,7 @@ def page(record: Mapping[str, Any]) -> str:
             ],
         ),
         *_sampled_lines(record),
+        *_sums_lines(record),
         "",
         "A prompt alone, milliseconds: "
         + ", ".join(f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in _by_size(record["prompts"]))
@@ -313,6 +340,14 @@ def _sampled_lines(record: Mapping[str, Any]) -> list[str]:
         "",
         *_table(["batch", "greedy, ms", "sampled, ms", "ratio"], rows),
     ]
+
+
+def _sums_lines(record: Mapping[str, Any]) -> list[str]:
+    """None for one rank."""
+    if "sums" not in record:
+        return []
+    rows = [[f"{tokens} x {row['hidden']}", row["microseconds"]["median"]] for tokens, row in _by_size(record["sums"])]
+    return ["", "A sum over the ranks:", "", *_table(["tokens x hidden", "microseconds"], rows)]
 
 
 def _by_size(rows: Mapping[str, Any]) -> list[tuple[str, Any]]:

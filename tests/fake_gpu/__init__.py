@@ -14,11 +14,12 @@ What is imitated, strictly:
   compute capability 8.9 (`CAPABILITY`). An engine plan is the ONNX graph that the
   builder asked for (lowered, fused), run by ONNX Runtime. As 8.6 does, integers are int32, later int64; shapes outside
   of the profile that is set are refused.
+- Several devices (`device`), where a test asks for them: kernels and engines run where they were loaded.
 - Kernels (`kernels`) and cuDNN's attention over pages (`cudnn`), in NumPy. What cuDNN spoils is NaN.
 
 What is not: TensorRT's builder, inspector and timing cache (`TensorRTBackend.build` is replaced), the precision of its
-kernels, whether NVRTC compiles a source, speed, and more than one device. (`host_block.h` runs the source of a kernel,
-compiled for the host, apart from this GPU.)
+kernels, whether NVRTC compiles a source, and speed. (`host_block.h` runs the source of a kernel, compiled for the host,
+apart from this GPU.)
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ BOUND = (
     "prompts",
     "prompt_attention",
     "prompt_blocks",
+    "all_reduce",
+    "rank",
     "executor",
     "comparison",
 )

@@ -25,6 +25,11 @@ def runtime(gpu: Gpu) -> ModuleType:
         cudaDeviceAttr=attributes,
         cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2),
         cudaDeviceGetAttribute=lambda which, device: (ERRORS.cudaSuccess, 10 - which),
+        cudaGetDeviceCount=lambda: (ERRORS.cudaSuccess, gpu.devices),
+        cudaGetDevice=lambda: (ERRORS.cudaSuccess, gpu.device),
+        cudaSetDevice=gpu.set_device,
+        cudaDeviceCanAccessPeer=gpu.can_access,
+        cudaDeviceEnablePeerAccess=gpu.enable_access,
         cudaMalloc=gpu.malloc,
         cudaFree=gpu.free,
         cudaMallocHost=gpu.malloc_host,
@@ -109,7 +114,7 @@ def driver(gpu: Gpu) -> ModuleType:
     )
 
     def launch(function, x, y, z, threads, *rest):
-        name, parameters, defined = function
+        name, parameters, defined, home = function
         *_, stream, (values, types), extra = rest
         if len(values) != len(parameters) or any(
             (kind is ctypes.c_void_p) != pointer for kind, (_, pointer) in zip(types, parameters, strict=True)
@@ -119,20 +124,23 @@ def driver(gpu: Gpu) -> ModuleType:
             grid=(x, y, z), **defined, **{parameter: value for (parameter, _), value in zip(parameters, values)}
         )
         gpu.plain += not gpu.capturing(stream)
-        gpu.put(stream, lambda: KERNELS[name](gpu, x, named))
+        gpu.launch(stream, home, lambda: KERNELS[name](gpu, x, named))
         return (result.CUDA_SUCCESS,)
 
     vars(module).update(
         CUresult=result,
         CUdevice_attribute=attributes,
         cuInit=lambda flags: (result.CUDA_SUCCESS,),
-        cuDeviceGet=lambda number: (result.CUDA_SUCCESS, 0),
-        cuDeviceGetName=lambda size, device: (result.CUDA_SUCCESS, b"fake\0"),
+        cuDeviceGet=lambda number: (result.CUDA_SUCCESS, number),
+        cuDeviceGetName=lambda size, device: (result.CUDA_SUCCESS, gpu.names.get(device, b"fake\0")),
         cuDeviceGetAttribute=lambda which, device: (result.CUDA_SUCCESS, 10 - which),
         cuDeviceTotalMem=lambda device: (result.CUDA_SUCCESS, gpu.total),
         cuDriverGetVersion=lambda: (result.CUDA_SUCCESS, 12040),
-        cuModuleLoadData=lambda code: (result.CUDA_SUCCESS, json.loads(code)),
+        cuModuleLoadData=lambda code: (result.CUDA_SUCCESS, (json.loads(code), gpu.device)),
         cuLaunchKernel=launch,
-        cuModuleGetFunction=lambda module, name: (result.CUDA_SUCCESS, (name.decode(), *module[name.decode()])),
+        cuModuleGetFunction=lambda module, name: (
+            result.CUDA_SUCCESS,
+            (name.decode(), *module[0][name.decode()], module[1]),
+        ),
     )
     return module

@@ -11,7 +11,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-ERRORS = enum.IntEnum("cudaError_t", {"cudaSuccess": 0, "cudaErrorMemoryAllocation": 2})
+ERRORS = enum.IntEnum(
+    "cudaError_t",
+    {
+        "cudaSuccess": 0,
+        "cudaErrorMemoryAllocation": 2,
+        "cudaErrorInvalidDevice": 101,
+        "cudaErrorPeerAccessAlreadyEnabled": 704,
+    },
+)
 COPIES = enum.IntEnum(
     "cudaMemcpyKind", {"cudaMemcpyHostToDevice": 1, "cudaMemcpyDeviceToHost": 2, "cudaMemcpyDeviceToDevice": 3}
 )
@@ -22,10 +30,24 @@ class Fault(Exception):
     """What a GPU would not survive, or would not say."""
 
 
+class Waits(Exception):
+    """Work that goes on once another stream has done something."""
+
+
 class Gpu:
-    """The device's memory and streams. total: bytes of memory; faults: what was wrong where nothing could be raised."""
+    """The memory and streams of `devices` devices, which share their addresses.
+
+    total: bytes of memory; faults: what was wrong where nothing could be raised; names: of devices that are no "fake";
+    unreachable: pairs of devices without access to each other.
+    """
 
     def __init__(self) -> None:
+        self.devices, self._current = 1, threading.local()
+        self.names: dict[int, bytes] = {}
+        self.unreachable: list[set[int]] = []
+        self.sums: set[tuple[int, int]] = set()  # (rank, launch) of sums that are made, and not yet sent
+        self._enabled: set[tuple[int, int]] = set()
+        self._homes: dict[int, int] = {0: 0}  # devices of streams
         self.total, self.used, self.faults = 1 << 34, 0, []
         self.launches = 0  # of graphs
         self.plain = 0  # of kernels and engines outside of graphs
@@ -38,6 +60,29 @@ class Gpu:
         self._blocking: list[int] = []
         self._captures: dict[int, list[Callable[[], None]]] = {}
         self._events: dict[int, list] = {}
+
+    # --- devices
+
+    @property
+    def device(self) -> int:
+        """The current one, of this thread."""
+        return getattr(self._current, "number", 0)
+
+    def set_device(self, number: int):
+        if not 0 <= number < self.devices:
+            return (ERRORS.cudaErrorInvalidDevice,)
+        self._current.number = number
+        return (ERRORS.cudaSuccess,)
+
+    def can_access(self, number: int, other: int):
+        return ERRORS.cudaSuccess, int({number, other} not in self.unreachable)
+
+    def enable_access(self, other: int, flags: int):
+        pair = (self.device, other)
+        if pair in self._enabled:
+            return (ERRORS.cudaErrorPeerAccessAlreadyEnabled,)
+        self._enabled.add(pair)
+        return (ERRORS.cudaSuccess,)
 
     # --- memory
 
@@ -114,6 +159,12 @@ class Gpu:
         with self.lock:
             (self._captures[stream] if stream in self._captures else self._queues[stream]).append(work)
 
+    def launch(self, stream: int, home: int, work: Callable[[], None]) -> None:
+        """As `put`, of a kernel or engine that was loaded on the device `home`."""
+        if not home == self._homes[stream] == self.device:
+            raise Fault(f"loaded on device {home}, launched on {self.device}, into a stream of {self._homes[stream]}")
+        self.put(stream, work)
+
     def capturing(self, stream: int) -> bool:
         return stream in self._captures
 
@@ -123,6 +174,7 @@ class Gpu:
         with self.lock:
             handle = 100 + len(self._queues)
             self._queues[handle] = []
+            self._homes[handle] = self.device
             return ERRORS.cudaSuccess, handle
 
     def create_blocking_stream(self):
@@ -138,10 +190,23 @@ class Gpu:
 
     def _work(self, stream: int, done: Callable[[], bool]):
         with self.lock:
-            queue = self._queues[stream]
+            queue, waits = self._queues[stream], 0
             while queue and not done():
-                queue.pop(0)()
+                others = (other for other in self._queues.values() if other and other is not queue)
+                waits = 0 if self._one(queue) or any(self._one(other) for other in others) else waits + 1
+                if waits > 4:  # a kernel meets the others at most twice
+                    raise Fault(f"stream {stream} waits for what no other stream is going to do")
         return (ERRORS.cudaSuccess,)
+
+    def _one(self, queue: list[Callable[[], None]]) -> bool:
+        """Do what is first in a stream; False where it waits."""
+        work = queue.pop(0)
+        try:
+            work()
+        except Waits:
+            queue.insert(0, work)
+            return False
+        return True
 
     def memset(self, address: int, value: int, nbytes: int):
         def run() -> None:
@@ -208,6 +273,8 @@ class Gpu:
 
     def launch_graph(self, graph: list, stream: int):
         self.launches += 1
+        if self._homes[stream] != self.device:
+            raise Fault(f"a graph launched on device {self.device}, into a stream of {self._homes[stream]}")
         for work in graph:
             self.put(stream, work)
         return (ERRORS.cudaSuccess,)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from fake_gpu.device import Fault, Gpu
+from fake_gpu.device import Fault, Gpu, Waits
 from lockstep.step.sampling import PARAMETERS, Sampling, draw
 
 NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
@@ -150,7 +150,80 @@ def words(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     gpu.array(k.out, (128 * blocks,), "u8")[:] = np.random.Philox(key=key, counter=counter).random_raw(128 * blocks)
 
 
+def _exchange(gpu: Gpu, k: SimpleNamespace, phase: int, launch: int) -> None:
+    """Raise this rank's flags of one block; go on once all others have raised theirs."""
+    flags = gpu.array(k.peers, (3, k.world), "u8")[1].tolist()
+    raised = lambda rank: gpu.array(flags[rank], (2, k.world, 128), "u4")[phase, :, 0]
+    for rank in range(k.world):
+        raised(rank)[k.rank] = launch
+    if (raised(k.rank).astype(np.int64) < launch).any() and not gpu.host(k.lost, 4).view("u4")[0]:
+        raise Waits
+
+
+def _place(gpu: Gpu, k: SimpleNamespace, at: int, sender: int, launch: int, units: int) -> np.ndarray:
+    """Where a sender's units are in the inbox of a rank, [units, 16] bytes."""
+    if units > k.slot:
+        raise Fault(f"{units} units in a place of {k.slot}")
+    inbox = int(gpu.array(k.peers, (3, k.world), "u8")[0, at])
+    return gpu.bytes(inbox + (launch % 2 * k.world + sender) * k.slot * 16, units * 16).reshape(units, 16)
+
+
+def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
+    """What all_reduce.cu says, of one block; it begins again until all ranks have come."""
+    kind, state = NUMBERS[k.kind], gpu.array(k.state, (3,), "u4")
+    mine, others = (
+        gpu.bytes(k.values, k.units * 16).reshape(-1, 16),
+        [each for each in range(k.world) if each != k.rank],
+    )
+    launch, part = int(state[0]) + 1, -(-k.units // k.world)
+    parts = [slice(min(k.units, rank * part), min(k.units, (rank + 1) * part)) for rank in range(k.world)]
+    if k.shots == 1:
+        parts = [slice(0, k.units)] * k.world
+    own = parts[k.rank]
+    if (k.rank, launch) not in gpu.sums:
+        for other in others:
+            sent = mine[parts[other]]
+            _place(gpu, k, other, k.rank, launch, len(sent))[:] = sent
+        _exchange(gpu, k, 0, launch)
+        total = np.zeros((own.stop - own.start, 16 // kind.itemsize), np.float32)
+        for sender in range(k.world):
+            came = mine[own] if sender == k.rank else _place(gpu, k, k.rank, sender, launch, len(total))
+            total += came.view(kind).astype(np.float32)
+        with np.errstate(over="ignore"):
+            mine[own] = total.astype(kind).view(np.uint8)
+        gpu.sums.add((k.rank, launch))
+    if k.shots == 2:
+        outboxes = [
+            gpu.bytes(address, k.units * 16).reshape(-1, 16)
+            for address in gpu.array(k.peers, (3, k.world), "u8")[2].tolist()
+        ]
+        for other in others:
+            outboxes[other][own] = mine[own]
+        _exchange(gpu, k, 1, launch)
+        for other in others:
+            mine[parts[other]] = outboxes[k.rank][parts[other]]
+    gpu.sums.discard((k.rank, launch))
+    state[0] = launch
+
+
+def all_gather(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
+    """What all_reduce.cu says, of one block; it begins again until all ranks have come."""
+    state = gpu.array(k.state, (3,), "u4")
+    mine, launch = gpu.bytes(k.part, k.units * 16).reshape(-1, 16), int(state[0]) + 1
+    for other in range(k.world):
+        if other != k.rank:
+            _place(gpu, k, other, k.rank, launch, k.units)[:] = mine
+    _exchange(gpu, k, 0, launch)
+    parts = [mine if rank == k.rank else _place(gpu, k, k.rank, rank, launch, k.units) for rank in range(k.world)]
+    nbytes = k.rows * k.columns * k.size
+    rows = [part.reshape(-1)[:nbytes].reshape(k.rows, k.columns * k.size) for part in parts]
+    gpu.bytes(k.whole, k.world * nbytes).reshape(k.rows, -1)[:] = np.concatenate(rows, axis=1)
+    state[0] = launch
+
+
 KERNELS: dict[str, Callable] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
     "rotate": rotate,
     "decode_attention": decode_attention,
     "advance": advance,

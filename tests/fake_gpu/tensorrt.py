@@ -25,7 +25,7 @@ class Engine:
 
     def __init__(self, gpu: Gpu, wide: bool, data: bytes):
         self.gpu, self.wide, self.model = gpu, wide, onnx.ModelProto.FromString(data)
-        self.session = open_session(data)
+        self.session, self.home = open_session(data), gpu.device
         self.profiles = profiles(self.model, json.loads(self.model.metadata_props[-1].value))
         self.num_optimization_profiles = len(self.profiles)
         self.names = [value.name for value in (*self.model.graph.input, *self.model.graph.output)]
@@ -199,7 +199,7 @@ class Context:
                     raise Fault(f"output {value.name} lies on an input")
                 gpu.array(to, found.shape, dtype(value.name))[:] = found
 
-        gpu.put(stream, run)
+        gpu.launch(stream, engine.home, run)
         if allocator is not None:  # the host is told of the outputs
             gpu.synchronize(stream)
         return True

@@ -1,5 +1,7 @@
 """The demo's graphs and weights for the tests on a GPU. torch, which exports them, may be in another Python than
-TensorRT: LOCKSTEP_PYTHON names it."""
+TensorRT: LOCKSTEP_PYTHON names it. LOCKSTEP_DEMOS names a folder in which they were made before, on this machine or
+another; what it lacks is made there.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,30 @@ models:
     source: resources/demo-llama
     precisions: [fp32, fp16]
     backends: [tensorrt]
-    golden: {prompts: [{text: Light}]}
+    tensor_parallel: {ranks}
+    golden: {{prompts: [{{text: Light}}]}}
 """
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory) -> Results:
-    folder = tmp_path_factory.mktemp("demo")
-    (folder / "config.yaml").write_text(CONFIG)
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return made(1, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def demo_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return made(2, tmp_path_factory)
+
+
+def made(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Checkpoint, weights and graphs of the demo for so many ranks."""
+    given = os.environ.get("LOCKSTEP_DEMOS")
+    folder = Path(given) / str(ranks) if given else tmp_path_factory.mktemp("demo")
+    results = Results(folder / "results")
+    if results.assembly("demo-llama", "fp16").is_file():
+        return results
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(CONFIG.format(ranks=ranks))
     python, own = os.environ.get("LOCKSTEP_PYTHON", sys.executable), {"PYTHONPATH": str(ROOT / "src")}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"} | own
     for stage in ("resolve", "convert", "export"):
@@ -41,4 +59,4 @@ def demo(tmp_path_factory) -> Results:
             str(folder / "results"),
         ]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    return Results(folder / "results")
+    return results

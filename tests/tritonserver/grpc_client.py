@@ -1,5 +1,5 @@
-"""What tritonclient gets from Triton over gRPC: `python grpc_client.py PORT` prints it as JSON. Runs in the environment
-of envs/triton.txt."""
+"""What tritonclient gets from Triton over gRPC: `python grpc_client.py PORT` prints it as JSON. With `cancel` behind
+it: streams of the ensemble that are cancelled, nothing else. Runs in the environment of envs/triton.txt."""
 
 from __future__ import annotations
 
@@ -77,6 +77,14 @@ def core(client: Any, num_tokens: int, **more: np.ndarray) -> dict[str, np.ndarr
 
 
 client = grpcclient.InferenceServerClient(f"127.0.0.1:{sys.argv[1]}")
+if sys.argv[2:] == ["cancel"]:  # at once, and after each of the first pieces
+    for pieces in (0, 1, 2, 3, 5, 8, 13, 21):
+        stream = Streamed(client)
+        stream.ask("ensemble", {**TEXT, "max_tokens": np.array([[230]], np.int32), "stream": YES}, "cancelled")
+        for _ in range(pieces):
+            stream.next()
+        client.stop_stream(cancel_requests=True)
+    sys.exit()
 stream = Streamed(client)
 found: dict[str, Any] = {}
 stream.ask("ensemble", {**TEXT, "exclude_input_in_output": YES}, "whole")
@@ -112,10 +120,6 @@ for wrong in (
     while not stream.queue.empty():
         stream.queue.get()
 stream.ask("tensorrt_llm", long, "cancelled")
-stream.next()
-client.stop_stream(cancel_requests=True)
-stream = Streamed(client)
-stream.ask("ensemble", {**TEXT, "max_tokens": np.array([[230]], np.int32), "stream": YES}, "cancelled too")
 stream.next()
 client.stop_stream(cancel_requests=True)
 print(json.dumps(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-STARTS = 90  # seconds that a start may take on a busy machine
+STARTS = 180  # seconds that a start may take on a busy machine
 
 
 def free_ports(count: int) -> list[int]:
@@ -26,7 +27,8 @@ def free_ports(count: int) -> list[int]:
 
 
 class TritonServer:
-    """environment: the folder of a virtual environment from envs/triton.txt. Use as a context."""
+    """environment: the folder of a virtual environment from envs/triton.txt. Use as a context, which asserts that it
+    ends and that nothing stays behind."""
 
     def __init__(self, environment: Path, repository: Path, work: Path):
         # As it was started: the name in a virtual environment is a link, and `python -m venv` links to its base.
@@ -124,21 +126,63 @@ class TritonServer:
             assert time.monotonic() < end, status
             time.sleep(0.02)
 
-    def stop(self) -> int:
-        """End it with SIGTERM; gives its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+    def wait_settled(self) -> None:
+        """Until no model does anything: an ensemble's last steps come after the engine's."""
+        end, before = time.monotonic() + 120, b""
+        while (now := self.request("GET", "/v2/models/stats")[1]) != before:
+            assert time.monotonic() < end, now
+            before = now
+            time.sleep(1)
+
+    def stop(self, sent: signal.Signals = signal.SIGTERM) -> int:
+        """End it; gives its exit code. Raises AssertionError where a process that it or its models started stays."""
+        started = descendants(self.process.pid)
+        assert any("lockstep.serve.engine_process" in command for command in started.values()), started
+        self.process.send_signal(sent)
+        code = self.process.wait(120)
+        end = time.monotonic() + 180  # lockstep_watchdog.py takes 60 where a call holds the interpreter's lock
+        while left := {pid: command for pid, command in started.items() if command_of(pid) == command}:
+            assert time.monotonic() < end, f"left: {left}; {self.log[-3000:]}"
+            time.sleep(0.1)
+        return code
 
     def __enter__(self) -> TritonServer:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(60)
-            finally:
-                self.process.kill()
+    def __exit__(self, kind: object, *error: object) -> None:
+        if self.process.poll() is not None:
+            return
+        if kind is not None:
+            for pid in [self.process.pid, *descendants(self.process.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+            return
+        self.wait_settled()
+        assert self.stop() == 0, self.log[-3000:]
+        assert not self.unfinished, self.log[-3000:]
+
+    @property
+    def unfinished(self) -> list[str]:
+        """What its log says of requests that it waited for when it was ended."""
+        return [line for line in self.log.splitlines() if line.endswith('in-flight inferences"') and " has " in line]
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Commands of the processes that `pid` started, and those did."""
+    found = {}
+    for path in Path("/proc", str(pid), "task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                found |= {child: command_of(child), **descendants(child)}
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Of a process that runs; of none, "". A zombie has none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
 
 
 def write_repository(target: str, tree: Path, out: Path, *options: str) -> None:

@@ -207,7 +207,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     """The device chooses: nothing on the host has seen the logits."""
     model = open_model(2)
     (token,) = model.step_tokens([Advance(0, np.arange(5), 0)])
-    gains = next(array for name, array in model._executor._network.exit.run._weights.items() if "norm" in name)
+    gains = next(array for name, array in model._executor.ranks[0].network.exit.run._weights.items() if "norm" in name)
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
     # -1 is no token that a step could go on with
     assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.in_flight
@@ -280,7 +280,7 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
     both.step(0, 1)
     with monkeypatch.context() as patched:
         patched.setattr(
-            type(both.found._executor._forms[0]),
+            type(both.found._executor.ranks[0].forms[0]),
             "reserve",
             lambda self, ends, *rest: refuse() if max(ends.values()) > 64 else False,
         )
@@ -359,7 +359,7 @@ def test_rows_decode_beside_prompts_as_they_do_alone(demo, open_model, form, gpu
     upload, download = cuda.Stream.upload, cuda.Stream.download
     monkeypatch.setattr(cuda.Stream, "upload", lambda *given: (sent.append(given[1]), upload(*given))[1])
     monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2]), download(*given))[1])
-    launches, state = gpu.launches, both.found._executor._state
+    launches, state = gpu.launches, both.found._executor.ranks[0].state
     both.step(0, 1, prompts=[(2, 30), (3, 5)])
     assert gpu.launches == launches + 1 and [array.address for array in fetched] == [state.found.address]
     assert state.token_ids.address not in [array.address for array in sent]
@@ -375,7 +375,7 @@ def test_rows_decode_beside_prompts_as_they_do_alone(demo, open_model, form, gpu
 
 def tables(model):
     """Addresses of the page tables of a model."""
-    return {attention._table.address for attention in model._executor._forms if hasattr(attention, "_table")}
+    return {attention._table.address for attention in model._executor.ranks[0].forms if hasattr(attention, "_table")}
 
 
 def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model, form, gpu):
@@ -528,7 +528,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
 
     both = Both(demo, open_model, form[1], "all")
     both.step(prompts=[(0, 8), (1, 5)])
-    made, prepare = [], prompt_blocks.PromptPass._call
+    made, prepare = [], prompt_blocks.PromptPass._calls
 
     def broken(*arguments):
         if len(made) == fails:
@@ -539,13 +539,13 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     both.step(0)  # which makes the plan of one row
     before, held = gpu.plain, [both.found.length(slot) for slot in range(3)]
     with monkeypatch.context() as patched:
-        patched.setattr(prompt_blocks.PromptPass, "_call", broken)
+        patched.setattr(prompt_blocks.PromptPass, "_calls", broken)
         with pytest.raises(CheckError, match="no more memory"):
             both.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
     assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held
     # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
     if form[2] == "traced":
-        for array in (array for pair in both.found._executor._forms[0]._cache.values() for array in pair):
+        for array in (array for pair in both.found._executor.ranks[0].forms[0]._cache.values() for array in pair):
             gpu.array(array.address, array.shape, array.dtype)[2] = np.nan
     both.step(0, prompts=[(1, 3), (2, 10)])
     for _ in range(3):
@@ -675,7 +675,7 @@ def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_mod
         for made in engine.run(requests()):
             found.setdefault((made.request, made.choice), []).append(made.token)
             ahead.append(model.in_flight)
-    assert found == expected and fetched == {model._executor._state.found.address} and all(ahead[:-1])
+    assert found == expected and fetched == {model._executor.ranks[0].state.found.address} and all(ahead[:-1])
     alone = [tokens_of(Engine(model), [request])[0, 0] for request in requests()]
     assert [expected[number, 0] for number in range(6)] == alone
 
@@ -762,11 +762,11 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     rows, dtype = np.concatenate([weights[name] for name in names]), weights[names[0]].dtype
     assert rows.nbytes > 2 * program._PIECE
-    store = DeviceWeights.of(weights)
-    array, blocks = store.put(names, rows.shape, dtype, "slot"), gpu.blocks
+    store = DeviceWeights.of(weights, program.Device.get())
+    array, blocks = store.put(weights, names, rows.shape, dtype, "slot"), gpu.blocks
     assert (
-        DeviceWeights.of(weights) is store
-        and store.put(names, rows.shape, dtype, "slot").address == array.address
+        DeviceWeights.of(weights, program.Device.get()) is store
+        and store.put(weights, names, rows.shape, dtype, "slot").address == array.address
         and gpu.blocks == blocks
     )
     store.uploads.wait()
@@ -777,17 +777,17 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
             match=r"where: expected weights .*, found float\d+ \[80, 144\], .*are "
             r"graphs and weights of one model and precision",
         ):
-            store.put(names[::-1], shape, kind, "where")
+            store.put(weights, names[::-1], shape, kind, "where")
 
 
 def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch):
     from lockstep.backends.tensorrt import program
 
     weights, go_on = Weights.open(demo.weights(MODEL, form[1])), threading.Event()
-    copy = program._Uploader._piece
-    monkeypatch.setattr(program._Uploader, "_piece", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
-    store, weight = program.DeviceWeights.of(weights), "lm_head.weight"
-    array = store.put([weight], weights[weight].shape, weights[weight].dtype, "slot")
+    copy = program._Uploader._copy
+    monkeypatch.setattr(program._Uploader, "_copy", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
+    store, weight = program.DeviceWeights.of(weights, program.Device.get()), "lm_head.weight"
+    array = store.put(weights, [weight], weights[weight].shape, weights[weight].dtype, "slot")
     del array  # whoever asked for it has gone
     go_on.set()
     store.uploads.wait()
@@ -800,7 +800,7 @@ def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monke
         raise CheckError("CUDA: cudaErrorUnknown")
 
     with monkeypatch.context() as patch:
-        patch.setattr(program._Uploader, "_piece", fail)
+        patch.setattr(program._Uploader, "_copy", fail)
         failed = open_model()
     assert np.isfinite(open_model().step([Advance(0, np.arange(3), 0)])).all()
     for _ in range(2):
@@ -854,14 +854,14 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
     from lockstep.backends.tensorrt import cuda
 
     executor, lengths, table = open_model()._executor, np.zeros(4, np.int64), cuda.pinned((4, 4), "i4")
-    (attention,) = executor._forms
+    (attention,) = executor.ranks[0].forms
     held = [list(executor.tables[slot]) for slot in range(4)]
     for ends in ({1: 65}, {0: 1, 2: 130, 1: 128}):
         executor._reserve(ends, lengths)
         held.append([[*executor.tables[slot], 0, 0, 0, 0][:4] for slot in range(4)])
         if len(held) == 5:
-            executor._stream.download(table, attention._table)
-    executor._stream.synchronize()
+            executor.ranks[0].stream.download(table, attention._table)
+    executor.ranks[0].stream.synchronize()
     assert table.tolist() == held[4] and held[4] != held[5] == down(attention._table).tolist()
 
 
@@ -974,9 +974,9 @@ def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(dem
     assert not shapes and {"query", "attention"}.isdisjoint(addresses)
     assert addresses, "layers have weights of their own"
     both.step(prompts=[(2, 41)])
-    engines = {id(block.run.program): block for block, _ in both.found._executor._network.layers}
+    engines = {id(block.run.program): block for block, _ in both.found._executor.ranks[0].network.layers}
     inputs = [io.name for block in engines.values() for io in block.signature.inputs]
-    network = both.found._executor._network
+    network = both.found._executor.ranks[0].network
     inputs += [io.name for block in (network.embedding, network.exit) for io in block.signature.inputs]
     assert len(engines) < len(network.layers) and sorted(shapes) == sorted(inputs)
     both.step(0, 1, 2)

@@ -31,7 +31,7 @@ from lockstep.targets import Results
 from real_server import RealServer, make_tree
 from triton_stand_in import Request
 
-SHARED = ("lockstep_http", "lockstep_streams", "lockstep_process")
+SHARED = ("lockstep_http", "lockstep_streams", "lockstep_process", "lockstep_watchdog")
 PROMPT = "What is machine learning?"
 
 
@@ -75,7 +75,7 @@ def test_model_files_are_short_and_take_only_numpy_from_elsewhere(repository: Pa
         lines = path.read_text().splitlines()
         assert path.name != "model.py" or len(lines) <= 62, path
         imports = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
-        own = {"lockstep_http", "lockstep_streams", "lockstep_process", "numpy", "triton_python_backend_utils"}
+        own = {*SHARED, "numpy", "triton_python_backend_utils"}
         assert imports <= own | set(sys.stdlib_module_names), path
 
 
@@ -420,3 +420,21 @@ def test_the_core_model_starts_the_server_again_and_ends_it(
     finally:
         own.finalize()
     assert own._process._process.returncode == 0 and not path.exists()
+
+
+@pytest.mark.parametrize("call", ["time.sleep(1000)", "ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock"])
+def test_a_model_s_process_ends_where_its_parent_is_killed(repository: Path, call: str) -> None:
+    code = "import ctypes, time, lockstep_watchdog\nlockstep_watchdog._STUCK_SECONDS = 2\n"
+    code += f"watchdog = lockstep_watchdog.Watchdog()\ntime.sleep(1)\nprint('runs', flush=True)\n{call}\n"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    folder = str(repository / "preprocessing" / "1")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", start],
+        env={**os.environ, "PYTHONPATH": folder},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert parent.stdout is not None and parent.stdout.readline() == b"runs\n"
+    parent.kill()
+    # Its end comes where nobody has the pipe's other end any more.
+    assert parent.communicate(timeout=60)[0] == b""

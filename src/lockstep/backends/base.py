@@ -80,6 +80,7 @@ class Backend(Protocol):
     # a request's logits are the same bits whatever runs beside it, and where its prompt was found
     batch_invariant: bool
     takes_long: bool  # a build is worth a line of progress for each engine, and a record of what each took
+    rank_devices: bool  # each rank of a split model runs on a device of its own, by `executor`; else all on the host
 
     def version(self) -> str:
         """The library's version; an engine is for exactly this one."""
@@ -131,8 +132,10 @@ class Backend(Protocol):
         """After them; what engines.json says of the whole set besides: JSON. names: of all its engines."""
         ...
 
-    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> Program:
-        """Load an engine file whose weight inputs are `slots`."""
+    def load(
+        self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
+    ) -> Program:
+        """Load an engine file whose weight inputs are `slots`. rank: whose device it is for (`rank_devices`)."""
         ...
 
     def choices(self, engine_path: Path) -> Any:
@@ -155,7 +158,8 @@ class Backend(Protocol):
     def executor(
         self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
     ) -> Executor | None:
-        """What runs steps of a network of this backend's engines; None: the runtime's own, on host arrays."""
+        """What runs steps of a network of this backend's engines, on the devices of all its ranks; None: the runtime's
+        own, on host arrays."""
         ...
 
 

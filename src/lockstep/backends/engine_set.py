@@ -73,9 +73,10 @@ class EngineSet:
         """The engines: classes, and phases of attention as `<variant>.<phase>`."""
         return sorted(self.manifest.engines)
 
-    def load(self, name: str, threads: int | None = None, low_memory: bool = False) -> Program:
-        """Load the engine `name` (a class, or `<variant>.prefill`, `<variant>.decode`)."""
-        return self.backend.load(self.file(name), self.slots(name), threads, low_memory)
+    def load(self, name: str, threads: int | None = None, low_memory: bool = False, rank: int = 0) -> Program:
+        """Load the engine `name` (a class, or `<variant>.prefill`, `<variant>.decode`). rank: whose device it is for,
+        where ranks have their own (`Backend.rank_devices`)."""
+        return self.backend.load(self.file(name), self.slots(name), threads, low_memory, rank)
 
     def file(self, name: str) -> Path:
         """The file of the engine `name`."""

@@ -8,13 +8,18 @@ import re
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.cli.opened import runnable
 from lockstep.cli.stages import RESULTS
 from lockstep.errors import InputError
+from lockstep.targets import MOST_RANKS
+
+if TYPE_CHECKING:
+    from lockstep.bundle.opened import Opened
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECONDS = click.FloatRange(min=0)
@@ -68,8 +73,13 @@ class _Bytes(click.ParamType):
 @click.option(
     "--kv-bytes",
     type=_Bytes(),
-    help="Memory for the KV cache, such as 8G.  [default: for the longest requests in all slots, at most 0.9 of "
-    "what is free on a GPU; a quarter of a CPU's]",
+    help="Memory for the KV cache, of each GPU, such as 8G.  [default: for the longest requests in all slots, at most "
+    "0.9 of what is free on a GPU; a quarter of a CPU's]",
+)
+@click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1, MOST_RANKS),
+    help="Ranks that the target must be split over.  [default: as it was exported]",
 )
 @click.option(
     "--chunk-size", type=click.IntRange(min=1), help="Long prompts are cut at multiples of it.  [default: 256]"
@@ -151,6 +161,17 @@ def serve(target: str | None, archive: Path | None, weights: Path | None, result
         _serve(found, given)
 
 
+def _check_ranks(place: Opened, asked: int | None) -> None:
+    """Raise InputError where another degree is asked for than that of the graphs."""
+    ranks = Assembly.load(place.assembly).tensor_parallel
+    degree = 1 if ranks is None else ranks.degree
+    if asked not in (None, degree):
+        raise InputError(
+            f"--tensor-parallel: expected {degree}, for {place.target} was exported for so many, found {asked}; set "
+            f"tensor_parallel: {asked} for {place.target.model} in the config and run snakemake"
+        )
+
+
 def _serve(found: Any, given: dict[str, Any]) -> None:
     try:
         from lockstep.serve.bodies import Access
@@ -174,6 +195,7 @@ def _serve(found: Any, given: dict[str, Any]) -> None:
 
         given = {**given, **serve_options(given["triton_repository"])}
     place = found.place
+    _check_ranks(place, given["tensor_parallel"])
     keys = _keys(given["api_key_file"])
     prefix = given["metrics_prefix"]
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):

@@ -74,10 +74,12 @@ class GrpcEndpoint:
         return Whole(record.text, None, None, record.output_tokens or 0)
 
     async def _read(self, body: bytes, record: Record, start: float) -> None:
-        call = self._call(metadata=self._metadata)
+        call, is_final = self._call(metadata=self._metadata), False
         try:
             await call.write(body)
             await call.done_writing()
+            # To the stream's end, behind the final response: where a stream is cancelled between the two, Triton 2.51
+            # never unloads its model.
             async for answer in call:
                 now = clock() - start
                 record.end = now
@@ -87,9 +89,9 @@ class GrpcEndpoint:
                 response = answer.infer_response
                 if response.outputs:  # Triton's last one may have none
                     take(record, *answered(_outputs(response)), now)
-                if response.parameters["triton_final_response"].bool_param:
-                    return
-            record.error = "expected a stream that ends in a final response, found one that ends without it"
+                is_final |= response.parameters["triton_final_response"].bool_param
+            if not is_final:
+                record.error = "expected a stream that ends in a final response, found one that ends without it"
         except (KeyError, TypeError, struct.error):
             record.error = "expected a response with text_output or output_ids, found another"
         finally:

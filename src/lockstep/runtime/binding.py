@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from lockstep.artifacts.assembly import Assembly, Part
+from lockstep.artifacts.assembly import Assembly, Layer, Part
 from lockstep.artifacts.dtypes import named_dtype
+from lockstep.artifacts.signature import Signature
+from lockstep.artifacts.tensor_parallel import Piece as ShardedPiece
 from lockstep.artifacts.tensor_parallel import ShardedClass, TensorParallel, attention_shards
 from lockstep.backends import EngineSet
 from lockstep.backends.base import Program
 from lockstep.errors import InputError
+from lockstep.step.executable import Executable
 from lockstep.step.host import check_engine
-from lockstep.step.network import Block, Kind, Network, layer_count
+from lockstep.step.network import Block, Kind, Network, Piece, layer_count
 from lockstep.step.ranks import RankAttention, RankBlock
 from lockstep.weights import Weights, check_slots
 from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
@@ -33,38 +37,40 @@ def open_network(
     """
     assembly, weights = engines.assembly, Weights.open(weights_json)
     count = layer_count(assembly, layers)
+    ranks = assembly.tensor_parallel
     if weights.precision != assembly.precision:
         raise InputError(
             f"{weights_json}: precision: expected {assembly.precision} as in the assembly, "
             f"found {weights.precision}; give the weights of this precision"
         )
+    chosen = assembly.layers[:count]
+    if ranks is not None and engines.backend.rank_devices:
+        first, *others = (_network_of_rank(engines, weights, chosen, ranks, rank) for rank in range(ranks.degree))
+        return replace(first, others=tuple(others))
     load = lambda name: engines.load(name, threads, low_memory)
     programs = {name: load(name) for name, _ in assembly.engine_graphs() if name in engine_blocks(assembly)}
 
     def bound(part: Part) -> Block:
         signature = assembly.classes[part.graph].signature
         check_slots(weights, part.slots, signature.slots, part.graph)
-        sharded = assembly.tensor_parallel and assembly.tensor_parallel.classes.get(part.graph)
-        if sharded:
-            return Block(_of_ranks(engines, weights, part, sharded, programs), signature)
+        if ranks is not None and (sharded := ranks.classes.get(part.graph)):
+            return Block.whole(_of_ranks(engines, weights, part, sharded, programs), signature)
         run = programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
-        return Block(run, signature, empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype)))
+        return Block.whole(run, signature, empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype)))
 
-    chosen = assembly.layers[:count]
     kinds = {
-        name: Kind(
-            {
-                engine.rpartition(".")[2]: load(engine).bind(None, {})
-                for engine in engines.names()
-                if engine.rpartition(".")[0] == name
-            },
-            variant,
-        )
+        name: Kind({phase: load(engine).bind(None, {}) for phase, engine in _phases(engines, name).items()}, variant)
         for name, variant in sorted(assembly.variants.items())
         if any(layer.variant == name for layer in chosen)
     }
-    if assembly.tensor_parallel:
-        kinds = {name: _heads_of_ranks(kind, assembly.tensor_parallel, name) for name, kind in kinds.items()}
+    if ranks is not None:
+        kinds = {name: _heads_of_ranks(kind, ranks, name) for name, kind in kinds.items()}
+    return _network(assembly, chosen, bound, kinds)
+
+
+def _network(
+    assembly: Assembly, chosen: Sequence[Layer], bound: Callable[[Part], Block], kinds: Mapping[str, Kind]
+) -> Network:
     return Network(
         embedding=bound(assembly.embedding),
         layers=tuple((bound(layer.block), kinds[layer.variant]) for layer in chosen),
@@ -96,6 +102,49 @@ def adapted_modules(assembly: Assembly) -> set[str]:
     }
 
 
+def _network_of_rank(
+    engines: EngineSet, weights: Weights, chosen: Sequence[Layer], ranks: TensorParallel, rank: int
+) -> Network:
+    """What one rank of several runs, on its own device: its heads, its pieces with its part of the weights."""
+    assembly = engines.assembly
+    programs = {name: engines.load(name, rank=rank) for name in sorted(engine_blocks(assembly))}
+
+    def bound(part: Part) -> Block:
+        signature = assembly.classes[part.graph].signature
+        check_slots(weights, part.slots, signature.slots, part.graph)
+        sharded = ranks.classes.get(part.graph)
+        if sharded is None:
+            return Block.whole(programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots)), signature)
+        pieces = []
+        for piece in sharded.pieces:
+            own = ranks.graphs[piece.graph].signature
+            run = _bind_piece(engines, weights, part, sharded, piece, programs, rank)
+            pieces.append(Piece(run, own, piece.sums))
+        return Block(tuple(pieces), _local(signature, sharded))
+
+    kinds = {
+        name: Kind(
+            {phase: engines.load(engine, rank=rank).bind(None, {}) for phase, engine in _phases(engines, name).items()},
+            variant,
+        )
+        for name, variant in sorted(ranks.variants.items())
+        if any(layer.variant == name for layer in chosen)
+    }
+    return _network(assembly, chosen, bound, kinds)
+
+
+def _local(signature: Signature, sharded: ShardedClass) -> Signature:
+    """A block's inputs and outputs as a rank holds them."""
+    own = lambda io: replace(io, shape=sharded.values[io.name].shape(io.shape)) if io.name in sharded.values else io
+    return Signature(tuple(map(own, signature.inputs)), tuple(map(own, signature.outputs)))
+
+
+def _phases(engines: EngineSet, variant: str) -> dict[str, str]:
+    """{phase: engine} of an attention variant: prefill and decode, or what the backend has instead."""
+    named = (engine.rpartition(".") for engine in engines.names())
+    return {phase: f"{name}.{phase}" for name, _, phase in named if name == variant}
+
+
 def engine_blocks(assembly: Assembly) -> set[str]:
     """The engines that take weights: of blocks, or of several ranks the embedding and the pieces."""
     ranks = assembly.tensor_parallel
@@ -112,12 +161,30 @@ def _of_ranks(
     signatures = [ranks.graphs[piece.graph].signature for piece in sharded.pieces]
     runs = []
     for piece, signature in zip(sharded.pieces, signatures, strict=True):
-        tensors = engines.tensors(piece.graph, {slot.name: [slot.name] for slot in signature.slots})
-        own = [RankWeights(weights, part.slots, whole.slots, sharded, rank) for rank in range(ranks.degree)]
-        runs.append([programs[piece.graph].bind(each if tensors else None, tensors) for each in own])
+        runs.append(
+            [_bind_piece(engines, weights, part, sharded, piece, programs, rank) for rank in range(ranks.degree)]
+        )
         for run in runs[-1]:
             check_engine(run, signature)
     return RankBlock(sharded, whole, signatures, runs)
+
+
+def _bind_piece(
+    engines: EngineSet,
+    weights: Weights,
+    part: Part,
+    sharded: ShardedClass,
+    piece: ShardedPiece,
+    programs: Mapping[str, Program],
+    rank: int,
+) -> Executable:
+    """A piece's engine with a rank's part of the weights."""
+    ranks = engines.assembly.tensor_parallel
+    assert ranks is not None
+    slots = ranks.graphs[piece.graph].signature.slots
+    tensors = engines.tensors(piece.graph, {slot.name: [slot.name] for slot in slots})
+    own = RankWeights(weights, part.slots, engines.assembly.classes[part.graph].signature.slots, sharded, rank)
+    return programs[piece.graph].bind(own if tensors else None, tensors)
 
 
 def _heads_of_ranks(kind: Kind, ranks: TensorParallel, name: str) -> Kind:

@@ -16,13 +16,34 @@ from lockstep.step.kv_cache import LayerShape
 
 
 @dataclass(frozen=True)
-class Block:
-    """A batchful piece with its weights. adapters: the arrays behind those of its inputs that adapters are written
-    to."""
+class Piece:
+    """What a rank runs of a block between two sums. sums: {partial sum that it gives: the name under which later
+    pieces, or whoever reads the block, find what is added up over the ranks}."""
 
     run: Executable
     signature: Signature
+    sums: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A batchful piece with its weights. A rank's: its pieces in order, and the signature with the rank's sizes.
+    adapters: the arrays behind those of its inputs that adapters are written to."""
+
+    pieces: tuple[Piece, ...]
+    signature: Signature
     adapters: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def whole(cls, run: Executable, signature: Signature, adapters: Mapping[str, np.ndarray] | None = None) -> Block:
+        """A block that is one engine."""
+        return cls((Piece(run, signature, {}),), signature, adapters or {})
+
+    @property
+    def run(self) -> Executable:
+        """The engine of a block that is one."""
+        (piece,) = self.pieces
+        return piece.run
 
 
 @dataclass(frozen=True)
@@ -51,13 +72,17 @@ class Kind:
 
 @dataclass(frozen=True)
 class Network:
-    """Everything that one step runs: embedding, then (block, attention) for each layer, then exit."""
+    """Everything that one step runs: embedding, then (block, attention) for each layer, then exit.
+
+    others: of several ranks, each on a device of its own, what those behind the first run; this is the first's then.
+    """
 
     embedding: Block
     layers: tuple[tuple[Block, Kind], ...]
     exit: Block
     dtype: np.dtype
     vocab_size: int
+    others: tuple[Network, ...] = ()
 
 
 def layer_count(assembly: Assembly, layers: int | str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +28,19 @@ class RankWeights:
         self._weights, self._slots, self._sharded, self._rank = weights, slots, sharded, rank
         self._sizes = {slot.name: slot.sizes for slot in signature_slots}
 
+    @property
+    def checkpoint(self) -> object:
+        return self._weights
+
+    def identity(self, slot: str) -> Hashable:
+        zeros = slot in self._sharded.first and self._rank > 0
+        return tuple(self._slots[slot]), self._sharded.weights.get(slot), zeros, self._rank
+
     def __getitem__(self, slot: str) -> np.ndarray:
-        """A view of the checkpoint's file where the part lies in one piece there, else a copy."""
+        """A view of the checkpoint's file, with gaps where the part has some there; a copy of a fused slot, and of a
+        part of several ranges."""
         whole = slot_array(self._weights, self._slots[slot], self._sizes[slot])
-        return np.ascontiguousarray(self._sharded.take_weight(slot, whole, self._rank))
+        return self._sharded.take_weight(slot, whole, self._rank)
 
     def location(self, slot: str) -> tuple[Path, int, int] | None:
         """(path of the file, offset in bytes, length in bytes) of a slot that a whole tensor of the checkpoint takes;

@@ -7,7 +7,7 @@ import difflib
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +21,16 @@ from lockstep.errors import InputError
 
 
 class Tensors(Protocol):
-    """Weights by name: a checkpoint's tensors, or a rank's slots."""
+    """Weights by name: a checkpoint's tensors, or a rank's slots. Arrays of a rank may have gaps (strides)."""
+
+    @property
+    def checkpoint(self) -> object:
+        """One object for all that is read from one checkpoint."""
+        ...
+
+    def identity(self, name: str) -> Hashable:
+        """Equal for equal arrays of one checkpoint."""
+        ...
 
     def __getitem__(self, name: str) -> np.ndarray: ...
 
@@ -62,6 +71,13 @@ class Weights:
         for name, info in manifest.tensors.items():
             _check_place(manifest_path, name, info, maps[info.file].size)
         return cls(manifest_path, manifest.precision, paths, maps, manifest.tensors)
+
+    @property
+    def checkpoint(self) -> object:
+        return self
+
+    def identity(self, name: str) -> str:
+        return name
 
     def names(self) -> list[str]:
         return sorted(self._tensors)

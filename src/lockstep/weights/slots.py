@@ -80,10 +80,10 @@ def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
 
 
 def slot_array(weights: Tensors, names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
-    """What a slot of `shape` takes: the tensor itself, or a copy of several, one after another. Check the slot
-    first."""
+    """What a slot of `shape` takes, without gaps: the tensor itself, or a copy of several, one after another. Check the
+    slot first."""
     if len(names) == 1:
-        return weights[names[0]]
+        return np.asarray(weights[names[0]], order="C")
     return np.concatenate([weights[name].reshape(-1) for name in names]).reshape(shape)
 
 

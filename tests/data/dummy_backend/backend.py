@@ -28,6 +28,7 @@ class DummyBackend:
     precisions = ("fp32",)
     batch_invariant = False
     takes_long = False
+    rank_devices = False
 
     def version(self) -> str:
         return onnx.__version__
@@ -65,7 +66,7 @@ class DummyBackend:
         write_bytes(out_path, graph_path.read_bytes())
         return Built()
 
-    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> Any:
+    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0) -> Any:
         return DummyProgram(engine_path, {slot.name: slot.sizes for slot in slots})
 
     def choices(self, engine_path: Path) -> Any:

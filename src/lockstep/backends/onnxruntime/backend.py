@@ -54,6 +54,7 @@ class OnnxRuntimeBackend:
     precisions = ("fp32", "fp16")
     batch_invariant = True
     takes_long = False
+    rank_devices = False
 
     def version(self) -> str:
         return ort.__version__
@@ -107,7 +108,9 @@ class OnnxRuntimeBackend:
             write_bytes(out_path, _canonical(saved.read_bytes()))
         return Built()
 
-    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> OnnxRuntimeProgram:
+    def load(
+        self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
+    ) -> OnnxRuntimeProgram:
         _use_global_pool(threads)
         return OnnxRuntimeProgram(engine_path, slots, low_memory)
 

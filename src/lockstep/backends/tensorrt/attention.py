@@ -82,16 +82,15 @@ class PagedAttention(Attention, Protocol):
         ...
 
 
-def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: float | None) -> PageTables:
-    """The pages of all slots. kv_bytes: memory for keys and values of all of them, or below 1 the share of what the
-    device has free; None: for the longest requests in all slots, or nine tenths of what is free. Where some attention
-    is traced, whose cache is no pages, each slot has room for the longest request. Raises CheckError where there is
-    room for no page."""
+def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: float | None, free: int) -> PageTables:
+    """The pages of all slots, the same on each device. kv_bytes: memory of each for keys and values of all of them, or
+    below 1 the share of what is free; None: for the longest requests in all slots, or nine tenths of what is free.
+    free: bytes that the device with the least has free. Where some attention is traced, whose cache is no pages, each
+    slot has room for the longest request. Raises CheckError where there is room for no page."""
     pages, fused = num_slots * -(-max_seq_len // PAGE_SIZE), _fused(network)
     nbytes = PAGE_SIZE * network.dtype.itemsize * sum(network.layers[index][1].cache.size for index in fused)
     if len(fused) < len(network.layers):
         return PageTables(PagePool(pages, nbytes), num_slots, shares=None)
-    free = cuda.memory_free()
     share = 0.9 if kv_bytes is None else kv_bytes
     room = min(pages * nbytes, int(free * share)) if share < 1 else int(share)
     if room < nbytes:
@@ -108,9 +107,9 @@ def _fused(network: Network) -> list[int]:
 
 
 def make_attention(
-    network: Network, tables: PageTables, num_slots: int, max_seq_len: int, kernels: Kernels
+    network: Network, tables: PageTables, num_slots: int, max_seq_len: int, kernels: Kernels, stream: cuda.Stream
 ) -> list[Attention]:
-    """For each layer the attention that its kind was built for; layers of one form share it."""
+    """For each layer the attention that its kind was built for, on a device's stream; layers of one form share it."""
     fused, kinds = set(_fused(network)), [kind for _, kind in network.layers]
     made: dict[bool, Attention] = {}
     for is_fused in sorted({index in fused for index in range(len(kinds))}):
@@ -118,7 +117,7 @@ def make_attention(
         if is_fused:
             from lockstep.backends.tensorrt.fused_attention import FusedAttention  # loads cuDNN
 
-            made[True] = FusedAttention(layers, network.dtype, tables, num_slots, max_seq_len, kernels)
+            made[True] = FusedAttention(layers, network.dtype, tables, num_slots, max_seq_len, kernels, stream)
         else:
             made[False] = TracedAttention(layers, network.dtype, num_slots, max_seq_len, kernels)
     return [made[index in fused] for index in range(len(kinds))]

@@ -1,6 +1,6 @@
-"""The TensorRT backend on one NVIDIA GPU. Engine: a plan whose weights are inputs, less than a megabyte. The rotary
-encoding of a kind with fused attention is no plan: it is read out of its graph (rotation.py), which lies beside the
-plans, and runs on the host.
+"""The TensorRT backend on NVIDIA GPUs, one a rank. Engine: a plan whose weights are inputs, less than a megabyte. The
+rotary encoding of a kind with fused attention is no plan: it is read out of its graph (rotation.py), which lies beside
+the plans, and runs on the host.
 
 One builder and one timing cache serve all graphs that an instance builds: layers that two graphs share are timed once.
 """
@@ -62,6 +62,7 @@ class TensorRTBackend:
     revision = 9
     batch_invariant = False
     takes_long = True
+    rank_devices = True
 
     def __init__(self) -> None:
         TENSORRT.require()
@@ -117,15 +118,14 @@ class TensorRTBackend:
             for name, variant in assembly.variants.items()
             if options["attention"] == "fused" and can_fuse(variant, assembly.dtype)
         }
+        ranks = assembly.tensor_parallel
+        variants = assembly.variants if ranks is None else ranks.variants
         for name, graph in assembly.engine_graphs():
             variant, _, phase = name.rpartition(".")
             if variant not in fused:
                 yield name, graph
             elif phase == "decode":
-                yield (
-                    f"{variant}.rotary",
-                    RotaryGraph(graph.file, graph.sha256, graph.signature, assembly.variants[variant]),
-                )
+                yield (f"{variant}.rotary", RotaryGraph(graph.file, graph.sha256, graph.signature, variants[variant]))
 
     def file(self, name: str) -> str:
         """A plan for TensorRT, or the graph of a rotary encoding."""
@@ -247,12 +247,14 @@ class TensorRTBackend:
         describe_gpu()  # without a GPU, TensorRT 8.6 ends the process
         return _layers(TENSORRT.deserialize(plan, where), plan, where)
 
-    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> Program:
+    def load(
+        self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
+    ) -> Program:
         if engine_path.suffix == _GRAPH:
             return self._host.load(engine_path, slots, None, low_memory)
         from lockstep.backends.tensorrt.program import TensorRTProgram
 
-        return TensorRTProgram(TENSORRT, engine_path, slots)
+        return TensorRTProgram(TENSORRT, engine_path, slots, rank)
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
         from lockstep.backends.tensorrt import cuda

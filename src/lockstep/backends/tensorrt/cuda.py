@@ -32,18 +32,47 @@ def check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def compute_capability() -> tuple[int, int]:
-    """Of the first device."""
+def device_count() -> int:
+    """How many devices this process sees (CUDA_VISIBLE_DEVICES)."""
+    return int(check(runtime.cudaGetDeviceCount()))
+
+
+def use_device(number: int) -> None:
+    """What the calling thread does from now on is done on this device. At first that is device 0."""
+    check(runtime.cudaSetDevice(number))
+
+
+def current_device() -> int:
+    """The device that the calling thread uses."""
+    return int(check(runtime.cudaGetDevice()))
+
+
+def can_access(number: int, other: int) -> bool:
+    """Whether kernels of device `number` can read and write the memory of device `other`."""
+    return number == other or bool(check(runtime.cudaDeviceCanAccessPeer(number, other)))
+
+
+def enable_access(other: int) -> None:
+    """Let kernels of the current device read and write the memory of device `other`."""
+    if other == current_device():
+        return
+    (error,) = runtime.cudaDeviceEnablePeerAccess(other, 0)
+    if error != runtime.cudaError_t.cudaErrorPeerAccessAlreadyEnabled:
+        check((error,))
+
+
+def compute_capability(number: int = 0) -> tuple[int, int]:
+    """Of a device."""
     which = runtime.cudaDeviceAttr
     return tuple(
-        check(runtime.cudaDeviceGetAttribute(getattr(which, f"cudaDevAttrComputeCapability{part}"), 0))
+        check(runtime.cudaDeviceGetAttribute(getattr(which, f"cudaDevAttrComputeCapability{part}"), number))
         for part in ("Major", "Minor")
     )
 
 
-def multiprocessors() -> int:
-    """Of the first device, how many."""
-    return int(check(runtime.cudaDeviceGetAttribute(runtime.cudaDeviceAttr.cudaDevAttrMultiProcessorCount, 0)))
+def multiprocessors(number: int = 0) -> int:
+    """Of a device, how many."""
+    return int(check(runtime.cudaDeviceGetAttribute(runtime.cudaDeviceAttr.cudaDevAttrMultiProcessorCount, number)))
 
 
 class Array:
@@ -94,6 +123,8 @@ class _Memory:
 def _out_of_memory(nbytes: int, what: str, kind: str) -> str:
     free, total = check(runtime.cudaMemGetInfo())
     found = f"{free >> 20} MiB of {total >> 20} MiB" if kind == "GPU" else "less"
+    if kind == "GPU" and device_count() > 1:
+        found += f" on GPU {current_device()}"
     asked = max(1, nbytes >> 20)
     return (
         f"expected {asked} MiB of free {kind} memory for {what}, found {found}; lower "
@@ -247,29 +278,38 @@ class Kernel:
         check(driver.cuLaunchKernel(self._function, x, y, z, threads, 1, 1, 0, stream.handle, (values, types), 0))
 
 
-@functools.cache
 def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:
-    """Compile CUDA C++ for this GPU; once a source. Raises CheckError with what the compiler says."""
-    return _Module(source, options)
+    """Compile CUDA C++ for the current device, and load it there; once a source and device. Raises CheckError with what
+    the compiler says."""
+    number = current_device()
+    return _load(source, options, number, compute_capability(number))
+
+
+@functools.cache
+def _load(source: str, options: tuple[str, ...], number: int, capability: tuple[int, int]) -> _Module:
+    check(runtime.cudaFree(0))  # makes the context that modules are loaded into
+    return _Module(_compile(source, options, capability))
+
+
+@functools.cache
+def _compile(source: str, options: tuple[str, ...], capability: tuple[int, int]) -> bytes:
+    major, minor = capability
+    program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
+    flags = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17", *(option.encode() for option in options)]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+    if int(error) != 0:
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise CheckError(f"CUDA kernels: {' '.join(log.decode(errors='replace').strip(chr(0)).split())[:500]}")
+    code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, code))
+    return code
 
 
 class _Module:
-    def __init__(self, source: str, options: tuple[str, ...]):
-        check(runtime.cudaFree(0))  # makes the context that modules are loaded into
-        major, minor = compute_capability()
-        program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
-        flags = [
-            f"--gpu-architecture=sm_{major}{minor}".encode(),
-            b"--std=c++17",
-            *(option.encode() for option in options),
-        ]
-        (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
-        if int(error) != 0:
-            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
-            check(nvrtc.nvrtcGetProgramLog(program, log))
-            raise CheckError(f"CUDA kernels: {' '.join(log.decode(errors='replace').strip(chr(0)).split())[:500]}")
-        code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
-        check(nvrtc.nvrtcGetCUBIN(program, code))
+    """Kernels by name, on the device that was current when it was loaded."""
+
+    def __init__(self, code: bytes):
         self._module = check(driver.cuModuleLoadData(code))
 
     def __getitem__(self, name: str) -> Kernel:

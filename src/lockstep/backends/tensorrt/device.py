@@ -12,8 +12,8 @@ from lockstep.errors import InputError
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def describe_gpu(backend: str = "tensorrt") -> dict[str, Any]:
-    """{"type", "name", "compute_capability", "driver", "memory"} of the first CUDA device (memory in bytes).
+def describe_gpu(backend: str = "tensorrt", ordinal: int = 0) -> dict[str, Any]:
+    """{"type", "name", "compute_capability", "driver", "memory"} of a CUDA device, the first one (memory in bytes).
 
     Raises InputError where there is no CUDA driver or no GPU. backend: that it is asked for, which opens the line.
     """
@@ -26,7 +26,7 @@ def describe_gpu(backend: str = "tensorrt") -> dict[str, Any]:
         ) from None
     try:
         _call(driver, driver.cuInit(0))
-        number = _call(driver, driver.cuDeviceGet(0))
+        number = _call(driver, driver.cuDeviceGet(ordinal))
         name = _call(driver, driver.cuDeviceGetName(128, number))
         attribute = driver.CUdevice_attribute
         capability = [

@@ -19,7 +19,6 @@ from lockstep.backends.tensorrt.attention import Call, Chunks
 from lockstep.backends.tensorrt.fused_form import PAGE, Form, Rotation
 from lockstep.backends.tensorrt.kernels import Kernels
 from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
-from lockstep.backends.tensorrt.program import Device
 from lockstep.backends.tensorrt.prompt_attention import PromptAttention
 from lockstep.backends.tensorrt.rope_kernel import Rotate
 from lockstep.backends.tensorrt.rotation import read_rotation
@@ -40,6 +39,7 @@ class FusedAttention:
         rows: int,
         max_seq_len: int,
         kernels: Kernels,
+        stream: cuda.Stream,
     ):
         self._dtype, self._tables = np.dtype(dtype), tables
         pages_per_row, pages = -(-max_seq_len // PAGE), tables.pool.num_pages
@@ -61,7 +61,7 @@ class FusedAttention:
                 cuda.zeros((pages, heads, PAGE, dim), self._dtype, "the KV cache")
                 for dim in (kind.cache.head_dim, kind.cache.value_head_dim)
             )
-        self._prompts = PromptAttention(list(forms.values()), rows, pages, pages_per_row, Device.get().stream)
+        self._prompts = PromptAttention(list(forms.values()), rows, pages, pages_per_row, stream)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
         """Send the tables of rows that grew since. Nothing moves: the table's contents change, not its place."""

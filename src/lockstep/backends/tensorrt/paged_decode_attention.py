@@ -23,7 +23,7 @@ class Scratch:
     follow each other share it."""
 
     def __init__(self, forms: Iterable[Form], rows: int):
-        multiprocessors = cuda.multiprocessors()
+        multiprocessors = cuda.multiprocessors(cuda.current_device())
         groups = max(rows * form.blocks for form in forms)
         heads = [
             (
@@ -44,7 +44,7 @@ class DecodeAttention:
     """The kernel of a form, compiled for this GPU."""
 
     def __init__(self, form: Form):
-        self._form, self._multiprocessors = form, cuda.multiprocessors()
+        self._form, self._multiprocessors = form, cuda.multiprocessors(cuda.current_device())
         self._kernel = cuda.compile_kernels(_SOURCE, form.options)["decode_attention"]
 
     def launch(

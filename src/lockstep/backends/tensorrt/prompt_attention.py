@@ -160,7 +160,7 @@ class _Plan:
     """cuDNN's plan of one size, with the memory that it works in. Each token sees itself and what is before it (bottom
     right). A batch of several is packed: offsets say where each begins; one alone may begin anywhere."""
 
-    _workspace: cuda.Array | None = None
+    _workspaces: dict[int, cuda.Array] = {}  # by stream: each has its device
 
     def __init__(self, size: _Size, stream: cuda.Stream):
         form, batch = size.form, size.batch
@@ -239,10 +239,11 @@ class _Plan:
             ) from error
         self._graph, self._inputs, self._out, self._handle = graph, inputs, out, handle
         nbytes = max(1, graph.get_workspace_size())
-        if _Plan._workspace is None or _Plan._workspace.nbytes < nbytes:
+        held = _Plan._workspaces.get(stream.handle)
+        if held is None or held.nbytes < nbytes:
             # plans that hold a smaller one keep it
-            _Plan._workspace = cuda.empty((nbytes,), "u1", "attention to work in")
-        self._work = _Plan._workspace
+            held = _Plan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
+        self._work = held
 
     def call(
         self,

@@ -7,33 +7,55 @@ prepared the next one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.program import Bound, Context, Shapes, TensorRTExecutable, TensorRTProgram
-from lockstep.step.network import Block, Network
+from lockstep.backends.tensorrt.program import Bound, Context, Shapes, TensorRTProgram
 
 Call = Callable[[], None]
+Calls = list[tuple[str, Call]]  # "sum" for one over ranks, else no name
 Values = dict[str, cuda.Array]
 _READ = ("query", "key", "value", "position_ids", "attention")  # by attention, of what a block makes
+
+
+@dataclass(frozen=True)
+class BoundPiece:
+    """An engine's call, of the largest sizes. inputs: (name, shape) of what it reads."""
+
+    call: Bound
+    program: TensorRTProgram
+    inputs: tuple[tuple[str, tuple[int | str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class BoundSum:
+    """`values`, of the largest size, become their sum over the ranks. dim: the name of their first dimension."""
+
+    sum: Callable[[cuda.Array], None]
+    values: cuda.Array
+    dim: str
+
+
+@dataclass(frozen=True)
+class BoundBlock:
+    """A block's calls in order, and the values behind it."""
+
+    parts: Sequence[BoundPiece | BoundSum]
+    values: Values
 
 
 class PromptBlocks:
     """All blocks of a network, in order, on buffers for the largest pass."""
 
-    def __init__(self, network: Network, bind: Callable[[], Iterable[tuple[Block, Bound, Values]]]):
-        """bind: gives each block, its call and the values behind it, of the largest sizes."""
-        bound = list(bind())
-        self.calls = [call for _, call, _ in bound]
-        self.programs = [cast(TensorRTExecutable, block.run).program for block, _, _ in bound]
-        self.shapes = [tuple((io.name, io.shape) for io in block.signature.inputs) for block, _, _ in bound]
-        self.logits = bound[-1][2]["logits"]
+    def __init__(self, bound: Sequence[BoundBlock]):
+        self.blocks = bound
+        self.logits = bound[-1].values["logits"]
         # Most layers read and make the same buffers: attention is given one object for all of these.
         known: dict[tuple, Values] = {}
         self.values: list[Values] = []
-        for _, _, values in bound[1:-1]:
-            read = {name: values[name] for name in _READ if name in values}
+        for block in bound[1:-1]:
+            read = {name: block.values[name] for name in _READ if name in block.values}
             key = tuple((name, array.address, array.shape, array.dtype) for name, array in read.items())
             self.values.append(known.setdefault(key, read))
 
@@ -50,30 +72,38 @@ class PromptPass:
         self._contexts: dict[tuple[TensorRTProgram, tuple], tuple[Context, Shapes]] = {}
         self._values: dict[int, Values] = {}
 
-    def embedding(self) -> Call:
-        return self._call(0)
+    def embedding(self) -> Calls:
+        return self._calls(0)
 
-    def layer(self, index: int) -> tuple[Call, Values]:
-        """The call of a layer's block, and by name what its attention reads and writes."""
+    def layer(self, index: int) -> tuple[Calls, Values]:
+        """The calls of a layer's block, and by name what its attention reads and writes."""
         whole = self._blocks.values[index]
         values = self._values.get(id(whole))
         if values is None:
             count = self._dims["num_tokens"]
             values = self._values[id(whole)] = {name: array[:count] for name, array in whole.items()}
-        return self._call(1 + index), values
+        return self._calls(1 + index), values
 
-    def exit(self) -> tuple[Call, cuda.Array]:
-        """The call of the exit, and the logits [num_requests, vocab_size] that it makes."""
-        return self._call(-1), self._blocks.logits[: self._dims["num_requests"]]
+    def exit(self) -> tuple[Calls, cuda.Array]:
+        """The calls of the exit, and the logits [num_requests, vocab_size] that it makes, or a rank's part of them."""
+        return self._calls(-1), self._blocks.logits[: self._dims["num_requests"]]
 
-    def _call(self, number: int) -> Call:
-        blocks = self._blocks
-        key = blocks.programs[number], blocks.shapes[number]
+    def _calls(self, number: int) -> Calls:
+        return [
+            ("sum", functools.partial(part.sum, part.values[: self._dims[part.dim]]))
+            if isinstance(part, BoundSum)
+            else ("", functools.partial(part.call, *self._context(part)))
+            for part in self._blocks.blocks[number].parts
+        ]
+
+    def _context(self, part: BoundPiece) -> tuple[Context, Shapes]:
+        key = part.program, part.inputs
         found = self._contexts.get(key)
         if found is None:
             dims = self._dims
             shapes = {
-                name: tuple([dims[size] if isinstance(size, str) else size for size in shape]) for name, shape in key[1]
+                name: tuple([dims[size] if isinstance(size, str) else size for size in shape])
+                for name, shape in part.inputs
             }
-            found = self._contexts[key] = key[0].context_for(shapes, False), shapes
-        return functools.partial(blocks.calls[number], *found)
+            found = self._contexts[key] = part.program.context_for(shapes, False), shapes
+        return found

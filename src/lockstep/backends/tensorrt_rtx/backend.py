@@ -40,6 +40,7 @@ class TensorRTRTXBackend:
     precisions = ("fp32", "fp16", "bf16")
     batch_invariant = False
     takes_long = False
+    rank_devices = False
 
     def __init__(self) -> None:
         self.library.require()
@@ -90,7 +91,9 @@ class TensorRTRTXBackend:
         self._compiler.build(graph_path, out_path, options)
         return Built()
 
-    def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool) -> Program:
+    def load(
+        self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
+    ) -> Program:
         """Raises InputError where no GPU here runs the engine."""
         self.require_gpu()
         from lockstep.backends.tensorrt.program import TensorRTProgram

@@ -19,11 +19,12 @@ from lockstep.serve.triton_repository.options import TAKEN
 from lockstep.serve.triton_repository.pbtxt import Enum, Message, dump
 
 _FILES = Path(__file__).with_name("files")
-_SHARED = ("lockstep_http.py", "lockstep_streams.py")
+_STEP = ("lockstep_http.py", "lockstep_watchdog.py")
+_SHARED = (*_STEP, "lockstep_streams.py")
 _SOURCES = {
-    "preprocessing": ("steps.py", ("lockstep_http.py",)),
+    "preprocessing": ("steps.py", _STEP),
     "tensorrt_llm": ("tensorrt_llm.py", (*_SHARED, "lockstep_process.py")),
-    "postprocessing": ("steps.py", ("lockstep_http.py",)),
+    "postprocessing": ("steps.py", _STEP),
     "tensorrt_llm_bls": ("tensorrt_llm_bls.py", _SHARED),
 }
 # Made for postprocessing: the tokens before a piece of a stream, and whether more comes.
@@ -121,10 +122,12 @@ def config_of(model: Model, repository: Repository) -> Message:
         return {**config, "ensemble_scheduling": [{"step": [_step(name) for name in _STEPS]}]}
     if model.generates:
         config["model_transaction_policy"] = [{"decoupled": [repository.decoupled]}]
-    batching: Message = {"max_queue_delay_microseconds": [0]}
-    if model.name == "tensorrt_llm":
-        batching["default_queue_policy"] = [{"max_queue_size": [repository.max_queue]}]
-    config["dynamic_batching"] = [batching]
+        batching: Message = {"max_queue_delay_microseconds": [0]}
+        if model.name == "tensorrt_llm":
+            batching["default_queue_policy"] = [{"max_queue_size": [repository.max_queue]}]
+        # Not for the other two: what takes cancelled requests out of this queue gives an ensemble an error while its
+        # stream runs, and Triton 2.51 never ends a request of an ensemble that fails with another step in flight.
+        config["dynamic_batching"] = [batching]
     # One instance: responses of a stream keep their order.
     config["instance_group"] = [{"count": [1], "kind": [Enum("KIND_CPU")]}]
     parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": "yes", "lockstep_socket": str(repository.socket)}

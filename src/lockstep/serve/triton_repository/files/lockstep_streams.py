@@ -6,6 +6,7 @@ import json
 import threading
 
 import lockstep_http as server
+import lockstep_watchdog
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -21,6 +22,7 @@ class Streams:
         self._exclude = given["exclude_input_in_output"] == "true"
         self.decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
         self._running, self._lock, self._ended = {}, threading.Lock(), threading.Event()
+        self.watchdog = lockstep_watchdog.Watchdog()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -38,6 +40,7 @@ class Streams:
         with self._lock:
             for stream in self._running:
                 stream.cancel()
+        self.watchdog.close()
 
     def _watch(self):
         """End the streams whose requests are cancelled: also of those that wait, or of which a prompt is read."""

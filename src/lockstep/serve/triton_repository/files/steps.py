@@ -5,12 +5,14 @@ import contextlib
 import http.client
 
 import lockstep_http as server
+import lockstep_watchdog
 
 
 class TritonPythonModel:
     """One thread and one connection: responses of a stream leave in the order in which they came."""
 
     def initialize(self, args):
+        self._watchdog = lockstep_watchdog.Watchdog()
         self._path = f"/v2/models/{args['model_name']}/infer"
         self._types = server.output_types(args)
         self._connection = server.Connection(server.parameters(args)["lockstep_socket"], 60)
@@ -20,6 +22,7 @@ class TritonPythonModel:
 
     def finalize(self):
         self._connection.close()
+        self._watchdog.close()
 
     def _response(self, request):
         try:

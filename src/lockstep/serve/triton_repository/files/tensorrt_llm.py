@@ -45,6 +45,7 @@ class TritonPythonModel:
                     self._process.ensure()
                 with contextlib.closing(server.Connection(self._path, 10)) as connection:
                     status = server.call(connection, "GET", "/status")
+                self._streams.watchdog.check()
                 for state, gauge in self._gauges.items():
                     gauge.set(status[state])
 

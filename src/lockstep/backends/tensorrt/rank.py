@@ -1,0 +1,324 @@
+"""One device's part of a step: its engines, its buffers, its cache, and the calls that a step is made of.
+
+A model on one GPU has one rank. Several run the same calls, each on its device, with sums between them; whoever makes
+the calls (`executor.GpuExecutor`) uses the rank's device first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from lockstep.artifacts.signature import IO
+from lockstep.backends.tensorrt import cuda
+from lockstep.backends.tensorrt.all_reduce import Exchange
+from lockstep.backends.tensorrt.attention import SMALLEST_CHUNK, Chunks, PagedAttention, make_attention
+from lockstep.backends.tensorrt.decode_state import DecodeState
+from lockstep.backends.tensorrt.kernels import Kernels
+from lockstep.backends.tensorrt.program import Device, TensorRTExecutable
+from lockstep.backends.tensorrt.prompt_blocks import BoundBlock, BoundPiece, BoundSum, PromptBlocks
+from lockstep.backends.tensorrt.prompts import Inputs, PromptInputs
+from lockstep.step.advance import Advance
+from lockstep.step.network import Block, Kind, Network, Piece
+from lockstep.step.pages import PageTables
+
+Call = Callable[[], None]
+
+
+@dataclass
+class Plan:
+    """The calls of one layout, on buffers that all plans share."""
+
+    calls: list[Call]
+    names: list[str]  # what the time of each call goes to: embedding, block, attention ...
+    logits: cuda.Array
+    whole: list[cuda.Array]  # what the exit reads that all ranks hold
+    graph: cuda.Graph | None = None
+    warm: bool = False
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A call of a piece's engine on arrays."""
+
+    piece: Piece
+    inputs: Mapping[str, cuda.Array]
+    outputs: Mapping[str, cuda.Array]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """`values` become their sum over the ranks. dim: the name of their first dimension."""
+
+    values: cuda.Array
+    dim: str
+
+
+class Rank:
+    """What a device runs of `network`, with slots 0 to `num_slots`-1. exchange: of several ranks, its end."""
+
+    def __init__(
+        self,
+        network: Network,
+        device: Device,
+        tables: PageTables,
+        num_slots: int,
+        max_seq_len: int,
+        max_num_tokens: int,
+        exchange: Exchange | None,
+    ):
+        self.network, self.device, self.stream, self.exchange = network, device, device.stream, exchange
+        self._num_slots, self._max_num_tokens, self._limit = num_slots, max_num_tokens, max_seq_len
+        device.use()
+        integer = engine_of(network.embedding).program.tensors["token_ids"].dtype
+        self._kernels = Kernels(wide=integer.itemsize == 8)
+        self._buffers: dict[tuple, cuda.Array] = {}
+        self.state = DecodeState(num_slots, max_seq_len, integer)
+        self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
+        self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
+        self._prompts = PromptInputs(max_num_tokens, num_slots, integer)
+        self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
+        self.forms = list(dict.fromkeys(self._attention))
+        self._prompt_blocks: PromptBlocks | None = None  # its buffers are made with the first pass
+        self.plans: dict[tuple, Plan] = {}
+        # of a step, and of the one behind it
+        self.fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
+
+    @property
+    def paged(self) -> list[PagedAttention]:
+        """All attention, where a slot's content can be moved (`PageTables.shares`)."""
+        return cast(list[PagedAttention], self.forms)
+
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
+        """See `Attention.reserve`."""
+        if any(attention.reserve(ends, lengths, self.stream) for attention in self.forms):
+            self.plans.clear()
+
+    def decode_logits(self, slot: int) -> cuda.Array:
+        """Of the last decode step, [1, vocab_size]."""
+        return self._buffers["logits", "decode"][slot : slot + 1]
+
+    def decode_plan(self, count: int) -> Plan:
+        """A token of each of the slots 0 to `count`-1, or of those of them that decode (`state`); nothing is put on the
+        stream."""
+        key = (count, *(attention.capacity for attention in self.forms))
+        plan = self.plans.get(key)
+        if plan is None:
+            state = self.state
+            inputs = Inputs(
+                state.token_ids[:count],
+                state.positions[:count],
+                state.rows[:count],
+                self._every_row[:count],
+                state.rows[:count],
+                state.positions[:count],
+            )
+            plan = self.plans[key] = self._plan(inputs)
+        return plan
+
+    def capture(self, plan: Plan) -> None:
+        """Make a graph of a plan whose calls were made once, which TensorRT asks for before a capture."""
+        with self.stream.capture() as graph:
+            for call in plan.calls:
+                call()
+        plan.graph = graph
+
+    def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
+        """See `PromptInputs.send`."""
+        return self._prompts.send(chunks, self.stream, write)
+
+    def prompt_plan(self, inputs: Inputs, chunks: Chunks) -> Iterator[Plan]:
+        """A pass of chunks, call by call: each is on the stream when the plan is given, which has it then. The rank's
+        device is used for each, whatever was used meanwhile."""
+        self.device.use()
+        for attention in self.forms:
+            attention.begin(chunks, self.stream)
+        if self._prompt_blocks is None:
+            self._prompt_blocks = PromptBlocks(list(self._bind_prompts()))
+        calls = self._prompt_calls(self._prompt_blocks, inputs, chunks)
+        while (plan := next(calls, None)) is not None:
+            yield plan
+            self.device.use()
+
+    def _plan(self, inputs: Inputs) -> Plan:
+        """Rows of one token; nothing is put on the stream."""
+        total = inputs.token_ids.shape[0]
+        dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
+        values = {"token_ids": inputs.token_ids, "position_ids": inputs.position_ids, "logit_rows": inputs.logit_rows}
+        network = self.network
+
+        def prepare(name: str, block: Block) -> list[tuple[str, Call]]:
+            return [
+                ("sum", functools.partial(self._end.sum, step.values))
+                if isinstance(step, _Sum)
+                else (name, engine_of(step.piece).prepare(step.inputs, step.outputs, own=True))
+                for step in self._steps(block, values, dims, "decode")
+            ]
+
+        calls = prepare("embedding", network.embedding)
+        for index, (block, kind) in enumerate(network.layers):
+            calls += prepare("block", block)
+            self._add_attention(kind, values, total)
+            calls += self._attention[index].calls(index, kind, values, inputs.rows, [], self._buffer, self.stream, True)
+        whole = _whole(network, values, total)
+        calls += prepare("exit", network.exit)
+        logits = values["logits"]
+        if logits.shape[1] < network.vocab_size:
+            logits = self._logits("decode", (total, network.vocab_size), logits.dtype)
+            calls.append(("gather", functools.partial(self._end.gather, values["logits"], logits)))
+        calls.append(("next token", self._next_token(logits, inputs)))
+        return Plan([call for _, call in calls], [name for name, _ in calls], logits, whole)
+
+    def _prompt_calls(self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks) -> Iterator[Plan]:
+        total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
+        a_pass = blocks.begin(total, num_requests)
+        logits = self._logits("prompts", (num_requests, self.network.vocab_size), blocks.logits.dtype)
+        plan = Plan([], [], logits, _whole(self.network, blocks.blocks[-2].values, total))
+
+        def add(name: str, call: Call) -> Plan:
+            call()
+            plan.calls.append(call)
+            plan.names.append(name)
+            return plan
+
+        for name, call in a_pass.embedding():
+            yield add(name or "embedding", call)
+        for index, (_, kind) in enumerate(self.network.layers):
+            calls, values = a_pass.layer(index)
+            for name, call in calls:
+                yield add(name or "block", call)
+            for name, call in self._attention[index].calls(
+                index, kind, values, inputs.rows, chunks, self._buffer, self.stream, False
+            ):
+                yield add(name, call)
+        calls, found = a_pass.exit()
+        for name, call in calls:
+            yield add(name or "exit", call)
+        if found.shape[1] < logits.shape[1]:
+            yield add("gather", functools.partial(self._end.gather, found, logits))
+        yield add("next token", self._next_token(logits, inputs))
+
+    def _next_token(self, logits: cuda.Array, inputs: Inputs) -> Call:
+        kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the plan
+        state = self.state
+        found = state.samplings, state.found, state.token_ids, state.positions
+        return lambda: kernels.advance(stream, logits, inputs.slots, inputs.held, limit, *found)
+
+    def _bind_prompts(self) -> Iterator[BoundBlock]:
+        """The blocks of a pass of prompts, bound to buffers for the largest."""
+        arrays, network, largest = self._prompts.arrays, self.network, self._max_num_tokens
+        values = {"token_ids": arrays.token_ids, "position_ids": arrays.position_ids, "logit_rows": arrays.logit_rows}
+        dims = {"num_tokens": largest, "num_requests": self._num_slots}
+        for block, kind in ((network.embedding, None), *network.layers, (network.exit, None)):
+            parts: list[BoundPiece | BoundSum] = []
+            for step in self._steps(block, values, dims, "prompts"):
+                if isinstance(step, _Sum):
+                    parts.append(BoundSum(self._end.sum, step.values, step.dim))
+                else:
+                    engine = engine_of(step.piece)
+                    shapes = tuple((io.name, io.shape) for io in step.piece.signature.inputs)
+                    parts.append(BoundPiece(engine.bind(step.inputs, step.outputs), engine.program, shapes))
+            if kind is not None:
+                self._add_attention(kind, values, largest)
+            yield BoundBlock(parts, dict(values))
+
+    def _add_attention(self, kind: Kind, values: dict[str, cuda.Array], total: int) -> None:
+        width = tuple(int(size) for size in kind.attention.shape[1:])  # all but the first are numbers
+        values["attention"] = self._buffer("attention", (total, *width), kind.attention.numpy_dtype)
+
+    def _steps(
+        self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], of: str
+    ) -> list[_Run | _Sum]:
+        """What a block runs; `values` has its outputs afterwards. of: whose logits an exit makes."""
+        read, made = {io.key for io in block.signature.inputs}, {io.key for io in block.signature.outputs}
+        # Later pieces, and later blocks, may read what is there, but for what this block makes anew.
+        taken = {array.address for key, array in values.items() if key in read or key not in made}
+        known = {io.name: values[io.key] for io in block.signature.inputs}
+        own = {io.name for io in block.signature.outputs}
+        steps: list[_Run | _Sum] = []
+        for piece in block.pieces:
+            inputs = {io.name: known[io.name] for io in piece.signature.inputs}
+            outputs = {}
+            for io in piece.signature.outputs:
+                name = piece.sums.get(io.name, io.name)
+                key = IO(name, io.dtype, io.shape).key if name in own else f"piece/{name}"
+                outputs[io.name] = self._output(key, io, dims, taken, of)
+                taken.add(outputs[io.name].address)
+            steps.append(_Run(piece, inputs, outputs))
+            known |= outputs
+            for io in piece.signature.outputs:
+                if io.name in piece.sums:
+                    known[piece.sums[io.name]] = outputs[io.name]
+                    steps.append(_Sum(outputs[io.name], str(io.shape[0])))
+        values.update({io.key: known[io.name] for io in block.signature.outputs})
+        return steps
+
+    def _output(self, key: str, io: IO, dims: Mapping[str, int], taken: set[int], of: str) -> cuda.Array:
+        shape = tuple(dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
+        if key == "logits":
+            return self._logits(of, shape, io.numpy_dtype)
+        number = 0
+        while True:
+            array = self._buffer(f"{key}/{number}" if number else key, shape, io.numpy_dtype)
+            if array.address not in taken:
+                return array
+            number += 1
+
+    def _logits(self, of: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
+        """[num_requests, vocab_size], or a rank's part of them: a row for each slot is enough."""
+        key: tuple[str, ...] = ("logits", of) if shape[1] == self.network.vocab_size else ("logits", of, "part")
+        if key not in self._buffers:
+            rows = self._num_slots + len(key) - 2  # what is sent to other ranks goes on behind its end
+            self._buffers[key] = cuda.empty((rows, *shape[1:]), dtype, "logits")
+        return self._buffers[key][: shape[0]]
+
+    def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
+        """The buffer of this name, as large as any step needs it: all plans and layers use the same."""
+        key = (name, tuple(shape[1:]), np.dtype(dtype))
+        array = self._buffers.get(key)
+        if array is None:
+            # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of
+            # two long: less than twice as long as it is, or as long as the smallest.
+            tokens = max(self._num_slots, self._max_num_tokens)
+            count = tokens + max(tokens, SMALLEST_CHUNK)
+            array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype, "the values of a step")
+        return array[: shape[0]]
+
+    @property
+    def _end(self) -> Exchange:
+        assert self.exchange is not None  # sums and gathers are of several ranks
+        return self.exchange
+
+
+def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> list[cuda.Array]:
+    names = [io.key for io in network.exit.signature.inputs if io.name not in ("attention", "logit_rows")]
+    return [values[name][:total] for name in names]
+
+
+def engine_of(of: Block | Piece) -> TensorRTExecutable:
+    """A network that this executor is given has engines of this backend."""
+    return cast(TensorRTExecutable, of.run)
+
+
+def most_exchanged(network: Network, num_slots: int, max_num_tokens: int) -> tuple[int, int]:
+    """(bytes that a sum has at most, bytes that a rank's part of the logits has at most)."""
+    sizes = {"num_tokens": max(num_slots, max_num_tokens), "num_requests": num_slots}
+
+    def nbytes(io: IO) -> int:
+        dims = [sizes[size] if isinstance(size, str) else size for size in io.shape]
+        return math.prod(dims) * io.numpy_dtype.itemsize
+
+    blocks = (network.embedding, *(block for block, _ in network.layers), network.exit)
+    sums = [
+        nbytes(io)
+        for block in blocks
+        for piece in block.pieces
+        for io in piece.signature.outputs
+        if io.name in piece.sums
+    ]
+    return max(sums, default=0), max(nbytes(io) for io in network.exit.signature.outputs if io.name == "logits")

@@ -1,0 +1,150 @@
+"""Several ranks for real: sums over peer memory, and a model split over two. With one GPU both ranks run there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_gpu_run import PROMPTS, decode
+
+from lockstep import backends
+from lockstep.errors import CheckError
+from lockstep.runtime import Advance, Model, Tokenizer
+from lockstep.targets import Results
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many there are."""
+    from lockstep.backends.tensorrt import cuda, program
+
+    count = cuda.device_count()
+    if count < 2:
+        monkeypatch.setenv(program.ONE_GPU, "1")
+    monkeypatch.setattr(program.Device, "_instances", {0: program.Device.get(0)})
+    return count
+
+
+def values(count: int, dtype: np.dtype, rank: int) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(count).astype(np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("one_shot", [1 << 30, 0], ids=["one shot", "two shots"])
+def test_sums_are_those_of_numpy_to_the_bit(
+    world: int, dtype: str, one_shot: int, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In CUDA graphs, again and again, of sizes that change between them."""
+    from lockstep.artifacts.dtypes import named_dtype
+    from lockstep.backends.tensorrt import all_reduce, cuda
+    from lockstep.backends.tensorrt.program import Device
+
+    if 1 < devices < world:
+        pytest.skip(f"{devices} GPUs")
+    monkeypatch.setattr(all_reduce, "_ONE_SHOT", one_shot)
+    kind, ranks = named_dtype(dtype), [Device.get(rank) for rank in range(world)]
+    counts = (8, 4096, 24, 16 * 4096, 520, 300 * 1000)
+    exchanges = all_reduce.connect(ranks, max(counts) * kind.itemsize + 16, 16)
+    hosts = {count: [values(count, kind, rank) for rank in range(world)] for count in counts}
+    arrays: dict[int, list[cuda.Array]] = {}
+    for count in counts:
+        arrays[count] = []
+        for device, host in zip(ranks, hosts[count]):
+            device.use()
+            arrays[count].append(cuda.zeros((count + 8,), kind)[:count])
+            device.stream.upload(arrays[count][-1], host)
+    graphs = []
+    for number, exchange in enumerate(exchanges):
+        exchange.device.use()
+        with exchange.device.stream.capture() as graph:
+            for count in counts:
+                exchange.sum(arrays[count][number])
+        graphs.append(graph)
+    for _ in range(3):
+        for exchange, graph in zip(exchanges, graphs):
+            exchange.device.use()
+            graph.launch(exchange.device.stream)
+    for count in counts:
+        expected = hosts[count]
+        for _ in range(3):
+            total = expected[0].astype(np.float32)
+            for host in expected[1:]:
+                total += host.astype(np.float32)
+            expected = [total.astype(kind)] * world
+        for device, array in zip(ranks, arrays[count]):
+            device.use()
+            found = np.empty(count, kind)
+            device.stream.download(found, array)
+            device.stream.synchronize()
+            assert found.tobytes() == expected[0].tobytes(), (count, device.number)
+    for exchange in exchanges:
+        exchange.check()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 384), (5, 100), (256, 16000)])
+def test_parts_are_put_side_by_side(rows: int, columns: int) -> None:
+    from lockstep.backends.tensorrt import all_reduce, cuda
+    from lockstep.backends.tensorrt.program import Device
+
+    ranks = [Device.get(rank) for rank in range(2)]
+    exchanges = all_reduce.connect(ranks, 16, rows * columns * 2)
+    parts = [values(rows * columns, np.dtype("f2"), rank).reshape(rows, columns) for rank in range(2)]
+    wholes = []
+    for exchange, part in zip(exchanges, parts):
+        exchange.device.use()
+        array = cuda.zeros((rows + 1, columns), "f2")[:rows]
+        wholes.append((array, cuda.zeros((rows, 2 * columns), "f2")))
+        exchange.device.stream.upload(array, part)
+    for _ in range(3):
+        for exchange, (part, whole) in zip(exchanges, wholes):
+            exchange.device.use()
+            exchange.gather(part, whole)
+    for exchange, (_, whole) in zip(exchanges, wholes):
+        exchange.device.use()
+        found = np.empty(whole.shape, "f2")
+        exchange.device.stream.download(found, whole)
+        exchange.device.stream.synchronize()
+        assert np.array_equal(found, np.concatenate(parts, axis=1))
+
+
+def test_a_rank_that_does_not_come_is_named_and_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.backends.tensorrt import all_reduce, cuda
+    from lockstep.backends.tensorrt.program import Device
+
+    monkeypatch.setattr(all_reduce, "_SECONDS", 2)
+    first, _ = exchanges = all_reduce.connect([Device.get(rank) for rank in range(2)], 8192, 16)
+    first.device.use()
+    array = cuda.zeros((4096,), "f2")
+    for _ in range(3):
+        first.sum(array)
+    first.device.stream.synchronize()
+    with pytest.raises(CheckError, match="expected rank 1 .* at a sum, found that rank 0 waited 2 s for it"):
+        first.check()
+    exchanges[1].check()
+
+
+@pytest.mark.parametrize(("precision", "attention"), [("fp16", "fused"), ("fp32", "traced")])
+def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
+    demo: Results, demo_of_two_ranks: Results, precision: str, attention: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
+    options = {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
+    whole, split = (results.assembly("demo-llama", precision) for results in (demo, demo_of_two_ranks))
+    weights = demo.weights("demo-llama", precision)
+    built = {
+        "reference": (backends.build(whole, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"), whole),
+        "ranks": (backends.build(split, "tensorrt", tmp_path / "tensorrt" / "engines.json", options), split),
+    }
+    tokenizer = Tokenizer.open(whole)
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    reference, model = (Model.open(engines, assembly, weights) for engines, assembly in built.values())
+    expected = decode(reference, prompts)
+    assert np.array_equal(decode(model, prompts), expected)
+    model.warm_up()
+    assert np.array_equal(decode(model, prompts), expected)
+    assert {"sum", "gather", "attention", "gaps"} < set(model._executor.breakdown(len(prompts)))
+    model.step_tokens([Advance(0, prompts[0], 0)])
+    assert {"sum", "gather"} < set(model._executor.breakdown_prefill())
+    assert np.array_equal(decode(model, prompts), expected)

@@ -1,0 +1,312 @@
+"""A model split over several GPUs, on fake ones: each rank on its device, with sums between their streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demo_model import GOLDEN, LIMITS, TOLERANCES
+
+import fake_gpu
+from lockstep.artifacts.files import read_json
+from lockstep.backends import build
+from lockstep.errors import CheckError
+from lockstep.runtime import Advance, Engine, Model, Request, Sampling
+from lockstep.targets import Results, Target
+from lockstep.verify import golden
+from shared import Shared
+
+MODEL = "demo-llama"
+SIZES = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+# version of TensorRT, precision, attention, ranks
+FORMS = [("8.6.0", "fp32", "traced", 2), ("10.9.0", "fp16", "fused", 2), ("10.9.0", "fp16", "fused", 4)]
+TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}  # as of one rank, test_tensorrt_run.py
+
+
+@pytest.fixture(scope="session")
+def split(demo: Results, shared: Shared) -> dict[tuple[str, int], tuple[Path, Path, Path]]:
+    """By precision and ranks: assembly.json of the ranks, assembly.json and weights.json of one. The demo has heads for
+    2 ranks, a random model for 4."""
+
+    def make(folder: Path) -> None:
+        from handmade import make as make_random
+
+        from lockstep.export import export  # loads torch
+
+        for precision in ("fp32", "fp16"):
+            export(demo.checkpoint(MODEL), precision, folder / precision / "assembly.json", tensor_parallel=2)
+        made = make_random(folder / "random", ["fp16"])
+        export(made.checkpoint("tiny"), "fp16", folder / "random" / "ranks" / "assembly.json", tensor_parallel=4)
+
+    folder = shared.folder("gpu-ranks", make)
+    random = Results(folder / "random" / "results")
+    return {
+        ("fp32", 2): (folder / "fp32" / "assembly.json", demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32")),
+        ("fp16", 2): (folder / "fp16" / "assembly.json", demo.assembly(MODEL, "fp16"), demo.weights(MODEL, "fp16")),
+        ("fp16", 4): (
+            folder / "random" / "ranks" / "assembly.json",
+            random.assembly("tiny", "fp16"),
+            random.weights("tiny", "fp16"),
+        ),
+    }
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: "-".join(map(str, form)))
+def form(request: pytest.FixtureRequest) -> tuple[str, str, str, int]:
+    return request.param
+
+
+@pytest.fixture
+def gpu(form: tuple[str, str, str, int]) -> Iterator[fake_gpu.Gpu]:
+    with fake_gpu.installed(form[0]) as found, pytest.MonkeyPatch.context() as patch:
+        from lockstep.backends.tensorrt import program
+
+        patch.setattr(program, "_PIECE", 1 << 12)  # several pieces of small weights, of rows and of columns
+        found.devices = form[3]
+        yield found
+        assert not found.faults
+
+
+@pytest.fixture(scope="session")
+def engines(split: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Path]:
+    """engines.json of each form, and by (precision, ranks) that of one rank in ONNX Runtime."""
+    folder, found = tmp_path_factory.mktemp("ranks"), {}
+    for version, precision, attention, degree in FORMS:
+        assembly, whole, _ = split[precision, degree]
+        out = folder / f"{precision}-{degree}"
+        with fake_gpu.installed(version):
+            options = {"attention": attention, **SIZES}
+            found[version, precision, attention, degree] = build(assembly, "tensorrt", out / "ranks.json", options)
+        found[precision, degree] = build(whole, "onnxruntime", out / "one" / "engines.json")
+    return found
+
+
+@pytest.fixture
+def paths(split: dict, engines: dict[tuple, Path], form: tuple, gpu: fake_gpu.Gpu) -> tuple[Path, Path, Path]:
+    """engines.json, assembly.json and weights.json of the form."""
+    assembly, _, weights = split[form[1], form[3]]
+    return engines[form], assembly, weights
+
+
+@pytest.fixture
+def open_model(paths: tuple[Path, Path, Path]) -> Callable[..., Model]:
+    return lambda layers=2, **limits: Model.open(*paths, layers, **{**SIZES, **limits})
+
+
+@pytest.fixture
+def reference(split: dict, engines: dict[tuple, Path], form: tuple) -> Callable[..., Model]:
+    """One rank, in ONNX Runtime."""
+    _, assembly, weights = split[form[1], form[3]]
+    return lambda layers=2: Model.open(engines[form[1], form[3]], assembly, weights, layers, **SIZES)
+
+
+def steps(model: Model) -> Iterator[tuple[list[Advance], np.ndarray]]:
+    """Prompts, decoding rows, both; slots that begin again; tokens and logits in turn."""
+    random = np.random.default_rng(0)
+
+    def step(*slots: int, prompts: tuple[tuple[int, int], ...] = ()) -> tuple[list[Advance], np.ndarray]:
+        advances = [Advance(slot, random.integers(0, 96, 1), model.length(slot)) for slot in slots]
+        advances += [Advance(slot, random.integers(0, 96, count), model.length(slot)) for slot, count in prompts]
+        return advances, model.step(advances)
+
+    yield step(prompts=((2, 45), (0, 8)))
+    for _ in range(25):  # slot 2 goes over 64 tokens: a page, or a larger cache
+        yield step(2, 0)
+    yield step(2, 0, prompts=((1, 24), (3, 1)))
+    yield step(0, 1, 2, 3)
+    model.release(2)
+    yield step(3, 0, prompts=((2, 100),))
+    yield step(1, prompts=((2, 30), (0, 17)))
+    yield step(0, 1, 2, 3)
+
+
+def test_ranks_give_the_logits_of_one(open_model, reference, form: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
+    for (_, found), (_, expected) in zip(steps(open_model("all")), steps(reference("all")), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[form[1]])
+
+
+@pytest.mark.parametrize("form", FORMS[:2], indirect=True, ids=["traced", "fused"])
+def test_the_demo_passes_the_golden_check(references: Results, paths, form: tuple, gpu, tmp_path: Path) -> None:
+    engines, assembly, weights = paths
+    golden.check(
+        assembly,
+        weights,
+        engines,
+        references.reference(MODEL, "all"),
+        Target(MODEL, form[1], "all", "tensorrt"),
+        TOLERANCES[form[1]],
+        LIMITS,
+        tmp_path / "golden.json",
+        tmp_path / "speed.json",
+        [prompt.expected["all"] for prompt in GOLDEN.prompts],
+    )
+    assert read_json(tmp_path / "golden.json")["result"] == "pass"
+
+
+def test_requests_share_pages_are_sampled_and_swapped_out(open_model, form: tuple) -> None:
+    """The scheduler's work on all ranks at once: the tokens that each request has alone, and a pool that is whole."""
+    shared_prompt = list(range(3, 73))
+    requests = [
+        Request([*shared_prompt, 5], 12),
+        Request([*shared_prompt, 9, 8], 12, sampling=Sampling(temperature=0.9, seed=3), n=2),
+        Request(list(range(20, 50)), 20),
+        Request([7], 16, sampling=Sampling(temperature=1.1, top_p=0.9, seed=5)),
+    ]
+    model = open_model("all", chunk_size=64)
+    model.warm_up()
+
+    def run(engine: Engine, some: list[Request]) -> dict[tuple[int, int], list[int]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for token in engine.run(some):
+            found.setdefault((token.request, token.choice), []).append(token.token)
+        return found
+
+    alone = {}
+    for number, request in enumerate(requests):
+        found = run(Engine(model, prefix_caching=False), [request])
+        alone |= {(number, choice): tokens for (_, choice), tokens in found.items()}
+    together = Engine(model)
+    assert run(together, requests) == alone
+    assert run(together, requests) == {
+        (number + len(requests), choice): alone[number, choice] for number, choice in alone
+    }
+    pool = model.tables.pool
+    assert pool.num_available == pool.num_pages
+    if form[2] == "fused":
+        model.step([Advance(0, np.arange(70), 0)])
+        model.step([Advance(0, np.array([3]), 70)])
+        swapped = model.swap_out(0)
+        model.step([Advance(1, np.arange(10, 90), 0)])
+        model.swap_in(0, swapped)
+        model.step([Advance(2, np.arange(70), 0)])
+        model.step([Advance(2, np.array([3]), 70)])
+        pair = [model.step([Advance(slot, np.array([4]), 71)]) for slot in (0, 2)]
+        np.testing.assert_allclose(*pair, rtol=0, atol=TOLERANCE[form[1]])
+
+
+def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: tuple) -> None:
+    model = open_model()
+    model.step_tokens([Advance(0, np.arange(5), 0)])
+    for position in range(5, 8):
+        model.step_tokens([Advance(0, np.array([1]), position)])
+    launches, plain = gpu.launches, gpu.plain
+    model.step_tokens([Advance(0, np.array([1]), 8)])
+    assert (gpu.launches - launches, gpu.plain - plain) == (form[3], 0)
+    breakdown = model._executor.breakdown(1)
+    assert {"embedding", "block", "attention", "sum", "exit", "gather", "next token"} < set(breakdown)
+
+
+@pytest.mark.parametrize("fails", [1, 6])
+def test_a_step_that_fails_half_way_leaves_no_rank_waiting(open_model, gpu, fails: int, monkeypatch) -> None:
+    from lockstep.backends.tensorrt import all_reduce
+
+    model, made, launch = open_model(), [], all_reduce.Exchange.sum
+
+    def broken(self: all_reduce.Exchange, values: object) -> None:
+        if len(made) == fails:
+            raise CheckError("no more memory")
+        made.append(values)
+        launch(self, values)
+
+    monkeypatch.setattr(all_reduce.Exchange, "sum", broken)
+    with pytest.raises(CheckError, match="no more memory"):
+        model.step([Advance(0, np.arange(60), 0)])
+    monkeypatch.undo()
+    for rank in model._executor.ranks:
+        rank.stream.synchronize()
+    with pytest.raises(CheckError, match="tensor_parallel: expected whole steps, found one that ended half way"):
+        model.step([Advance(0, np.arange(60), 0)])
+
+
+def test_a_rank_that_does_not_come_is_named(open_model) -> None:
+    model = open_model()
+    model.step([Advance(0, np.arange(6), 0)])
+    model._executor.ranks[0].exchange._host_lost[0] = 2  # as the kernel writes it
+    with pytest.raises(CheckError, match=r"expected rank 1 \(GPU 1\) at a sum, found that rank 0 waited 60 s for it"):
+        model.step([Advance(0, np.array([3]), 6)])
+
+
+def test_ranks_that_differ_are_told_when_asked_for(open_model, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
+    model = open_model()
+    model.step([Advance(0, np.arange(6), 0)])
+    (table,) = model._executor.ranks[1].network.embedding.run._weights.values()
+    gpu.array(table.address, table.shape, table.dtype)[3] *= 2
+    with pytest.raises(CheckError, match=r"rank 1 \(GPU 1\): expected the values behind the last layer of rank 0 to"):
+        model.step([Advance(0, np.array([3]), 6)])
+
+
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda gpu: vars(gpu).update(devices=3),
+            "expected a GPU for each rank, 4 or more, found 3; make more visible",
+        ),
+        (lambda gpu: gpu.names.update({2: b"other\0"}), "GPU 2: expected name fake, .* as GPU 0, found name other"),
+        (
+            lambda gpu: gpu.unreachable.append({1, 3}),
+            "GPU 3: expected access to the memory of GPU 1, found none; choose GPUs",
+        ),
+    ],
+    ids=["missing", "another kind", "no access"],
+)
+def test_devices_that_do_not_serve_are_refused(open_model, gpu, change, message: str) -> None:
+    change(gpu)
+    with pytest.raises(CheckError, match=f"^tensor_parallel: {message}"):
+        open_model()
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_ranks_may_share_the_first_gpu_for_checks(open_model, reference, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.devices = 1
+    monkeypatch.setenv("LOCKSTEP_RANKS_ON_ONE_GPU", "1")
+    step = lambda model: model.step([Advance(0, np.arange(60), 0)])
+    np.testing.assert_allclose(step(open_model()), step(reference()), rtol=0, atol=TOLERANCE["fp16"])
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_too_little_memory_names_the_gpu(open_model, gpu) -> None:
+    gpu.total = gpu.used + (3 << 20)
+    with pytest.raises(CheckError, match=r"MiB of free GPU memory for .* on GPU \d; lower"):
+        open_model("all")
+
+
+def test_large_sums_are_made_in_two_shots(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank its part, sent to all: the same numbers, to the bit, as in one."""
+    from lockstep.backends.tensorrt import all_reduce, cuda
+    from lockstep.backends.tensorrt.program import Device
+
+    world, random = gpu.devices, np.random.default_rng(0)
+    devices = [Device.get(rank) for rank in range(world)]
+    for count in (8, 40, 1000, 4096):
+        hosts = [random.standard_normal(count).astype(np.float16) for _ in devices]
+        found = []
+        for limit in (1 << 20, 0):
+            monkeypatch.setattr(all_reduce, "_ONE_SHOT", limit)
+            exchanges = all_reduce.connect(devices, 2 * count, 16)
+            arrays = []
+            for device, host in zip(devices, hosts):
+                device.use()
+                arrays.append(cuda.zeros((count,), "f2"))
+                device.stream.upload(arrays[-1], host)
+            for _ in range(3):  # the second and third time the sums of sums
+                for exchange, array in zip(exchanges, arrays):
+                    exchange.device.use()
+                    exchange.sum(array)
+            for device, array in zip(devices, arrays):
+                found.append(np.empty(count, np.float16))
+                device.stream.download(found[-1], array)
+            for device in devices:
+                device.stream.synchronize()
+        expected = hosts
+        for _ in range(3):
+            total = expected[0].astype(np.float32)
+            for host in expected[1:]:
+                total += host
+            expected = [total.astype(np.float16)] * world
+        assert all(np.array_equal(each, expected[0]) for each in found)
