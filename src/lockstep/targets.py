@@ -96,6 +96,9 @@ class Results:
     def served(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.root / model / precision / "served" / backend / f"{layers}.json"
 
+    def adapter_sources(self, model: str) -> Path:
+        return self.root / model / "adapter_sources.json"
+
     def adapters(self, model: str) -> Path:
         return self.root / model / "adapters.json"
 

@@ -5,12 +5,52 @@
 #        <model>/<precision>/adapted/<backend>/<layers>.json
 
 
+ADAPTERS_ON_HUB = sorted(
+    model for model in CONFIG.models if fetches_adapters(CONFIG, model)
+)
+
+
+def folders_of(model, on_hub):
+    """Those that a job brings, or those that are there."""
+    fetched = STAGES["fetch_adapters"].options(CONFIG, model)["sources"]
+    folders = ADAPTERS[model].items()
+    return [folder for name, folder in folders if (name in fetched) == on_hub]
+
+
+rule fetch_adapters:
+    input:
+        nothing=recovered,
+    output:
+        # Not deleted before: the commits that branches were found at lie beside it.
+        update(output_of("fetch_adapters")),
+    log:
+        log_of("fetch_adapters", MODEL),
+    wildcard_constraints:
+        model=names_pattern(ADAPTERS_ON_HUB),
+    # Where Snakemake runs: the nodes of a cluster may have no network.
+    localrule: True
+    conda:
+        "../../envs/fetch.yaml"
+    params:
+        options=options_of("fetch_adapters"),
+        key=key_of("fetch_adapters"),
+    message:
+        "Fetch the adapters of {wildcards.model} from the hub"
+    script:
+        "../scripts/stage.py"
+
+
 rule adapters:
     input:
         **inputs_of("adapters"),
+        sources=lambda wildcards: (
+            [RESULTS.adapter_sources(wildcards.model)]
+            if wildcards.model in ADAPTERS_ON_HUB
+            else []
+        ),
         files=lambda wildcards: display_paths(
             path
-            for folder in ADAPTERS[wildcards.model].values()
+            for folder in folders_of(wildcards.model, on_hub=False)
             for path in sorted(folder.glob("adapter_*"))
         ),
     output:

@@ -12,7 +12,7 @@ from lockstep.config import load as lockstep_config
 from lockstep.config.backends import backends
 from lockstep.config.types import PRECISIONS
 from lockstep.pipeline.stages import REPORTS as REPORT_STAGES
-from lockstep.pipeline.stages import STAGES, all_steps, path_of
+from lockstep.pipeline.stages import STAGES, all_steps, fetches_adapters, path_of
 from lockstep.pipeline.wanted import all_jobs, jobs_of, names_pattern, wanted
 from lockstep.provenance.code_identity import stage_key
 from lockstep.provenance.cache.store import cache_folder
@@ -77,7 +77,7 @@ with guard():
     }
     # Folders of adapters by model and name.
     ADAPTERS = {
-        model: CONFIG.adapter_folders(model, [Path.cwd(), REPOSITORY])
+        model: CONFIG.adapter_folders(model, [Path.cwd(), REPOSITORY], results=PLACE)
         for model in CONFIG.models
     }
     CONFIG.check_backends()

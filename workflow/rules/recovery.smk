@@ -37,7 +37,14 @@ if workflow.is_main_process:
             RECORDED,
             {
                 PREFIXED(path)
-                for stage in ("fetch", "random_weights", "convert", "export", "build")
+                for stage in (
+                    "fetch",
+                    "fetch_adapters",
+                    "random_weights",
+                    "convert",
+                    "export",
+                    "build",
+                )
                 for path in made_by(stage)
             },
         )

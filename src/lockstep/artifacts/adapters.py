@@ -31,6 +31,11 @@ LORA_SLOTS = record(
 )
 
 
+def fetched_manifest(adapter_sources: Path, name: str) -> Path:
+    """The manifest of one adapter that was fetched. adapter_sources: the path of the manifest of all of a model."""
+    return adapter_sources.with_suffix("") / name / "source.json"
+
+
 @dataclass(frozen=True)
 class LoraSlot:
     """Where a block takes the adapters of one of its linear layers: the names of its inputs lora_A [in_features,
@@ -111,7 +116,8 @@ class Adapter:
 
     source: the config's text for it. folder: of its files, relative to the manifest or absolute. rank: the largest of
     its modules. scale: of the product of its two matrices. base_model: what its config says that it was trained on.
-    modules: by name of the linear layer (`model.layers.0.self_attn.q_proj`).
+    modules: by name of the linear layer (`model.layers.0.self_attn.q_proj`). commit: of the repository that it was
+    fetched from; "" for a folder.
     """
 
     source: str
@@ -121,6 +127,7 @@ class Adapter:
     scale: float
     base_model: str
     modules: Mapping[str, AdaptedModule]
+    commit: str = ""
 
     @property
     def sha256(self) -> str:

@@ -20,6 +20,7 @@ _NAMES = ("file", "graph", "path")
 _NO_CONTENT = {
     formats.CHECKPOINT: ("source", "folder", "commit"),
     formats.SOURCE: ("source", "commit"),
+    formats.ADAPTER_SOURCES: ("adapters",),
     formats.ENGINES: ("device",),
 }
 
@@ -113,7 +114,7 @@ def content(path: Path) -> str:
     value = {key: item for key, item in value.items() if key not in _NO_CONTENT.get(kind, ())}
     with manifest_entries(path):
         if kind == formats.ADAPTERS:
-            places = ("source", "folder")
+            places = ("source", "folder", "commit")
             value["adapters"] = {
                 name: {key: item for key, item in adapter.items() if key not in places}
                 for name, adapter in value["adapters"].items()

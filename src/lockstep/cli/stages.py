@@ -123,10 +123,13 @@ def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tupl
     for text in targets:
         if not any(_matches(target, text) for target in chosen):
             config.parse_target(text)  # says which there are
-    if entry.name.startswith("adapt"):
+    if entry.name in ("fetch_adapters", "adapters", "adapted_reference", "adapted"):
         chosen = [target for target in chosen if config.models[target.model].adapters]
         if not chosen:
             raise InputError(f"{entry.name}: expected a model with adapters, found none; give its `adapters`")
+        chosen = [target for target in chosen if entry.name != "fetch_adapters" or entry.needed(config, target)]
+        if not chosen:
+            raise InputError("fetch_adapters: expected adapters on the hub (hf:org/name), found none: nothing to fetch")
     if "backend" in entry.wildcards:
         needed = [target for target in chosen if entry.needed(config, target)]
         if not needed and (reason := config.cannot_run(chosen[0].backend)):
@@ -150,7 +153,7 @@ def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> P
     model = names["model"]
     made = step(stage, project.config, project.results, names)
     folder = None if is_fetched(project.config, model) else project.sources[model]
-    adapters = project.config.adapter_folders(model) if stage == "adapters" else {}
+    adapters = project.config.adapter_folders(model, results=project.results) if stage == "adapters" else {}
     job = jobs.Job(made, project.results, folder, given=given, adapters=adapters)
     with refreshed(project.results):
         return run(made, lambda: jobs.run(job), project.lock_file(model), project.config.cache)

@@ -12,13 +12,15 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.artifacts.fetched import known
+from lockstep.artifacts.adapters import fetched_manifest
+from lockstep.artifacts.fetched import folder_of, known
 from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.documents import read_document
 from lockstep.config.messages import Problem, Problems, describe, join, nearest, one_line
 from lockstep.config.section import Flag, PathText, Section
 from lockstep.config.sources import (
     FolderSource,
+    HubSource,
     RandomSource,
     parse_source,
     places_of,
@@ -213,12 +215,19 @@ class Config(Section):
         return {"": texts, **found}
 
     def adapter_folders(
-        self, model: str, folders: Sequence[str | os.PathLike] | None = None, where: str = "config"
+        self,
+        model: str,
+        folders: Sequence[str | os.PathLike] | None = None,
+        where: str = "config",
+        results: Results = Results(),
     ) -> dict[str, Path]:
-        """The folder of each adapter of a model, looked up as `check_sources` does. Raises InputError, which names
-        every place looked at, where there is none."""
+        """The folder of each adapter of a model, looked up as `check_sources` does; of one on the hub where a job of
+        `results` brings it. Raises InputError, which names every place looked at, where there is none."""
         found, problems = {}, []
         for name, adapter in sorted(self.models[model].adapters.items()):
+            if isinstance(parse_source(adapter.source), HubSource):
+                found[name] = folder_of(fetched_manifest(results.adapter_sources(model), name))
+                continue
             places = places_of(adapter.source, folders)
             place = next((place for place in places if os.path.isdir(place)), None)
             if place is None:

@@ -15,7 +15,7 @@ from lockstep import targets
 from lockstep.artifacts.adapters import MOST_ADAPTERS, RANKS
 from lockstep.config.backends import backends
 from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, PathText, Section, path_text
-from lockstep.config.sources import SourceError, parse_source
+from lockstep.config.sources import RANDOM_PREFIX, SourceError, parse_source
 
 _LIMITS = targets.Limits()
 
@@ -139,18 +139,19 @@ class OwnTolerances(Section):
 
 
 def _adapter_source(value: Any) -> Any:
-    if isinstance(path_text(value), str) and value.startswith(("hf:", "random:")):
-        raise PydanticCustomError("source", "the folder of an adapter, as PEFT saves it: adapters are not fetched")
-    return value
+    if isinstance(value, str) and value.startswith(RANDOM_PREFIX):
+        raise PydanticCustomError("source", "the folder of an adapter, or hf:org/name@revision")
+    return _source(value)
 
 
 class AdapterConfig(Section):
     """A LoRA adapter of a model (docs/adapters.md)."""
 
-    source: Annotated[PathText, BeforeValidator(_adapter_source)] = Field(
+    source: Annotated[str, BeforeValidator(_adapter_source)] = Field(
         min_length=1,
-        description="The folder that PEFT saved: adapter_config.json and adapter_model.safetensors. A relative path is "
-        "looked up from the working directory, then from the repository.",
+        description="The folder that PEFT saved, with adapter_config.json and adapter_model.safetensors, or "
+        "`hf:org/name@revision`, an adapter on the hub. A relative path is looked up from the working directory, then "
+        "from the repository.",
     )
     prompts: Annotated[tuple[Prompt, ...], AsTuple] = Field(
         default=(), description="The adapter's golden prompts; none: the texts of the model's."

@@ -17,7 +17,10 @@ from collections.abc import Collection
 import numpy as np
 import onnx
 import onnx_ir as ir
+import torch
 from onnx import helper, numpy_helper
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS, LoraSlot, LoraSlots
 from lockstep.artifacts.assembly import Assembly
@@ -106,10 +109,12 @@ def adapted(
     max_adapters: int,
     max_lora_rank: int,
     targets: Collection[str] | None = None,
+    linears: Collection[str] | None = None,
 ) -> tuple[dict[str, bytes], LoraSlots, dict[str, Graph]]:
     """Of an assembly and its files: the files with graphs that take adapters, where they take them, and these graphs
     by class. targets: names of modules that adapters may be of, as PEFT has them; None: all linear layers of the
-    decoder layers.
+    decoder layers. linears: names of the model's linear layers; what else is such a product (a router of experts) takes
+    no adapters. None: all such products are taken for linear layers.
 
     Raises InputError where none of a name, or none at all, is there."""
     classes: dict[str, dict[str, LoraSlot]] = {}
@@ -120,7 +125,7 @@ def adapted(
         if name == assembly.embedding.graph:
             continue
         graph = Graph(files[file.file], file.signature)
-        slots = [slot.name for slot in file.signature.slots if _is_linear(assembly, name, slot.name)]
+        slots = [slot.name for slot in file.signature.slots if _is_linear(assembly, name, slot.name, linears)]
         made, everywhere = add_lora(graph, slots, max_adapters, max_lora_rank)
         known |= {module_of(slot) for slot in everywhere}
         if targets is not None:
@@ -137,14 +142,22 @@ def adapted(
     return files, LoraSlots(max_adapters, max_lora_rank, classes), graphs
 
 
-def _is_linear(assembly: Assembly, name: str, slot: str) -> bool:
-    """Whether the slot takes the weight of one module of a decoder layer, under the module's own name in the
+def linear_layers(model: PreTrainedModel) -> set[str]:
+    """The names of a model's linear layers, as PEFT finds them."""
+    return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+
+
+def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str] | None) -> bool:
+    """Whether the slot takes the weight of one linear layer of a decoder layer, under the layer's own name in the
     checkpoint."""
     if not slot.startswith(_LAYER_SLOTS) or not slot.endswith(".weight"):
         return False
     parts = [part for layer in assembly.layers for part in (layer.block, layer.exit) if part.graph == name]
     return all(
-        len(part.slots[slot]) == 1 and part.slots[slot][0].endswith(f".{module_of(slot)}.weight") for part in parts
+        len(part.slots[slot]) == 1
+        and part.slots[slot][0].endswith(f".{module_of(slot)}.weight")
+        and (linears is None or part.slots[slot][0].removesuffix(".weight") in linears)
+        for part in parts
     )
 
 

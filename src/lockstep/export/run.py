@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from lockstep.export.canonical import Graph
 from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.compose import Step, compose
 from lockstep.export.cut import Region
-from lockstep.export.lora import adapted
+from lockstep.export.lora import adapted, linear_layers
 from lockstep.export.parity import prove
 from lockstep.export.rope import position_limit
 from lockstep.export.shards import Heads, as_shard, check_plan, shard_block, shard_region
@@ -130,15 +130,15 @@ def _proven(
         check_tensors(meta, find_tensors(folder).tensors, folder)
     files, assembly = assemble(meta, config, precision, tensor_parallel=tensor_parallel)
     prove(config, meta, files, assembly, assemble)
-    return with_adapters(files, assembly, adapters) if adapters else (files, assembly)
+    return with_adapters(files, assembly, adapters, linear_layers(meta)) if adapters else (files, assembly)
 
 
 def with_adapters(
-    files: Mapping[str, bytes], assembly: Assembly, adapters: Mapping[str, Any]
+    files: Mapping[str, bytes], assembly: Assembly, adapters: Mapping[str, Any], linears: Collection[str] | None = None
 ) -> tuple[dict[str, bytes], Assembly]:
-    """The same with blocks that take adapters; the uncut graph stays without. adapters: arguments of
+    """The same with blocks that take adapters; the uncut graph stays without. adapters, linears: arguments of
     `lora.adapted`."""
-    made, slots, graphs = adapted(dict(files), assembly, **adapters)
+    made, slots, graphs = adapted(dict(files), assembly, **adapters, linears=linears)
     classes = {name: _file(graphs[name], name) if name in graphs else file for name, file in assembly.classes.items()}
     return made, replace(assembly, classes=classes, adapters=slots)
 

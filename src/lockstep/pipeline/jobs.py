@@ -156,6 +156,12 @@ def served(job: Job) -> None:
     )
 
 
+def fetch_adapters(job: Job) -> None:
+    from lockstep.checkpoint.hub.adapters import fetch_adapters
+
+    fetch_adapters(job.options["sources"], job.output)
+
+
 def adapters(job: Job) -> None:
     from lockstep.weights.check_adapters import resolve_adapters
 

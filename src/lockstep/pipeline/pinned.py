@@ -56,7 +56,8 @@ def pin_golden(manifest: Path, record: Mapping[str, Any]) -> Pinned:
 def pin_adapters(manifest: Path, record: Mapping[str, Any]) -> Pinned:
     adapters = AdaptersManifest.load(manifest).adapters
     files = {f"{name}/{file.path}": file.sha256 for name, adapter in adapters.items() for file in adapter.files}
-    return ("results", record["stage"], "all"), files
+    commits = {f"{name}/commit": adapter.commit for name, adapter in adapters.items() if adapter.commit}
+    return ("results", record["stage"], "all"), {**files, **commits}
 
 
 def pin_adapted(manifest: Path, record: Mapping[str, Any]) -> Pinned:

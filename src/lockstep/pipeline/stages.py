@@ -118,6 +118,16 @@ def _adapters(config: Config, model: str) -> dict[str, Any]:
     return {"sources": sources, **_rank_and_targets(config, model)}
 
 
+def _adapters_on_hub(config: Config, model: str) -> dict[str, Any]:
+    sources = {name: adapter.source for name, adapter in sorted(config.models[model].adapters.items())}
+    return {"sources": {name: text for name, text in sources.items() if isinstance(parse_source(text), HubSource)}}
+
+
+def fetches_adapters(config: Config, model: str) -> bool:
+    """Whether a job brings adapters of a model from the hub."""
+    return bool(_adapters_on_hub(config, model)["sources"])
+
+
 def _adapted_reference(config: Config, model: str, layers: int | str) -> dict[str, Any]:
     prompts = {name: [prompt.text for prompt in each] for name, each in config.adapter_prompts(model).items()}
     return {"golden": {"max_new_tokens": config.models[model].golden.max_new_tokens, "prompts": prompts}}
@@ -200,6 +210,11 @@ _TABLE = (
         job=f"{_JOBS}:served", options=_served, is_check=True, is_judged=True, is_named=True,
         needed=lambda config, target: config.is_run(target) and config.check_server,
         help="A server on the engine set against the golden check.",
+    ),
+    Stage(
+        "fetch_adapters", makes="adapter_sources", code="checkpoint.hub.adapters", job=f"{_JOBS}:fetch_adapters",
+        options=_adapters_on_hub, needed=lambda config, target: fetches_adapters(config, target.model), continues=True,
+        help="LoRA adapters on the hub -> adapter_sources.json and their folders.",
     ),
     Stage(
         "adapters", makes="adapters", reads=("checkpoint",), code="weights.check_adapters", job=f"{_JOBS}:adapters",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.pipeline.stages import entry_of, is_fetched, path_of
+from lockstep.pipeline.stages import entry_of, fetches_adapters, is_fetched, path_of
 from lockstep.pipeline.step import Step
 from lockstep.targets import Results
 
@@ -53,6 +53,8 @@ def jobs_of(config: Config, results: Results, steps: Iterable[Step]) -> list[Mad
         inputs = list(step.inputs.values())
         if stage.name in ("resolve", "architecture") and is_fetched(config, step.names["model"]):
             inputs.append(results.source(step.names["model"]))
+        if stage.name == "adapters" and fetches_adapters(config, step.names["model"]):
+            inputs.append(results.adapter_sources(step.names["model"]))
         jobs.append(Made(list(map(str, outputs)), list(map(str, inputs))))
     return jobs
 

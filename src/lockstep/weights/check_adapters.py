@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from lockstep.artifacts.adapters import CONFIG, WEIGHTS, AdaptedModule, Adapter,
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
+from lockstep.artifacts.fetched import FOLDER, known
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.checkpoint.safetensors_header import read_header
@@ -79,9 +81,9 @@ def resolve_adapters(
                     f"found {module}; add it there"
                 )
         recorded = _recorded_folder(sources[name], folder, out)
-        adapters[name] = Adapter(
-            sources[name], recorded, checked.files, checked.rank, checked.scale, checked.base_model, checked.modules
-        )
+        fetched = known(folder.with_name("source.json"), sources[name]) if folder.name == FOLDER else None
+        commit = fetched.commit or "" if fetched else ""
+        adapters[name] = replace(checked, source=sources[name], folder=recorded, commit=commit)
     AdaptersManifest(adapters).save(out)
     return out
 

@@ -68,7 +68,7 @@ def fetch(
         return out
     disable_progress_bars()  # of single small files; `download` shows one for all weights
     pinned = commit or (None if newest else _pinned(out, source))
-    with _one_line(source, hub, pinned):
+    with one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
         snapshot = cache_folder(hub.repository) / "snapshots" / commit
         there = _names(source, hub, commit, snapshot)
@@ -172,7 +172,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
+def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
     """Each of the hub's answers as one line that says what to do. pinned: the commit that is asked for, where it is not
     for the source to say."""
     login = "log in with `hf auth login` or set HF_TOKEN" if not get_token() else "use a token that may read it"

@@ -1,0 +1,94 @@
+"""Fetch adapters: `hf:org/name@revision` of each in; `adapter_sources.json`, and beside it a folder of links into the
+hub's cache for each adapter, out.
+
+As for models, a branch or tag is resolved to a commit once, and that commit is used from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+from huggingface_hub.utils import disable_progress_bars
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.adapters import CONFIG, WEIGHTS, fetched_manifest
+from lockstep.artifacts.fetched import FOLDER, folder_of, known, link, write_fetched
+from lockstep.artifacts.files import remove_leftovers, sha256_file, write_json
+from lockstep.artifacts.manifest_files import lost_files
+from lockstep.checkpoint.hub.download import cache_folder
+from lockstep.checkpoint.hub.fetch import one_line
+from lockstep.config.sources import HubSource, parse_source
+from lockstep.errors import InputError
+
+
+def fetch_adapters(sources: Mapping[str, str], out: Path) -> Path:
+    """Write the manifest `out` of the adapters `sources` (by name), with a folder of each below `adapter_sources/`, and
+    return `out`.
+
+    Raises InputError, one line, for a repository that is absent, closed or holds no adapter in safetensors, and when
+    the hub cannot be reached and the cache lacks a file.
+    """
+    out = Path(out)
+    disable_progress_bars()
+    entries, files = {}, []
+    for name, source in sorted(sources.items()):
+        manifest = fetched_manifest(out, name)
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        commit = _fetch(source, manifest)
+        entries[name] = {"source": source, "commit": commit}
+        for file in (CONFIG, WEIGHTS):
+            path = folder_of(manifest) / file
+            place = f"{manifest.parent.relative_to(out.parent).as_posix()}/{FOLDER}/{file}"
+            files.append({"path": place, "size": path.stat().st_size, "sha256": sha256_file(path)})
+    remove_leftovers(out)
+    write_json(out, {"format": formats.ADAPTER_SOURCES, "adapters": entries, "files": files})
+    return out
+
+
+def _fetch(source: str, manifest: Path) -> str:
+    """The commit of an adapter whose files then lie beside its manifest."""
+    hub = parse_source(source)
+    assert isinstance(hub, HubSource)  # the stage fetches no other
+    earlier = known(manifest, source)
+    if earlier and earlier.commit and not lost_files(manifest):
+        return earlier.commit
+    pinned = earlier.commit if earlier else None
+    with one_line(source, hub, pinned):
+        commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
+        with _no_adapter(source, commit, hub.repository):
+            for file in (CONFIG, WEIGHTS):
+                hf_hub_download(hub.repository, file, revision=commit)
+    snapshot = cache_folder(hub.repository) / "snapshots" / commit
+    link(folder_of(manifest), {file: snapshot / file for file in (CONFIG, WEIGHTS)})
+    digests = {file: sha256_file(snapshot / file) for file in (CONFIG, WEIGHTS)}
+    write_fetched(manifest, source, digests, repository=hub.repository, revision=hub.revision, commit=commit)
+    return commit
+
+
+@contextlib.contextmanager
+def _no_adapter(source: str, commit: str, repository: str) -> Iterator[None]:
+    try:
+        yield
+    except LocalEntryNotFoundError:  # the hub cannot be reached, which `one_line` says
+        raise
+    except EntryNotFoundError as error:
+        there = set()
+        with contextlib.suppress(HTTPError, HfHubHTTPError, OfflineModeIsEnabled):
+            there = {file.rfilename for file in HfApi().model_info(repository, revision=commit).siblings or ()}
+        lacking = CONFIG if CONFIG not in there else WEIGHTS
+        pickled = sorted(name for name in there if name.startswith("adapter_model.") and name != WEIGHTS)
+        found = f"pickled weights ({pickled[0]})" if lacking == WEIGHTS and pickled else "none in the repository"
+        raise InputError(
+            f"{source}: expected an adapter as PEFT saves it with {lacking}, found {found}; use a revision that has it,"
+            " or save it as safetensors and give its folder"
+        ) from error
