@@ -601,7 +601,11 @@ def config(**changes: Any) -> dict[str, Any]:
         ({"max_lora_rank": 12}, "models.demo-lora.max_lora_rank"),
         ({"max_adapters": 0}, "models.demo-lora.max_adapters"),
         ({"adapters": {"a:b": {"source": "x"}}}, "models.demo-lora.adapters"),
-        ({"adapters": {"a": {"source": "hf:org/name"}}}, "the folder of an adapter, as PEFT saves it"),
+        (
+            {"adapters": {"a": {"source": "random:x.json"}}},
+            "expected the folder of an adapter, or hf:org/name@revision",
+        ),
+        ({"adapters": {"a": {"source": "hf:a b"}}}, "adapters.a.source: expected hf:org/name or hf:org/name@revision"),
         ({"adapters": {"a": {"source": "x", "prompts": [{"text": "a", "expected": {3: "b"}}]}}}, "as the key; found 3"),
     ],
 )
