@@ -36,6 +36,7 @@ include: "workflow/rules/build.smk"
 include: "workflow/rules/compare.smk"
 include: "workflow/rules/golden.smk"
 include: "workflow/rules/served.smk"
+include: "workflow/rules/adapters.smk"
 include: "workflow/rules/report.smk"
 
 

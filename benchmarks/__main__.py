@@ -82,6 +82,23 @@ def decode(
 
 
 @bench.command()
+@click.option("--shape", default="llama-1024x8", show_default=True, help="A shape, which gets random weights.")
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
+@click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True, help="Of each adapter.")
+@click.option("--adapters", type=click.IntRange(1, 64), default=4, show_default=True, help="Resident together.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
+)
+@_ROUNDS
+@_DOCS
+def adapters(docs: Path | None, **settings: Any) -> None:
+    """Steps with an adapter in each row, with none, and without room for any; two forms of an adapter's products."""
+    from benchmarks.adapters import run
+
+    _deliver(run(**settings), docs)
+
+
+@bench.command()
 @click.option(
     "--target", "targets", multiple=True, help="A target of a finished run, with its limits; instead of models."
 )

@@ -41,6 +41,7 @@ _API = {
     "make_reference": ("verify.golden", "make_reference"),
     "open_model": ("runtime.target", "open_model"),
     "open_tokenizer": ("runtime.target", "open_tokenizer"),
+    "resolve_adapters": ("weights.check_adapters", "resolve_adapters"),
     "resolve_architecture": ("checkpoint", "resolve_architecture"),
     "resolve_checkpoint": ("checkpoint", "resolve"),
     "validate_graphs": ("verify.validate", "run"),

@@ -96,6 +96,15 @@ class Results:
     def served(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.root / model / precision / "served" / backend / f"{layers}.json"
 
+    def adapters(self, model: str) -> Path:
+        return self.root / model / "adapters.json"
+
+    def adapted_reference(self, model: str, layers: int | str) -> Path:
+        return self.root / model / "adapted_reference" / f"{layers}.json"
+
+    def adapted(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
+        return self.root / model / precision / "adapted" / backend / f"{layers}.json"
+
     def reproduction(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.root / model / precision / "reproduce" / backend / f"{layers}.json"
 

@@ -125,13 +125,15 @@ MISTAKES = [
         "layers:",
         "layer:",
         "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, "
-        "backends, backend_precisions, tensor_parallel, golden, tolerances",
+        "backends, backend_precisions, tensor_parallel, adapters, max_adapters, max_lora_rank, lora_target_modules, "
+        "golden, tolerances",
     ),
     (
         "golden:",
         "goldn:",
         "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, "
-        "backends, backend_precisions, tensor_parallel, golden, tolerances (and 1 more)",
+        "backends, backend_precisions, tensor_parallel, adapters, max_adapters, max_lora_rank, lora_target_modules, "
+        "golden, tolerances (and 1 more)",
     ),
     ("source: checkpoint", "source: ''", "models.demo-llama.source: expected text that is not empty; found ''"),
     ("source: checkpoint", "source: 7", "models.demo-llama.source: expected text; found 7 (put it in quotes)"),
@@ -344,7 +346,8 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
         (
             "models:\n  m:\n",
             "models.m: expected a mapping of source, layers, precisions, backends, "
-            "backend_precisions, tensor_parallel, golden, tolerances; found nothing",
+            "backend_precisions, tensor_parallel, adapters, max_adapters, max_lora_rank, lora_target_modules, golden, "
+            "tolerances; found nothing",
         ),
         ("limits: {}\n", "models: expected this key; found nothing"),
     ],

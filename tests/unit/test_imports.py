@@ -41,6 +41,7 @@ TORCH = (
     "export/",
     "verify/validate/",
     "verify/golden/reference.py",
+    "verify/golden/adapted_reference.py",
     "verify/bisect/run.py",
     "verify/bisect/streamed.py",
     "verify/bisect/export_again.py",

@@ -1,7 +1,7 @@
 # What all rules share: the config, checked before any job starts, and the names of all results.
 #
 # needs: config (Snakemake's merged mapping), REPOSITORY
-# makes: CONFIG, LOCKED, SOURCES, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, PLACE, JOBS, PAGE, and the functions below
+# makes: CONFIG, LOCKED, SOURCES, ADAPTERS, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, PLACE, JOBS, PAGE, and the functions below
 
 import functools
 import gc
@@ -74,6 +74,11 @@ with guard():
     WEIGHT_FILES = {
         model: display_paths(weight_files(folder, find_tensors(folder)))
         for model, folder in FOLDERS.items()
+    }
+    # Folders of adapters by model and name.
+    ADAPTERS = {
+        model: CONFIG.adapter_folders(model, [Path.cwd(), REPOSITORY])
+        for model in CONFIG.models
     }
     CONFIG.check_backends()
     # A place where no cache can be is said here, and not by each job.

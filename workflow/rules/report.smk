@@ -11,6 +11,7 @@ rule summary:
         comparisons=made_by("compare"),
         goldens=made_by("golden"),
         servers=made_by("served"),
+        adapted=made_by("adapted"),
         speeds=SPEEDS,
     output:
         RESULTS.summary(),

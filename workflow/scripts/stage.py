@@ -27,4 +27,6 @@ def stage():
     folder = Path(sides[0]).parent if sides and not snakemake.input.fetched else None
     given = {"fetch": of_a_download, "random_weights": lambda: {"config": snakemake.input.config[0]}}
     step = step_of(snakemake)
-    jobs.run(jobs.Job(step, results_of(snakemake), folder, snakemake.threads, given.get(step.stage, dict)()))
+    adapters = {name: Path(place) for name, place in dict(snakemake.params.get("adapters", {})).items()}
+    arguments = given.get(step.stage, dict)()
+    jobs.run(jobs.Job(step, results_of(snakemake), folder, snakemake.threads, arguments, adapters))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.schema import Wrong
 from lockstep.artifacts.signature import IO, Signature
@@ -27,6 +28,9 @@ def agrees(assembly: Assembly, num_layers: int) -> None:
         "position_ids": ("int64", ["num_tokens"]),
         "logit_rows": ("int64", ["num_requests"]),
     }
+    if assembly.adapters is not None:
+        values[IDS] = ("int64", ["num_tokens"])
+        _check_adapters(assembly, assembly.adapters)
     _run(assembly, "embedding", assembly.embedding, values)
     _same("hidden_size", values.get("hidden", ("", [None]))[1], ["num_tokens", assembly.hidden_size])
     for index, layer in enumerate(assembly.layers):
@@ -44,8 +48,10 @@ def _run(assembly: Assembly, where: str, part: Part, values: Values) -> None:
     signature = _named(assembly.classes, part.graph, f"{where}.class").signature
     _same(f"{where}.slots", sorted(part.slots), sorted(slot.name for slot in signature.slots))
     _unique(f"classes.{part.graph}", signature)
+    written = assembly.adapters.names(part.graph) if assembly.adapters else ()
     for io in signature.inputs:
-        _same(f"classes.{part.graph}: {io.name}", _type(io), values.get(io.key))
+        if io.name not in written:
+            _same(f"classes.{part.graph}: {io.name}", _type(io), values.get(io.key))
     for io in signature.outputs:
         if (
             not io.shape
@@ -54,6 +60,22 @@ def _run(assembly: Assembly, where: str, part: Part, values: Values) -> None:
         ):
             raise Wrong(f"classes.{part.graph}: {io.name}", "num_tokens or num_requests, then sizes", list(io.shape))
         values[io.key] = _type(io)
+
+
+def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
+    """Blocks have the inputs that adapters go to, of their sizes, for linear layers that are theirs."""
+    for name, slots in adapters.classes.items():
+        signature = _named(assembly.classes, name, "adapters.classes").signature
+        inputs, weights = {io.name: io for io in signature.inputs}, {slot.name: slot for slot in signature.slots}
+        for slot, entry in slots.items():
+            where = f"adapters.classes.{name}.{slot}"
+            shape = list(_named(weights, slot, where).shape)
+            sizes = [entry.out_features, entry.in_features]
+            _same(where, sorted(shape), sorted(sizes))
+            for key in (entry.a, entry.b):
+                _same(f"{where}: dtype", _named(inputs, key, where).dtype, assembly.dtype)
+        for key, expected in adapters.shapes(name):
+            _same(f"adapters.classes.{name}: {key}", list(inputs[key].shape), list(expected))
 
 
 def _attend(where: str, variant: AttentionVariant, values: Values) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.adapters import LORA_SLOTS, LoraSlots
 from lockstep.artifacts.agreement import agrees
 from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.files import write_json
@@ -43,6 +44,7 @@ _SCHEMA = record(
         "model_type": NAME,
         "positions_limited_by": NAME,
         "tensor_parallel": TENSOR_PARALLEL,
+        "adapters": LORA_SLOTS,
         "batchful": record(
             {"graph": FILE, "sha256": DIGEST, "inputs": IOS, "outputs": IOS, "slots": items(IO_SCHEMA, 1_000_000)},
             {"tensors": mapping(TENSORS, NAME)},
@@ -120,7 +122,7 @@ class Assembly:
     ("kinds" in the file). max_position_embeddings: None where the model has no limit; positions_limited_by: which
     setting makes it, where that is another one. batchful: the whole model in one graph. tokenizer, chat_template: how
     text becomes tokens; None where the checkpoint has none. tensor_parallel: what several ranks run instead of the
-    blocks and the attention; None for one.
+    blocks and the attention; None for one. adapters: where blocks take them; None where they take none.
     """
 
     model_type: str
@@ -139,6 +141,7 @@ class Assembly:
     tokenizer: FileEntry | None = None
     chat_template: FileEntry | None = None
     tensor_parallel: TensorParallel | None = None
+    adapters: LoraSlots | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Assembly:
@@ -154,7 +157,7 @@ class Assembly:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Assembly:
         """Take the content of an assembly.json that is known to be one."""
-        batchful, ranks = value.get("batchful"), value.get("tensor_parallel")
+        batchful, ranks, adapters = value.get("batchful"), value.get("tensor_parallel"), value.get("adapters")
         return cls(
             model_type=value.get("model_type", ""),
             precision=value["precision"],
@@ -172,6 +175,7 @@ class Assembly:
             tokenizer=FileEntry.from_json(value.get("tokenizer")),
             chat_template=FileEntry.from_json(value.get("chat_template")),
             tensor_parallel=TensorParallel.from_json(ranks) if ranks else None,
+            adapters=LoraSlots.from_json(adapters) if adapters else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -182,6 +186,7 @@ class Assembly:
             "tokenizer": self.tokenizer and self.tokenizer.to_json(),
             "chat_template": self.chat_template and self.chat_template.to_json(),
             "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_json(),
+            "adapters": self.adapters and self.adapters.to_json(),
         }
         return {
             "format": formats.ASSEMBLY,

@@ -42,7 +42,8 @@ def lost_files(manifest: str | os.PathLike) -> list[Path]:
 def named_files(manifest: str | os.PathLike) -> list[Expected]:
     """The files that a manifest names with a digest, each once. Raises InputError for a manifest that cannot be read.
 
-    A checkpoint's lie in the folder that it names, those of others are relative to the manifest.
+    A checkpoint's lie in the folder that it names, an adapter's in its own; those of others are relative to the
+    manifest.
     """
     manifest = Path(manifest)
     value = read_json(manifest)
@@ -50,7 +51,15 @@ def named_files(manifest: str | os.PathLike) -> list[Expected]:
         folder = manifest.parent
         if isinstance(value, dict) and value.get("format") == formats.CHECKPOINT:
             folder = folder / value["folder"]
-        found = {name: Expected(folder / name, sha256, size) for name, sha256, size in _named(value)}
+        if isinstance(value, dict) and value.get("format") == formats.ADAPTERS:
+            named = [
+                (str(Path(adapter["folder"]) / name), sha256, size)
+                for adapter in value["adapters"].values()
+                for name, sha256, size in _named(adapter["files"])
+            ]
+        else:
+            named = list(_named(value))
+        found = {name: Expected(folder / name, sha256, size) for name, sha256, size in named}
         return [found[name] for name in sorted(found)]
 
 
@@ -103,6 +112,12 @@ def content(path: Path) -> str:
         return digest(path)
     value = {key: item for key, item in value.items() if key not in _NO_CONTENT.get(kind, ())}
     with manifest_entries(path):
+        if kind == formats.ADAPTERS:
+            places = ("source", "folder")
+            value["adapters"] = {
+                name: {key: item for key, item in adapter.items() if key not in places}
+                for name, adapter in value["adapters"].items()
+            }
         if kind == formats.WEIGHTS:
             value["files"] = [{**file, "path": Path(file["path"]).name} for file in value["files"]]
         return sha256_json(value)

@@ -54,13 +54,15 @@ _NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json
 
 @dataclass(frozen=True)
 class Opened:
-    """What `runtime.Model.open` takes. limits: max_batch_size, max_seq_len, max_num_tokens, max_input_len."""
+    """What `runtime.Model.open` takes. limits: max_batch_size, max_seq_len, max_num_tokens, max_input_len.
+    adapters: the manifest of the model's adapters; None where it has none."""
 
     target: Target
     limits: Mapping[str, int]
     engines: Path
     assembly: Path
     weights: Path
+    adapters: Path | None = None
 
 
 @contextlib.contextmanager

@@ -28,6 +28,11 @@ def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path,
 
     Raises InputError where something is not there, or is not what was recorded.
     """
+    if Assembly.load(results.assembly(target.model, target.precision)).adapters is not None:
+        raise InputError(
+            f"bundle: expected a model without adapters, found that {target.model} has some; bundle the same model "
+            "without `adapters` in its config"
+        )
     entries = [*_engines(results, target), *_graphs(results, target), *_weights(results, target, with_weights)]
     # What opens it knows backends, and not the names that this config has for devices.
     backend = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).backend

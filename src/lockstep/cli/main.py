@@ -160,6 +160,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
+@click.option("--adapter", metavar="NAME", help="Compute it with this adapter of the model.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
 @RESULTS
 def generate(
@@ -171,6 +172,7 @@ def generate(
     out: Path | None,
     max_new_tokens: int,
     stop: tuple[str, ...],
+    adapter: str | None,
     threads: int | None,
     results: Path,
     **sampling: Any,
@@ -208,6 +210,8 @@ def generate(
             sampling=sampling,
             stop=list(stop),
             threads=threads,
+            adapters=None if place.adapters is None else str(place.adapters),
+            adapter=adapter,
         )
 
 

@@ -71,5 +71,6 @@ def _of_target(name: str, tree: Results) -> Runnable:
         tree.engines(target.model, target.precision, target.backend),
         tree.assembly(target.model, target.precision),
         tree.weights(target.model, target.precision),
+        tree.adapters(target.model) if config.models[target.model].adapters else None,
     )
     return Runnable(place, config.interpreter(target.backend))

@@ -205,6 +205,7 @@ def _serve(found: Any, given: dict[str, Any]) -> None:
         "engines": str(place.engines),
         "assembly": str(place.assembly),
         "weights": str(place.weights),
+        "adapters": None if place.adapters is None else str(place.adapters),
         "layers": place.target.layers,
         "limits": dict(place.limits),
         "threads": given["threads"] or _threads(),

@@ -69,8 +69,18 @@ def _command(name: str) -> click.Command:
     @CONFIG
     @RESULTS
     @click.option("--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says.")
-    def command(targets: tuple[str, ...], config_file: Path | None, results: Path, **options: bool) -> None:
+    def command(
+        targets: tuple[str, ...],
+        config_file: Path | None,
+        results: Path,
+        merge: str | None = None,
+        out: Path | None = None,
+        **options: bool,
+    ) -> None:
         project = Project.open(config_file, results, **options)
+        if merge is not None or out is not None:
+            click.echo(_merge(project, targets, merge, out))
+            return
         chosen = _chosen(project.config, targets, entry)
         for number, values in enumerate(chosen, start=1):
             names = dict(zip(entry.wildcards, values, strict=True))
@@ -81,7 +91,29 @@ def _command(name: str) -> click.Command:
     if name == "fetch":
         newest = "Take the commit that a branch is at now, not the one it was found at."
         command = click.option("--newest", is_flag=True, help=newest)(command)
+    if name == "convert":
+        command = click.option("--merge", metavar="NAME", help="Instead: merge this adapter into the checkpoint.")(
+            click.option("--out", type=click.Path(path_type=Path), help="For --merge: the new checkpoint's folder.")(
+                command
+            )
+        )
     return command
+
+
+def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Path | None) -> Path:
+    """The folder of a model's checkpoint with an adapter merged into it."""
+    from lockstep.pipeline.stages import STAGES
+    from lockstep.weights.merge import merge
+
+    models = [model for (model,) in _chosen(project.config, targets, STAGES["adapters"])]
+    if name is None or out is None or len(models) != 1:
+        found = " ".join(f"{key} {value}" for key, value in (("--merge", name), ("--out", out)) if value) or "neither"
+        raise InputError(
+            f"convert: expected --merge NAME and --out FOLDER, and one model with adapters, found {found} and "
+            f"{', '.join(models)}; name the model"
+        )
+    results = project.results
+    return merge(results.checkpoint(models[0]), results.adapters(models[0]), name, out)
 
 
 def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tuple[Any, ...]]:
@@ -91,6 +123,10 @@ def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tupl
     for text in targets:
         if not any(_matches(target, text) for target in chosen):
             config.parse_target(text)  # says which there are
+    if entry.name.startswith("adapt"):
+        chosen = [target for target in chosen if config.models[target.model].adapters]
+        if not chosen:
+            raise InputError(f"{entry.name}: expected a model with adapters, found none; give its `adapters`")
     if "backend" in entry.wildcards:
         needed = [target for target in chosen if entry.needed(config, target)]
         if not needed and (reason := config.cannot_run(chosen[0].backend)):
@@ -114,7 +150,8 @@ def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> P
     model = names["model"]
     made = step(stage, project.config, project.results, names)
     folder = None if is_fetched(project.config, model) else project.sources[model]
-    job = jobs.Job(made, project.results, folder, given=given)
+    adapters = project.config.adapter_folders(model) if stage == "adapters" else {}
+    job = jobs.Job(made, project.results, folder, given=given, adapters=adapters)
     with refreshed(project.results):
         return run(made, lambda: jobs.run(job), project.lock_file(model), project.config.cache)
 

@@ -21,6 +21,7 @@ from lockstep.config.sources import (
     FolderSource,
     RandomSource,
     parse_source,
+    places_of,
     read_shape,
     resolve_random,
     resolve_source,
@@ -202,6 +203,33 @@ class Config(Section):
             "prompts": [prompt.text for prompt in golden.prompts],
             "long_prompt": long_prompt,
         }
+
+    def adapter_prompts(self, model: str) -> dict[str, tuple[Prompt, ...]]:
+        """The golden prompts of each adapter of a model, and under "" those that are run without; the model's own texts
+        where an adapter has none."""
+        own = self.models[model].golden.prompts
+        texts = tuple(Prompt(text=prompt.text) for prompt in own)
+        found = {name: adapter.prompts or texts for name, adapter in sorted(self.models[model].adapters.items())}
+        return {"": texts, **found}
+
+    def adapter_folders(
+        self, model: str, folders: Sequence[str | os.PathLike] | None = None, where: str = "config"
+    ) -> dict[str, Path]:
+        """The folder of each adapter of a model, looked up as `check_sources` does. Raises InputError, which names
+        every place looked at, where there is none."""
+        found, problems = {}, []
+        for name, adapter in sorted(self.models[model].adapters.items()):
+            places = places_of(adapter.source, folders)
+            place = next((place for place in places if os.path.isdir(place)), None)
+            if place is None:
+                looked = " and ".join(map(str, places))
+                text = f"expected the folder of an adapter, as PEFT saves it; found none at {looked}"
+                problems.append(Problem(("models", model, "adapters", name, "source"), text))
+            else:
+                found[name] = place
+        if problems:
+            raise InputError(f"{where}: {join(Config, problems)}")
+        return found
 
     def parse_target(self, text: str) -> Target:
         """The target named `<model>/<precision>/<layers>` (on the model's first backend) or with `/<backend>` after it.
@@ -394,6 +422,10 @@ def _model_problems(
             able = ", ".join(name for name, each in backends().items() if each.runs_ranks)
             text = f"expected 1 for backend {backend}; several ranks run on {able}; found {model.tensor_parallel}"
             yield Problem((*here, "tensor_parallel"), text)
+        if model.adapters and not settings.runs_adapters:
+            able = ", ".join(name for name, each in backends().items() if each.runs_adapters)
+            text = f"expected none for backend {backend}; adapters run on {able}; found {len(model.adapters)}"
+            yield Problem((*here, "adapters"), text)
         place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
         for index, precision in enumerate(model.precisions_of(backend)):
             if precision not in settings.precisions:
@@ -402,6 +434,14 @@ def _model_problems(
                 yield Problem((*here, *place, index), text)
             elif own and precision in model.precisions_of(backend)[:index]:
                 yield Problem((*here, *place, index), f"expected each item once; found {precision!r} again")
+    if model.adapters and model.tensor_parallel > 1:
+        text = (
+            f"expected none for a model that is split over {model.tensor_parallel} ranks; found {len(model.adapters)}"
+        )
+        yield Problem((*here, "adapters"), text)
+    for adapter, settled in model.adapters.items():
+        for index, prompt in enumerate(settled.prompts):
+            yield from _expected_problems((*here, "adapters", adapter, "prompts", index), prompt, model)
     if model.golden.max_new_tokens >= limits.max_seq_len:
         text = (
             f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; "
@@ -415,13 +455,16 @@ def _model_problems(
         )
         yield Problem((*here, "golden", "long_prompt"), text)
     for index, prompt in enumerate(model.golden.prompts):
-        for count in prompt.expected:
-            if count not in model.layers:
-                text = (
-                    f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the "
-                    f"key; found {count!r}"
-                )
-                yield Problem((*here, "golden", "prompts", index, "expected", count), text)
+        yield from _expected_problems((*here, "golden", "prompts", index), prompt, model)
+
+
+def _expected_problems(here: tuple[Any, ...], prompt: Prompt, model: ModelConfig) -> Iterator[Problem]:
+    for count in prompt.expected:
+        if count not in model.layers:
+            text = (
+                f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the key; found {count!r}"
+            )
+            yield Problem((*here, "expected", count), text)
 
 
 def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:

@@ -96,7 +96,7 @@ def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = No
     """
     if not isinstance(parse_source(source), FolderSource):
         raise InputError(f"expected a folder; found {source!r}, which is fetched or made first")
-    places = _places(source, folders)
+    places = places_of(source, folders)
     for place in places:  # os.path, not Path: false, not an error, for a name that no file can have
         if os.path.isdir(place):
             if not os.path.isfile(place / "config.json"):
@@ -140,7 +140,7 @@ def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | 
     Raises InputError when it is not there, and for a vocabulary that cannot spell a prompt: fewer than 256 tokens, one
     for each byte, and no tokenizer.json beside the config.
     """
-    places = _places(source.config, folders)
+    places = places_of(source.config, folders)
     path = next((place for place in places if os.path.isfile(place)), None)
     if path is None:
         found = next(
@@ -159,7 +159,8 @@ def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | 
     return path
 
 
-def _places(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path]:
+def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path]:
+    """Where a relative path is looked up, in order. folders: default `source_folders()`."""
     bases = source_folders() if folders is None else [Path(folder).absolute() for folder in folders]
     # dict.fromkeys: started in the repository, both places are one; an absolute path ignores the base.
     return list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in bases))

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, 
 from pydantic_core import PydanticCustomError
 
 from lockstep import targets
+from lockstep.artifacts.adapters import MOST_ADAPTERS, RANKS
 from lockstep.config.backends import backends
 from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, PathText, Section, path_text
 from lockstep.config.sources import SourceError, parse_source
@@ -87,6 +88,9 @@ if TYPE_CHECKING:
 else:  # `int | str` everywhere else in the package
     LayerCount = Annotated[Count | Literal["all"], BeforeValidator(_layer_count)]
     LayerKey = Annotated[int | Literal["all"], BeforeValidator(_layer_key), WithJsonSchema(_LAYER_KEY_SCHEMA)]
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+LoraRank = Literal[8, 16, 32, 64, 128]
+assert get_args(LoraRank) == RANKS
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Error = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 
@@ -134,6 +138,25 @@ class OwnTolerances(Section):
     bf16: OwnTolerance = Field(default=OwnTolerance(), description="For targets in bf16.")
 
 
+def _adapter_source(value: Any) -> Any:
+    if isinstance(path_text(value), str) and value.startswith(("hf:", "random:")):
+        raise PydanticCustomError("source", "the folder of an adapter, as PEFT saves it: adapters are not fetched")
+    return value
+
+
+class AdapterConfig(Section):
+    """A LoRA adapter of a model (docs/adapters.md)."""
+
+    source: Annotated[PathText, BeforeValidator(_adapter_source)] = Field(
+        min_length=1,
+        description="The folder that PEFT saved: adapter_config.json and adapter_model.safetensors. A relative path is "
+        "looked up from the working directory, then from the repository.",
+    )
+    prompts: Annotated[tuple[Prompt, ...], AsTuple] = Field(
+        default=(), description="The adapter's golden prompts; none: the texts of the model's."
+    )
+
+
 class ModelConfig(Section):
     """A checkpoint and the targets made of it: every combination of layer count, precision and backend."""
 
@@ -166,6 +189,21 @@ class ModelConfig(Section):
         default=1,
         description="Ranks that each layer's heads, feed-forward sizes and vocabulary are split over. The same engines "
         "serve all ranks; each takes its part of the checkpoint's tensors.",
+    )
+    adapters: dict[AdapterName, AdapterConfig] = Field(
+        default={}, description="LoRA adapters by name. Requests of several, and of none, run in one batch."
+    )
+    max_adapters: Annotated[int, Field(ge=1, le=MOST_ADAPTERS)] = Field(
+        default=4, description="Of a model with adapters: how many are resident, and may be in one batch."
+    )
+    max_lora_rank: LoraRank = Field(
+        default=16, description="Of a model with adapters: the largest rank; 8, 16, 32, 64 or 128."
+    )
+    lora_target_modules: Annotated[tuple[str, ...], AsTuple, Field(min_length=1)] | None = Field(
+        default=None,
+        json_schema_extra=UNIQUE,
+        description="Of a model with adapters: names of the linear layers that adapters may be of, such as `q_proj`; "
+        "none: all linear layers of the decoder layers.",
     )
     golden: Golden = Field(description="Prompts, and what is expected of them.")
     tolerances: OwnTolerances = Field(

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.artifacts import assembly as documents
+from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.tensor_parallel import attention_shards
 from lockstep.onnx_tools.run_ranks import run_sharded_attention, run_sharded_block
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Walk:
         self.outputs = {name: [io.name for io in graph.signature.outputs] for name, graph in graphs.items()}
         self.sessions = {name: open_session(files[graph.file], threads=1) for name, graph in graphs.items()}
         self.lengths = np.zeros(num_requests, np.int64)
+        self.adapters = np.full(num_requests, -1, np.int64)  # the place of each request's adapter
+        self._lora = {
+            id(part): empty_arrays(assembly.adapters, part, np.dtype(np.float32))
+            for part in (*(layer.block for layer in assembly.layers), assembly.layers[-1].exit)
+        }
         self.shift = np.zeros(num_requests, np.int64)  # of each request's positions from its number of cached tokens
         noise = np.random.default_rng(0)
         self.caches = []
@@ -65,6 +72,12 @@ class Walk:
         other.caches, other.lengths, other.shift = list(caches), np.array(lengths, np.int64), np.array(shift, np.int64)
         return other
 
+    def lora_arrays(self) -> list[LoraArrays]:
+        """Where adapters go, of all blocks."""
+        layers, slots = self.assembly.layers, self.assembly.adapters
+        parts = (*(layer.block for layer in layers), layers[-1].exit)
+        return [each for part in parts for each in arrays_of(slots, part, self._lora[id(part)])] if slots else []
+
     def step(self, parts: Sequence[Part]) -> list[np.ndarray]:
         """Advance the requests; gives for each part the logits of all its tokens, [len(tokens), vocab_size] float32."""
         parts = [*parts]
@@ -73,6 +86,7 @@ class Walk:
             "position_ids": np.concatenate([self._positions(part) + self.shift[part.request] for part in parts]),
         }
         env["cache_rows"] = np.concatenate([self._positions(part) for part in parts])
+        env[IDS] = np.concatenate([np.full(len(part.tokens), self.adapters[part.request]) for part in parts])
         env["logit_rows"] = np.arange(len(env["token_ids"]))
         self._block(self.assembly.embedding, env)
         for layer, cache in zip(self.assembly.layers, self.caches, strict=True):
@@ -91,7 +105,8 @@ class Walk:
 
     def _block(self, part: documents.Part, env: dict[str, np.ndarray]) -> None:
         signature, ranks = self.assembly.classes[part.graph].signature, self.assembly.tensor_parallel
-        feeds, slots = {io.name: env[io.name] for io in signature.inputs}, {}
+        known = {**env, **self._lora.get(id(part), {})}
+        feeds, slots = {io.name: known[io.name] for io in signature.inputs}, {}
         for slot, names in part.slots.items():
             arrays = [self.tensors[name] for name in names]
             slots[slot] = arrays[0] if len(arrays) == 1 else self._joined(part.graph, slot, arrays)

@@ -33,6 +33,7 @@ from lockstep.export.canonical import Graph
 from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.compose import Step, compose
 from lockstep.export.cut import Region
+from lockstep.export.lora import adapted
 from lockstep.export.parity import prove
 from lockstep.export.rope import position_limit
 from lockstep.export.shards import Heads, as_shard, check_plan, shard_block, shard_region
@@ -59,9 +60,16 @@ class _Registry:
         return self.names[graph.sha256]
 
 
-def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike, tensor_parallel: int = 1) -> Path:
+def export(
+    checkpoint: str | os.PathLike,
+    precision: str,
+    out: str | os.PathLike,
+    tensor_parallel: int = 1,
+    adapters: Mapping[str, Any] | None = None,
+) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie
-    beside it. tensor_parallel: for how many ranks.
+    beside it. tensor_parallel: for how many ranks. adapters: arguments of `lora.adapted`, for graphs that take
+    adapters.
 
     Raises InputError for a model that cannot be split, with the reason.
     """
@@ -71,7 +79,7 @@ def export(checkpoint: str | os.PathLike, precision: str, out: str | os.PathLike
     folder, config = manifest.folder_of(checkpoint), manifest.config
     replace(manifest, files=tuple(file for file in manifest.files if file.path in _READ)).check(folder)
     stops = _eos_token_ids(folder, config)
-    files, assembly = _proven(config, precision, folder, tensor_parallel)
+    files, assembly = _proven(config, precision, folder, tensor_parallel, adapters)
     template = read_chat_template(folder)
     files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
     if template:
@@ -107,7 +115,11 @@ def export_config(
 
 
 def _proven(
-    config: dict[str, Any], precision: str, folder: Path | None = None, tensor_parallel: int = 1
+    config: dict[str, Any],
+    precision: str,
+    folder: Path | None = None,
+    tensor_parallel: int = 1,
+    adapters: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does.
 
@@ -118,7 +130,17 @@ def _proven(
         check_tensors(meta, find_tensors(folder).tensors, folder)
     files, assembly = assemble(meta, config, precision, tensor_parallel=tensor_parallel)
     prove(config, meta, files, assembly, assemble)
-    return files, assembly
+    return with_adapters(files, assembly, adapters) if adapters else (files, assembly)
+
+
+def with_adapters(
+    files: Mapping[str, bytes], assembly: Assembly, adapters: Mapping[str, Any]
+) -> tuple[dict[str, bytes], Assembly]:
+    """The same with blocks that take adapters; the uncut graph stays without. adapters: arguments of
+    `lora.adapted`."""
+    made, slots, graphs = adapted(dict(files), assembly, **adapters)
+    classes = {name: _file(graphs[name], name) if name in graphs else file for name, file in assembly.classes.items()}
+    return made, replace(assembly, classes=classes, adapters=slots)
 
 
 def assemble(

@@ -18,6 +18,7 @@ from lockstep.targets import Results, Target, layer_count
 class Job:
     """A step to be run. results: the tree that it is of. folder: of the checkpoint, for the stages that read it.
 
+    adapters: folders of the model's adapters by name, for the stage that reads them.
     threads: CPU threads, None for all. given: what only some stages take, by name (`fetch`: check, commit, newest,
     terminal; `random_weights`: config).
     """
@@ -27,6 +28,7 @@ class Job:
     folder: Path | None = None
     threads: int | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -90,7 +92,8 @@ def export(job: Job) -> None:
     from lockstep import export
 
     ranks = job.options.get("tensor_parallel", 1)
-    export.export(job.path("architecture"), job.names["precision"], job.output, ranks)
+    adapters = job.options.get("adapters")
+    export.export(job.path("architecture"), job.names["precision"], job.output, ranks, adapters)
 
 
 def validate(job: Job) -> None:
@@ -149,6 +152,46 @@ def served(job: Job) -> None:
         job.options["limits"],
         job.output,
         job.step.python,
+        job.threads,
+    )
+
+
+def adapters(job: Job) -> None:
+    from lockstep.weights.check_adapters import resolve_adapters
+
+    resolve_adapters(
+        job.options["sources"],
+        job.adapters,
+        job.path("checkpoint"),
+        job.options["max_lora_rank"],
+        job.options["targets"],
+        job.output,
+    )
+
+
+def adapted_reference(job: Job) -> None:
+    from lockstep.verify.golden.adapted_reference import make_adapted_reference
+
+    layers = layer_count(job.names["layers"])
+    make_adapted_reference(job.path("checkpoint"), job.path("adapters"), layers, job.options["golden"], job.output)
+
+
+def adapted(job: Job) -> None:
+    from lockstep.verify.golden.adapted import check
+
+    names = job.names
+    target = Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
+    check(
+        job.path("assembly"),
+        job.path("weights"),
+        job.path("engines"),
+        job.path("adapters"),
+        job.path("adapted_reference"),
+        target,
+        job.options["tolerance"],
+        job.options["limits"],
+        job.output,
+        job.options["expected"],
         job.threads,
     )
 

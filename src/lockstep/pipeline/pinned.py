@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.adapted import AdaptedReport
+from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
@@ -49,6 +51,19 @@ def pin_golden(manifest: Path, record: Mapping[str, Any]) -> Pinned:
     names = record["names"]
     where = ("precisions", names["precision"], "golden", names["backend"], names["layers"])
     return where, _tokens(GoldenReport.load(manifest).prompts)
+
+
+def pin_adapters(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    adapters = AdaptersManifest.load(manifest).adapters
+    files = {f"{name}/{file.path}": file.sha256 for name, adapter in adapters.items() for file in adapter.files}
+    return ("results", record["stage"], "all"), files
+
+
+def pin_adapted(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+    where = "/".join(value for name, value in record["names"].items() if name != "model")
+    prompts = AdaptedReport.load(manifest).prompts
+    tokens = {f"{prompt.adapter}: {prompt.text}": " ".join(map(str, prompt.tokens)) for prompt in prompts}
+    return ("results", record["stage"], where), tokens
 
 
 def pin_files(manifest: Path, record: Mapping[str, Any]) -> Pinned:

@@ -100,8 +100,37 @@ def _served(config: Config, model: str, precision: str, layers: int | str, backe
 
 
 def _export(config: Config, model: str, precision: str) -> dict[str, Any]:
-    ranks = config.models[model].tensor_parallel
-    return {"tensor_parallel": ranks} if ranks > 1 else {}
+    settings = config.models[model]
+    ranks = {"tensor_parallel": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}
+    # Not which adapters there are: another one changes no graph.
+    room = {"max_adapters": settings.max_adapters, **_rank_and_targets(config, model)}
+    return {**ranks, **({"adapters": room} if settings.adapters else {})}
+
+
+def _rank_and_targets(config: Config, model: str) -> dict[str, Any]:
+    settings = config.models[model]
+    targets = settings.lora_target_modules
+    return {"max_lora_rank": settings.max_lora_rank, "targets": None if targets is None else list(targets)}
+
+
+def _adapters(config: Config, model: str) -> dict[str, Any]:
+    sources = {name: adapter.source for name, adapter in sorted(config.models[model].adapters.items())}
+    return {"sources": sources, **_rank_and_targets(config, model)}
+
+
+def _adapted_reference(config: Config, model: str, layers: int | str) -> dict[str, Any]:
+    prompts = {name: [prompt.text for prompt in each] for name, each in config.adapter_prompts(model).items()}
+    return {"golden": {"max_new_tokens": config.models[model].golden.max_new_tokens, "prompts": prompts}}
+
+
+def _adapted(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
+    prompts = [prompt for each in config.adapter_prompts(model).values() for prompt in each]
+    expected = [prompt.expected.get(layers) for prompt in prompts]
+    return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
+
+
+def _has_adapters(config: Config, target: Target) -> bool:
+    return bool(config.models[target.model].adapters)
 
 
 def _build(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
@@ -171,6 +200,23 @@ _TABLE = (
         job=f"{_JOBS}:served", options=_served, is_check=True, is_judged=True, is_named=True,
         needed=lambda config, target: config.is_run(target) and config.check_server,
         help="A server on the engine set against the golden check.",
+    ),
+    Stage(
+        "adapters", makes="adapters", reads=("checkpoint",), code="weights.check_adapters", job=f"{_JOBS}:adapters",
+        options=_adapters, needed=_has_adapters, pinned=pinned.pin_adapters,
+        help="Folders of LoRA adapters -> adapters.json, held against the checkpoint.",
+    ),
+    Stage(
+        "adapted_reference", makes="adapted_reference", reads=("checkpoint", "adapters"),
+        code="verify.golden.adapted_reference", job=f"{_JOBS}:adapted_reference", options=_adapted_reference,
+        needed=_has_adapters, is_check=True, help="Tokens and logits of transformers with each adapter.",
+    ),
+    Stage(
+        "adapted", makes="adapted", reads=("assembly", "weights", "engines", "adapters", "adapted_reference"),
+        code="verify.golden.adapted", job=f"{_JOBS}:adapted", options=_adapted, is_check=True, is_judged=True,
+        needed=lambda config, target: config.is_run(target) and _has_adapters(config, target),
+        pinned=pinned.pin_adapted, is_named=True,
+        help="Engine set with several adapters in one batch against the reference of each.",
     ),
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from lockstep.targets import Results
 if TYPE_CHECKING:
     from lockstep.config.load import Config
 
-_SHOWN = ("validate", "build", "compare", "golden", "served")  # what the summary reads
+_SHOWN = ("validate", "build", "compare", "golden", "served", "adapted")  # what the summary reads
 
 
 @dataclass(frozen=True)

@@ -220,13 +220,16 @@ def generate(
     sampling: Mapping[str, Any],
     stop: list[str],
     threads: int | None = None,
+    adapters: str | None = None,
+    adapter: str | None = None,
 ) -> None:
     """Text on stdout as it is made; then the speed, on stderr."""
     from lockstep.runtime import Model, Sampling, Tokenizer
     from lockstep.runtime import generate as start
 
     sizes: dict[str, Any] = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
-    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, max_batch_size=1, threads=threads, **sizes)
+    sizes |= {"max_batch_size": 1, "threads": threads, "adapters_json": adapters}
+    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
     generation = start(
         model,
         Tokenizer.open(Path(assembly)),
@@ -235,6 +238,7 @@ def generate(
         Sampling(**sampling),
         stop,
         limits["max_input_len"],
+        adapter=adapter,
     )
     for piece in generation:
         print(piece.text, end="", flush=True)
@@ -259,6 +263,8 @@ def generate_file(
     sampling: Mapping[str, Any],
     stop: list[str],
     threads: int | None = None,
+    adapters: str | None = None,
+    adapter: str | None = None,
 ) -> None:
     """A file of completions; on a terminal how far it is. Raises CheckError, when all lines are through, for lines that
     failed."""
@@ -273,8 +279,10 @@ def generate_file(
             print(f"\r{done.lines} requests done, {speed.decode_tokens} tokens, {rate} ", end="", file=sys.stderr)
 
     sizes: dict[str, Any] = {key: limits[key] for key in ("max_batch_size", "max_seq_len", "max_num_tokens")}
-    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, threads=threads, **sizes)
-    defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop))
+    sizes |= {"threads": threads, "adapters_json": adapters}
+    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
+    model.check_adapter(adapter)
+    defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop), adapter)
     tokenizer = Tokenizer.open(Path(assembly))
     done = run(model, tokenizer, Path(source), Path(out), defaults, limits["max_input_len"], say)
     print(

@@ -81,7 +81,9 @@ def collect(results: Path, model: str) -> dict[str, Any]:
     """The lock of what is there. Raises InputError for a model that is not finished."""
     found = list(sections(results, model))
     # Engines of some precisions are not compared; of those that cannot run here nothing is checked.
-    left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden"}
+    left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden", "adapted"}
+    if not any(section.stage == "adapters" for section in found):
+        left_out |= {"adapters", "adapted_reference", "adapted"}
     for stage in (name for name, entry in STAGES.items() if (entry.pinned or entry.is_check) and name not in left_out):
         if stage not in {section.stage for section in found}:
             raise InputError(

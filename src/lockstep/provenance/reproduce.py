@@ -169,12 +169,17 @@ def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict
         },
     }
     golden = {**model["golden"], "prompts": [kept(prompt) for prompt in model["golden"]["prompts"]]}
+    adapters = {
+        name: {**adapter, "prompts": [kept(prompt) for prompt in adapter["prompts"]]}
+        for name, adapter in model.get("adapters", {}).items()
+    }
     only = {
         "layers": [target.layers],
         "precisions": [target.precision],
         "backends": [target.backend],
         "backend_precisions": {},
         "golden": golden,
+        "adapters": adapters,
     }
     model = {**model, **only, "source": os.path.abspath(checkpoint)}
     return {**{name: value for name, value in config.items() if name != "cache"}, "models": {target.model: model}}

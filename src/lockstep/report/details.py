@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.manifest_files import content, failed_path, record_path
@@ -71,8 +72,8 @@ def _checked(
 
 @dataclass(frozen=True)
 class Details:
-    """All that is known of a target. compare: None where it did not run; served, engines, speed, reproduction: None
-    where they are not there or of other engines."""
+    """All that is known of a target. compare: None where it did not run; served, engines, speed, reproduction, adapted:
+    None where they are not there or of other engines."""
 
     validate: Checked[ValidationReport]
     golden: Checked[GoldenReport]
@@ -81,6 +82,7 @@ class Details:
     speed: SpeedReport | None
     served: Checked[ServedReport] | None
     reproduction: Reproduction | None
+    adapted: Checked[AdaptedReport] | None = None
 
     def checks(self) -> Mapping[str, Checked]:
         """The checks by name, those that ran or should have."""
@@ -89,6 +91,7 @@ class Details:
             "golden": self.golden,
             "compare": self.compare,
             "served": self.served,
+            "adapted": self.adapted,
         }
         return {name: check for name, check in found.items() if check is not None}
 
@@ -119,6 +122,9 @@ def details(
     )
     served = results.served(*names)
     is_served = served.is_file() or failed_path(served).is_file()
+    adapted = results.adapted(*names)
+    of_adapters = {"adapters": results.adapters(model), "adapted_reference": results.adapted_reference(model, layers)}
+    is_adapted = adapted.is_file() or failed_path(adapted).is_file()
     built = _loaded(EngineSetManifest.load, engines["engines"])
     if golden.result == NOT_RUN and cannot_run and not results.golden(*names).is_file():
         golden = Checked(NOT_RUN, cannot_run)
@@ -134,6 +140,7 @@ def details(
         else None,
         speed=_loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,
         reproduction=reproduction if reproduction and reproduction.engine_digest == digest else None,
+        adapted=_checked(AdaptedReport, adapted, {**graphs, **engines, **of_adapters}, content) if is_adapted else None,
     )
 
 

@@ -25,6 +25,7 @@ _CHECKS = {
     "compare": "engines against ONNX Runtime",
     "golden": "tokens and logits against transformers",
     "served": "a server's answers against the golden check",
+    "adapted": "several adapters in one batch against transformers with each",
 }
 _SHORT = "All golden prompts in one batch; they are short: for comparing targets, not machines."
 
@@ -64,6 +65,7 @@ def target(
         _shown(lambda: _checks(known)),
         "<h2>Prompts</h2>",
         _shown(lambda: _prompts(known)),
+        *(["<h2>Adapters</h2>", _shown(lambda: _adapted(known))] if known.adapted else []),
         "<h2>Error by layer</h2>",
         _shown(lambda: _errors(name, known)),
         "<h2>Speed</h2>",
@@ -153,6 +155,30 @@ def _prompts(known: Details) -> str:
     return "\n".join([*head, *(prompt(entry, golden.tolerance) for entry in entries)])
 
 
+def _adapted(known: Details) -> str:
+    """What each adapter says, beside the base."""
+    report = known.adapted.report if known.adapted else None
+    if not report:
+        return tag("p", text(f"Nothing to show. {known.adapted.reason if known.adapted else ''}"))
+    head = (
+        f"{len(report.adapters)} adapters, {report.places} of them resident at a time, beside requests without one, in "
+        f"one batch."
+    )
+    cells = [
+        [
+            text(entry.adapter or "none"),
+            text(entry.text),
+            text(entry.text_out),
+            text(entry.reference_text),
+            _number(entry.max_logit_error, ".1e"),
+            _number(entry.from_base, ".1f"),
+        ]
+        for entry in sorted(report.prompts, key=lambda entry: (entry.text, entry.adapter))
+    ]
+    headings = ("adapter", "prompt", "decoded", "reference", "logit error", "moves logits by")
+    return f"{tag('p', text(head), 'quiet')}\n{table(headings, cells, numbers=(4, 5))}"
+
+
 def _errors(name: Target, known: Details) -> str:
     validation = known.validate.report
     if not validation or not validation.blocks:
@@ -236,6 +262,8 @@ def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
         ("golden check, failed", failed_path(golden)),
         ("server check", served),
         ("server check, failed", failed_path(served)),
+        ("check of the adapters", results.adapted(model, precision, layers, backend)),
+        ("check of the adapters, failed", failed_path(results.adapted(model, precision, layers, backend))),
         ("validation of the graphs", validation),
         ("validation of the graphs, failed", failed_path(validation)),
         ("comparison of the engines", comparison),

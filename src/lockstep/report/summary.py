@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -28,6 +28,7 @@ COLUMNS = (
     ("engine_digest", "engine", lambda digest: digest[:12]),
     ("golden", "golden", str),
     ("served", "served", str),
+    ("adapters", "adapters", str),
     ("reproduced", "reproduced", str),
     ("max_logit_error", "largest logit error", "{:.1e}".format),
     ("prefill_tokens_per_s", "prefill tokens/s", "{:.0f}".format),
@@ -112,7 +113,7 @@ def is_stale(results: Results) -> bool:
     if not all(results.target_page(row.target).is_file() for row in rows):
         return True
     now = collect(results, [row.target for row in rows]).targets
-    verdict_of = lambda row: (row.engine_digest, row.validation, row.golden, row.served, row.reason)
+    verdict_of = lambda row: (row.engine_digest, row.validation, row.golden, row.served, row.adapters, row.reason)
     return list(map(verdict_of, rows)) != list(map(verdict_of, now))
 
 
@@ -123,6 +124,7 @@ def sources(results: Results, target: Target) -> list[Path]:
         path(target.model, target.precision, target.backend) for path in (results.engines, results.comparison)
     )
     checks = [results.validation(*names[:3]), comparison, results.golden(*names), results.served(*names)]
+    checks.append(results.adapted(*names))
     return [engines, *checks, *map(failed_path, checks), results.speed(*names), results.reproduction(*names)]
 
 
@@ -133,10 +135,11 @@ def print_table(summary: Summary) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for key, heading, _ in COLUMNS:
+    columns = [column for column in COLUMNS if column[0] != "adapters" or any(row.adapters for row in summary.targets)]
+    for key, heading, _ in columns:
         table.add_column(heading, justify="right" if key in _NUMBERS else "left", no_wrap=True)
     for row in summary.targets:
-        table.add_row(*_shown(row), style=_STYLES[row.verdict] if row.verdict != PASS else None)
+        table.add_row(*_shown(row, columns), style=_STYLES[row.verdict] if row.verdict != PASS else None)
     console = Console(width=_WIDTH, soft_wrap=True)
     console.print(table)
     for row in summary.targets:
@@ -182,6 +185,7 @@ def _row(target: Target, found: Details) -> SummaryRow:
         tokens_differing=sum(len(prompt.differences) for prompt in golden.prompts) if golden else None,
         prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
         decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
+        adapters=found.adapted.result if found.adapted else None,
     )
 
 
@@ -189,8 +193,8 @@ def _reason(name: str, check: Checked) -> str:
     return f"{name}{f' {NOT_RUN}' * (check.result == NOT_RUN)}: {check.reason}"
 
 
-def _shown(row: SummaryRow) -> list[str]:
-    return ["-" if (value := getattr(row, key)) is None else show(value) for key, _, show in COLUMNS]
+def _shown(row: SummaryRow, columns: Sequence[tuple[str, str, Callable[..., str]]]) -> list[str]:
+    return ["-" if (value := getattr(row, key)) is None else show(value) for key, _, show in columns]
 
 
 def _csv(rows: Sequence[SummaryRow]) -> str:

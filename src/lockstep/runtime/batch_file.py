@@ -1,8 +1,9 @@
 """A file of prompts in, a file of completions out, one record a line, as many at a time as the engine takes.
 
 In (JSON lines, OpenAI's and vLLM's names): `prompt` (text, or token ids); all else may be left out: `id`, `max_tokens`,
-`n`, `stop`, `ignore_eos`, `priority`, `bad_words` (texts), and the fields of `Sampling`. Out: `line` (from 1), `id`,
-`input` (of the line, to know it again), `choices` and `usage`, or `error`; in the order in which requests end.
+`n`, `stop`, `ignore_eos`, `priority`, `bad_words` (texts), `lora` (an adapter's name), and the fields of `Sampling`.
+Out: `line` (from 1), `id`, `input` (of the line, to know it again), `choices` and `usage`, or `error`; in the order in
+which requests end.
 
 A run that was interrupted goes on: lines that have a whole record are not computed again.
 """
@@ -59,6 +60,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "logit_bias": ("numbers by token id", _is_bias),
     "ignore_eos": ("true or false", lambda value: isinstance(value, bool)),
     "cache_salt": ("text", lambda value: isinstance(value, str)),
+    "lora": ("the name of an adapter", lambda value: isinstance(value, str)),
 }
 _SAMPLING = {field.name for field in dataclasses.fields(Sampling)} - set(_FIELDS)
 _KNOWN = {"id", *_FIELDS, *_SAMPLING}
@@ -71,6 +73,7 @@ class Defaults:
     max_tokens: int = 64
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
+    adapter: str | None = None
 
 
 @dataclasses.dataclass
@@ -237,6 +240,7 @@ def _request(
         sampling=dataclasses.replace(defaults.sampling, **sampling),
         n=n,
         priority=entry.get("priority", 0),
+        adapter=entry.get("lora", defaults.adapter),
         cache_salt=entry.get("cache_salt", ""),
     )
     return request, (stop,) if isinstance(stop, str) else tuple(stop)

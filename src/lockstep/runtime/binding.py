@@ -19,6 +19,7 @@ from lockstep.step.host import check_engine
 from lockstep.step.network import Block, Kind, Network, Piece, layer_count
 from lockstep.step.ranks import RankAttention, RankBlock
 from lockstep.weights import Weights, check_slots
+from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
 from lockstep.weights.ranks import RankWeights
 
 
@@ -54,7 +55,8 @@ def open_network(
         check_slots(weights, part.slots, signature.slots, part.graph)
         if ranks is not None and (sharded := ranks.classes.get(part.graph)):
             return Block.whole(_of_ranks(engines, weights, part, sharded, programs), signature)
-        return Block.whole(programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots)), signature)
+        run = programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
+        return Block.whole(run, signature, empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype)))
 
     kinds = {
         name: Kind({phase: load(engine).bind(None, {}) for phase, engine in _phases(engines, name).items()}, variant)
@@ -76,6 +78,28 @@ def _network(
         dtype=named_dtype(assembly.dtype),
         vocab_size=assembly.vocab_size,
     )
+
+
+def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
+    """Where each linear layer's adapters go, of all blocks of a network."""
+    slots = assembly.adapters
+    if slots is None:
+        return []
+    layers = assembly.layers[: len(network.layers)]
+    pairs = [(layer.block, block) for layer, (block, _) in zip(layers, network.layers, strict=True)]
+    pairs.append((layers[-1].exit, network.exit))
+    return [each for part, block in pairs for each in arrays_of(slots, part, block.adapters)]
+
+
+def adapted_modules(assembly: Assembly) -> set[str]:
+    """The linear layers of the whole model that take adapters, as the checkpoint names them."""
+    classes = assembly.adapters.classes if assembly.adapters else {}
+    return {
+        part.slots[weight][0].removesuffix(".weight")
+        for layer in assembly.layers
+        for part in (layer.block, layer.exit)
+        for weight in classes.get(part.graph, {})
+    }
 
 
 def _network_of_rank(

@@ -30,6 +30,7 @@ def check_request(request: Request, model: Model, longest: int, has_grammars: bo
         if not 0 <= wanted <= MAX_LOGPROBS:
             raise InputError(f"prompt_logprobs: expected 0 to {MAX_LOGPROBS}, or none, found {wanted}")
         model.check_gives_all_logits()
+    model.check_adapter(request.adapter)
     if request.n < 1:
         raise InputError(f"n: expected at least 1, found {request.n}")
     if request.choice < 0:

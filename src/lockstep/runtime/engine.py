@@ -94,7 +94,13 @@ class Engine:
             # has a price of its own, and few long steps delay fewer tokens of the others than many short ones.
             long_prefill_token_threshold = chunk_size
         self._scheduler = Scheduler(
-            model.tables, model.max_batch_size, budget, chunk_size, admission, long_prefill_token_threshold
+            model.tables,
+            model.max_batch_size,
+            budget,
+            chunk_size,
+            admission,
+            long_prefill_token_threshold,
+            model.adapters.residency if model.adapters is not None else None,
         )
         self._longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
         # What is reused must have been cut as it would be now, and lie in pages that slots can share or copy.
@@ -104,7 +110,7 @@ class Engine:
             and chunk_size == model.chunk_size
             and chunk_size % PAGE_SIZE == 0
         )
-        self._root_keys: dict[str, bytes] = {}
+        self._root_keys: dict[tuple[str, str | None], bytes] = {}
         self._choices: dict[Scheduled, _Choice] = {}
         self._swapped: dict[Scheduled, Any] = {}
         self._grammars = grammars
@@ -135,10 +141,11 @@ class Engine:
         prompt, again = check_request(request, model, self._longest, self._grammars is not None)
         # The last new token is given out, and needs no place of its own.
         most = min(len(prompt) + max(1, request.max_new_tokens) - 1, model.max_seq_len)
-        make = lambda: Scheduled(len(prompt), most, request.priority)
+        make = lambda: Scheduled(len(prompt), most, request.priority, adapter=request.adapter)
         choices = [make() for _ in range(request.n)]
         if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.chunk_size:
-            choices[0].prefix = chunk_keys(self._root_key(request.cache_salt), prompt, self._scheduler.chunk_size)
+            root = self._root_key(request.cache_salt, request.adapter)
+            choices[0].prefix = chunk_keys(root, prompt, self._scheduler.chunk_size)
         if model.tables.shares is not None:  # else each choice computes the prompt for itself
             choices[0].siblings = choices[1:]
         for scheduled in choices[:1] if choices[0].siblings else choices:
@@ -412,10 +419,10 @@ class Engine:
                 self._model.release(each.slot)
         self._scheduler.finish(scheduled)
 
-    def _root_key(self, salt: str) -> bytes:
-        if salt not in self._root_keys:
-            self._root_keys[salt] = root_key(self._model, salt)
-        return self._root_keys[salt]
+    def _root_key(self, salt: str, adapter: str | None) -> bytes:
+        if (salt, adapter) not in self._root_keys:
+            self._root_keys[salt, adapter] = root_key(self._model, salt, adapter)
+        return self._root_keys[salt, adapter]
 
 
 class Decoding:

@@ -58,9 +58,10 @@ def generate(
     stop: Sequence[str] = (),
     max_input_len: int | None = None,
     max_num_tokens: int | None = None,
+    adapter: str | None = None,
 ) -> Generation:
     """Generate for all prompts together, as many at a time as the model has slots. What one prompt gives does not hang
-    on the others.
+    on the others. adapter: with which all are computed, by name.
 
     Raises InputError, before any step, for a prompt that is empty or too long.
     """
@@ -70,6 +71,7 @@ def generate(
             max_new_tokens,
             stop_ids=frozenset(model.eos_token_ids),
             sampling=replace(sampling, seed=(sampling.seed + i) % 2**64),
+            adapter=adapter,
         )
         for i, prompt in enumerate(prompts)
     ]

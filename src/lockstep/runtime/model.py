@@ -11,6 +11,7 @@ import numpy as np
 from lockstep.artifacts.files import sha256_file
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
+from lockstep.runtime.adapters import Adapters, unknown_adapter
 from lockstep.runtime.binding import open_network
 from lockstep.step.advance import Advance, Executor, check
 from lockstep.step.host import HostExecutor
@@ -40,6 +41,7 @@ class Model:
         layers: int,
         chunk_size: int,
         weights_sha256: str,
+        adapters: Adapters | None = None,
     ):
         self.engines = engines
         self.chunk_size = chunk_size
@@ -51,6 +53,7 @@ class Model:
         self.max_num_tokens = max_num_tokens
         self.eos_token_ids = engines.assembly.eos_token_ids
         self._executor = executor
+        self.adapters = adapters
 
     @classmethod
     def open(
@@ -66,6 +69,7 @@ class Model:
         low_memory: bool = False,
         kv_bytes: float | None = None,
         chunk_size: int | None = None,
+        adapters_json: str | os.PathLike | None = None,
     ) -> Model:
         """Open engines, weights and cache for the first `layers` layers.
 
@@ -73,7 +77,8 @@ class Model:
         requests, 256 tokens of each, and any number of tokens in a step. `low_memory` reads the weights from the mapped
         files at each step instead of a repacked copy: slower, no copy. `kv_bytes`: memory for keys and values of all
         requests, or below 1 the share of what is free; on a CPU a quarter of the machine's, unless given.
-        `chunk_size`: long prompts are computed in pieces that end at multiples of it.
+        `chunk_size`: long prompts are computed in pieces that end at multiples of it. `adapters_json`: the manifest of
+        the model's adapters.
         Raises InputError for limits or a layer count that the model does not allow, CheckError for engines that do not
         fit here.
         """
@@ -92,7 +97,16 @@ class Model:
         executor = engines.backend.executor(network, rows, length, tokens, kv_bytes) or HostExecutor(
             network, rows, length, chunk_size, _host_bytes(kv_bytes)
         )
-        return cls(executor, tokens, engines, len(network.layers), chunk_size, sha256_file(weights_json))
+        adapters = Adapters.open(adapters_json, engines.assembly, network, rows)
+        if adapters is not None:
+            if not isinstance(executor, HostExecutor):
+                raise InputError(
+                    f"{engines_json}: expected a backend that runs graphs with adapters, found "
+                    f"{engines.manifest.backend}; use onnxruntime, or a config without adapters"
+                )
+            executor.set_adapters(adapters.places)
+        digest = sha256_file(weights_json)
+        return cls(executor, tokens, engines, len(network.layers), chunk_size, digest, adapters)
 
     def step(self, advances: Sequence[Advance]) -> np.ndarray:
         """Advance any mix of requests by one or several tokens each.
@@ -146,6 +160,21 @@ class Model:
             )
         self._executor.set_sampling(slot, sampling, choice)
 
+    def set_adapter(self, slot: int, adapter: str | None) -> None:
+        """Compute a slot's tokens with an adapter, or with none, until the slot is released. Raises InputError for a
+        name that is no adapter's, and where other slots hold as many as can be resident."""
+        self.check_adapter(adapter)
+        if self.adapters is not None and not self.adapters.residency.claim(slot, adapter):
+            most = self.adapters.residency.max_adapters
+            raise InputError(f"adapter {adapter!r}: expected at most {most} at a time (max_adapters), found one more")
+
+    def check_adapter(self, adapter: str | None) -> None:
+        """Raise InputError for a name that is no adapter's."""
+        if adapter is not None and self.adapters is None:
+            raise unknown_adapter(adapter, ())
+        if self.adapters is not None:
+            self.adapters.check(adapter)
+
     def warm_up(self) -> None:
         """Prepare all that steps are made of, so that no request waits for what is done once. Caches stay as they
         are."""
@@ -163,6 +192,8 @@ class Model:
 
     def _take(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], _Taken]) -> _Taken:
         check(advances, self._executor, self.vocab_size, self.max_num_tokens)
+        if self.adapters is not None:
+            self.adapters.load()
         lengths = self._executor.lengths
         for advance in advances:
             if not advance.start and lengths[advance.slot]:
@@ -183,10 +214,12 @@ class Model:
         return int(self._executor.lengths[slot])
 
     def release(self, slot: int) -> None:
-        """Forget what the slot holds, so that its memory may be used again, and how it samples. A new request at start
-        0 does the first."""
+        """Forget what the slot holds, so that its memory may be used again, how it samples, and its adapter. A new
+        request at start 0 does the first."""
         self._executor.reset(slot)
         self._executor.set_sampling(slot, _GREEDY, 0)
+        if self.adapters is not None:
+            self.adapters.residency.release(slot)
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
         """Begin a slot that holds nothing with the pages of a prefix: see `Executor.share`."""
@@ -210,6 +243,8 @@ class Model:
             return None, 0
         swapped = self._executor.swap_out(slot)
         self._executor.set_sampling(slot, _GREEDY, 0)
+        if self.adapters is not None:
+            self.adapters.residency.release(slot)
         return swapped, length
 
     def swap_in(self, slot: int, swapped: tuple[Any, int]) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 from lockstep.runtime.model import Model
 
 
-def root_key(model: Model, salt: str = "") -> bytes:
+def root_key(model: Model, salt: str = "", adapter: str | None = None) -> bytes:
     """What the keys of a model's prefixes hang on: everything that decides the values beside the tokens. salt: requests
-    of another salt share nothing."""
+    of another salt share nothing, nor do those of another adapter."""
     made_by = {
         "weights": model.weights_sha256,
         "engines": model.engines.digest(),
@@ -20,6 +20,8 @@ def root_key(model: Model, salt: str = "") -> bytes:
         "chunk_size": model.chunk_size,
         "salt": salt,
     }
+    if adapter is not None and model.adapters is not None:
+        made_by["adapter"] = model.adapters.digest(adapter)
     return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).digest()
 
 

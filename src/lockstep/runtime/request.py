@@ -21,7 +21,8 @@ class Request:
     first. cache_salt: prefixes are shared with requests of the same salt only. answer_ids: tokens that were given out
     before an interruption: they are computed again, one a step as then, and new ones follow them. grammar: what each
     choice must be; it ends where nothing can follow. prompt_logprobs: log-probabilities of the prompt's tokens, and of
-    so many of the likeliest, come too (`Engine.prompt_logprobs`); max_new_tokens may then be 0.
+    so many of the likeliest, come too (`Engine.prompt_logprobs`); max_new_tokens may then be 0. adapter: which one
+    it is computed with, by name; None: none.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -36,6 +37,7 @@ class Request:
     choice: int = 0
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

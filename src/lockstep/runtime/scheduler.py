@@ -6,7 +6,8 @@ at multiples of `chunk_size`, while `max_num_tokens` lasts: each as many as ther
 at most `long_prefill_token_threshold` tokens. The first prompt in order always brings a chunk.
 
 The order is by priority, lower first, then arrival; a request gains one level of priority on those that come `AGEING`
-steps after it, so none waits for ever. Waiting requests are admitted in this order, when a slot and pages are free:
+steps after it, so none waits for ever. Waiting requests are admitted in this order, when a slot, pages and a place for
+its adapter are free:
 for all tokens that the request may come to ("guaranteed": what runs ends), or for its prompt and a little more
 ("optimistic": when the pool runs out the youngest request is swapped out, and comes back before others are admitted).
 """
@@ -21,6 +22,7 @@ from typing import Literal
 
 from lockstep.errors import InputError
 from lockstep.step.pages import PAGE_SIZE, PageTables
+from lockstep.step.residency import Residency
 
 AGEING = 256  # steps
 LOOKAHEAD = 256  # tokens behind those that a request holds, for which an optimistic admission wants pages
@@ -45,7 +47,8 @@ class Scheduled:
 
     num_prompt_tokens: must be computed before its first new token. max_tokens: held at most, prompt and answer.
     num_computed: tokens that the cache holds. prefix: keys of its whole chunks.
-    siblings: its further choices. published: chunks of its prompt that others can reuse.
+    siblings: its further choices. published: chunks of its prompt that others can reuse. adapter: what it is computed
+    with, None for the base alone.
     """
 
     num_prompt_tokens: int
@@ -58,6 +61,7 @@ class Scheduled:
     num_computed: int = 0
     published: int = 0
     order: tuple[int, int] = (0, 0)
+    adapter: str | None = None
 
     @property
     def decodes(self) -> bool:
@@ -91,9 +95,11 @@ class Scheduler:
         chunk_size: int,
         admission: Admission = "guaranteed",
         long_prefill_token_threshold: int | None = None,
+        residency: Residency | None = None,
     ):
-        """max_num_tokens: of one step. long_prefill_token_threshold: tokens that one prompt brings at most to a step
-        beside requests that decode, rounded down to whole chunks, at least one; None: whatever there is room for.
+        """max_num_tokens: of one step. residency: of the adapters; None where there are none.
+        long_prefill_token_threshold: tokens that one prompt brings at most to a step beside requests that decode,
+        rounded down to whole chunks, at least one; None: whatever there is room for.
 
         Raises InputError where a step has no room for a token of each request, or, if all others decode, for a
         chunk, and for a threshold below 1."""
@@ -110,7 +116,7 @@ class Scheduler:
                 "leave it out for no limit"
             )
         self.long_prefill_token_threshold = long_prefill_token_threshold
-        self.tables, self.max_num_tokens = tables, max_num_tokens
+        self.tables, self.max_num_tokens, self._residency = tables, max_num_tokens, residency
         self.chunk_size, self.admission = chunk_size, admission
         self.num_swaps = 0
         self._free_slots = list(range(num_slots))  # a heap: low slots first, so that rows that decode lie together
@@ -280,7 +286,7 @@ class Scheduler:
             if request.status is not Status.WAITING:  # it was aborted
                 heapq.heappop(self._waiting)
                 continue
-            if len(self._free_slots) <= len(request.siblings):
+            if len(self._free_slots) <= len(request.siblings) or not self._has_place(request):
                 return
             found = self.tables.pool.find(request.prefix) if self.tables.shares is not None else []
             if not self._take(request, found):
@@ -305,6 +311,7 @@ class Scheduler:
             return False
         for number, each in enumerate((request, *request.siblings)):
             each.slot = heapq.heappop(self._free_slots)
+            self._claim(each)
             if number:
                 each.status = Status.FORKING
                 tables.reserve({each.slot: tokens - self._shared_tokens(request)})
@@ -332,12 +339,24 @@ class Scheduler:
             tokens = min(request.max_tokens, request.num_computed + LOOKAHEAD)
             if not self._free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
                 return False
+            if not self._has_place(request):
+                return False
             del self._swapped[0]
             request.slot, request.status = heapq.heappop(self._free_slots), Status.RUNNING
+            self._claim(request)
             self.tables.reserve({request.slot: tokens})
             self._insert(request)
             step.swapped_in.append(request)
         return True
+
+    def _has_place(self, request: Scheduled) -> bool:
+        """Whether the request's adapter is resident, or can be."""
+        return self._residency is None or self._residency.can_claim(self._free_slots[0], request.adapter)
+
+    def _claim(self, request: Scheduled) -> None:
+        if self._residency is not None:
+            claimed = self._residency.claim(request.slot, request.adapter)
+            assert claimed  # `_has_place` was asked
 
     def _publish(self, request: Scheduled) -> list[tuple[Scheduled, int, list[int]]]:
         tables, copies = self.tables, []
@@ -362,6 +381,8 @@ class Scheduler:
     def _leave(self, request: Scheduled) -> None:
         if request.slot >= 0:
             self.tables.release(request.slot)
+            if self._residency is not None:
+                self._residency.release(request.slot)
             heapq.heappush(self._free_slots, request.slot)
             request.slot = -1
 

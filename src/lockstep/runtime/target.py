@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
 from lockstep.runtime.model import Model
 from lockstep.runtime.tokenizer import Tokenizer
@@ -13,7 +14,7 @@ from lockstep.targets import Results, Target
 
 
 def open_model(target: str, results: str | os.PathLike = "results", **limits: Any) -> Model:
-    """Open the model of a target, such as `demo-llama/fp16/all/onnxruntime`, of a finished run.
+    """Open the model of a target, such as `demo-llama/fp16/all/onnxruntime`, of a finished run, with its adapters.
 
     results: the results tree. limits: of `Model.open` (`max_batch_size`, `max_seq_len`, `max_num_tokens`, `threads`,
     `low_memory`, `kv_bytes`, `chunk_size`). Raises InputError for a name that is no target's, and what `Model.open`
@@ -21,8 +22,10 @@ def open_model(target: str, results: str | os.PathLike = "results", **limits: An
     """
     tree, names = Results(Path(results)), _parse(target)
     model, precision = names.model, names.precision
-    engines = tree.engines(model, precision, names.backend)
-    return Model.open(engines, tree.assembly(model, precision), tree.weights(model, precision), names.layers, **limits)
+    engines, assembly = tree.engines(model, precision, names.backend), tree.assembly(model, precision)
+    if Assembly.load(assembly).adapters is not None:
+        limits = {"adapters_json": tree.adapters(model), **limits}
+    return Model.open(engines, assembly, tree.weights(model, precision), names.layers, **limits)
 
 
 def open_tokenizer(target: str, results: str | os.PathLike = "results") -> Tokenizer:

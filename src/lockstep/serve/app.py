@@ -84,12 +84,11 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         return _Answer(service, stream, ChatFormat(body, service, stream), bool(body.stream))
 
     async def models(request: Request) -> Any:
-        return _json({"object": "list", "data": [_model(service)]})
+        return _json({"object": "list", "data": [_model(service, name) for name in service.model_names]})
 
     async def model(request: Request) -> Any:
-        if request.path_params["name"] != service.name:
-            raise BadRequest(f"model: expected {service.name}, found another", "model", 404)
-        return _json(_model(service))
+        service.adapter_of(request.path_params["name"])
+        return _json(_model(service, request.path_params["name"]))
 
     async def live(request: Request) -> Any:
         return _json(_health(service), 200 if service.is_live else 503)
@@ -161,14 +160,17 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
+    """parent: of an adapter the model that it is of, as vLLM has it."""
+    adapter = service.adapter_of(name)
     return {
-        "id": service.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "lockstep",
         "max_model_len": service.ready["max_seq_len"],
-        "root": service.ready["identity"],
+        "root": service.ready["identity"] if adapter is None else service.ready["adapters"][adapter],
+        **({} if adapter is None else {"parent": service.name}),
     }
 
 

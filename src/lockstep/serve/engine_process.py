@@ -76,6 +76,7 @@ def _open(asked: Frame) -> tuple[Engine, Frame]:
         threads=asked["threads"],
         kv_bytes=asked["kv_bytes"],
         chunk_size=asked["chunk_size"],
+        adapters_json=asked.get("adapters"),
     )
     model.warm_up()
     grammars = Compiler(asked["assembly"], model.vocab_size, model.eos_token_ids, asked["grammar_seconds"])
@@ -109,6 +110,7 @@ def _open(asked: Frame) -> tuple[Engine, Frame]:
         "num_pages": pool.num_pages,
         "prompt_logprobs": model.gives_all_logits,
         "page_nbytes": pool.page_nbytes,
+        "adapters": {name: adapter.sha256 for name, adapter in model.adapters.known.items()} if model.adapters else {},
     }
     return engine, ready
 

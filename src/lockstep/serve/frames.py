@@ -50,6 +50,7 @@ def packed_add(number: int, request: Request) -> bytes:
             "priority": request.priority,
             "cache_salt": request.cache_salt,
             "answer_ids": list(request.answer_ids),
+            **({} if request.adapter is None else {"adapter": request.adapter}),
             **({} if request.prompt_logprobs is None else {"prompt_logprobs": request.prompt_logprobs}),
             **({} if request.grammar is None else {"grammar": asdict(request.grammar)}),
         }

@@ -29,7 +29,7 @@ class AnswerFormat:
         self._common = {
             "id": f"{self.ID}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": service.name,
+            "model": body.model,
             "system_fingerprint": service.ready["identity"][:12],
         }
 

@@ -40,7 +40,8 @@ class StreamOptions(msgspec.Struct):
 
 
 class Parameters(msgspec.Struct, kw_only=True):
-    """The fields of both bodies. What is not named is accepted and ignored, but for what is unsupported."""
+    """The fields of both bodies. lora: the name of an adapter, which may also stand in `model`. What is not named is
+    accepted and ignored, but for what is unsupported."""
 
     model: str
     max_tokens: int | None = None
@@ -65,6 +66,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     priority: int | None = 0
     bad_words: list[str] | None = None
     cache_salt: str | None = None
+    lora: str | None = None
     best_of: Any = None
     suffix: Any = None
     response_format: Any = None
@@ -99,8 +101,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 def check_supported(body: Parameters, service: Service) -> None:
     """Raise BadRequest for another model, and for a parameter that is not taken here."""
-    if body.model != service.name:
-        raise BadRequest(f"model: expected {service.name}, found {body.model[:80]!r}", "model", 404)
+    service.adapter_of(body.model, body.lora)
     refuse(body, _UNSUPPORTED)
 
 
@@ -175,6 +176,7 @@ def asks_of(
             grammar=grammar,
             prompt_logprobs=prompt_logprobs,
             cache_salt=salt,
+            adapter=service.adapter_of(body.model, body.lora),
         )
         asks.append(Ask(request, stop))
     return asks

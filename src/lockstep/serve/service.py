@@ -16,6 +16,7 @@ from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import LockstepError
 from lockstep.runtime.request import Request, Token
 from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import Chat
 from lockstep.serve.frames import Frame
 from lockstep.serve.link import EngineLink
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _FORGIVEN = 60.0  # seconds after which a death of the engine no longer counts
 _TOTALS = ("prefix_queries", "prefix_hits", "swaps")  # counters that only grow
+_FEW = 20  # names that an error lists
 _PATIENCE = 30.0  # most seconds between two starts that fail
 
 
@@ -105,6 +107,31 @@ class Service:
         end = time.monotonic() + seconds
         while self._streams and time.monotonic() < end:
             await asyncio.sleep(0.02)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the model's adapters."""
+        return sorted(self.ready.get("adapters", ()))
+
+    @property
+    def model_names(self) -> list[str]:
+        """What a request may call the model: its name, and with each adapter `name:adapter`."""
+        return [self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)]
+
+    def adapter_of(self, model: str, lora: str | None = None) -> str | None:
+        """The adapter that a request names as part of the model, or by `lora`; None: none. Raises BadRequest, 404,
+        with the names that are there, for another."""
+        if model not in self.model_names:
+            raise BadRequest(f"model: expected {_one_of(self.model_names)}, found {model[:80]!r}", "model", 404)
+        named = model.removeprefix(self.name).removeprefix(":") or None
+        if lora is None or lora == named:
+            return named
+        if lora not in self.adapters:
+            there = _one_of(self.adapters) or "none, for the model has no adapters"
+            raise BadRequest(f"lora: expected {there}, found {lora[:80]!r}", "lora", 404)
+        if named is not None:
+            raise BadRequest(f"lora: expected {named!r} as in model, found {lora[:80]!r}; leave one out", "lora")
+        return lora
 
     @property
     def is_ready(self) -> bool:
@@ -366,6 +393,12 @@ class Service:
             rate = self._counted / elapsed
             self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
         self._rate_at, self._counted = now, 0
+
+
+def _one_of(names: Sequence[str]) -> str:
+    """Names for an error; of many the first."""
+    shown = ", ".join(names[:_FEW]) + (f" ... ({len(names)} in all)" if len(names) > _FEW else "")
+    return f"one of {shown}" if len(names) > 1 else shown
 
 
 def _logprobs(entry: Sequence[Any]) -> Logprobs:

@@ -79,7 +79,8 @@ class Triton:
             for generation in list(self._running.get(request.id, ())):
                 generation.close()
             return Inference(id=request.id)
-        generation = Generation(self, request, batch, await prompts_of(batch, self.service, self._fold_ids))
+        lora = request.parameters.get("lora")
+        generation = Generation(self, request, batch, await prompts_of(batch, self.service, self._fold_ids, lora))
         if request.id:
             self._running.setdefault(request.id, set()).add(generation)
         return generation

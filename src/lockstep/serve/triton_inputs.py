@@ -118,15 +118,32 @@ def check_outputs(request: InferRequest) -> None:
             raise BadRequest(f"{name[:80]}: expected an output of the model {request.model.name}, found no such one")
 
 
-async def prompts_of(batch: Batch, service: Service, fold_ids: bool) -> list[Prompt]:
-    """What the prompts of a batch for a model that makes tokens ask for. fold_ids: see `Triton`. Raises BadRequest."""
-    prompts = [await _prompt(batch, number, service, fold_ids) for number in range(batch.size)]
+async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any = None) -> list[Prompt]:
+    """What the prompts of a batch for a model that makes tokens ask for. fold_ids: see `Triton`. lora: the request's
+    parameter of this name, an adapter's. Raises BadRequest."""
+    prompts = [await _prompt(batch, number, service, fold_ids, lora) for number in range(batch.size)]
     if len({prompt.ask.request.n for prompt in prompts}) > 1:
         raise BadRequest("num_return_sequences: expected the same for all prompts of a batch, found different ones")
     return prompts
 
 
-async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool) -> Prompt:
+def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | None:
+    """The adapter of a prompt: by its name, or by `lora_task_id`, its place among the names from 1 on; 0 is none."""
+    task = batch.value("lora_task_id", number, 0)
+    if not 0 <= task <= len(service.adapters):
+        raise BadRequest(
+            f"lora_task_id: expected 0 (none) to {len(service.adapters)}, the adapters in the order of their names "
+            f"({', '.join(service.adapters) or 'the model has none'}), found {task}",
+            "lora_task_id",
+            404 if service.adapters else 400,
+        )
+    if lora is not None and not isinstance(lora, str):
+        raise BadRequest(f"lora: expected the name of an adapter, found {str(lora)[:40]}", "lora")
+    named = service.adapters[task - 1] if task else None
+    return service.adapter_of(service.name if named is None else f"{service.name}:{named}", lora or None)
+
+
+async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any) -> Prompt:
     ready, tokenizer = service.ready, service.tokenizer
     vocab_size, limit, longest = ready["vocab_size"], ready["max_input_len"], ready["max_seq_len"]
     if batch.value("beam_width", number, 1) != 1:
@@ -169,7 +186,8 @@ async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool) -
     sampling = _sampling(batch, number, bias, bad_words, log_probs)
     ends = end_ids | {tokens[0] for tokens in stop_ids if len(tokens) == 1}
     # As upstream: what does not fit behind the prompt is not made, and is no error.
-    request = Request(ids, min(wanted, room), None, frozenset(ends), sampling, n)
+    adapter = _adapter(batch, number, service, lora)
+    request = Request(ids, min(wanted, room), None, frozenset(ends), sampling, n, adapter=adapter)
     exclude = batch.value("exclude_input_in_output", number, False)
     return Prompt(Ask(request, stop), end_ids, stop_ids, exclude, log_probs)
 

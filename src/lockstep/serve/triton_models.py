@@ -32,7 +32,7 @@ _GENERATION = """
     exclude_input_in_output BOOL 1 taken
     prompt_embedding_table FP16 -1,-1 refused
     prompt_vocab_size INT32 1 ignored
-    lora_task_id UINT64 1 refused
+    lora_task_id UINT64 1 taken
     lora_weights FP16 -1,-1 refused
     lora_config INT32 -1,3 refused
     guided_decoding_guide_type BYTES 1 refused

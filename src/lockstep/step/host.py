@@ -45,6 +45,7 @@ class HostExecutor:
         self._plans: dict[Layout, Plan] = {}
         self._taken: tuple[Plan, Sequence[Advance]] | None = None  # the last step
         self._samplings: dict[int, tuple[Sampling, int]] = {}  # of slots that sample
+        self._adapters: np.ndarray | None = None  # the place of each slot's adapter
 
     @property
     def lengths(self) -> np.ndarray:
@@ -99,6 +100,9 @@ class HostExecutor:
             self._samplings[slot] = sampling, choice
         else:
             self._samplings.pop(slot, None)
+
+    def set_adapters(self, places: np.ndarray) -> None:
+        self._adapters = places
 
     def _choose(self, advances: Sequence[Advance], logits: np.ndarray) -> np.ndarray:
         tokens = most_likely(logits)
@@ -188,6 +192,7 @@ class HostExecutor:
         if offset > sum(len(advance.tokens) == 1 for advance in advances):
             plan.token_ids[:offset] = 0  # rows between that do not decode: token 0 at position 0, past length 0
             plan.position_ids[:offset] = 0
+            plan.adapter_ids[:offset] = -1
         for i, advance in enumerate(advances):
             count = len(advance.tokens)
             if count == 1:
@@ -200,6 +205,8 @@ class HostExecutor:
                 plan.token_ids[first:offset] = advance.tokens
                 plan.position_ids[first:offset] = np.arange(advance.start, advance.start + count)
             plan.logit_rows[i] = first + count - 1
+            if self._adapters is not None:
+                plan.adapter_ids[first : first + count] = self._adapters[advance.slot]
         return {capacity: np.array(sorted(rows), np.int64) for capacity, rows in decoded.items()}
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO
 from lockstep.step.kv_cache import KVCache, Place
 from lockstep.step.network import Block, Kind, Network
@@ -70,8 +71,8 @@ class Layout:
 
 
 class Plan:
-    """Buffers and bound calls of a layout. Fill `token_ids`, `position_ids`, `logit_rows`, then `run`, then read
-    `logits`."""
+    """Buffers and bound calls of a layout. Fill `token_ids`, `position_ids`, `adapter_ids`, `logit_rows`, then `run`,
+    then read `logits`."""
 
     def __init__(self, network: Network, cache: KVCache, layout: Layout):
         self.layout, self.slices = layout, layout.slices()
@@ -80,6 +81,7 @@ class Plan:
         self._buffers: dict[tuple, list[np.ndarray]] = {}
         self.token_ids = np.zeros(layout.num_tokens, np.int64)
         self.position_ids = np.zeros(layout.num_tokens, np.int64)
+        self.adapter_ids = np.full(layout.num_tokens, -1, np.int64)
         self.logit_rows = np.zeros(layout.num_logits, np.int64)
         # new keys and values of the rows that decode: of each of `layout.decoding`, for each group of layers
         self._new = [
@@ -93,6 +95,7 @@ class Plan:
             for rows in layout.decoding
         ]
         values = {"token_ids": self.token_ids, "position_ids": self.position_ids, "logit_rows": self.logit_rows}
+        values[IDS] = self.adapter_ids
         self._calls: list[Callable[[], None]] = []
         self._add_block(network.embedding, values)
         for index, (block, kind) in enumerate(network.layers):
@@ -109,7 +112,7 @@ class Plan:
     def logits_behind(self, rows: np.ndarray) -> np.ndarray:
         """After `run`: the logits behind any packed tokens, rows int64 [num_rows] -> [num_rows, vocab_size]."""
         values, dims = {**self._before_exit, "logit_rows": rows}, {**self._dims, "num_requests": len(rows)}
-        inputs = {io.name: values[io.key] for io in self._exit.signature.inputs}
+        inputs = _inputs(self._exit, values)
         outputs = {
             io.name: np.empty([dims[dim] if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
             for io in self._exit.signature.outputs
@@ -130,7 +133,7 @@ class Plan:
                 self._cache.write_each(group, part.capacity, rows, starts, keys, values)
 
     def _add_block(self, block: Block, values: dict[str, np.ndarray]) -> None:
-        inputs = {io.name: values[io.key] for io in block.signature.inputs}
+        inputs = _inputs(block, values)
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._calls.append(block.run.prepare(inputs, outputs))
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
@@ -206,3 +209,9 @@ class Plan:
             pair = [np.empty((*dims, dim), self._cache.dtype) for dim in (shape.head_dim, shape.value_head_dim)]
             self._buffers[(chunk, shape)] = pair
         return pair[0], pair[1]
+
+
+def _inputs(block: Block, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a block reads: values of the step, and the arrays of adapters."""
+    own = block.adapters
+    return {io.name: own[io.name] if io.name in own else values[io.key] for io in block.signature.inputs}

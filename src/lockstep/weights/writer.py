@@ -34,21 +34,31 @@ def write_cast(
     Returns the file and the tensors of the weights manifest beside it. `before_rename` is called when the file is
     complete and not yet in place. On any error `path` stays as it was.
     """
-    header, tensors = _layout(source.tensors, dtype, path.name)
+    stored = {name: dtype if place.dtype in FLOAT_DTYPES else place.dtype for name, place in source.tensors.items()}
+    header, tensors = layout(stored, source.tensors, path.name)
     size = len(header) + sum(place.length for place in tensors.values())
+    contents = _contents(header, source, tensors, dtype)
+    return StoredFile(path.name, size, write_stream(path, size, contents, "converted", before_rename)), tensors
+
+
+def write_stream(
+    path: Path, size: int, contents: Iterable[memoryview], what: str, before_rename: Callable[[], None] = lambda: None
+) -> str:
+    """Write `size` bytes to `path`, whole or not at all; gives their hex sha256. what: weights they are, in words;
+    before_rename: as of `write_cast`. Raises InputError when the disk has no room."""
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
     if free < size:
         raise InputError(
-            f"{path}: expected {size} bytes free for the converted weights, found {free}; free "
+            f"{path}: expected {size} bytes free for the {what} weights, found {free}; free "
             f"space or choose another output folder"
         )
     digest = hashlib.sha256()
     try:
         with atomic_path(path) as temporary:
             with open(temporary, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-                for data in _contents(header, source, tensors, dtype):
+                for data in contents:
                     hashed = pool.submit(digest.update, data)  # hashlib lets go of the interpreter lock
                     _write_all(file, data)
                     hashed.result()
@@ -58,15 +68,16 @@ def write_cast(
             raise
         found = f"found the disk full ({error.strerror})"
         raise InputError(
-            f"{path}: expected {size} bytes free for the converted weights, {found}; free space and run again"
+            f"{path}: expected {size} bytes free for the {what} weights, {found}; free space and run again"
         ) from None
-    return StoredFile(path.name, size, digest.hexdigest()), tensors
+    return digest.hexdigest()
 
 
-def _layout(tensors: Mapping[str, TensorPlace], dtype: str, file: str) -> tuple[bytes, dict[str, TensorPlace]]:
+def layout(
+    stored: Mapping[str, str], tensors: Mapping[str, TensorPlace], file: str
+) -> tuple[bytes, dict[str, TensorPlace]]:
     """The opening bytes of `file` and the manifest's tensors, both in file order, which is that of the safetensors
-    library."""
-    stored = {name: dtype if place.dtype in FLOAT_DTYPES else place.dtype for name, place in tensors.items()}
+    library. stored: the dtype of each tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name in sorted(tensors, key=lambda name: (-DTYPE_ORDER[stored[name]], name)):

@@ -25,6 +25,7 @@ from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes
+from lockstep.backends.onnxruntime.adapter_products import keep_order
 from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_count
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
@@ -95,7 +96,8 @@ class OnnxRuntimeBackend:
             saved = Path(folder) / "optimized.onnx"
             settings.optimized_model_filepath = str(saved)
             model = onnx.load(graph_path, load_external_data=False)
-            source = model.SerializeToString() if pad_angles(model) else str(graph_path)
+            changed = [pad_angles(model), keep_order(model)]
+            source = model.SerializeToString() if any(changed) else str(graph_path)
             try:
                 _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")
             except CheckError:

@@ -8,5 +8,6 @@ SETTINGS = BackendSettings(
     precisions=("fp32", "fp16"),
     lacks="ONNX Runtime on CPU has no bf16 kernels",
     runs_ranks=True,
+    runs_adapters=True,
     fp32_part=0.5,  # the same library computes both: no difference is seen, and planted faults begin at 6e-5
 )

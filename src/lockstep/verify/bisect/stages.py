@@ -97,6 +97,11 @@ class Graphs:
                 f"bisect: expected a model of one rank, found tensor_parallel: {assembly.tensor_parallel.degree}; "
                 "bisect the same model without it: what validate says names the layer of a difference of ranks"
             )
+        if assembly.adapters is not None:
+            raise InputError(
+                "bisect: expected a model without adapters, found one whose blocks take them; bisect the same model "
+                "without `adapters` in its config"
+            )
         self.layers = assembly.layers[: layer_count(assembly, layers)]
         self.dtype = np.dtype(widened_dtype(assembly.dtype))
         self.files = dict(assembly.graphs())

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.artifacts.assembly import Assembly, AttentionVariant
 from lockstep.backends.profiles import LIMITS, profiles
 from lockstep.errors import CheckError
@@ -118,7 +119,13 @@ def arrays(
         shape = [dim.dim_value or chosen[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
         dtype = np.dtype(dtype_name(value.type.tensor_type.elem_type))
         if dtype.kind == "f":
-            found[value.name] = random.standard_normal(shape, np.float32).astype(dtype)
+            numbers = random.standard_normal(shape, np.float32)
+            if value.name.endswith((A_SUFFIX, B_SUFFIX)):  # of an adapter, as large as a layer's own product
+                numbers /= np.sqrt(np.float32(shape[0]))
+            found[value.name] = numbers.astype(dtype)
+        elif value.name == IDS:
+            assert assembly.adapters is not None  # whose graphs take them
+            found[value.name] = random.integers(-1, assembly.adapters.max_adapters, shape, np.int64)
         elif value.name == "token_ids":
             found[value.name] = random.integers(0, assembly.vocab_size, shape, np.int64)
         elif value.name == "logit_rows":

@@ -56,7 +56,7 @@ class Long:
 
 def read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
     manifest = ReferenceManifest.load(path)
-    logits = _read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
+    logits = read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
     entries = manifest.prompts
     texts = list(expected) or [None] * len(entries)
     if len(texts) != len(entries):
@@ -81,7 +81,8 @@ def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray]) -> Lo
     return Long(prompt, entry.edges, dict(zip(entry.counts, logits["long.prompt"], strict=True)))
 
 
-def _read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
+def read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
+    """The arrays of the safetensors file beside a reference. Raises InputError where it is not the recorded one."""
     if not path.is_file() or sha256_file(path) != sha256:
         found = "other bytes" if path.is_file() else "no file"
         raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")

@@ -12,7 +12,7 @@ logits are kept on both sides of each length at which a KV cache, a window or a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -98,7 +98,7 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
         max_new_tokens=golden["max_new_tokens"],
         eos_token_ids=reference.eos_token_ids,
         logits=LogitsFile(logits_path.name, sha256_file(logits_path)),
-        prompts=tuple(map(_entry, reference.answers)),
+        prompts=tuple(map(entry, reference.answers)),
         long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
     ).save(out)
     return out
@@ -111,10 +111,14 @@ def compute(
     prompts: Sequence[str],
     max_new_tokens: int,
     long_prompt: int = 0,
+    adapt: Callable[[PreTrainedModel], None] | None = None,
 ) -> Reference:
-    """The reference without files: a checkpoint folder and its config.json's content in."""
+    """The reference without files: a checkpoint folder and its config.json's content in. adapt: changes the model
+    before it is run."""
     cut = cut_config(config, layers)
     tokenizer, model = _load_tokenizer(folder), load_folder(folder, cut)
+    if adapt is not None:
+        adapt(model)
 
     def decode(ids: list[int]) -> str:
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -207,7 +211,8 @@ def _decode(
     return tuple(tokens), np.stack(rows)
 
 
-def _entry(answer: Answer) -> ReferencePrompt:
+def entry(answer: Answer) -> ReferencePrompt:
+    """A prompt's entry in a manifest."""
     order = np.argsort(-answer.logits, axis=-1, kind="stable")[:, :TOP]  # equal logits: the lower id first, as argmax
     top = np.take_along_axis(answer.logits, order, axis=-1)
     steps = (

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
+from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.assembly import Assembly, GraphFile, Part
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import attention_shards
@@ -102,6 +103,7 @@ class Graphs:
         opened = lambda graph: Graph(path.parent / graph.file, graph, threads)
         self.classes = {name: opened(assembly.classes[name]) for name in sorted({part.graph for part in parts})}
         self.pieces: dict[str, Graph] = {}
+        self._noise: dict[str, dict[str, np.ndarray]] = {}
         self.attention = {
             f"{name}.{phase}": opened(graph)
             for name in sorted({layer.variant for layer in self.layers})
@@ -126,6 +128,7 @@ class Graphs:
         """Run a block on what it names of `env`. Outputs by the name under which the next block reads them
         (`hidden_out` as `hidden`). Of a model split over ranks: all ranks, one after another."""
         graph, ranks = self.classes[part.graph], self.assembly.tensor_parallel
+        env = {**env, **self._no_adapter(part.graph, env)}
         weights = {slot.name: self.slot_array(part.slots[slot.name], slot) for slot in graph.slots}
         if ranks is None or part.graph not in ranks.classes:
             outputs = _run(graph, env, weights)
@@ -139,6 +142,20 @@ class Graphs:
             of, inputs = self.pieces, {io.name: env[io.name] for io in graph.inputs}
             outputs = run_sharded_block(sharded, graph.signature, ranks.degree, inputs, run)
         return {name.removesuffix("_out"): value for name, value in outputs.items()}
+
+    def _no_adapter(self, name: str, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What a block with adapters reads of them, for tokens without one: in every place lie numbers that none of
+        them may see."""
+        if self.assembly.adapters is None:
+            return {}
+        if name not in self._noise:
+            random = np.random.default_rng(0)
+            shapes = self.assembly.adapters.shapes(name)
+            self._noise[name] = {
+                key: random.standard_normal(shape, np.float32).astype(self.dtype) for key, shape in shapes
+            }
+        tokens = next(len(env[key]) for key in ("token_ids", "hidden", "position_ids") if key in env)
+        return {**self._noise[name], IDS: np.full(tokens, -1, np.int64)}
 
     def run_attention(self, variant: str, phase: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a variant's prefill or decode graph on what it names of `inputs` (one without rotary encoding may need no

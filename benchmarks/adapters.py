@@ -1,0 +1,240 @@
+"""What adapters cost on this CPU: steps of a model with an adapter in each row, with none, and of the same model whose
+graphs take none, in turn; how long one takes to load; and the two forms that their products could have.
+
+In: a shape, which gets random weights and random adapters of all linear layers. Out: a record.
+
+The forms, of one linear layer: two thin products for all resident adapters, of which each token's own is kept (what is
+exported); and each token's matrices, gathered, then two products a token.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+from safetensors.numpy import save_file
+
+import lockstep
+from benchmarks.decode import prepare
+from benchmarks.export import SHAPES
+from benchmarks.measure import in_turn, spread, surroundings, thread_count
+from lockstep import Advance, Model, Results
+from lockstep.artifacts.files import read_json
+
+_CONTEXT, _STEPS, _PROMPT = 64, 16, 256
+_TOKENS = (1, 4, 64, 256)  # of one linear layer
+_NONE, _ROOM, _EACH = "graphs without room", "room, no row with one", "an adapter in each row"
+
+
+def run(
+    shape: str, batches: Sequence[int], rank: int, adapters: int, rounds: int, threads: int | None
+) -> dict[str, Any]:
+    """Measure a shape. rank, adapters: of the adapters, and how many. Works in a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        source = lockstep.make_random_checkpoint(SHAPES / f"{shape}.json", 0, work / shape)
+        room = {"max_adapters": adapters, "max_lora_rank": next(r for r in (8, 16, 32, 64, 128) if r >= rank)}
+        plain = prepare(source, "fp32", work / "plain")
+        taking = _prepare(plain, source.name, work, room)
+        names = [f"a{number}" for number in range(adapters)]
+        nbytes = _make_adapters(work, source.name, plain, taking, names, rank)
+        hidden = read_json(SHAPES / f"{shape}.json")["hidden_size"]
+        steps = {str(batch): _steps(plain, taking, names, batch, rounds, threads) for batch in batches}
+        load = _load(taking, names, rounds, threads)
+    forms = {str(tokens): _forms(hidden, room, tokens, rounds) for tokens in _TOKENS}
+    return {
+        "benchmark": "adapters",
+        "shape": shape,
+        "rank": rank,
+        "adapters": adapters,
+        "adapter_bytes": nbytes,
+        "rounds": rounds,
+        "batch": steps,
+        "load_seconds": load,
+        "forms_of_one_layer": {"hidden_size": hidden, **room, "seconds_by_tokens": forms},
+        **surroundings("numpy", "onnxruntime", threads=threads),
+    }
+
+
+def _prepare(plain: dict[str, Path], name: str, work: Path, room: dict[str, int]) -> dict[str, Path]:
+    """The same model with room for adapters."""
+    results = Results(work / "taking")
+    assembly, engines = results.assembly(name, "fp32"), results.engines(name, "fp32", "onnxruntime")
+    lockstep.export_graphs(Results(work / "plain").checkpoint(name), "fp32", assembly, adapters=room)
+    lockstep.build_engines(assembly, "onnxruntime", engines)
+    return {**plain, "assembly": assembly, "engines": engines, "adapters": results.adapters(name)}
+
+
+def _make_adapters(
+    work: Path, name: str, plain: dict[str, Path], taking: dict[str, Path], names: Sequence[str], rank: int
+) -> int:
+    """Random adapters of all linear layers; gives the bytes of one."""
+    checkpoint = Results(work / "plain").checkpoint(name)
+    layers = {
+        tensor.removesuffix(".weight"): place["shape"]
+        for tensor, place in read_json(checkpoint)["tensors"].items()
+        if tensor.endswith("_proj.weight")
+    }
+    folders = {}
+    for number, adapter in enumerate(names):
+        random, tensors = np.random.default_rng(number), {}
+        for layer, (out, given) in layers.items():
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = random.standard_normal((rank, given), np.float32) / 32
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = random.standard_normal((out, rank), np.float32) / 32
+        folder = folders[adapter] = work / adapter
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    sources = {adapter: str(folder) for adapter, folder in folders.items()}
+    lockstep.resolve_adapters(sources, folders, checkpoint, 128, None, taking["adapters"])
+    return (folders[names[0]] / "adapter_model.safetensors").stat().st_size
+
+
+def _open(paths: dict[str, Path], batch: int, threads: int | None) -> Model:
+    return Model.open(
+        paths["engines"],
+        paths["assembly"],
+        paths["weights"],
+        max_batch_size=batch,
+        max_seq_len=_PROMPT + _STEPS,
+        max_num_tokens=_PROMPT * batch,
+        threads=thread_count(threads),
+        adapters_json=paths.get("adapters"),
+    )
+
+
+def _steps(
+    plain: dict[str, Path], taking: dict[str, Path], names: Sequence[str], batch: int, rounds: int, threads: int | None
+) -> dict[str, Any]:
+    """Seconds of a decode step, and of a prompt, in each of three ways."""
+    base, model = _open(plain, batch, threads), _open(taking, batch, threads)
+    ways: dict[str, tuple[Model, Sequence[str | None]]] = {
+        _NONE: (base, [None] * batch),
+        _ROOM: (model, [None] * batch),
+        _EACH: (model, [names[slot % len(names)] for slot in range(batch)]),
+    }
+    decode: dict[str, Callable[[], float]] = {
+        way: lambda given=given: _decode(*given)
+        for way, given in ways.items()  # type: ignore[misc]
+    }
+    prompt: dict[str, Callable[[], float]] = {
+        way: lambda given=given: _prompt(*given)
+        for way, given in ways.items()  # type: ignore[misc]
+    }
+    return {"decode_step": _compared(in_turn(decode, rounds)), "prompt": _compared(in_turn(prompt, rounds))}
+
+
+def _compared(times: dict[str, list[float]]) -> dict[str, Any]:
+    longer = lambda way: spread([a / b for a, b in zip(times[way], times[_NONE], strict=True)], 3)
+    return {
+        "seconds": {way: spread(values) for way, values in times.items()},
+        "times_as_long": {way: longer(way) for way in (_ROOM, _EACH)},
+    }
+
+
+def _begin(model: Model, adapters: Sequence[str | None], tokens: int) -> np.ndarray:
+    for slot, adapter in enumerate(adapters):
+        model.release(slot)
+        model.set_adapter(slot, adapter)
+    ids = np.random.default_rng(0).integers(0, 256, (len(adapters), tokens))
+    return model.step_tokens([Advance(slot, row, 0) for slot, row in enumerate(ids)])
+
+
+def _decode(model: Model, adapters: Sequence[str | None]) -> float:
+    found = _begin(model, adapters, _CONTEXT)
+    began = time.perf_counter()
+    for number in range(_STEPS):
+        found = model.step_tokens([Advance(slot, [token], _CONTEXT + number) for slot, token in enumerate(found)])
+    return (time.perf_counter() - began) / _STEPS
+
+
+def _prompt(model: Model, adapters: Sequence[str | None]) -> float:
+    began = time.perf_counter()
+    _begin(model, adapters, _PROMPT)
+    return time.perf_counter() - began
+
+
+def _load(taking: dict[str, Path], names: Sequence[str], rounds: int, threads: int | None) -> dict[str, float]:
+    """Seconds to bring an adapter that is not resident."""
+    model = _open(taking, 1, threads)
+    assert model.adapters is not None
+    seconds = []
+    for number in range(rounds + 1):
+        model.adapters.residency.forget(0)
+        model.set_adapter(0, names[number % len(names)])
+        began = time.perf_counter()
+        model.adapters.load()
+        seconds.append(time.perf_counter() - began)
+        model.release(0)
+    return spread(seconds[1:])
+
+
+def _forms(hidden: int, room: dict[str, int], tokens: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds of what one linear layer adds for its adapters, in both forms."""
+    count, rank = room["max_adapters"], room["max_lora_rank"]
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal(shape, np.float32) for shape in ((hidden, count * rank), (count * rank, hidden)))
+    x, ids = random.standard_normal((tokens, hidden), np.float32), np.arange(tokens) % count
+    owner = numpy_helper.from_array(np.repeat(np.arange(count), rank)[None], "owner")
+    constants = [
+        owner,
+        numpy_helper.from_array(np.array([1], np.int64), "one"),
+        numpy_helper.from_array(np.zeros((), np.float32), "zero"),
+    ]
+    node = helper.make_node
+    products = [
+        node("Unsqueeze", ["ids", "one"], ["column"]),
+        node("Equal", ["column", "owner"], ["mask"]),
+        node("Gemm", ["x", "a"], ["shrunk"]),
+        node("Where", ["mask", "shrunk", "zero"], ["own"]),
+        node("Gemm", ["own", "b"], ["y"]),
+    ]
+    gathered = [
+        node("Gather", ["a", "ids"], ["as"], axis=0),
+        node("Gather", ["b", "ids"], ["bs"], axis=0),
+        node("Unsqueeze", ["x", "one"], ["x3"]),
+        node("MatMul", ["x3", "as"], ["shrunk"]),
+        node("MatMul", ["shrunk", "bs"], ["y3"]),
+        node("Squeeze", ["y3", "one"], ["y"]),
+    ]
+    apart = a.reshape(hidden, count, rank).transpose(1, 0, 2).copy(), b.reshape(count, rank, hidden)
+    runs = {
+        "two thin products": _session(products, constants, {"x": x, "ids": ids, "a": a, "b": b}),
+        "gathered matrices": _session(gathered, constants[1:2], {"x": x, "ids": ids, "a": apart[0], "b": apart[1]}),
+    }
+    first, second = (run() for run in runs.values())
+    assert np.abs(first - second).max() < 1e-2, "both forms compute the same"
+
+    def timed(call: Callable[[], np.ndarray]) -> float:
+        began = time.perf_counter()
+        for _ in range(_STEPS):
+            call()
+        return (time.perf_counter() - began) / _STEPS
+
+    contestants = {name: lambda call=call: timed(call) for name, call in runs.items()}  # type: ignore[misc]
+    return {name: spread(values, 7) for name, values in in_turn(contestants, rounds).items()}
+
+
+def _session(
+    nodes: Sequence[onnx.NodeProto], constants: Sequence[onnx.TensorProto], feeds: dict[str, np.ndarray]
+) -> Callable[[], np.ndarray]:
+    given = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in feeds.items()
+    ]
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(list(nodes), "form", given, [result], list(constants))
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    settings = onnxruntime.SessionOptions()
+    settings.use_per_session_threads = False  # the models before have made the pool
+    session = onnxruntime.InferenceSession(model.SerializeToString(), settings)
+    return lambda: session.run(None, feeds)[0]

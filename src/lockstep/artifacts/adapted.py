@@ -1,0 +1,73 @@
+"""What a model answers with its adapters: the reference of transformers, and the report of the check against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.reference import LogitsFile, ReferencePrompt
+from lockstep.artifacts.reports import Report, TokenDifference
+from lockstep.artifacts.typed import Document
+from lockstep.targets import Target
+
+
+@dataclass(frozen=True)
+class AdaptedAnswer:
+    """A prompt and what follows it with an adapter. adapter: its name, "" for none; sha256: of what it computes."""
+
+    adapter: str
+    sha256: str
+    prompt: ReferencePrompt
+
+
+@dataclass(frozen=True)
+class AdaptedReference(Document):
+    """What a model of the first `layers` layers (or "all") answers with each adapter. The logits of answer i lie in the
+    file beside it as `logits.<i>` [len(tokens), vocab_size] float32."""
+
+    FORMAT: ClassVar[str] = formats.ADAPTED_REFERENCE
+    layers: int | str
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...]
+    logits: LogitsFile
+    answers: tuple[AdaptedAnswer, ...]
+
+
+@dataclass(frozen=True)
+class AdaptedPrompt:
+    """A prompt with an adapter ("": with none), decoded in one batch with all others: its text, and how far its logits
+    are off.
+
+    from_base: the largest difference of the reference's first logits from those without an adapter. alone_equal: the
+    same tokens, and where the backend is batch invariant the same bits of all logits, as alone, and as with other
+    adapters in other places.
+    """
+
+    adapter: str
+    text: str
+    tokens: tuple[int, ...]
+    text_out: str
+    reference_text: str
+    expected: str | None
+    max_logit_error: float | None
+    differences: tuple[TokenDifference, ...]
+    alone_equal: bool
+    from_base: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedReport(Report):
+    """What an engine set says with its adapters. adapters: sha256 of what each computes. places: how many are resident
+    together; loads: how often one was brought."""
+
+    FORMAT: ClassVar[str] = formats.ADAPTED
+    target: Target
+    engine_digest: str
+    tolerance: float
+    max_logit_error: float | None
+    adapters: Mapping[str, str]
+    places: int
+    loads: int
+    prompts: tuple[AdaptedPrompt, ...]

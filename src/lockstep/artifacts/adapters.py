@@ -1,0 +1,141 @@
+"""Adapters (LoRA): the manifest of those of a model, `adapters.json` in and out, and where an assembly's graphs take
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.files import sha256_json
+from lockstep.artifacts.manifests import NAME, SIZE
+from lockstep.artifacts.places import StoredFile, TensorPlace
+from lockstep.artifacts.schema import integer, mapping, record
+from lockstep.artifacts.typed import Document
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names an adapter's files
+IDS = "adapter_ids"  # the input of a block: each token's place among the resident adapters, -1 for none
+A_SUFFIX, B_SUFFIX = ".lora_A", ".lora_B"  # of the inputs that their matrices are written to
+MOST_ADAPTERS = 256  # resident together
+# Parts of 128: sums over the ranks of all places may be cut at multiples of it, and an adapter shall lie in one piece.
+RANKS = (8, 16, 32, 64, 128)
+
+LORA_SLOTS = record(
+    {
+        "max_adapters": integer(1, MOST_ADAPTERS),
+        "max_lora_rank": integer(RANKS[0], RANKS[-1]),
+        "classes": mapping(mapping(record({"lora_A": NAME, "lora_B": NAME, "in": SIZE, "out": SIZE}), NAME), NAME),
+    }
+)
+
+
+@dataclass(frozen=True)
+class LoraSlot:
+    """Where a block takes the adapters of one of its linear layers: the names of its inputs lora_A [in_features,
+    max_adapters * max_lora_rank] and lora_B [max_adapters * max_lora_rank, out_features]: transposed, for PEFT's are
+    [rank, in_features] and [out_features, rank]."""
+
+    a: str
+    b: str
+    in_features: int
+    out_features: int
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> LoraSlot:
+        return cls(value["lora_A"], value["lora_B"], value["in"], value["out"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"lora_A": self.a, "lora_B": self.b, "in": self.in_features, "out": self.out_features}
+
+
+@dataclass(frozen=True)
+class LoraSlots:
+    """What graphs with adapters take. classes: by block class, {weight slot of a linear layer: where its adapters
+    go}."""
+
+    max_adapters: int
+    max_lora_rank: int
+    classes: Mapping[str, Mapping[str, LoraSlot]]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> LoraSlots:
+        classes = {
+            name: {slot: LoraSlot.from_json(entry) for slot, entry in slots.items()}
+            for name, slots in value["classes"].items()
+        }
+        return cls(value["max_adapters"], value["max_lora_rank"], classes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "max_adapters": self.max_adapters,
+            "max_lora_rank": self.max_lora_rank,
+            "classes": {
+                name: {slot: entry.to_json() for slot, entry in slots.items()} for name, slots in self.classes.items()
+            },
+        }
+
+    @property
+    def columns(self) -> int:
+        """Rows of all resident adapters together."""
+        return self.max_adapters * self.max_lora_rank
+
+    def names(self, graph: str) -> frozenset[str]:
+        """The inputs of a block that adapters are written to."""
+        slots = self.classes.get(graph, {}).values()
+        return frozenset(name for slot in slots for name in (slot.a, slot.b))
+
+    def shapes(self, graph: str) -> Iterator[tuple[str, tuple[int, int]]]:
+        """(name, shape) of these inputs."""
+        for slot in self.classes.get(graph, {}).values():
+            yield slot.a, (slot.in_features, self.columns)
+            yield slot.b, (self.columns, slot.out_features)
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """The two matrices of a linear layer: a [rank, in_features], b [out_features, rank], in the adapter's file."""
+
+    a: TensorPlace
+    b: TensorPlace
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter, as PEFT saves it.
+
+    source: the config's text for it. folder: of its files, relative to the manifest or absolute. rank: the largest of
+    its modules. scale: of the product of its two matrices. base_model: what its config says that it was trained on.
+    modules: by name of the linear layer (`model.layers.0.self_attn.q_proj`).
+    """
+
+    source: str
+    folder: str
+    files: tuple[StoredFile, ...]
+    rank: int
+    scale: float
+    base_model: str
+    modules: Mapping[str, AdaptedModule]
+
+    @property
+    def sha256(self) -> str:
+        """Hex sha256 of all that decides what the adapter computes."""
+        tensors = next(file.sha256 for file in self.files if file.path == WEIGHTS)
+        return sha256_json({"tensors": tensors, "scale": self.scale})
+
+
+@dataclass(frozen=True)
+class AdaptersManifest(Document):
+    """The adapters of a model by name."""
+
+    FORMAT: ClassVar[str] = formats.ADAPTERS
+    adapters: Mapping[str, Adapter]
+
+    def folder_of(self, path: Path, name: str) -> Path:
+        """The folder of an adapter. path: of this manifest."""
+        return Path(path).parent / self.adapters[name].folder

@@ -1,0 +1,242 @@
+"""The check of adapters: does an engine set with several adapters in one batch say what transformers says with each?
+Needs no torch.
+
+In: an engine set with its assembly, weights and adapters, and the reference with each adapter. Out: a report. All
+prompts with all adapters, and with none, are decoded in one batch along the reference's tokens, then freely, then in
+the opposite order, so that adapters lie in other places, and as `lockstep generate` decodes; then each is decoded
+alone. Where there are more adapters than places, they take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.artifacts.adapted import AdaptedPrompt, AdaptedReference, AdaptedReport
+from lockstep.artifacts.reports import PASS, TokenDifference
+from lockstep.errors import CheckError, InputError
+from lockstep.runtime import Decoding, Model, Request
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.targets import Target
+from lockstep.verify.golden.prompts import Prompt, first_difference, read_logits, short
+from lockstep.verify.golden.text import new_text
+from lockstep.verify.metrics import difference, finish, largest
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A prompt of the reference, and the adapter that it is for; "" for none."""
+
+    adapter: str
+    prompt: Prompt
+
+    @property
+    def name(self) -> str | None:
+        return self.adapter or None
+
+    def __str__(self) -> str:
+        with_ = f"adapter {self.adapter!r}" if self.adapter else "no adapter"
+        return f"{with_}, prompt {short(self.prompt.text)!r}"
+
+
+@dataclass
+class Decoded:
+    """Of one request: the logits [vocab_size] of every step and the token chosen from them."""
+
+    logits: list[np.ndarray] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+def check(
+    assembly_json: Path,
+    weights_json: Path,
+    engines_json: Path,
+    adapters_json: Path,
+    reference_json: Path,
+    target: Target,
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: Path,
+    expected: Sequence[str | None] = (),
+    threads: int | None = None,
+) -> Path:
+    """Check an engine set with its adapters and write the report to `out`, which is returned.
+
+    Arguments as of `golden.check.check`; expected: for each prompt of the reference. Raises CheckError, one line, for
+    the first thing wrong, with the whole report in `<out>.failed.json`; InputError for inputs that do not fit together.
+    """
+    reference, prompts = _read(Path(reference_json), expected)
+    if reference.layers != target.layers:
+        raise InputError(
+            f"{reference_json}: layers: expected {target.layers}, found {reference.layers}; make the reference of this "
+            "target"
+        )
+    model = Model.open(
+        engines_json,
+        assembly_json,
+        weights_json,
+        target.layers,
+        max_batch_size=limits["max_batch_size"],
+        max_seq_len=limits["max_seq_len"],
+        max_num_tokens=limits["max_num_tokens"],
+        threads=threads,
+        adapters_json=adapters_json,
+    )
+    assert model.adapters is not None  # `open` refuses a model without
+    for answer in reference.answers:
+        model.check_adapter(answer.adapter or None)
+        if answer.adapter and model.adapters.digest(answer.adapter) != answer.sha256:
+            raise InputError(
+                f"{reference_json}: adapter {answer.adapter!r}: expected {model.adapters.digest(answer.adapter)} as in "
+                f"{adapters_json}, found {answer.sha256}; make the reference again"
+            )
+    checked = _Check(model, Tokenizer.open(assembly_json), prompts, reference, tolerance["logits"])
+    report = checked.run(target)
+    finish(out, report, checked.failures[0] if checked.failures else None)
+    return Path(out)
+
+
+def _read(path: Path, expected: Sequence[str | None]) -> tuple[AdaptedReference, list[Adapted]]:
+    manifest = AdaptedReference.load(path)
+    logits = read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
+    texts = list(expected) or [None] * len(manifest.answers)
+    if len(texts) != len(manifest.answers):
+        raise InputError(
+            f"{path}: prompts: expected {len(texts)} as in the config, found {len(manifest.answers)}; make the "
+            "reference again"
+        )
+    found = []
+    for i, (answer, text) in enumerate(zip(manifest.answers, texts)):
+        one = answer.prompt
+        gaps = [step.gap for step in one.steps]
+        prompt = Prompt(one.text, one.prompt_ids, one.tokens, one.new_text, logits[f"logits.{i}"], gaps, text)
+        found.append(Adapted(answer.adapter, prompt))
+    return manifest, found
+
+
+class _Check:
+    """One run of the check; `failures` are lines, in the order in which they were found."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Adapted],
+        reference: AdaptedReference,
+        tolerance: float,
+    ):
+        self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
+        self.max_new_tokens, self.stop_ids = reference.max_new_tokens, frozenset(reference.eos_token_ids)
+        self.tolerance = tolerance
+        self.failures: list[str] = []
+
+    def run(self, target: Target) -> AdaptedReport:
+        assert self.model.adapters is not None
+        forced = self._decode([self._along(one) for one in self.prompts])
+        free = self._decode([self._freely(one) for one in self.prompts])
+        turned = self._decode([self._freely(one) for one in reversed(self.prompts)])[::-1]
+        generated = self._generate()
+        entries = []
+        for i, one in enumerate(self.prompts):
+            alone = self._decode([self._freely(one)])[0]
+            others = (("alone", alone), ("with adapters in other places", turned[i]))
+            same = [self._same(one, how, free[i], other) for how, other in others]
+            entries.append(self._judge(one, free[i], forced[i], all(same)))
+            self._first_difference(one, "as lockstep generate decodes", free[i].tokens, generated[i])
+        names = sorted({one.adapter for one in self.prompts} - {""})
+        return AdaptedReport(
+            result=PASS,
+            target=target,
+            engine_digest=self.model.engines.digest(),
+            tolerance=self.tolerance,
+            max_logit_error=largest([entry.max_logit_error for entry in entries]),
+            adapters={name: self.model.adapters.known[name].sha256 for name in names},
+            places=self.model.adapters.residency.max_adapters,
+            loads=self.model.adapters.residency.loads,
+            prompts=tuple(entries),
+        )
+
+    def _judge(self, one: Adapted, free: Decoded, forced: Decoded, alone_equal: bool) -> AdaptedPrompt:
+        prompt = one.prompt
+        errors = [difference(row, found) for row, found in zip(prompt.logits, forced.logits, strict=True)]
+        worst = largest([error.max_abs_error for error in errors])
+        if worst is None or worst > self.tolerance:
+            step = next(i for i, error in enumerate(errors) if not error.within(self.tolerance))
+            found = errors[step].max_abs_error
+            shown = "NaN or infinity" if found is None else f"{found:.3g}"
+            self._fail(one, f"step {step}: expected a logit error of at most {self.tolerance:g}, found {shown}")
+        differences = self._first_difference(one, "decoding freely", prompt.tokens, free.tokens)
+        text = new_text(self.tokenizer.decode, prompt.prompt_ids, free.tokens)
+        if prompt.expected is not None and text != prompt.expected:
+            said = f"(the reference says {prompt.new_text!r})"
+            self._fail(one, f"text: expected {prompt.expected!r} as in the config, found {text!r} {said}")
+        return AdaptedPrompt(
+            adapter=one.adapter,
+            text=prompt.text,
+            tokens=tuple(free.tokens),
+            text_out=text,
+            reference_text=prompt.new_text,
+            expected=prompt.expected,
+            max_logit_error=worst,
+            differences=differences,
+            alone_equal=alone_equal,
+            from_base=self._from_base(one),
+        )
+
+    def _from_base(self, one: Adapted) -> float | None:
+        """How far the adapter moves the logits behind the prompt; None where it was not computed without."""
+        bases = [other.prompt for other in self.prompts if not other.adapter and other.prompt.text == one.prompt.text]
+        if not one.adapter or not bases:
+            return None
+        return difference(bases[0].logits[0], one.prompt.logits[0]).max_abs_error
+
+    def _same(self, one: Adapted, how: str, batch: Decoded, other: Decoded) -> bool:
+        """Whether a request gave in another company what it gave in the batch."""
+        if self.model.engines.backend.batch_invariant:
+            same = len(batch.logits) == len(other.logits) and all(map(np.array_equal, batch.logits, other.logits))
+            if not same:
+                self._fail(one, f"{how}: expected the bits of all logits as in the batch, found others")
+            return same
+        return not self._first_difference(one, how, batch.tokens, other.tokens)
+
+    def _along(self, one: Adapted) -> Request:
+        tokens = iter(one.prompt.tokens)
+        return Request(one.prompt.prompt_ids, len(one.prompt.tokens), lambda logits: next(tokens), adapter=one.name)
+
+    def _freely(self, one: Adapted) -> Request:
+        choose = lambda logits: int(logits.argmax())
+        return Request(one.prompt.prompt_ids, self.max_new_tokens, choose, self.stop_ids, adapter=one.name)
+
+    def _decode(self, requests: Sequence[Request]) -> list[Decoded]:
+        found = [Decoded() for _ in requests]
+        for made in Decoding(self.model, requests):
+            assert made.logits is not None  # each request chooses by itself
+            found[made.request].tokens.append(made.token)
+            found[made.request].logits.append(made.logits)
+        return found
+
+    def _generate(self) -> list[list[int]]:
+        """As `lockstep generate` decodes: the model chooses the tokens."""
+        make = lambda one: Request(one.prompt.prompt_ids, self.max_new_tokens, stop_ids=self.stop_ids, adapter=one.name)
+        found: list[list[int]] = [[] for _ in self.prompts]
+        try:
+            for made in Decoding(self.model, [make(one) for one in self.prompts]):
+                found[made.request].append(made.token)
+        except CheckError as error:
+            self.failures.append(f"generating: {error}")
+        return found
+
+    def _first_difference(
+        self, one: Adapted, how: str, expected: Sequence[int], found: Sequence[int]
+    ) -> tuple[TokenDifference, ...]:
+        found_, wrong = first_difference(one.prompt, expected, found, self.tolerance, self.tokenizer.decode)
+        if wrong is not None:
+            step, what = wrong
+            self._fail(one, f"step {step}, {how}: {what}")
+        return () if found_ is None else (found_,)
+
+    def _fail(self, one: Adapted, what: str) -> None:
+        self.failures.append(f"{one}, {what}")

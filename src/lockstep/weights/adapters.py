@@ -1,0 +1,134 @@
+"""Adapters at run time: their manifest in; matrices in memory out, written into the arrays that blocks read.
+
+All adapters are read and checked once, when a model is opened: a folder that changes later changes no answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.artifacts.adapters import WEIGHTS, Adapter, AdaptersManifest, LoraSlots
+from lockstep.artifacts.assembly import Part
+from lockstep.artifacts.digest_cache import Expected, check_files
+from lockstep.artifacts.dtypes import numpy_dtype
+from lockstep.artifacts.places import TensorPlace
+from lockstep.errors import InputError
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter's matrices by module: a [rank, in_features] and b [out_features, rank] as they are stored. sha256: of
+    what decides what it computes."""
+
+    name: str
+    rank: int
+    scale: float
+    sha256: str
+    modules: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    where: str
+
+
+@dataclass(frozen=True)
+class LoraArrays:
+    """What one linear layer of one block reads: a [in_features, max_adapters * max_lora_rank], b [max_adapters *
+    max_lora_rank, out_features]."""
+
+    module: str
+    a: np.ndarray
+    b: np.ndarray
+
+
+def empty_arrays(slots: LoraSlots | None, part: Part, dtype: np.dtype) -> dict[str, np.ndarray]:
+    """Zeros for the inputs of a block that adapters are written to."""
+    return {name: np.zeros(shape, dtype) for name, shape in (slots.shapes(part.graph) if slots else ())}
+
+
+def arrays_of(slots: LoraSlots, part: Part, inputs: Mapping[str, np.ndarray]) -> list[LoraArrays]:
+    """Where the adapters of each linear layer of a block go, among these inputs."""
+    return [
+        LoraArrays(part.slots[weight][0].removesuffix(".weight"), inputs[slot.a], inputs[slot.b])
+        for weight, slot in slots.classes.get(part.graph, {}).items()
+    ]
+
+
+def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
+    """The adapters of a manifest by name, read into memory. Raises InputError where a file is absent or has changed."""
+    path = Path(path)
+    manifest = AdaptersManifest.load(path)
+    found = {}
+    for name, adapter in sorted(manifest.adapters.items()):
+        folder = manifest.folder_of(path, name)
+        check_files(
+            [Expected(folder / file.path, file.sha256, file.size) for file in adapter.files],
+            "check the adapters again: run snakemake",
+        )
+        found[name] = _read(name, adapter, folder)
+    return found
+
+
+def _read(name: str, adapter: Adapter, folder: Path) -> LoadedAdapter:
+    data = np.fromfile(folder / WEIGHTS, np.uint8)
+
+    def array(place: TensorPlace) -> np.ndarray:
+        raw = data[place.offset : place.offset + place.length]
+        return raw.copy().view(numpy_dtype(place.dtype)).reshape(place.shape)
+
+    modules = {module: (array(entry.a), array(entry.b)) for module, entry in adapter.modules.items()}
+    return LoadedAdapter(name, adapter.rank, adapter.scale, adapter.sha256, modules, str(folder))
+
+
+def scaled(b: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
+    """A matrix B times the adapter's scale, computed in float32 and rounded once."""
+    with np.errstate(over="ignore"):
+        return (b.astype(np.float32) * np.float32(scale)).astype(dtype)
+
+
+def check_adapter(adapter: LoadedAdapter, slots: LoraSlots, modules: Iterable[str], dtype: np.dtype) -> None:
+    """Raise InputError, one line, for an adapter that the graphs have no room for, or whose numbers do not fit their
+    precision. modules: those of the whole model that take adapters."""
+    known = set(modules)
+    opening = f"adapter {adapter.name!r} ({adapter.where})"
+    if adapter.rank > slots.max_lora_rank:
+        raise InputError(
+            f"{opening}: expected a rank of at most {slots.max_lora_rank} (max_lora_rank), found {adapter.rank}; raise "
+            "the limit and export again"
+        )
+    for module, (a, b) in adapter.modules.items():
+        if module not in known:
+            near = difflib.get_close_matches(module, sorted(known), n=1)
+            kinds = sorted({name.rpartition(".")[2] for name in known})
+            raise InputError(
+                f"{opening}: expected modules that take adapters ({', '.join(kinds)}), found {module}"
+                f"{'; the nearest is ' + near[0] if near else ''}; widen lora_target_modules and export again, or use "
+                "an adapter without it"
+            )
+        for label, array in (
+            (f"{module}.lora_A", a.astype(dtype)),
+            (f"{module}.lora_B", scaled(b, adapter.scale, dtype)),
+        ):
+            if not np.isfinite(array.astype(np.float32)).all():
+                raise InputError(
+                    f"{opening}: {label}: expected numbers that fit {dtype.name}, found one that overflows; use "
+                    "another precision"
+                )
+
+
+def write_adapter(adapter: LoadedAdapter | None, place: int, max_lora_rank: int, arrays: Iterable[LoraArrays]) -> None:
+    """Write an adapter to its place in all arrays; None: zeros. Modules that it does not have become zero, and so does
+    what lies between its rank and `max_lora_rank`."""
+    first = place * max_lora_rank
+    own = slice(first, first + max_lora_rank)
+    for each in arrays:
+        found = adapter.modules.get(each.module) if adapter is not None else None
+        each.a[:, own], each.b[own] = 0, 0
+        if found is not None:
+            assert adapter is not None
+            a, b = found
+            each.a[:, first : first + len(a)] = a.T
+            each.b[first : first + len(a)] = scaled(b, adapter.scale, each.b.dtype).T

@@ -1,0 +1,241 @@
+"""Check a model's adapters (LoRA, as PEFT saves them) against its checkpoint: folders in, `adapters.json` out. No
+torch, no PEFT.
+
+Everything that would change what the base computes beyond `x A^T B^T` at its linear layers is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from lockstep.artifacts.adapters import CONFIG, WEIGHTS, AdaptedModule, Adapter, AdaptersManifest
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.digest_cache import remember
+from lockstep.artifacts.dtypes import FLOAT_DTYPES
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.places import StoredFile, TensorPlace
+from lockstep.checkpoint.safetensors_header import read_header
+from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep.errors import InputError
+from lockstep.weights.scan import count_non_finite
+
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+# What a LoRA may have beside its rank and scale, and it computes the same.
+_HARMLESS = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
+        "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type",
+        "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type",
+        "use_rslora",
+    }
+)  # fmt: skip
+# In these, training begins with other weights of the base, which the adapter then belongs to.
+_OWN_BASE = ("pissa", "olora", "loftq", "corda")
+_WORDS = {
+    "use_dora": "DoRA scales the base's weights",
+    "modules_to_save": "whole modules are saved beside the adapter",
+    "trainable_token_indices": "rows of the embedding were trained",
+    "target_parameters": "parameters that are no linear layers (experts) were adapted",
+    "layer_replication": "layers are repeated",
+    "alpha_pattern": "modules have scales of their own",
+    "rank_pattern": "modules have ranks of their own",
+}
+
+
+def resolve_adapters(
+    sources: Mapping[str, str],
+    folders: Mapping[str, Path],
+    checkpoint_json: Path,
+    max_lora_rank: int,
+    targets: Collection[str] | None,
+    out: Path,
+) -> Path:
+    """Check the adapters in `folders` against the checkpoint and write their manifest to `out`, which is returned.
+
+    sources: the config's text for each. targets: names of modules that adapters may be of; None: any. Raises
+    InputError, one line, for the first that is no plain LoRA of this checkpoint."""
+    checkpoint, out = CheckpointManifest.load(checkpoint_json), Path(out)
+    adapters = {}
+    for name in sorted(sources):
+        folder = Path(folders[name])
+        where = f"adapter {name!r}"
+        checked = check_folder(folder, checkpoint, where)
+        if checked.rank > max_lora_rank:
+            raise InputError(
+                f"{where}: {folder / CONFIG}: expected a rank (r) of at most {max_lora_rank} (max_lora_rank), found "
+                f"{checked.rank}; raise max_lora_rank"
+            )
+        for module in checked.modules:
+            if targets is not None and not any(module == each or module.endswith(f".{each}") for each in targets):
+                raise InputError(
+                    f"{where}: {folder / WEIGHTS}: expected modules of lora_target_modules ({', '.join(targets)}), "
+                    f"found {module}; add it there"
+                )
+        recorded = _recorded_folder(sources[name], folder, out)
+        adapters[name] = Adapter(
+            sources[name], recorded, checked.files, checked.rank, checked.scale, checked.base_model, checked.modules
+        )
+    AdaptersManifest(adapters).save(out)
+    return out
+
+
+def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Adapter:
+    """The adapter in a folder, as it would stand in that folder, without a source. where: how messages open."""
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise InputError(f"{where}: {folder}: expected the folder of an adapter, found {found}; correct its source")
+    config = _read_config(folder, where)
+    path = folder / WEIGHTS
+    if not present(path):
+        pickled = [file.name for file in sorted(folder.glob("adapter_model.*"))]
+        found = (
+            f"pickled weights ({', '.join(pickled)}), which can run code when they are opened" if pickled else "none"
+        )
+        raise InputError(
+            f"{where}: {folder}: expected {WEIGHTS}, found {found}; save it with "
+            "PeftModel.save_pretrained(folder, safe_serialization=True)"
+        )
+    rank, alpha = config["r"], config["lora_alpha"]
+    modules = _modules(path, read_header(path), rank, where)
+    for module, entry in modules.items():
+        _check_against_base(path, module, entry, checkpoint, bool(config.get("fan_in_fan_out")), where)
+        for place in (entry.a, entry.b):
+            _check_finite(path, module, place, where)
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    files = []
+    for name in (CONFIG, WEIGHTS):
+        digest = sha256_file(folder / name)
+        remember(folder / name, digest)
+        files.append(StoredFile(name, (folder / name).stat().st_size, digest))
+    base = config.get("base_model_name_or_path")
+    return Adapter("", ".", tuple(files), rank, float(scale), base if isinstance(base, str) else "", modules)
+
+
+def _read_config(folder: Path, where: str) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not present(path):
+        raise InputError(f"{where}: {folder}: expected {CONFIG}, found none; give a folder that PEFT saved")
+    config = read_source_json(path)
+
+    def refuse(expected: str, found: str, remedy: str) -> NoReturn:
+        raise InputError(f"{where}: {path}: expected {expected}, found {found}; {remedy}")
+
+    if config.get("peft_type") != "LORA":
+        refuse("peft_type LORA", shorten(config.get("peft_type")), "other kinds of adapters cannot be used")
+    rank, alpha = config.get("r"), config.get("lora_alpha", 0)
+    if type(rank) is not int or rank < 1:
+        refuse("a rank (r) of 1 or more", shorten(rank), "correct it")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
+        refuse("a finite lora_alpha other than 0", shorten(alpha), "correct it")
+    if config.get("bias", "none") != "none" or config.get("lora_bias"):
+        refuse("bias 'none'", shorten(config.get("bias") if config.get("bias") != "none" else True), _RETRAIN)
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_OWN_BASE):
+        refuse(
+            "weights that begin on the base as it is (init_lora_weights)",
+            shorten(begun),
+            "save it with path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
+        )
+    for key in sorted(set(config) - _HARMLESS - {"bias", "lora_bias", "init_lora_weights"}):
+        if config[key]:
+            why = _WORDS.get(key, "a setting that changes what is computed, or that is not known here")
+            refuse(f"a LoRA without {key} ({why})", shorten(config[key]), _RETRAIN)
+    return config
+
+
+_RETRAIN = "merge it into the checkpoint with PEFT, or train it without"
+
+
+def _modules(path: Path, tensors: Mapping[str, TensorPlace], rank: int, where: str) -> dict[str, AdaptedModule]:
+    """Each module's two matrices, of the same rank."""
+    found: dict[str, dict[str, TensorPlace]] = {}
+    for name, place in sorted(tensors.items()):
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise InputError(
+                f"{where}: {path}: expected lora_A and lora_B of linear layers "
+                f"(base_model.model.<module>.lora_A.weight), found {shorten(name)} ({_kind(name)}); {_RETRAIN}"
+            )
+        if place.dtype not in FLOAT_DTYPES:
+            raise InputError(
+                f"{where}: {path}: tensor {name!r}: expected one of {', '.join(FLOAT_DTYPES)}, found {place.dtype}; "
+                "save it in one of them"
+            )
+        found.setdefault(match["module"], {})[match["side"]] = place
+    if not found:
+        raise InputError(f"{where}: {path}: expected lora_A and lora_B of linear layers, found none; save it again")
+    modules = {}
+    for module, sides in found.items():
+        for side in "AB":
+            if side not in sides:
+                raise InputError(
+                    f"{where}: {path}: expected base_model.model.{module}.lora_{side}.weight, found none of this name "
+                    f"beside its other half; save the adapter again"
+                )
+        a, b = sides["A"], sides["B"]
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
+            raise InputError(
+                f"{where}: {path}: {module}: expected lora_A [{rank}, in_features] and lora_B [out_features, {rank}], "
+                f"found {list(a.shape)} and {list(b.shape)}; are A and B, or r in {CONFIG}, of another adapter?"
+            )
+        modules[module] = AdaptedModule(a, b)
+    return modules
+
+
+def _kind(name: str) -> str:
+    for part, kind in (
+        ("lora_magnitude_vector", "DoRA"),
+        ("lora_embedding_", "an adapter of the embedding"),
+        ("modules_to_save", "a module that was saved whole"),
+        ("bias", "a bias"),
+        ("lora_", "another layout"),
+    ):
+        if part in name:
+            return kind
+    return "no part of a LoRA"
+
+
+def _check_against_base(
+    path: Path, module: str, entry: AdaptedModule, checkpoint: CheckpointManifest, transposed: bool, where: str
+) -> None:
+    name = f"{module}.weight"
+    # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
+    base = checkpoint.tensors.get(name) or checkpoint.tensors.get(name.partition(".")[2])
+    remedy = "is it an adapter of this model?"
+    if base is None:
+        raise InputError(
+            f"{where}: {path}: expected modules of the base ({checkpoint.source}, {checkpoint.model_type}), found "
+            f"{module}, whose weight the checkpoint does not have; {remedy}"
+        )
+    shape = list(base.shape[::-1] if transposed else base.shape)
+    found = [entry.b.shape[0], entry.a.shape[1]]
+    if shape != found:
+        raise InputError(
+            f"{where}: {path}: {module}: expected [out_features, in_features] {shape} as the base "
+            f"({checkpoint.source}) has, found {found}; {remedy}"
+        )
+
+
+def _check_finite(path: Path, module: str, place: TensorPlace, where: str) -> None:
+    with open(path, "rb") as file:
+        file.seek(place.offset)
+        bad = count_non_finite(place.dtype, np.frombuffer(file.read(place.length), np.uint8))
+    if bad:
+        raise InputError(
+            f"{where}: {path}: {module}: expected finite numbers, found {bad.nans} NaN and {bad.infinities} infinite; "
+            "download it again, or use another adapter if it was trained to this"
+        )
+
+
+def _recorded_folder(source: str, folder: Path, out: Path) -> str:
+    if os.path.isabs(source):
+        return os.path.abspath(folder)
+    # Of real paths, because `..` after a linked folder leads to the parent of what the link points to.
+    return Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(out.parent))).as_posix()

@@ -1,0 +1,101 @@
+"""Merge an adapter into its checkpoint: manifests of both in, a checkpoint folder in Hugging Face format out.
+
+Each weight W that the adapter is of becomes W + scale * B A, summed in float64 and rounded once to the dtype that W is
+stored in; all other tensors and files stay as they are. Tensors are streamed, a few megabytes at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.artifacts.dtypes import numpy_dtype
+from lockstep.artifacts.places import TensorPlace
+from lockstep.errors import InputError
+from lockstep.weights.adapters import LoadedAdapter, open_adapters
+from lockstep.weights.source import PIECE_BYTES, Source, open_source
+from lockstep.weights.writer import layout, write_stream
+
+MODEL = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path) -> Path:
+    """Write the checkpoint with the adapter `name` merged into it to the folder `out`, which is returned.
+
+    Raises InputError where `out` is there, no adapter has this name, a file has changed since it was resolved, a number
+    becomes too large for its dtype, and when the disk has no room; `out` is then as it was.
+    """
+    source, adapters, out = open_source(Path(checkpoint_json)), open_adapters(adapters_json), Path(out)
+    if name not in adapters:
+        raise InputError(f"--merge: expected one of {', '.join(adapters) or 'no adapter'}; found {name!r}")
+    if os.path.lexists(out):
+        raise InputError(f"{out}: expected a new folder to write to, found something there; choose another place")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        _write(source, adapters[name], temporary / MODEL)
+        weights = {*source.files(), _INDEX}
+        for file in source.manifest.files:
+            if file.path not in weights:
+                shutil.copyfile(source.folder / file.path, temporary / file.path)
+        os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def _write(source: Source, adapter: LoadedAdapter, path: Path) -> None:
+    # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
+    key = lambda name: name if name in source.tensors else name.partition(".")[2]
+    modules = {key(f"{module}.weight"): module for module in adapter.modules}
+    opening, tensors = layout({name: place.dtype for name, place in source.tensors.items()}, source.tensors, path.name)
+
+    def contents() -> Iterator[memoryview]:
+        buffer = np.empty(PIECE_BYTES, np.uint8)
+        yield memoryview(opening)
+        for name in tensors:
+            if name in modules:
+                yield from _merged(source, name, adapter, modules[name], buffer)
+            else:
+                yield from (piece.data for piece in source.pieces(name, buffer))
+
+    size = len(opening) + sum(place.length for place in tensors.values())
+    write_stream(path, size, contents(), "merged")
+
+
+def _merged(source: Source, name: str, adapter: LoadedAdapter, module: str, buffer: np.ndarray) -> Iterator[memoryview]:
+    """A weight's bytes with the adapter's product added, by pieces that end anywhere within a row."""
+    place = source.tensors[name]
+    a, b = (array.astype(np.float64) for array in adapter.modules[module])
+    left, right = _factors(place, a, b, f"{source.words(name)}: adapter {adapter.name!r}")
+    left *= adapter.scale
+    columns, at, dtype = place.shape[1], 0, numpy_dtype(place.dtype)
+    for piece, _ in source.finite_pieces(name, buffer):
+        numbers = piece.view(dtype)
+        first, last = at // columns, -(-(at + numbers.size) // columns)
+        own = slice(at - first * columns, at - first * columns + numbers.size)
+        total = numbers.astype(np.float64) + (left[first:last] @ right).reshape(-1)[own]
+        with np.errstate(over="ignore"):
+            rounded = total.astype(dtype)
+        if not np.isfinite(rounded.astype(np.float64)).all():
+            raise InputError(
+                f"{source.words(name)}: adapter {adapter.name!r}: expected sums that fit {place.dtype}, found "
+                f"{float(np.abs(total).max()):g}; merge it into a checkpoint of another dtype"
+            )
+        at += numbers.size
+        yield rounded.view(np.uint8).data
+
+
+def _factors(place: TensorPlace, a: np.ndarray, b: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Two factors of what is added to a weight, which may be stored transposed: (rows, rank) and (rank, columns)."""
+    if place.shape == (b.shape[0], a.shape[1]):
+        return b, a
+    if place.shape == (a.shape[1], b.shape[0]):
+        return a.T.copy(), b.T
+    raise InputError(f"{where}: expected a product of shape {[b.shape[0], a.shape[1]]}, or turned; check it again")

@@ -1,0 +1,681 @@
+"""Adapters: graphs with room for them, several in one batch, against transformers and PEFT's own numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from demo_model import DEMO, ROOT
+from families import FAMILIES
+from hypothesis import given
+from hypothesis import strategies as st
+from lora_folders import sizes, tensors, write
+from safetensors.numpy import load_file, save_file
+
+from lockstep.artifacts.adapted import AdaptedReport
+from lockstep.artifacts.adapters import AdaptersManifest, LoraSlots
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.files import write_bytes
+from lockstep.backends import build
+from lockstep.config import load
+from lockstep.errors import CheckError, InputError
+from lockstep.export import parity
+from lockstep.export.reference_runner import Part, Walk
+from lockstep.export.run import with_adapters
+from lockstep.export.torch_model import cut_config, load_folder
+from lockstep.pipeline.stages import STAGES
+from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, scheduler
+from lockstep.runtime.prefix import root_key
+from lockstep.step.advance import Advance
+from lockstep.step.residency import Residency
+from lockstep.targets import Results, Target
+from lockstep.verify.golden.adapted import check
+from lockstep.verify.golden.adapted_reference import attach, make_adapted_reference
+from lockstep.weights import adapters as loading
+from lockstep.weights.adapters import open_adapters
+from lockstep.weights.check_adapters import check_folder, resolve_adapters
+from shared import Shared
+
+ADAPTERS = ROOT / "resources" / "demo-adapters"
+NAMES = ("captain", "shakespeare")
+PEFT = np.load(ROOT / "tests" / "data" / "peft.npz")
+CONFIG = load.load(ROOT / "config" / "adapters.yaml")
+ROOM = {"max_adapters": 2, "max_lora_rank": 16}
+# fp32 on the same weights: 1e-5 is seen, of logits with a standard deviation of 2.6; planted faults give 0.1 and more.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def lora(demo: Results, shared: Shared) -> Results:
+    """Results of "demo-llama" whose graphs take two adapters at a time, and three adapters: of the demo's, and a random
+    one. Read only."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(demo.root, folder, dirs_exist_ok=True)
+        results = Results(folder)
+        for precision in ("fp32", "fp16"):
+            path = results.assembly("demo-llama", precision)
+            assembly = Assembly.load(path)
+            files, made = with_adapters(
+                {graph.file: (path.parent / graph.file).read_bytes() for _, graph in assembly.graphs()}, assembly, ROOM
+            )
+            for name, data in files.items():
+                write_bytes(path.parent / name, data)
+            made.save(path)
+            build(path, "onnxruntime", results.engines("demo-llama", precision, "onnxruntime"))
+        write(folder / "random", 16, tensors(sizes(made), 16, seed=3))
+        sources = {**{name: str(ADAPTERS / name) for name in NAMES}, "random": str(folder / "random")}
+        resolve_adapters(
+            sources,
+            {name: Path(source) for name, source in sources.items()},
+            results.checkpoint("demo-llama"),
+            16,
+            None,
+            results.adapters("demo-llama"),
+        )
+
+    return Results(shared.folder("lora", make))
+
+
+def opened(results: Results, precision: str = "fp32", **options: Any) -> Model:
+    paths = (results.engines("demo-llama", precision, "onnxruntime"), results.assembly("demo-llama", precision))
+    given = {"adapters_json": results.adapters("demo-llama"), "max_batch_size": 4, **options}
+    return Model.open(*paths, results.weights("demo-llama", precision), **given)
+
+
+def logits_of(model: Model, requests: list[tuple[Any, str | None]], count: int = 5) -> list[np.ndarray]:
+    """Of each request with its adapter the logits of `count` greedy steps."""
+    found: list[list[np.ndarray]] = [[] for _ in requests]
+
+    def request(ids: Any, adapter: str | None, rows: list[np.ndarray]) -> Request:
+        def choose(logits: np.ndarray) -> int:
+            rows.append(logits.copy())
+            return int(logits.argmax())
+
+        return Request(ids, count, choose, adapter=adapter)
+
+    for _ in Decoding(model, [request(*each, rows) for each, rows in zip(requests, found)]):
+        pass
+    return [np.stack(rows) for rows in found]
+
+
+def requests() -> list[tuple[np.ndarray, str | None]]:
+    random = np.random.default_rng(0)
+    lengths = [(9, "captain"), (1, None), (24, "shakespeare"), (1, "random"), (7, "random"), (2, "captain"), (30, None)]
+    return [(random.integers(0, 768, length), name) for length, name in lengths]
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_the_reference_computes_what_peft_computes(lora: Results, name: str | None) -> None:
+    model = load_folder(DEMO, cut_config(CheckpointManifest.load(lora.checkpoint("demo-llama")).config, "all"))
+    if name is not None:
+        attach(model, open_adapters(lora.adapters("demo-llama"))[name])
+    with torch.no_grad():
+        found = model(torch.from_numpy(PEFT["ids"])[None]).logits[0, -2:].numpy()
+    assert np.abs(found - PEFT[name or "none"]).max() < TOLERANCE
+    assert name is None or np.abs(found - PEFT["none"]).max() > 1
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", TOLERANCE), ("fp16", 5e-2)])
+def test_engines_compute_what_peft_computes(lora: Results, precision: str, tolerance: float) -> None:
+    model = opened(lora, precision)
+    for slot, name in enumerate((None, *NAMES)):
+        model.set_adapter(slot, name)
+    found = model.step([Advance(slot, PEFT["ids"], 0) for slot in range(3)])
+    for row, name in zip(found, ("none", *NAMES)):
+        assert np.abs(row - PEFT[name][-1]).max() < tolerance
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_any_place(lora: Results, precision: str) -> None:
+    """Three adapters take turns in two places."""
+    model, given = opened(lora, precision), requests()
+    together = logits_of(model, given)
+    turned = logits_of(model, given[::-1])[::-1]
+    alone = [logits_of(model, [each])[0] for each in given]
+    for one, *others in zip(together, turned, alone):
+        assert all(np.array_equal(one, other) for other in others)
+    assert model.adapters is not None and model.adapters.residency.loads > 3
+    assert (model.adapters.places == -1).all()
+
+
+def test_a_request_without_adapter_has_the_bits_of_the_model_without_adapters(demo: Results, lora: Results) -> None:
+    base = opened(demo, adapters_json=None)
+    given = [(ids, None) for ids, _ in requests()]
+    mixed = logits_of(opened(lora), [*given, *requests()])
+    assert all(map(np.array_equal, logits_of(base, given), mixed))
+
+
+def test_what_another_adapter_makes_infinite_is_not_seen(lora: Results) -> None:
+    model = opened(lora, "fp16")
+    (expected,) = logits_of(model, [(PEFT["ids"], "captain")])
+    assert model.adapters is not None
+    place = model.adapters.residency._resident["captain"]
+    for each in model.adapters._arrays:
+        each.a[:, (1 - place) * 16 : (2 - place) * 16] = 60000
+    (found,) = logits_of(model, [(PEFT["ids"], "captain")])
+    assert np.isfinite(found).all() and np.array_equal(found, expected)
+
+
+def test_prefixes_are_shared_within_an_adapter_only(lora: Results) -> None:
+    model = opened(lora)
+    keys = {root_key(model, adapter=name) for name in (None, *NAMES)}
+    assert len(keys) == 3 and root_key(model) in keys
+
+
+def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
+    lora: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three adapters take turns in two places, on memory for two requests of four."""
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 16)
+    page = opened(lora).tables.pool.page_nbytes
+    prompt = np.random.default_rng(1).integers(0, 768, 70)
+    names = ["captain", "random", "shakespeare", None]
+
+    def tokens(
+        model: Model, adapters: list[str | None], **options: Any
+    ) -> tuple[dict[tuple[int, int], list[int]], Engine]:
+        engine, found = Engine(model, **options), dict[tuple[int, int], list[int]]()
+        given = [Request(prompt, 90, sampling=Sampling(0.9, seed=7), n=2, adapter=name) for name in adapters]
+        for made in engine.run(given):
+            found.setdefault((made.request, made.choice), []).append(made.token)
+        engine.scheduler.check()
+        assert model.adapters is not None and (model.adapters.places == -1).all()
+        return found, engine
+
+    alone = {}
+    for name in names:
+        found, _ = tokens(opened(lora), [name], prefix_caching=False)
+        alone[name] = [found[0, 0], found[0, 1]]
+    assert len({tuple(each) for pair in alone.values() for each in pair}) == 8
+    tight = opened(lora, kv_bytes=9 * page)
+    found, engine = tokens(tight, names, prefix_caching=False, admission="optimistic")
+    assert engine.scheduler.num_swaps > 0
+    reused = opened(lora, chunk_size=64)
+    for again in range(2):
+        hits, engine = tokens(reused, names)
+        assert engine.prefix_hits == again * 64 * 4
+        for number, name in enumerate(names):
+            assert [hits[number, 0], hits[number, 1]] == alone[name] == [found[number, 0], found[number, 1]]
+
+
+# Tied embeddings; fused q, k, v and gate, up; transposed weights.
+_ALWAYS = ("llama, llama3 rope", "phi3", "gpt2")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in _ALWAYS else pytest.mark.long) for name in FAMILIES]
+)
+def test_every_family_computes_what_transformers_does_with_the_adapter(family: str, shared: Shared) -> None:
+    config = dict(FAMILIES[family].config)
+    files, assembly = with_adapters(*shared.assembled(config, "fp32"), ROOM)
+    modules = sizes(assembly)
+    model = parity.reference_model(config, 0, 1.0)
+    base = parity.checkpoint_tensors(model)
+    arrays = tensors(modules, 5, seed=1)
+    get = lambda name, side: arrays[f"base_model.model.{name}.lora_{side}.weight"]
+    adapter = loading.LoadedAdapter(
+        "random", 5, 2.0, "", {name: (get(name, "A"), get(name, "B")) for name in modules}, "here"
+    )
+    walk = Walk(files, assembly, base, 2, 24)
+    loading.write_adapter(adapter, 1, ROOM["max_lora_rank"], walk.lora_arrays())
+    ids = np.random.default_rng(2).integers(3, assembly.vocab_size, 9)
+    forward = lambda: model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
+    with torch.no_grad():
+        without = forward()
+        attach(model, adapter)
+        expected = forward()
+    walk.adapters = np.array([1, -1])  # the same tokens with the adapter, and with none
+    first = walk.step([Part(0, ids[:6]), Part(1, ids[:6])])
+    then = walk.step([Part(0, ids[6:]), Part(1, ids[6:])])
+    spread = without.std()
+    assert np.abs(np.concatenate([first[0], then[0]]) - expected).max() < TOLERANCE * spread
+    assert np.abs(np.concatenate([first[1], then[1]]) - without).max() < TOLERANCE * spread
+    assert np.abs(expected - without).max() > 0.02 * spread
+
+
+# --- the check, and faults that it must find ---
+
+
+def checked(lora: Results, folder: Path, precision: str = "fp32", adapters: Path | None = None) -> Path:
+    """The check of the three adapters, with the texts that the config expects of two."""
+    reference = lora.root / "adapted_reference.json"
+    if not reference.exists():
+        prompts = {name: [prompt.text for prompt in each] for name, each in CONFIG.adapter_prompts("demo-lora").items()}
+        golden = {"max_new_tokens": 16, "prompts": {**prompts, "random": ["Light"]}}
+        manifests = (lora.checkpoint("demo-llama"), lora.adapters("demo-llama"))
+        make_adapted_reference(*manifests, "all", golden, reference)
+    return check(
+        lora.assembly("demo-llama", precision),
+        lora.weights("demo-llama", precision),
+        lora.engines("demo-llama", precision, "onnxruntime"),
+        adapters or lora.adapters("demo-llama"),
+        reference,
+        Target("demo-llama", precision, "all", "onnxruntime"),
+        CONFIG.tolerances[precision].model_dump(),
+        CONFIG.limits.model_dump(),
+        folder / "report.json",
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_check_passes_and_says_what_each_adapter_says(lora: Results, tmp_path: Path, precision: str) -> None:
+    report = AdaptedReport.load(checked(lora, tmp_path, precision))
+    texts = {(entry.adapter, entry.text): entry.text_out for entry in report.prompts}
+    assert texts["captain", "Light"] == " the lamps, for we sail with the tide."
+    assert texts["shakespeare", "Light"].startswith(" doth outrun all that we mortals")
+    assert texts["", "Light"].startswith(" travels faster")
+    assert report.places == 2 and report.loads > 3 and all(entry.alone_equal for entry in report.prompts)
+    assert all(entry.from_base > 1 for entry in report.prompts if entry.adapter in NAMES)  # type: ignore[operator]
+
+
+def _swapped(adapter: loading.LoadedAdapter) -> loading.LoadedAdapter:
+    """A and B of square modules in each other's place."""
+    turn = lambda pair: (pair[1].T.copy(), pair[0].T.copy()) if pair[1].shape[0] == pair[0].shape[1] else pair
+    return replace(adapter, modules={name: turn(pair) for name, pair in adapter.modules.items()})
+
+
+_WRITE = loading.write_adapter
+
+
+def _neighbour(adapter: Any, place: int, rank: int, arrays: Any) -> None:
+    _WRITE(adapter, 1 - place, rank, arrays)
+
+
+def _unscaled(adapter: Any, place: int, rank: int, arrays: Any) -> None:
+    _WRITE(replace(adapter, scale=1.0), place, rank, arrays)
+
+
+def _garbage(adapter: Any, place: int, rank: int, arrays: Any) -> None:
+    _WRITE(adapter, place, rank, arrays)
+    for each in arrays:
+        each.a[:, place * rank + adapter.rank : (place + 1) * rank] = 0.1
+        each.b[place * rank + adapter.rank : (place + 1) * rank] = 0.1
+
+
+def _not_cleared(adapter: Any, place: int, rank: int, arrays: Any) -> None:
+    """Modules and rows that the adapter does not have keep what the one before it left."""
+    own = [each for each in arrays if each.module in adapter.modules]
+    before = [(each.a.copy(), each.b.copy()) for each in own]
+    _WRITE(adapter, place, rank, own)
+    for each, (a, b) in zip(own, before):
+        rows = slice(place * rank + adapter.rank, (place + 1) * rank)
+        each.a[:, rows], each.b[rows] = a[:, rows], b[rows]
+
+
+def _without_a_module(adapter: Any, place: int, rank: int, arrays: Any) -> None:
+    _WRITE(adapter, place, rank, [each for each in arrays if not each.module.endswith("layers.5.self_attn.v_proj")])
+
+
+@pytest.mark.parametrize("fault", [_neighbour, _unscaled, _garbage, _not_cleared, _without_a_module])
+def test_the_check_finds_a_fault_in_loading(
+    lora: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
+) -> None:
+    monkeypatch.setattr("lockstep.runtime.adapters.write_adapter", fault)
+    with pytest.raises(CheckError, match=r"adapter '(captain|shakespeare|random)', prompt .* expected"):
+        checked(lora, tmp_path)
+
+
+def test_the_check_finds_matrices_in_each_others_place(
+    lora: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a square module of this model there is none: q and o of one layer stand for it, whose shapes are each
+    other's."""
+
+    def turned(path: Any) -> dict[str, loading.LoadedAdapter]:
+        found = open_adapters(path)
+        modules = dict(found["shakespeare"].modules)
+        q, o = "model.layers.2.self_attn.q_proj", "model.layers.2.self_attn.o_proj"
+        modules[q], modules[o] = ((modules[b][1].T.copy(), modules[b][0].T.copy()) for b in (o, q))
+        found["shakespeare"] = replace(found["shakespeare"], modules=modules)
+        return found
+
+    monkeypatch.setattr("lockstep.runtime.adapters.open_adapters", turned)
+    with pytest.raises(CheckError, match="adapter 'shakespeare'"):
+        checked(lora, tmp_path)
+
+
+def test_the_check_finds_a_token_with_the_neighbours_adapter(
+    lora: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = Residency.claim
+
+    def wrong(self: Residency, slot: int, adapter: str | None) -> bool:
+        done = claim(self, slot, adapter)
+        if adapter == "captain" and len(self.resident) > 1:
+            self.places[slot] = 1 - self.places[slot]
+        return done
+
+    monkeypatch.setattr(Residency, "claim", wrong)
+    with pytest.raises(CheckError, match="adapter 'captain'"):
+        checked(lora, tmp_path)
+
+
+def test_a_reference_of_another_adapter_is_refused(lora: Results, tmp_path: Path) -> None:
+    checked(lora, tmp_path)
+    folders = {name: ADAPTERS / name for name in NAMES} | {"random": tmp_path / "other"}
+    write(folders["random"], 16, tensors(sizes(Assembly.load(lora.assembly("demo-llama", "fp32"))), 16, seed=4))
+    other = tmp_path / "adapters.json"
+    resolve_adapters({n: str(f) for n, f in folders.items()}, folders, lora.checkpoint("demo-llama"), 16, None, other)
+    with pytest.raises(InputError, match="adapter 'random': expected .* make the reference again"):
+        checked(lora, tmp_path, adapters=other)
+
+
+# --- which adapters are resident ---
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from([None, "a", "b", "c", "d"]), st.booleans()),
+        min_size=1,
+        max_size=40,
+    ),
+)
+def test_no_adapter_that_a_request_holds_leaves_its_place(places: int, steps: list[tuple[int, Any, bool]]) -> None:
+    residency, held, there = Residency(4, places), dict[int, str | None](), dict[int, str]()
+    for slot, adapter, leaves in steps:
+        if leaves:
+            residency.release(slot)
+            held.pop(slot, None)
+        else:
+            others = {name for other, name in held.items() if other != slot and name is not None}
+            possible = adapter is None or adapter in others or len(others) < places
+            assert residency.can_claim(slot, adapter) == possible
+            assert residency.claim(slot, adapter) == possible
+            if possible:
+                held[slot] = adapter
+            there |= residency.loading
+            residency.loading.clear()
+        for slot_, name in held.items():
+            place = int(residency.places[slot_])
+            assert place == -1 if name is None else there[place] == name
+
+
+def test_a_request_waits_for_a_place_and_none_is_passed(lora: Results) -> None:
+    model = opened(lora)
+    given = [(np.array([5, 6, 7]), name) for name in ("captain", "shakespeare", "random", None)]
+    order: list[int] = []
+    requests_ = [Request(ids, 4 + 3 * (n == 0), adapter=name) for n, (ids, name) in enumerate(given)]
+    for made in Decoding(model, requests_):
+        order.append(made.request)
+    first = {number: order.index(number) for number in range(4)}
+    assert first[2] < first[3]  # what came behind it was not admitted before it
+    assert order.index(2) > max(i for i, number in enumerate(order) if number == 1)
+    assert model.adapters is not None and model.adapters.residency.resident == ["captain", "random"]
+
+
+def test_an_unknown_adapter_is_refused_with_those_that_are_there(demo: Results, lora: Results) -> None:
+    with pytest.raises(InputError, match="adapter: expected one of captain, random, shakespeare; found 'pirate'"):
+        Decoding(opened(lora), [Request([5], 1, adapter="pirate")])
+    with pytest.raises(InputError, match="expected one of none, for the model has no adapters; found 'pirate'"):
+        Decoding(opened(demo, adapters_json=None), [Request([5], 1, adapter="pirate")])
+    with pytest.raises(InputError, match="expected a model whose graphs take adapters, found one without"):
+        opened(demo, adapters_json=lora.adapters("demo-llama"))
+    model = opened(lora)
+    model.set_adapter(0, "captain")
+    model.set_adapter(1, "random")
+    with pytest.raises(InputError, match=r"expected at most 2 at a time \(max_adapters\), found one more"):
+        model.set_adapter(2, "shakespeare")
+
+
+def test_a_folder_that_changes_later_changes_no_answer(lora: Results, tmp_path: Path) -> None:
+    """And is refused when the model is opened again."""
+    folder = tmp_path / "captain"
+    shutil.copytree(ADAPTERS / "captain", folder)
+    manifest = tmp_path / "adapters.json"
+    resolve_adapters({"captain": str(folder)}, {"captain": folder}, lora.checkpoint("demo-llama"), 16, None, manifest)
+    model = opened(lora, adapters_json=manifest)
+    path = folder / "adapter_model.safetensors"
+    save_file({name: array * 2 for name, array in load_file(path).items()}, path)
+    (found,) = logits_of(model, [(PEFT["ids"], "captain")], 1)
+    assert np.abs(found[0] - PEFT["captain"][-1]).max() < TOLERANCE
+    with pytest.raises(InputError, match=f"{path}: expected .* check the adapters again"):
+        opened(lora, adapters_json=manifest)
+
+
+# --- what is no plain LoRA of this base ---
+
+
+def refused(lora: Results, folder: Path, max_lora_rank: int = 16, targets: Any = None) -> str:
+    out = folder.parent / "adapters.json"
+    with pytest.raises(InputError) as found:
+        resolve_adapters(
+            {"mine": str(folder)}, {"mine": folder}, lora.checkpoint("demo-llama"), max_lora_rank, targets, out
+        )
+    assert not out.exists() and "\n" not in str(found.value) and str(found.value).startswith("adapter 'mine': ")
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"use_dora": True}, "a LoRA without use_dora (DoRA scales the base's weights), found True"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "a LoRA without modules_to_save (whole modules are saved beside the adapter)",
+        ),
+        (
+            {"trainable_token_indices": [1]},
+            "a LoRA without trainable_token_indices (rows of the embedding were trained)",
+        ),
+        ({"bias": "all"}, "expected bias 'none', found 'all'"),
+        ({"lora_bias": True}, "expected bias 'none', found True"),
+        ({"peft_type": "IA3"}, "expected peft_type LORA, found 'IA3'"),
+        ({"init_lora_weights": "pissa"}, "expected weights that begin on the base as it is (init_lora_weights)"),
+        ({"alpha_pattern": {"q_proj": 3}}, "a LoRA without alpha_pattern (modules have scales of their own)"),
+        ({"rank_pattern": {"q_proj": 3}}, "a LoRA without rank_pattern"),
+        ({"target_parameters": ["experts"]}, "parameters that are no linear layers (experts) were adapted"),
+        ({"use_new_trick": 1}, "a setting that changes what is computed, or that is not known here"),
+        ({"r": 0}, "expected a rank (r) of 1 or more, found 0"),
+        ({"r": 5}, "expected lora_A [5, in_features] and lora_B [out_features, 5], found [4, 144] and [240, 4]"),
+        ({"lora_alpha": None}, "expected a finite lora_alpha other than 0, found None"),
+    ],
+)
+def test_settings_of_another_computation_are_refused_by_name(
+    lora: Results, tmp_path: Path, settings: dict[str, Any], line: str
+) -> None:
+    folder = write(tmp_path / "a", 4, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0), **settings)
+    assert line in refused(lora, folder)
+
+
+_Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def _with(name: str, array: np.ndarray) -> Callable[[dict[str, np.ndarray]], Any]:
+    return lambda arrays: arrays.__setitem__(name, array)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (_with(f"{_Q}.lora_magnitude_vector", np.ones(240, np.float32)), "lora_magnitude_vector' (DoRA)"),
+        (_with("base_model.model.lm_head.weight", np.ones(3, np.float32)), "(no part of a LoRA)"),
+        (
+            _with("base_model.model.model.embed_tokens.lora_embedding_A", np.ones(3, np.float32)),
+            "an adapter of the embed",
+        ),
+        (lambda arrays: arrays.pop(f"{_Q}.lora_B.weight"), f"expected {_Q}.lora_B.weight, found none of this name"),
+        (lambda arrays: arrays.clear(), "expected lora_A and lora_B of linear layers, found none"),
+        (
+            lambda arrays: arrays[f"{_Q}.lora_A.weight"].__setitem__((0, 3), np.nan),
+            "finite numbers, found 1 NaN and 0 inf",
+        ),
+        (_with(f"{_Q}.lora_A.weight", np.ones((4, 99), np.float32)), "[240, 144] as the base"),
+        (_with(f"{_Q}.lora_A.weight", np.ones((4, 144), np.int32)), "expected one of F64, F32, F16, BF16, found I32"),
+        (
+            lambda arrays: arrays.update(
+                {
+                    f"{_Q}.lora_A.weight": np.ones((240, 4), np.float32),
+                    f"{_Q}.lora_B.weight": np.ones((4, 144), np.float32),
+                }
+            ),
+            "found [240, 4] and [4, 144]; are A and B, or r in adapter_config.json, of another adapter?",
+        ),
+    ],
+)
+def test_damaged_and_foreign_tensors_are_refused(
+    lora: Results, tmp_path: Path, change: Callable[[dict[str, np.ndarray]], Any], line: str
+) -> None:
+    arrays = tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0)
+    change(arrays)
+    assert line in refused(lora, write(tmp_path / "a", 4, arrays))
+
+
+def test_folders_that_are_no_adapter_of_this_model_are_refused(lora: Results, tmp_path: Path) -> None:
+    assert "expected the folder of an adapter, found nothing" in refused(lora, tmp_path / "none")
+    other = write(tmp_path / "b", 4, tensors({"model.layers.9.self_attn.q_proj": (240, 144)}, 4, 0))
+    assert "found model.layers.9.self_attn.q_proj, whose weight the checkpoint does not have" in refused(lora, other)
+    own = write(tmp_path / "c", 4, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0))
+    assert "expected modules of lora_target_modules (v_proj), found" in refused(lora, own, targets=["v_proj"])
+    large = write(tmp_path / "d", 9, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 9, 0))
+    assert "expected a rank (r) of at most 8 (max_lora_rank), found 9" in refused(lora, large, max_lora_rank=8)
+    (own / "adapter_model.safetensors").rename(own / "adapter_model.bin")
+    assert "found pickled weights (adapter_model.bin), which can run code when they are opened" in refused(lora, own)
+    (own / "adapter_config.json").unlink()
+    assert "expected adapter_config.json, found none" in refused(lora, own)
+    cut = write(tmp_path / "e", 4, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0))
+    data = (cut / "adapter_model.safetensors").read_bytes()
+    (cut / "adapter_model.safetensors").write_bytes(data[:-8])
+    with pytest.raises(InputError, match="adapter_model.safetensors: expected .* download it again"):
+        check_folder(cut, CheckpointManifest.load(lora.checkpoint("demo-llama")), "x")
+
+
+def test_an_adapter_that_the_graphs_or_the_precision_have_no_room_for_is_refused(lora: Results, tmp_path: Path) -> None:
+    def manifest(name: str, rank: int, module: str, size: float = 0.05) -> Path:
+        out = tmp_path / f"{name}.json"
+        shape = {"lm_head": (768, 144)}.get(module, (240, 144))
+        folder = write(tmp_path / name, rank, tensors({module: shape}, rank, 0, size))
+        return resolve_adapters({name: str(folder)}, {name: folder}, lora.checkpoint("demo-llama"), 128, None, out)
+
+    q = "model.layers.0.self_attn.q_proj"
+    with pytest.raises(InputError, match=r"expected a rank of at most 16 \(max_lora_rank\), found 17"):
+        opened(lora, adapters_json=manifest("large", 17, q))
+    with pytest.raises(InputError, match="expected modules that take adapters .*, found lm_head"):
+        opened(lora, adapters_json=manifest("head", 4, "lm_head"))
+    with pytest.raises(InputError, match="q_proj.lora_B: expected numbers that fit float16, found one that overflows"):
+        opened(lora, "fp16", adapters_json=manifest("wild", 4, q, size=1e5))
+
+
+def test_rank_stabilised_scales_and_half_precision_are_read(lora: Results) -> None:
+    found = open_adapters(lora.adapters("demo-llama"))
+    assert found["captain"].scale == pytest.approx(4 / 8**0.5) and found["shakespeare"].scale == 2
+    assert found["shakespeare"].modules["model.layers.0.mlp.up_proj"][0].dtype == np.float16
+    assert AdaptersManifest.load(lora.adapters("demo-llama")).adapters["captain"].base_model == "resources/demo-llama"
+
+
+# --- config and stages ---
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    value = yaml.safe_load((ROOT / "config" / "adapters.yaml").read_text())
+    value["models"]["demo-lora"] |= changes
+    return value
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"tensor_parallel": 2},
+            "models.demo-lora.adapters: expected none for a model that is split over 2 ranks; found 2",
+        ),
+        (
+            {"backends": ["tensorrt"]},
+            "adapters: expected none for backend tensorrt; adapters run on onnxruntime; found 2",
+        ),
+        ({"max_lora_rank": 12}, "models.demo-lora.max_lora_rank"),
+        ({"max_adapters": 0}, "models.demo-lora.max_adapters"),
+        ({"adapters": {"a:b": {"source": "x"}}}, "models.demo-lora.adapters"),
+        ({"adapters": {"a": {"source": "hf:org/name"}}}, "the folder of an adapter, as PEFT saves it"),
+        ({"adapters": {"a": {"source": "x", "prompts": [{"text": "a", "expected": {3: "b"}}]}}}, "as the key; found 3"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(InputError) as found:
+        load.load(config(**changes))
+    assert line in str(found.value) and "\n" not in str(found.value)
+
+
+def test_two_adapters_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text((ROOT / "config" / "adapters.yaml").read_text().replace("shakespeare:\n", "captain:\n"))
+    with pytest.raises(InputError, match="captain"):
+        load.load(path)
+
+
+def test_a_folder_that_is_not_there_is_refused_with_every_place(tmp_path: Path) -> None:
+    found = load.load(config(adapters={"a": {"source": "nowhere"}}))
+    with pytest.raises(
+        InputError, match="adapters.a.source: expected the folder of an adapter.*found none at .*nowhere"
+    ):
+        found.adapter_folders("demo-lora", [tmp_path])
+
+
+def test_another_adapter_changes_nothing_that_graphs_weights_or_engines_are_made_from() -> None:
+    one, more = (
+        load.load(config(adapters={name: {"source": f"x/{name}"} for name in names}))
+        for names in (["captain"], ["captain", "other", "third"])
+    )
+    names = {"model": "demo-lora", "precision": "fp32", "layers": "all", "backend": "onnxruntime"}
+    changed = set()
+    for stage in STAGES.values():
+        taken = {name: names[name] for name in stage.wildcards}
+        if stage.name not in ("fetch", "random_weights") and stage.options(one, **taken) != stage.options(
+            more, **taken
+        ):
+            changed.add(stage.name)
+        assert "adapters" not in stage.reads or stage.name in ("adapted_reference", "adapted")
+    assert changed == {"adapters", "adapted_reference", "adapted"}
+    assert STAGES["export"].options(one, model="demo-lora", precision="fp32") == {
+        "adapters": {"max_adapters": 4, "max_lora_rank": 16, "targets": None}
+    }
+
+
+def test_a_model_without_adapters_has_no_such_stage_and_the_graphs_of_before(demo: Results) -> None:
+    plain = load.load(config(adapters={}))
+    assert not any(STAGES[name].needed(plain, target) for name in ("adapters", "adapted") for target in plain.targets())
+    assert STAGES["export"].options(plain, model="demo-lora", precision="fp32") == {}
+    assert "adapters" not in Assembly.load(demo.assembly("demo-llama", "fp32")).to_json()
+
+
+def test_target_modules_narrow_what_graphs_take(shared: Shared) -> None:
+    made = shared.assembled(dict(FAMILIES["phi3"].config), "fp32")
+    _, assembly = with_adapters(*made, {**ROOM, "targets": ["qkv_proj"]})
+    assert {name.rpartition(".")[2] for name in sizes(assembly)} == {"qkv_proj"}
+    with pytest.raises(
+        InputError, match=r"lora_target_modules: expected linear layers of the model \(.*qkv_proj.*found q_proj"
+    ):
+        with_adapters(*made, {**ROOM, "targets": ["q_proj", "qkv_proj"]})
+
+
+def test_an_assembly_whose_adapters_do_not_fit_its_graphs_is_refused(lora: Results, tmp_path: Path) -> None:
+    assembly = Assembly.load(lora.assembly("demo-llama", "fp32"))
+    assert assembly.adapters is not None
+    entry = assembly.adapters.classes["entry"]
+    slot = replace(next(iter(entry.values())), in_features=143)
+    wrong = {**assembly.adapters.classes, "entry": {**entry, next(iter(entry)): slot}}
+    replace(assembly, adapters=LoraSlots(2, 16, wrong)).save(tmp_path / "assembly.json")
+    with pytest.raises(InputError, match="adapters.classes.entry"):
+        Assembly.load(tmp_path / "assembly.json")
+    replace(assembly, adapters=None).save(tmp_path / "assembly.json")
+    with pytest.raises(InputError, match="adapter_ids"):
+        Assembly.load(tmp_path / "assembly.json")
+
+
+def test_the_demos_adapters_are_small_and_their_settings_are_pefts() -> None:
+    for name in NAMES:
+        assert sum(path.stat().st_size for path in (ADAPTERS / name).iterdir()) < 200_000
+        assert json.loads((ADAPTERS / name / "adapter_config.json").read_text())["peft_type"] == "LORA"

@@ -1,0 +1,131 @@
+"""A merged checkpoint: exact to rounding, of the same files, and what transformers then says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demo_model import DEMO, ROOT
+from lora_folders import tensors, write
+from safetensors.numpy import load_file, save_file
+
+from lockstep.artifacts.files import write_json
+from lockstep.checkpoint import resolve
+from lockstep.checkpoint.resolve import describe
+from lockstep.config import load
+from lockstep.errors import InputError
+from lockstep.targets import Results
+from lockstep.verify.golden.reference import compute
+from lockstep.weights import source
+from lockstep.weights.check_adapters import resolve_adapters
+from lockstep.weights.merge import merge
+
+ADAPTERS = ROOT / "resources" / "demo-adapters"
+PEFT = np.load(ROOT / "tests" / "data" / "peft.npz")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Manifests of the demo and its adapters."""
+    results = Results(tmp_path_factory.mktemp("merged"))
+    checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-lora"))
+    folders = {name: ADAPTERS / name for name in ("captain", "shakespeare")}
+    sources = {name: str(folder) for name, folder in folders.items()}
+    resolve_adapters(sources, folders, checkpoint, 16, None, results.adapters("demo-lora"))
+    return results
+
+
+def merged(results: Results, name: str, out: Path) -> Path:
+    return merge(results.checkpoint("demo-lora"), results.adapters("demo-lora"), name, out)
+
+
+@pytest.mark.parametrize("piece", [4 << 20, 1000])  # bytes; the second ends within rows
+def test_a_merged_checkpoint_is_exact_to_rounding(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    for module in ("source", "merge"):
+        monkeypatch.setattr(f"lockstep.weights.{module}.PIECE_BYTES", piece)
+    assert source.PIECE_BYTES == piece
+    out = merged(results, "shakespeare", tmp_path / "out")
+    base, found = load_file(DEMO / "model.safetensors"), load_file(out / "model.safetensors")
+    lora = {n: t.astype(np.float64) for n, t in load_file(ADAPTERS / "shakespeare/adapter_model.safetensors").items()}
+    assert set(found) == set(base)
+    changed = 0
+    for name, array in base.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{key}.lora_A.weight" in lora:
+            exact = array.astype(np.float64) + 2.0 * lora[f"{key}.lora_B.weight"] @ lora[f"{key}.lora_A.weight"]
+            # Half the distance between two neighbours in fp16, and nothing more but the last bits of float64.
+            half = 0.5 * np.spacing(np.abs(found[name])).astype(np.float64)
+            assert (np.abs(found[name] - exact) <= half * (1 + 1e-9)).all()
+            changed += 1
+        else:
+            assert array.dtype == found[name].dtype and np.array_equal(array, found[name])
+    assert changed == 6 * 7
+    layer = "model.layers.3.self_attn.q_proj.weight"
+    assert np.abs(found[layer][:4].astype(np.float32) - PEFT["shakespeare merged"]).max() < 1e-3  # fp16's rounding
+
+
+def test_a_merged_checkpoint_has_the_bases_files_and_says_what_the_adapter_says(
+    results: Results, tmp_path: Path
+) -> None:
+    out = merged(results, "captain", tmp_path / "out")
+    names = {file.path for file in describe(out).files}
+    assert names == {file.path for file in describe(DEMO).files}
+    assert (out / "tokenizer.json").read_bytes() == (DEMO / "tokenizer.json").read_bytes()
+    answer = compute(out, describe(out).config, "all", ["Light"], 16).answers[0]
+    assert answer.new_text == " the lamps, for we sail with the tide."
+    with pytest.raises(InputError, match="expected a new folder to write to, found something there"):
+        merged(results, "captain", out)
+    with pytest.raises(InputError, match="--merge: expected one of captain, shakespeare; found 'pirate'"):
+        merged(results, "pirate", tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_sum_that_overflows_leaves_nothing_behind(results: Results, tmp_path: Path) -> None:
+    folder = write(tmp_path / "wild", 4, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0, size=1e7))
+    manifest, checkpoint = tmp_path / "adapters.json", results.checkpoint("demo-lora")
+    resolve_adapters({"wild": str(folder)}, {"wild": folder}, checkpoint, 16, None, manifest)
+    with pytest.raises(InputError, match="q_proj.weight' .*: adapter 'wild': expected sums that fit F16, found"):
+        merge(checkpoint, manifest, "wild", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapters.json", "wild"]
+
+
+def test_weights_that_are_stored_transposed_and_in_bf16_are_merged(tmp_path: Path) -> None:
+    """As GPT-2's: of a checkpoint that has one such weight, and whose names leave out the first part."""
+    import ml_dtypes
+
+    random = np.random.default_rng(0)
+    base, folder = tmp_path / "base", tmp_path / "a"
+    shutil.copytree(DEMO, base)
+    arrays = load_file(DEMO / "model.safetensors")
+    weight = random.standard_normal((144, 240)).astype(ml_dtypes.bfloat16)  # [in, out]
+    save_file({**arrays, "h.0.attn.c_attn.weight": weight}, base / "model.safetensors")
+    lora = tensors({"transformer.h.0.attn.c_attn": (240, 144)}, 4, 0)
+    write(folder, 4, lora, fan_in_fan_out=True)
+    checkpoint, manifest = resolve(str(base), base, tmp_path / "checkpoint.json"), tmp_path / "adapters.json"
+    resolve_adapters({"a": str(folder)}, {"a": folder}, checkpoint, 16, None, manifest)
+    found = load_file(merge(checkpoint, manifest, "a", tmp_path / "out") / "model.safetensors")
+    a, b = (lora[f"base_model.model.transformer.h.0.attn.c_attn.lora_{side}.weight"] for side in "AB")
+    exact = weight.astype(np.float64) + 2.0 * (b.astype(np.float64) @ a.astype(np.float64)).T
+    assert np.array_equal(found["h.0.attn.c_attn.weight"], exact.astype(ml_dtypes.bfloat16))
+
+
+def test_the_command_writes_a_merged_checkpoint(results: Results, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    write_json(config, load.load(ROOT / "config" / "adapters.yaml").dump())
+    place = ["--config", str(config), "--results", str(results.root)]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "lockstep", "convert", *arguments, *place]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+    made = run("demo-lora", "--merge", "captain", "--out", str(tmp_path / "out"))
+    assert made.returncode == 0 and made.stdout.strip() == str(tmp_path / "out"), made.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    made = run("demo-lora", "--merge", "captain")
+    assert made.returncode == 2 and "expected --merge NAME and --out FOLDER" in made.stderr

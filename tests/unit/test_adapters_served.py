@@ -1,0 +1,203 @@
+"""Adapters through servers and commands: names of models, `lora` in requests, Triton's spellings, several clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demo_model import ROOT
+
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import write_bytes, write_json
+from lockstep.backends import build
+from lockstep.config import load
+from lockstep.export.run import with_adapters
+from lockstep.runtime.target import open_model
+from lockstep.targets import Results
+from lockstep.weights.check_adapters import resolve_adapters
+from real_server import RealServer
+from shared import Shared
+
+CONFIG = load.load(ROOT / "config" / "adapters.yaml")
+TARGET = "demo-lora/fp32/all"
+LIGHT = {
+    None: " travels faster than anything else",
+    "captain": " the lamps, for we sail with the tide.",
+    "shakespeare": " doth outrun all that we mortals know.",
+}
+
+
+@pytest.fixture(scope="module")
+def results(demo: Results, shared: Shared) -> Results:
+    """A results tree of config/adapters.yaml in fp32, two adapters at a time in one place each."""
+
+    def make(folder: Path) -> None:
+        tree = Results(folder)
+        shutil.copytree(demo.root / "demo-llama", folder / "demo-lora")
+        path = tree.assembly("demo-lora", "fp32")
+        assembly = Assembly.load(path)
+        files = {graph.file: (path.parent / graph.file).read_bytes() for _, graph in assembly.graphs()}
+        made, adapted = with_adapters(files, assembly, {"max_adapters": 2, "max_lora_rank": 8})
+        for name, data in made.items():
+            write_bytes(path.parent / name, data)
+        adapted.save(path)
+        build(path, "onnxruntime", tree.engines("demo-lora", "fp32", "onnxruntime"))
+        folders = CONFIG.adapter_folders("demo-lora", [ROOT])
+        sources = {name: str(place) for name, place in folders.items()}
+        checkpoint = tree.checkpoint("demo-lora")
+        resolve_adapters(sources, folders, checkpoint, 8, None, tree.adapters("demo-lora"))
+        write_json(tree.config(), CONFIG.dump())
+
+    return Results(shared.folder("lora-served", make))
+
+
+@pytest.fixture(scope="module")
+def server(results: Results) -> Iterator[RealServer]:
+    with RealServer(results.root, target=TARGET) as running:
+        yield running
+
+
+def post(server: RealServer, path: str, body: dict) -> tuple[int, dict]:
+    status, _, data = server.request("POST", path, body)
+    return status, json.loads(data)
+
+
+def completion(server: RealServer, **body: object) -> dict:
+    asked = {"model": "demo-lora", "prompt": "Light", "max_tokens": 16, "temperature": 0, **body}
+    status, answer = post(server, "/v1/completions", asked)
+    assert status == 200, answer
+    return answer
+
+
+def test_an_adapter_is_a_model(server: RealServer) -> None:
+    found = server.get("/v1/models")
+    names = [entry["id"] for entry in found["data"]]
+    assert names == ["demo-lora", "demo-lora:captain", "demo-lora:shakespeare"]
+    assert [entry.get("parent") for entry in found["data"]] == [None, "demo-lora", "demo-lora"]
+    assert server.get("/v1/models/demo-lora:captain")["id"] == "demo-lora:captain"
+    for name, text in LIGHT.items():
+        model = "demo-lora" if name is None else f"demo-lora:{name}"
+        answer = completion(server, model=model)
+        assert answer["choices"][0]["text"].startswith(text) and answer["model"] == model
+        assert completion(server, lora=name)["choices"][0]["text"].startswith(text)
+
+
+def test_a_chat_has_adapters_too(server: RealServer) -> None:
+    body = {"model": "demo-lora:captain", "messages": [{"role": "user", "content": "Light"}], "temperature": 0}
+    status, answer = post(server, "/v1/chat/completions", {**body, "max_tokens": 16})
+    assert status == 200 and answer["choices"][0]["message"]["content"] == LIGHT["captain"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "line"),
+    [
+        (
+            {"model": "demo-lora:pirate"},
+            404,
+            "model: expected one of demo-lora, demo-lora:captain, demo-lora:shakespeare, found 'demo-lora:pirate'",
+        ),
+        ({"model": "other"}, 404, "model: expected one of demo-lora, demo-lora:captain, demo-lora:shakespeare"),
+        ({"lora": "pirate"}, 404, "lora: expected one of captain, shakespeare, found 'pirate'"),
+        ({"model": "demo-lora:captain", "lora": "shakespeare"}, 400, "lora: expected 'captain' as in model"),
+        ({"lora": 3}, 400, "lora"),
+    ],
+)
+def test_an_unknown_adapter_is_404_with_those_that_are_there(
+    server: RealServer, body: dict, status: int, line: str
+) -> None:
+    found, answer = post(server, "/v1/completions", {"model": "demo-lora", "prompt": "Light", **body})
+    assert found == status and line in answer["error"]["message"]
+    assert server.request("GET", "/v1/models/demo-lora:pirate")[0] == 404
+
+
+def test_tritons_requests_name_adapters(server: RealServer) -> None:
+    def generate(**more: object) -> tuple[int, dict]:
+        body = {"text_input": "Light", "max_tokens": 16, "exclude_input_in_output": True, **more}
+        return post(server, "/v2/models/ensemble/generate", body)
+
+    for number, (name, text) in enumerate(LIGHT.items()):
+        for asked in ({"lora_task_id": number}, {"lora": name} if name else {}):
+            status, answer = generate(**asked)
+            assert status == 200 and answer["text_output"].startswith(text), answer
+    status, answer = generate(lora_task_id=3)
+    assert status == 404 and "lora_task_id: expected 0 (none) to 2" in answer["error"]
+    assert "captain, shakespeare" in answer["error"]
+    status, answer = generate(lora="pirate")
+    assert status == 404 and "lora: expected one of captain, shakespeare" in answer["error"]
+    status, answer = generate(lora_task_id=1, lora="shakespeare")
+    assert status == 400 and "lora: expected 'captain'" in answer["error"]
+    status, answer = generate(lora_weights=[1.0], lora_config=[1, 1, 1])
+    assert status == 400 and "not supported by this server" in answer["error"]
+
+
+def test_six_clients_at_once_get_what_each_gets_alone(server: RealServer) -> None:
+    """Of two adapters and of none, on prompts of several lengths, drawn with seeds."""
+    prompts = ["Light", "San Francisco is a", "A bridge must carry its own weight before it can carry anything else."]
+    names = ["demo-lora", "demo-lora:captain", "demo-lora:shakespeare"]
+    asks = [
+        {"model": names[i % 3], "prompt": prompts[i // 3 % 3], "max_tokens": 20, "temperature": 0.8, "seed": i}
+        for i in range(18)
+    ]
+    text = lambda body: post(server, "/v1/completions", body)[1]["choices"][0]["text"]
+    alone = [text(body) for body in asks]
+    found: list[str | None] = [None] * len(asks)
+
+    def client(number: int) -> None:
+        for i in range(number, len(asks), 6):
+            found[i] = text(asks[i])
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone and len(set(alone)) > 9
+
+
+def test_a_stream_with_an_adapter_goes_on_behind_an_engine_that_was_killed(results: Results) -> None:
+    more = {"model": "demo-lora:captain", "ignore_eos": True}
+    with RealServer(results.root, target=TARGET) as server:
+        body = {"prompt": "Light", "max_tokens": 200, "temperature": 0, **more}
+        whole = post(server, "/v1/completions", body)[1]["choices"][0]["text"]
+        with server.opened("Light", 200, **more) as events:
+            reader = iter(events)
+            text = next(reader)["choices"][0]["text"]
+            os.kill(server.engine_pid, signal.SIGKILL)
+            text += "".join(event["choices"][0]["text"] for event in reader)
+        assert text == whole and text.startswith(LIGHT["captain"]) and server.get("/status")["restarts"] == 1
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lockstep", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+def test_generate_and_files_take_adapters(results: Results, tmp_path: Path) -> None:
+    place = ["--target", TARGET, "--results", str(results.root), "--max-new-tokens", "16"]
+    made = run("generate", *place, "--prompt", "Light", "--adapter", "captain")
+    assert made.returncode == 0 and made.stdout.strip() == LIGHT["captain"].strip()
+    made = run("generate", *place, "--prompt", "Light", "--adapter", "pirate")
+    assert made.returncode == 2 and "expected one of captain, shakespeare; found 'pirate'" in made.stderr
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "Light", "lora": name} for name in ("captain", "shakespeare")] + [{"prompt": "Light"}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = run("generate", *place, "--input", str(source), "--output", str(out))
+    assert made.returncode == 0, made.stderr
+    texts = {record["line"]: record["choices"][0]["text"] for record in map(json.loads, out.read_text().splitlines())}
+    assert texts[1] == LIGHT["captain"] and texts[2] == LIGHT["shakespeare"] and texts[3].startswith(LIGHT[None])  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_opened_by_its_targets_name_has_its_adapters(results: Results) -> None:
+    model = open_model(f"{TARGET}/onnxruntime", results.root)
+    model.set_adapter(0, "captain")
+    assert model.adapters is not None and sorted(model.adapters.known) == ["captain", "shakespeare"]
+    assert model.adapters.nbytes > 0 and np.array_equal(model.adapters.places[:2], [0, -1])
