@@ -40,6 +40,7 @@ LAYERS = (
 TORCH = (
     "export/",
     "verify/validate/",
+    "verify/golden/quantized.py",
     "verify/golden/reference.py",
     "verify/bisect/run.py",
     "verify/bisect/streamed.py",

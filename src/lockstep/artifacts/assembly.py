@@ -16,6 +16,7 @@ from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.graph_files import GRAPH, IO_SCHEMA, IOS, PHASES, VARIANT, AttentionVariant, GraphFile
 from lockstep.artifacts.manifests import DIGEST, FILE, LARGEST, NAME, PRECISION, REMEDY, SIZE, TENSORS, read_checked
+from lockstep.artifacts.quantized import QUANTIZED, QuantizedTensors
 from lockstep.artifacts.schema import check, integer, items, mapping, one_of, optional, record
 from lockstep.artifacts.signature import Signature
 from lockstep.artifacts.tensor_parallel import TENSOR_PARALLEL, TensorParallel
@@ -43,6 +44,7 @@ _SCHEMA = record(
         "model_type": NAME,
         "positions_limited_by": NAME,
         "tensor_parallel": TENSOR_PARALLEL,
+        "quantization": QUANTIZED,
         "batchful": record(
             {"graph": FILE, "sha256": DIGEST, "inputs": IOS, "outputs": IOS, "slots": items(IO_SCHEMA, 1_000_000)},
             {"tensors": mapping(TENSORS, NAME)},
@@ -120,7 +122,7 @@ class Assembly:
     ("kinds" in the file). max_position_embeddings: None where the model has no limit; positions_limited_by: which
     setting makes it, where that is another one. batchful: the whole model in one graph. tokenizer, chat_template: how
     text becomes tokens; None where the checkpoint has none. tensor_parallel: what several ranks run instead of the
-    blocks and the attention; None for one.
+    blocks and the attention; None for one. quantization: which tensors are quantised, and how; None where none is.
     """
 
     model_type: str
@@ -139,6 +141,7 @@ class Assembly:
     tokenizer: FileEntry | None = None
     chat_template: FileEntry | None = None
     tensor_parallel: TensorParallel | None = None
+    quantization: QuantizedTensors | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Assembly:
@@ -154,7 +157,7 @@ class Assembly:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Assembly:
         """Take the content of an assembly.json that is known to be one."""
-        batchful, ranks = value.get("batchful"), value.get("tensor_parallel")
+        batchful, ranks, quantized = (value.get(key) for key in ("batchful", "tensor_parallel", "quantization"))
         return cls(
             model_type=value.get("model_type", ""),
             precision=value["precision"],
@@ -172,6 +175,7 @@ class Assembly:
             tokenizer=FileEntry.from_json(value.get("tokenizer")),
             chat_template=FileEntry.from_json(value.get("chat_template")),
             tensor_parallel=TensorParallel.from_json(ranks) if ranks else None,
+            quantization=QuantizedTensors.from_json(quantized) if quantized else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -182,6 +186,7 @@ class Assembly:
             "tokenizer": self.tokenizer and self.tokenizer.to_json(),
             "chat_template": self.chat_template and self.chat_template.to_json(),
             "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_json(),
+            "quantization": self.quantization and self.quantization.to_json(),
         }
         return {
             "format": formats.ASSEMBLY,

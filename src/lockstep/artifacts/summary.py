@@ -17,7 +17,8 @@ class SummaryRow:
 
     verdict, validation, golden: "pass", "fail" or "not run"; served: None where no server
     was checked. engine_error: of the comparison of these engines.
-    reproduced: the level of sameness, "-" where it was not tried. reason: why the verdict is no pass.
+    reproduced: the level of sameness, "-" where it was not tried. reason: why the verdict is no pass. drift: of
+    quantised weights, in words.
     """
 
     model: str
@@ -39,6 +40,7 @@ class SummaryRow:
     tokens_differing: int | None
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
+    drift: str | None = None
 
     @property
     def target(self) -> Target:

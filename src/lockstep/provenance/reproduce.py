@@ -181,7 +181,7 @@ def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict
 
 
 def _take_reference(results: Results, tree: Results, target: Target) -> None:
-    reference, link = results.reference(target.model, target.layers), tree.reference(target.model, target.layers)
+    reference, link = (each.reference(target.model, target.layers) for each in (results, tree))
     link.parent.mkdir(parents=True)
     for suffix in (".json", SUFFIX, ".safetensors"):
         link.with_suffix(suffix).symlink_to(os.path.abspath(reference.with_suffix(suffix)))

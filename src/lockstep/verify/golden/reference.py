@@ -88,6 +88,11 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     reference = compute(
         folder, manifest.config, layers, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
     )
+    return save_reference(reference, layers, golden["max_new_tokens"], out)
+
+
+def save_reference(reference: Reference, layers: int | str, max_new_tokens: int, out: Path) -> Path:
+    """Write the manifest `out`, which is returned, and the logits beside it."""
     logits_path, long = out.with_suffix(".safetensors"), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
     if long:
@@ -95,7 +100,7 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     write_bytes(logits_path, save(tensors))
     ReferenceManifest(
         layers=layers,
-        max_new_tokens=golden["max_new_tokens"],
+        max_new_tokens=max_new_tokens,
         eos_token_ids=reference.eos_token_ids,
         logits=LogitsFile(logits_path.name, sha256_file(logits_path)),
         prompts=tuple(map(_entry, reference.answers)),
@@ -113,8 +118,19 @@ def compute(
     long_prompt: int = 0,
 ) -> Reference:
     """The reference without files: a checkpoint folder and its config.json's content in."""
-    cut = cut_config(config, layers)
-    tokenizer, model = _load_tokenizer(folder), load_folder(folder, cut)
+    model = load_folder(folder, cut_config(config, layers))
+    return answer(model, load_tokenizer(folder), config, prompts, max_new_tokens, long_prompt)
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Mapping[str, Any],
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    long_prompt: int,
+) -> Reference:
+    """What a model says to the prompts. config: its config.json's content, of all layers."""
 
     def decode(ids: list[int]) -> str:
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -122,10 +138,11 @@ def compute(
 
     rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
     ends = _eos_token_ids(model)
-    limit = getattr(cut.get_text_config(), "max_position_embeddings", None)
+    text_config = model.config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
     answers = []
     for text in prompts:
-        prompt_ids = _prompt_ids(tokenizer, text, rows)
+        prompt_ids = tokens_of(tokenizer, text, rows)
         if limit is not None and len(prompt_ids) + max_new_tokens > limit:
             raise InputError(
                 f"golden prompt {text[:40]!r}: expected prompt and answer within {limit} tokens "
@@ -140,11 +157,7 @@ def compute(
             f"found {long_prompt} + {max_new_tokens}; lower limits.max_seq_len or golden.long_prompt"
         )
     lengths = config_lengths(config)
-    long = (
-        long_answer(model, cut.get_text_config().vocab_size, long_prompt, max_new_tokens, lengths)
-        if long_prompt
-        else None
-    )
+    long = long_answer(model, text_config.vocab_size, long_prompt, max_new_tokens, lengths) if long_prompt else None
     return Reference(tuple(answers), ends, long)
 
 
@@ -221,7 +234,7 @@ def _entry(answer: Answer) -> ReferencePrompt:
     return ReferencePrompt(answer.text, answer.prompt_ids, answer.tokens, answer.new_text, tuple(steps))
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -231,7 +244,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) -> tuple[int, ...]:
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) -> tuple[int, ...]:
     """The tokens of a golden prompt. Raises InputError where there are none, or one that the model does not know."""
     try:
         ids = tuple(tokenizer(text)["input_ids"])

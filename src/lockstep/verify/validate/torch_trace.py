@@ -87,8 +87,8 @@ class TorchModel:
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         tensors = {
-            name: _float32(weights[name])
-            for name in weights.names()
+            name: _float32(array)
+            for name, array in weights.dequantized()
             if not isinstance(layers, int) or layer_of(name) < layers
         }
         self.model = load_tensors(tensors, cut_config(config, layers), HOOK, str(weights.manifest_path))
