@@ -51,6 +51,7 @@ class Stage:
     is_cached: bool = False  # in the shared cache of artefacts
     is_reproduced: bool = False  # made again by `lockstep reproduce`
     is_named: bool = False  # its results speak of the model by its name in the config
+    only_quantized: bool = False  # other precisions than those of quantised weights do without
     continues: bool = False  # begins with what an earlier run made
     owns_folder: bool = False  # clears its folder of what an earlier artefact left
     help: str = field(default="", compare=False)
@@ -59,6 +60,10 @@ class Stage:
     def wildcards(self) -> tuple[str, ...]:
         """model, precision, layers, backend: those that the stage has."""
         return wildcards_of(self.makes)
+
+    def is_of(self, precision: str) -> bool:
+        """Whether targets of this precision have it."""
+        return is_quantized(precision) or not self.only_quantized
 
     def inputs(self, precision: str | None) -> dict[str, str]:
         """{name: artefact} that a job of this precision reads; None: of a stage without one."""
@@ -178,7 +183,7 @@ _TABLE = (
         "quantized_reference", makes="quantized_reference", reads=("checkpoint", "weights", "reference"),
         beside=("quantized_logits", "drift"), code="verify.golden.quantized", job=f"{_JOBS}:quantized_reference",
         options=_quantized_reference, needed=lambda config, target: is_quantized(target.precision), is_check=True,
-        is_cached=True, is_reproduced=True,
+        is_cached=True, is_reproduced=True, only_quantized=True,
         help="Tokens and logits of transformers on the dequantised weights, and their drift.",
     ),
     Stage(

@@ -82,6 +82,8 @@ def collect(results: Path, model: str) -> dict[str, Any]:
     found = list(sections(results, model))
     # Engines of some precisions are not compared; of those that cannot run here nothing is checked.
     left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden"}
+    precisions = {section.record["names"].get("precision", "") for section in found}
+    left_out |= {name for name, entry in STAGES.items() if not any(map(entry.is_of, precisions))}
     for stage in (name for name, entry in STAGES.items() if (entry.pinned or entry.is_check) and name not in left_out):
         if stage not in {section.stage for section in found}:
             raise InputError(

@@ -82,7 +82,7 @@ def make_quantized_reference(
         perplexity=perplexity,
         full_perplexity=full_perplexity,
     ).save(drift_out)
-    return save_reference(made, layers, golden["max_new_tokens"], Path(out))
+    return save_reference(made, layers, golden["max_new_tokens"], Path(out), drift_out)
 
 
 def _dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:

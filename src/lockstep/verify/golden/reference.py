@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
-from lockstep.artifacts.reference import LogitsFile, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
+from lockstep.artifacts.reference import FileBeside, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, load_folder
@@ -91,8 +91,10 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     return save_reference(reference, layers, golden["max_new_tokens"], out)
 
 
-def save_reference(reference: Reference, layers: int | str, max_new_tokens: int, out: Path) -> Path:
-    """Write the manifest `out`, which is returned, and the logits beside it."""
+def save_reference(
+    reference: Reference, layers: int | str, max_new_tokens: int, out: Path, drift: Path | None = None
+) -> Path:
+    """Write the manifest `out`, which is returned, and the logits beside it. drift: a file that lies there already."""
     logits_path, long = out.with_suffix(".safetensors"), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
     if long:
@@ -102,9 +104,10 @@ def save_reference(reference: Reference, layers: int | str, max_new_tokens: int,
         layers=layers,
         max_new_tokens=max_new_tokens,
         eos_token_ids=reference.eos_token_ids,
-        logits=LogitsFile(logits_path.name, sha256_file(logits_path)),
+        logits=FileBeside(logits_path.name, sha256_file(logits_path)),
         prompts=tuple(map(_entry, reference.answers)),
         long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
+        drift=FileBeside(drift.name, sha256_file(drift)) if drift else None,
     ).save(out)
     return out
 
