@@ -14,17 +14,18 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from transformers import PreTrainedModel
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.dtypes import numpy_dtype
+from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
+from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import CheckError, InputError
-from lockstep.export.torch_model import cut_config, load_folder, load_tensors
-from lockstep.verify.golden.prompts import Prompt, read_reference
+from lockstep.export.torch_model import cut_config, layer_of, load_folder, load_tensors
 from lockstep.verify.golden.reference import answer, load_tokenizer, save_reference, tokens_of
-from lockstep.verify.validate.torch_trace import layer_of
 from lockstep.weights import Weights
 from lockstep.weights.groups import unpack
 from lockstep.weights.source import PIECE_BYTES, Source, open_source
@@ -51,7 +52,7 @@ def make_quantized_reference(
     """
     manifest = CheckpointManifest.load(checkpoint_json)
     weights, folder = Weights.open(weights_json), manifest.folder_of(Path(checkpoint_json))
-    prompts, _, reference = read_reference(Path(reference_json), ())
+    reference = ReferenceManifest.load(reference_json)
     if reference.layers != layers:
         raise InputError(f"{reference_json}: layers: expected {layers}, found {reference.layers}; make it again")
     if weights.group_size is None:
@@ -66,7 +67,7 @@ def make_quantized_reference(
     model = _dequantized(config, weights, layers)
     made = answer(model, tokenizer, config, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"])
     perplexity, _ = _perplexity(model, text)
-    expected, found = _along(model, prompts)
+    expected, found = _along(model, reference, Path(reference_json).with_name(reference.logits.file))
     error = np.abs(found - expected)
     Drift(
         layers=layers,
@@ -140,15 +141,20 @@ def _perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, i
     return math.exp(-float(chosen.mean())), len(chosen)
 
 
-def _along(model: PreTrainedModel, prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [tokens, vocab_size] of the checkpoint's answers, as it gave them and as this model gives them."""
-    found = []
-    for prompt in prompts:
+def _along(model: PreTrainedModel, reference: ReferenceManifest, file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [tokens, vocab_size] of the checkpoint's answers, as it gave them, in `file`, and as this model gives
+    them."""
+    if not file.is_file() or sha256_file(file) != reference.logits.sha256:
+        raise InputError(f"{file}: expected the logits of the reference, found others; make the reference again")
+    logits = load_file(file)
+    expected, found = [], []
+    for number, prompt in enumerate(reference.prompts):
         ids = torch.tensor([[*prompt.prompt_ids, *prompt.tokens[:-1]]])
         with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt.prompt_ids) - 1 :]
-        found.append(logits.float().numpy())
-    return np.concatenate([prompt.logits for prompt in prompts]), np.concatenate(found)
+            rows = model(input_ids=ids, use_cache=False).logits[0, len(prompt.prompt_ids) - 1 :]
+        found.append(rows.float().numpy())
+        expected.append(logits[f"logits.{number}"])
+    return np.concatenate(expected), np.concatenate(found)
 
 
 def _rms(array: np.ndarray) -> float:
