@@ -51,5 +51,6 @@ INSIDE = {
     "backends.tensorrt.compat": "what this version of the library can do",
     "backends.tensorrt.layers": "layers in which two builds differ",
     "backends.tensorrt.tactics": "records of tactics",
+    "targets": "which precisions have quantised weights",
     "verify.metrics": "how far logits are apart",
 }

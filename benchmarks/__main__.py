@@ -81,6 +81,33 @@ def decode(
     _deliver(run_models(models, precision, batches, **settings), docs)
 
 
+@bench.command("small-weights")
+@click.option(
+    "--model", metavar="FOLDER|SHAPE", default="llama-1024x8", show_default=True, help="As for decode, but one."
+)
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
+@click.option("--prompt", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a timed prompt.")
+@click.option("--group", "groups", multiple=True, type=int, default=(32, 128), show_default=True, help="Group sizes.")
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Tokens in the cache when decoding begins.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Decode steps of a round.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
+)
+@_ROUNDS
+@_DOCS
+def small_weights(docs: Path | None, **settings: Any) -> None:
+    """A decode step in w8a16 and w4a16 beside fp32, in turn, and the bandwidth of memory."""
+    from benchmarks.small_weights import run
+
+    _deliver(run(**settings), docs)
+
+
 @bench.command()
 @click.option("--shape", default="llama-1024x8", show_default=True, help="A shape, which gets random weights.")
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
@@ -321,8 +348,8 @@ _SETTING = click.option(
     "--precision",
     "precisions",
     multiple=True,
-    type=click.Choice(["fp32", "fp16"]),
-    default=("fp32", "fp16"),
+    type=click.Choice(["fp32", "fp16", "w8a16", "w4a16"]),
+    default=("fp32", "fp16", "w8a16", "w4a16"),
     show_default=True,
 )
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Faults tried at a time.")

@@ -285,6 +285,7 @@ def page(record: Mapping[str, Any]) -> str:
                 for batch, row in _by_size(record["decode"])
             ],
         ),
+        *(["", "vLLM ran on another day, on another machine of this kind."] if "another_run" in (other or ()) else []),
         *_sampled_lines(record),
         *_sums_lines(record),
         "",

@@ -68,15 +68,15 @@ def run(
     return {"context": context, "steps": steps, "rounds": rounds, "batch": measured}
 
 
-def prepare(folder: Path, precision: str, work: Path) -> dict[str, Path]:
-    """Take the checkpoint through resolve, convert, export and build below `work`; gives the paths of what they
+def prepare(folder: Path, precision: str, work: Path, group_size: int = 32) -> dict[str, Path]:
+    """Take the checkpoint through resolve, export, convert and build below `work`; gives the paths of what they
     made."""
     results, name = Results(work), folder.name
     checkpoint, weights = results.checkpoint(name), results.weights(name, precision)
     assembly, engines = results.assembly(name, precision), results.engines(name, precision, _BACKEND)
     lockstep.resolve_checkpoint(str(folder.resolve()), folder.resolve(), checkpoint)
-    lockstep.convert_weights(checkpoint, precision, weights)
-    lockstep.export_graphs(checkpoint, precision, assembly)
+    lockstep.export_graphs(checkpoint, precision, assembly, group_size=group_size)
+    lockstep.convert_weights(checkpoint, precision, weights, assembly)
     lockstep.build_engines(assembly, _BACKEND, engines)
     return {"weights": weights, "assembly": assembly, "engines": engines}
 
@@ -86,7 +86,7 @@ def _contestants(
 ) -> tuple[dict[str, Callable[[], float]], dict[str, float]]:
     prompt = np.random.default_rng(0).integers(0, 256, (batch, context))
     makers = {
-        "lockstep": _lockstep(paths, batch, context + steps, threads),
+        "lockstep": decoding(paths, batch, context + steps, threads),
         "onnxruntime, one graph": _monolithic(paths, batch, context + steps),
         "transformers, eager": _transformers(folder, precision, threads),
     }
@@ -94,7 +94,7 @@ def _contestants(
     for name, start in makers.items():
         step, last = start(prompt)
         logits[name] = last
-        timed[name] = lambda start=start: _time(start, prompt, steps)
+        timed[name] = lambda start=start: time_steps(start, prompt, steps)
     expected = logits.pop("transformers, eager")
     difference = {name: float(np.abs(values - expected).max()) for name, values in logits.items()}
     # fp32 differs by the order of sums; fp16 products are rounded at other places by each.
@@ -104,7 +104,8 @@ def _contestants(
     return timed, difference
 
 
-def _time(start: Callable, prompt: np.ndarray, steps: int) -> float:
+def time_steps(start: Callable, prompt: np.ndarray, steps: int) -> float:
+    """Seconds a step, behind the prompt. start: of `decoding`."""
     step, logits = start(prompt)
     began = time.perf_counter()
     for _ in range(steps):
@@ -112,7 +113,8 @@ def _time(start: Callable, prompt: np.ndarray, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def _lockstep(paths, batch: int, capacity: int, threads: int) -> Callable:
+def decoding(paths, batch: int, capacity: int, threads: int) -> Callable:
+    """An opened model: given prompts [batch, tokens] what takes a step, and the logits behind them."""
     model = Model.open(
         paths["engines"],
         paths["assembly"],

@@ -10,7 +10,7 @@ from benchmarks.faults.fault import Fault
 Assembly = dict[str, Any]
 
 
-def _swap(layer: int, part: str, one: str, other: str) -> Callable[[Assembly], None]:
+def swap(layer: int, part: str, one: str, other: str) -> Callable[[Assembly], None]:
     """Bind two slots of a part ("block" or "exit") of a layer to each other's tensors."""
 
     def plant(assembly: Assembly) -> None:
@@ -21,7 +21,9 @@ def _swap(layer: int, part: str, one: str, other: str) -> Callable[[Assembly], N
     return plant
 
 
-def _bind(layer: int, part: str, slot: str, tensor: str) -> Callable[[Assembly], None]:
+def bind(layer: int, part: str, slot: str, tensor: str) -> Callable[[Assembly], None]:
+    """Bind the slot of a part of a layer whose name holds `slot` to another tensor."""
+
     def plant(assembly: Assembly) -> None:
         slots = assembly["layers"][layer][part]["slots"]
         slots[next(name for name in slots if slot in name)] = [tensor]
@@ -77,50 +79,48 @@ def _embedding_is_head(assembly: Assembly) -> None:
 
 
 FAULTS = (
-    Fault("slots-key-value", "slots of key and value swapped", assembly=_swap(0, "block", "k_proj", "v_proj")),
+    Fault("slots-key-value", "slots of key and value swapped", assembly=swap(0, "block", "k_proj", "v_proj")),
     Fault(
         "slots-query-key",
         "slots of query and key swapped",
         "bias",
-        assembly=_swap(1, "block", "q_proj.weight", "k_proj.weight"),
+        assembly=swap(1, "block", "q_proj.weight", "k_proj.weight"),
     ),
-    Fault(
-        "slots-bias", "slots of two biases swapped", "bias", assembly=_swap(0, "block", "q_proj.bias", "v_proj.bias")
-    ),
-    Fault("slots-gate-up", "slots of gate and up swapped", assembly=_swap(1, "block", "gate_proj", "up_proj")),
+    Fault("slots-bias", "slots of two biases swapped", "bias", assembly=swap(0, "block", "q_proj.bias", "v_proj.bias")),
+    Fault("slots-gate-up", "slots of gate and up swapped", assembly=swap(1, "block", "gate_proj", "up_proj")),
     Fault(
         "slots-norms",
         "slots of two norms swapped",
-        assembly=_swap(1, "block", "previous.post_attention_layernorm", "current.input_layernorm"),
+        assembly=swap(1, "block", "previous.post_attention_layernorm", "current.input_layernorm"),
     ),
     Fault(
         "slots-final-norm",
         "the final norm is the first layer's",
-        assembly=_bind(1, "exit", "model.norm", "model.layers.0.input_layernorm.weight"),
+        assembly=bind(1, "exit", "model.norm", "model.layers.0.input_layernorm.weight"),
     ),
     Fault("layer-entry", "the first layer's block has the second's weights", assembly=_moved(0, 1)),
     Fault("layer-middle", "the second layer's block has the third's weights", assembly=_moved(1, 1)),
     Fault(
         "layer-key",
         "the second layer's keys are made with the first's weight",
-        assembly=_bind(1, "block", "k_proj", "model.layers.0.self_attn.k_proj.weight"),
+        assembly=bind(1, "block", "k_proj", "model.layers.0.self_attn.k_proj.weight"),
     ),
     Fault(
         "layer-output",
         "the first layer's output projection is the second's",
-        assembly=_bind(1, "block", "o_proj", "model.layers.1.self_attn.o_proj.weight"),
+        assembly=bind(1, "block", "o_proj", "model.layers.1.self_attn.o_proj.weight"),
     ),
     Fault(
         "layer-down",
         "the last layer's down projection is the first's",
-        assembly=_bind(1, "exit", "down_proj", "model.layers.0.mlp.down_proj.weight"),
+        assembly=bind(1, "exit", "down_proj", "model.layers.0.mlp.down_proj.weight"),
     ),
     Fault("layer-exit", "the exit of another depth", assembly=_exit_of(1, 0)),
     Fault(
         "layer-bias",
         "the second layer's value bias is the first's",
         "bias",
-        assembly=_bind(1, "block", "v_proj.bias", "model.layers.0.self_attn.v_proj.bias"),
+        assembly=bind(1, "block", "v_proj.bias", "model.layers.0.self_attn.v_proj.bias"),
     ),
     Fault("head-is-embedding", "lm_head taken for tied", assembly=_head_is_embedding),
     Fault("embedding-is-head", "the embedding bound to lm_head", assembly=_embedding_is_head),

@@ -65,6 +65,11 @@ class Edit:
         slot = self.slot(text)
         return next(node for node in self.nodes("Gemm") if slot in node.input)
 
+    def quantized_product(self, text: str) -> NodeProto:
+        """The same of a quantised weight: the MatMulNBits."""
+        data = self.slot(f"{text}.weight.data")
+        return next(node for node in self.nodes("MatMulNBits") if data in node.input)
+
     # What is added
 
     def const(self, value: Any, dtype: Any = None) -> Value:

@@ -29,6 +29,33 @@ def said(gate: Callable[[], Any], *folders: Path) -> str | None:
     return None
 
 
+def _asked(prompts: tuple[str, ...], max_new_tokens: int, limits: Mapping[str, int]) -> dict[str, Any]:
+    """As in the config's defaults."""
+    long_prompt = limits["max_seq_len"] - max_new_tokens
+    return {"max_new_tokens": max_new_tokens, "prompts": list(prompts), "long_prompt": long_prompt}
+
+
+def make_quantized_reference(
+    results: Results,
+    model: str,
+    precision: str,
+    layers: int | str,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    limits: Mapping[str, int],
+) -> None:
+    lockstep.make_quantized_reference(
+        results.checkpoint(model),
+        results.weights(model, precision),
+        results.reference(model, layers),
+        layers,
+        _asked(prompts, max_new_tokens, limits),
+        "",
+        results.quantized_reference(model, precision, layers),
+        results.drift(model, precision, layers),
+    )
+
+
 def make_reference(
     results: Results,
     model: str,
@@ -37,12 +64,7 @@ def make_reference(
     max_new_tokens: int,
     limits: Mapping[str, int],
 ) -> None:
-    # as in the config's defaults
-    asked = {
-        "max_new_tokens": max_new_tokens,
-        "prompts": list(prompts),
-        "long_prompt": limits["max_seq_len"] - max_new_tokens,
-    }
+    asked = _asked(prompts, max_new_tokens, limits)
     lockstep.make_reference(results.checkpoint(model), layers, asked, results.reference(model, layers))
 
 
@@ -97,7 +119,7 @@ def golden(
         assembly,
         results.weights(target.model, target.precision),
         engines,
-        results.reference(target.model, target.layers),
+        results.reference_of(target.model, target.precision, target.layers),
         target,
         tolerance,
         limits,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.faults import attention, binding, blocks, neighbours, rope, runtime
+from benchmarks.faults import attention, binding, blocks, neighbours, quantized, rope, runtime
 from benchmarks.faults.fault import Fault
 
 TOPICS: dict[str, tuple[Fault, ...]] = {
@@ -11,6 +11,7 @@ TOPICS: dict[str, tuple[Fault, ...]] = {
     "neighbours": neighbours.FAULTS,
     "blocks": blocks.FAULTS,
     "binding": binding.FAULTS,
+    "quantised weights": quantized.FAULTS,
     "runtime": runtime.FAULTS,
 }
 FAULTS: dict[str, Fault] = {fault.name: fault for faults in TOPICS.values() for fault in faults}

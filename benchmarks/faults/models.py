@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from benchmarks.faults.gates import make_reference
+from benchmarks.faults.gates import make_quantized_reference, make_reference
 from lockstep import Results
 from lockstep.artifacts.files import write_json
+from lockstep.targets import is_quantized
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 LIMITS = {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 256, "max_num_tokens": 512}  # the config's defaults
 MAX_NEW_TOKENS = 16
+GROUP_SIZE = 16  # divides the rows of all models
 # Those of config/config.yaml: of 8, 1, 24 and 45 tokens in the demo.
 PROMPTS = (
     "San Francisco is a",
@@ -110,8 +112,13 @@ def start(name: str, work: Path) -> None:
 def make(name: str, precision: str, work: Path) -> None:
     """Graphs and weights of a model that was started."""
     results = right(work)
-    lockstep.export_graphs(results.checkpoint(name), precision, results.assembly(name, precision))
-    lockstep.convert_weights(results.checkpoint(name), precision, results.weights(name, precision))
+    checkpoint, assembly = results.checkpoint(name), results.assembly(name, precision)
+    quantized = is_quantized(precision)
+    lockstep.export_graphs(checkpoint, precision, assembly, **({"group_size": GROUP_SIZE} if quantized else {}))
+    lockstep.convert_weights(checkpoint, precision, results.weights(name, precision), assembly)
+    if quantized:
+        model = MODELS[name]
+        make_quantized_reference(results, name, precision, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
 
 
 def right(work: Path) -> Results:

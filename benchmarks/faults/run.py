@@ -32,7 +32,7 @@ from lockstep.config.backends import backends
 from lockstep.config.types import Tolerances
 from lockstep.pipeline import worker
 
-PRECISIONS = ("fp32", "fp16")
+PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16")
 _PACKAGES = ("onnx", "onnxruntime", "polygraphy", "torch", "transformers")
 Progress = Callable[[dict[str, Any]], None]
 

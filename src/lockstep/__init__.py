@@ -38,6 +38,7 @@ _API = {
     "generate": ("runtime", "generate"),
     "load_config": ("config.load", "load_given"),
     "make_random_checkpoint": ("export.random_model", "make"),
+    "make_quantized_reference": ("verify.golden", "make_quantized_reference"),
     "make_reference": ("verify.golden", "make_reference"),
     "open_model": ("runtime.target", "open_model"),
     "open_tokenizer": ("runtime.target", "open_tokenizer"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,11 @@ class Target:
 def layer_count(text: str) -> int | str:
     """A layer count as it stands in names: "2" is 2, "all" stays."""
     return text if text == "all" else int(text)
+
+
+def is_quantized(precision: str) -> bool:
+    """Whether weights are integers with scales, as the name says: w8a16, w4a16."""
+    return re.fullmatch(r"w[0-9]+a[0-9]+", precision) is not None
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,22 @@ class Results:
 
     def reference(self, model: str, layers: int | str) -> Path:
         return self.root / model / "reference" / f"{layers}.json"
+
+    def quantized_reference(self, model: str, precision: str, layers: int | str) -> Path:
+        """The reference of targets whose weights are quantised: of the same weights, dequantised."""
+        return self.root / model / precision / "reference" / f"{layers}.json"
+
+    def quantized_logits(self, model: str, precision: str, layers: int | str) -> Path:
+        return self.quantized_reference(model, precision, layers).with_suffix(".safetensors")
+
+    def drift(self, model: str, precision: str, layers: int | str) -> Path:
+        return self.quantized_reference(model, precision, layers).with_name(f"{layers}.drift.json")
+
+    def reference_of(self, model: str, precision: str, layers: int | str) -> Path:
+        """The reference that engines are held against: of quantised weights their own, else that of the model."""
+        if is_quantized(precision):
+            return self.quantized_reference(model, precision, layers)
+        return self.reference(model, layers)
 
     def logits(self, model: str, layers: int | str) -> Path:
         return self.reference(model, layers).with_suffix(".safetensors")

@@ -49,6 +49,8 @@ BOUND = (
     "fused_form",
     "paged_decode_attention",
     "rope_kernel",
+    "rank_device",
+    "device_weights",
     "program",
     "attention",
     "fused_attention",

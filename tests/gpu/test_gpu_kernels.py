@@ -223,7 +223,7 @@ def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, form, l
     from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
     from lockstep.backends.tensorrt.rope_kernel import Rotate
 
-    monkeypatch.setattr(cuda, "multiprocessors", lambda: multiprocessors)
+    monkeypatch.setattr(cuda, "multiprocessors", lambda number: multiprocessors)
     device, form, count = OnDevice(), Form(**form), len(lengths[0])
     made, kernel, rotate, scratch = (
         Rows(form, count, -(-max(lengths[0]) // PAGE)),

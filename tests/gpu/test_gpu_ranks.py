@@ -17,12 +17,12 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many there are."""
-    from lockstep.backends.tensorrt import cuda, program
+    from lockstep.backends.tensorrt import cuda, rank_device
 
     count = cuda.device_count()
     if count < 2:
-        monkeypatch.setenv(program.ONE_GPU, "1")
-    monkeypatch.setattr(program.Device, "_instances", {0: program.Device.get(0)})
+        monkeypatch.setenv(rank_device.ONE_GPU, "1")
+    monkeypatch.setattr(rank_device.Device, "_instances", {0: rank_device.Device.get(0)})
     return count
 
 
@@ -39,7 +39,7 @@ def test_sums_are_those_of_numpy_to_the_bit(
     """In CUDA graphs, again and again, of sizes that change between them."""
     from lockstep.artifacts.dtypes import named_dtype
     from lockstep.backends.tensorrt import all_reduce, cuda
-    from lockstep.backends.tensorrt.program import Device
+    from lockstep.backends.tensorrt.rank_device import Device
 
     if 1 < devices < world:
         pytest.skip(f"{devices} GPUs")
@@ -86,7 +86,7 @@ def test_sums_are_those_of_numpy_to_the_bit(
 @pytest.mark.parametrize(("rows", "columns"), [(1, 384), (5, 100), (256, 16000)])
 def test_parts_are_put_side_by_side(rows: int, columns: int) -> None:
     from lockstep.backends.tensorrt import all_reduce, cuda
-    from lockstep.backends.tensorrt.program import Device
+    from lockstep.backends.tensorrt.rank_device import Device
 
     ranks = [Device.get(rank) for rank in range(2)]
     exchanges = all_reduce.connect(ranks, 16, rows * columns * 2)
@@ -111,7 +111,7 @@ def test_parts_are_put_side_by_side(rows: int, columns: int) -> None:
 
 def test_a_rank_that_does_not_come_is_named_and_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.backends.tensorrt import all_reduce, cuda
-    from lockstep.backends.tensorrt.program import Device
+    from lockstep.backends.tensorrt.rank_device import Device
 
     monkeypatch.setattr(all_reduce, "_SECONDS", 2)
     first, _ = exchanges = all_reduce.connect([Device.get(rank) for rank in range(2)], 8192, 16)

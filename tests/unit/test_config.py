@@ -86,17 +86,25 @@ def test_a_number_with_an_exponent_needs_no_point(tmp_path, number):
 
 MISTAKES = [
     # what is replaced in FULL, by what, the message
-    ("[fp32, fp16]", "[fp32, fp8]", "models.demo-llama.precisions[1]: expected one of fp32, fp16, bf16; found 'fp8'"),
+    (
+        "[fp32, fp16]",
+        "[fp32, fp8]",
+        "models.demo-llama.precisions[1]: expected one of fp32, fp16, bf16, w8a16, w4a16; found 'fp8'",
+    ),
     (
         "[fp32, fp16]",
         "[fp32, bf16]",
-        "models.demo-llama.precisions[1]: expected one of fp32, fp16 for backend onnxruntime (ONNX Runtime on "
-        "CPU has no bf16 kernels); found 'bf16'",
+        "models.demo-llama.precisions[1]: expected one of fp32, fp16, w8a16, w4a16 for backend onnxruntime (ONNX "
+        "Runtime on CPU has no bf16 kernels); found 'bf16'",
     ),
     ("[fp32, fp16]", "[fp32, fp32]", "models.demo-llama.precisions[1]: expected each item once; found 'fp32' again"),
     ("[fp32, fp16]", "[]", "models.demo-llama.precisions: expected at least one item; found an empty list"),
     ("[fp32, fp16]", "fp32", "models.demo-llama.precisions: expected a list; found 'fp32'"),
-    ("[fp32, fp16]", "[off]", "models.demo-llama.precisions[0]: expected one of fp32, fp16, bf16; found false"),
+    (
+        "[fp32, fp16]",
+        "[off]",
+        "models.demo-llama.precisions[0]: expected one of fp32, fp16, bf16, w8a16, w4a16; found false",
+    ),
     (
         "[onnxruntime]",
         "[tensorflow]",
@@ -125,15 +133,15 @@ MISTAKES = [
         "layers:",
         "layer:",
         "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, "
-        "backends, backend_precisions, tensor_parallel, adapters, max_adapters, max_lora_rank, lora_target_modules, "
-        "golden, tolerances",
+        "backends, backend_precisions, group_size, tensor_parallel, adapters, max_adapters, max_lora_rank, "
+        "lora_target_modules, golden, tolerances",
     ),
     (
         "golden:",
         "goldn:",
         "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, "
-        "backends, backend_precisions, tensor_parallel, adapters, max_adapters, max_lora_rank, lora_target_modules, "
-        "golden, tolerances (and 1 more)",
+        "backends, backend_precisions, group_size, tensor_parallel, adapters, max_adapters, max_lora_rank, "
+        "lora_target_modules, golden, tolerances (and 1 more)",
     ),
     ("source: checkpoint", "source: ''", "models.demo-llama.source: expected text that is not empty; found ''"),
     ("source: checkpoint", "source: 7", "models.demo-llama.source: expected text; found 7 (put it in quotes)"),
@@ -229,7 +237,11 @@ MISTAKES = [
     ("block: 2.0e-2", "block: 0", "tolerances.fp16.block: expected more than 0; found 0"),
     ("block: 2.0e-2", "block: .inf", "tolerances.fp16.block: expected a finite number; found inf"),
     ("block: 2.0e-2", "block: '0.02'", "tolerances.fp16.block: expected a number; found '0.02'"),
-    ("  fp16: {", "  fp61: {", "tolerances.fp61: unknown key, did you mean fp16? allowed: fp32, fp16, bf16"),
+    (
+        "  fp16: {",
+        "  fp61: {",
+        "tolerances.fp61: unknown key, did you mean fp16? allowed: fp32, fp16, bf16, w8a16, w4a16",
+    ),
     (
         "demo-llama:",
         "demo/llama:",
@@ -346,8 +358,8 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
         (
             "models:\n  m:\n",
             "models.m: expected a mapping of source, layers, precisions, backends, "
-            "backend_precisions, tensor_parallel, adapters, max_adapters, max_lora_rank, lora_target_modules, golden, "
-            "tolerances; found nothing",
+            "backend_precisions, group_size, tensor_parallel, adapters, max_adapters, max_lora_rank, "
+            "lora_target_modules, golden, tolerances; found nothing",
         ),
         ("limits: {}\n", "models: expected this key; found nothing"),
     ],

@@ -40,6 +40,7 @@ LAYERS = (
 TORCH = (
     "export/",
     "verify/validate/",
+    "verify/golden/quantized.py",
     "verify/golden/reference.py",
     "verify/golden/adapted_reference.py",
     "verify/bisect/run.py",

@@ -61,9 +61,9 @@ def form(request: pytest.FixtureRequest) -> tuple[str, str, str, int]:
 @pytest.fixture
 def gpu(form: tuple[str, str, str, int]) -> Iterator[fake_gpu.Gpu]:
     with fake_gpu.installed(form[0]) as found, pytest.MonkeyPatch.context() as patch:
-        from lockstep.backends.tensorrt import program
+        from lockstep.backends.tensorrt import device_weights
 
-        patch.setattr(program, "_PIECE", 1 << 12)  # several pieces of small weights, of rows and of columns
+        patch.setattr(device_weights, "_PIECE", 1 << 12)  # several pieces of small weights, of rows and of columns
         found.devices = form[3]
         yield found
         assert not found.faults
@@ -279,7 +279,7 @@ def test_too_little_memory_names_the_gpu(open_model, gpu) -> None:
 def test_large_sums_are_made_in_two_shots(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank its part, sent to all: the same numbers, to the bit, as in one."""
     from lockstep.backends.tensorrt import all_reduce, cuda
-    from lockstep.backends.tensorrt.program import Device
+    from lockstep.backends.tensorrt.rank_device import Device
 
     world, random = gpu.devices, np.random.default_rng(0)
     devices = [Device.get(rank) for rank in range(world)]

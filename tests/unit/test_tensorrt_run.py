@@ -63,9 +63,9 @@ def tensorrt_version(form):
 
 @pytest.fixture
 def gpu(gpu, monkeypatch):
-    from lockstep.backends.tensorrt import program
+    from lockstep.backends.tensorrt import device_weights
 
-    monkeypatch.setattr(program, "_PIECE", 1 << 15)  # several pieces of the demo's small weights
+    monkeypatch.setattr(device_weights, "_PIECE", 1 << 15)  # several pieces of the demo's small weights
     return gpu
 
 
@@ -584,7 +584,7 @@ def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
         gc.enable()
     # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's.
     assert left <= 2 < held
-    from lockstep.backends.tensorrt.program import Device
+    from lockstep.backends.tensorrt.rank_device import Device
 
     Device.get().stream.synchronize()  # nothing is at work any more in what was freed
 
@@ -756,16 +756,16 @@ def down(array) -> np.ndarray:
 
 
 def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, gpu):
-    from lockstep.backends.tensorrt import program
+    from lockstep.backends.tensorrt import device_weights
 
-    weights, DeviceWeights = Weights.open(demo.weights(MODEL, form[1])), program.DeviceWeights
+    weights, DeviceWeights = Weights.open(demo.weights(MODEL, form[1])), device_weights.DeviceWeights
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     rows, dtype = np.concatenate([weights[name] for name in names]), weights[names[0]].dtype
-    assert rows.nbytes > 2 * program._PIECE
-    store = DeviceWeights.of(weights, program.Device.get())
+    assert rows.nbytes > 2 * device_weights._PIECE
+    store = DeviceWeights.of(weights, device_weights.Device.get())
     array, blocks = store.put(weights, names, rows.shape, dtype, "slot"), gpu.blocks
     assert (
-        DeviceWeights.of(weights, program.Device.get()) is store
+        DeviceWeights.of(weights, device_weights.Device.get()) is store
         and store.put(weights, names, rows.shape, dtype, "slot").address == array.address
         and gpu.blocks == blocks
     )
@@ -781,12 +781,12 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
 
 
 def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch):
-    from lockstep.backends.tensorrt import program
+    from lockstep.backends.tensorrt import device_weights
 
     weights, go_on = Weights.open(demo.weights(MODEL, form[1])), threading.Event()
-    copy = program._Uploader._copy
-    monkeypatch.setattr(program._Uploader, "_copy", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
-    store, weight = program.DeviceWeights.of(weights, program.Device.get()), "lm_head.weight"
+    copy = device_weights._Uploader._copy
+    monkeypatch.setattr(device_weights._Uploader, "_copy", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
+    store, weight = device_weights.DeviceWeights.of(weights, device_weights.Device.get()), "lm_head.weight"
     array = store.put(weights, [weight], weights[weight].shape, weights[weight].dtype, "slot")
     del array  # whoever asked for it has gone
     go_on.set()
@@ -794,13 +794,13 @@ def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch)
 
 
 def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monkeypatch):
-    from lockstep.backends.tensorrt import program
+    from lockstep.backends.tensorrt import device_weights
 
     def fail(*arguments):
         raise CheckError("CUDA: cudaErrorUnknown")
 
     with monkeypatch.context() as patch:
-        patch.setattr(program._Uploader, "_copy", fail)
+        patch.setattr(device_weights._Uploader, "_copy", fail)
         failed = open_model()
     assert np.isfinite(open_model().step([Advance(0, np.arange(3), 0)])).all()
     for _ in range(2):

@@ -22,7 +22,7 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import SEAL, sha256_json, write_json
 from lockstep.artifacts.places import StoredFile
-from lockstep.artifacts.reference import LogitsFile, ReferenceManifest, ReferencePrompt
+from lockstep.artifacts.reference import FileBeside, ReferenceManifest, ReferencePrompt
 from lockstep.errors import LockstepError
 from lockstep.pipeline.stages import step
 from lockstep.provenance import run as stage
@@ -74,7 +74,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(results, "build", engines.to_json(), e=b"e")
     make(results, "validate", validation(TARGET).to_json())
     answer = ReferencePrompt("A", (1,), (1,), "", ())
-    logits = LogitsFile("logits", sha256(b"logits").hexdigest())
+    logits = FileBeside("logits", sha256(b"logits").hexdigest())
     reference = ReferenceManifest(2, 1, (), logits, (answer,), None)
     make(results, "reference", reference.to_json(), logits=b"logits")
     make(results, "golden", golden(TARGET, golden_prompt("A")).to_json())

@@ -259,7 +259,8 @@ def test_types_that_are_not_supported_yet_are_named(tmp_path, dtype):
 
 def test_an_unknown_precision(tmp_path):
     folder = write(tmp_path / "checkpoint")
-    assert refused(folder, "int4") == "expected a precision of fp32, fp16, bf16, found 'int4'; correct it in the config"
+    known = "fp32, fp16, bf16, w8a16, w4a16"
+    assert refused(folder, "int4") == f"expected a precision of {known}, found 'int4'; correct it in the config"
 
 
 def test_a_checkpoint_that_changed_since_it_was_resolved(tmp_path):

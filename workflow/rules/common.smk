@@ -145,8 +145,25 @@ def beside(stage):
 
 
 def inputs_of(stage):
-    """The artefacts that a stage reads, by name, with wildcards."""
-    return {name: path_of(name, RESULTS, WILDCARDS) for name in STAGES[stage].reads}
+    """The artefacts that a stage reads, by name, with wildcards; those that hang on the precision by functions."""
+    entry = STAGES[stage]
+    found = {name: path_of(name, RESULTS, WILDCARDS) for name in entry.reads}
+    for name in entry.reads_quantized:
+        found[name] = functools.partial(input_of, stage, name)
+    return found
+
+
+def input_of(stage, name, wildcards):
+    """What a job reads under a name; nothing where its precision does not."""
+    artefact = STAGES[stage].inputs(wildcards.precision).get(name)
+    return path_of(artefact, RESULTS, names_of(wildcards)) if artefact else []
+
+
+def reference_logits(wildcards):
+    """Those that the engines of a target are held against."""
+    names = names_of(wildcards)
+    path = RESULTS.reference_of(names["model"], names["precision"], names["layers"])
+    return path.with_suffix(".safetensors")
 
 
 def output_of(stage):

@@ -1,7 +1,8 @@
 # What the model says in Hugging Face transformers, and whether the engine set says the same.
 #
-# needs: checkpoint.json for the reference; for the check also weights.json, assembly.json, engines.json
-# makes: <model>/reference/<layers>.json and .safetensors, <model>/<precision>/golden/<backend>/<layers>.json and .speed.json
+# needs: checkpoint.json for the reference, weights.json for that of quantised weights; for the check also assembly.json, engines.json
+# makes: <model>/reference/<layers>.json and .safetensors, <model>/<precision>/reference/<layers>.json, .safetensors and .drift.json,
+#        <model>/<precision>/golden/<backend>/<layers>.json and .speed.json
 
 
 rule reference:
@@ -27,10 +28,35 @@ rule reference:
         "../scripts/stage.py"
 
 
+rule quantized_reference:
+    input:
+        **inputs_of("quantized_reference"),
+        logits=RESULTS.logits(MODEL, LAYERS),
+    output:
+        manifest=RESULTS.quantized_reference(MODEL, PRECISION, LAYERS),
+        logits=RESULTS.quantized_logits(MODEL, PRECISION, LAYERS),
+        drift=RESULTS.drift(MODEL, PRECISION, LAYERS),
+    log:
+        log_of("quantized_reference", MODEL, PRECISION, LAYERS),
+    conda:
+        "../../envs/torch.yaml"
+    threads: compute_threads
+    resources:
+        mem_mb=memory("quantized_reference"),
+        runtime=minutes("quantized_reference"),
+    params:
+        options=options_of("quantized_reference"),
+        key=key_of("quantized_reference"),
+    message:
+        "Reference of {wildcards.model} in {wildcards.precision} from transformers, layers: {wildcards.layers}"
+    script:
+        "../scripts/stage.py"
+
+
 rule golden:
     input:
         **inputs_of("golden"),
-        logits=RESULTS.logits(MODEL, LAYERS),
+        logits=reference_logits,
     output:
         check=RESULTS.golden(MODEL, PRECISION, LAYERS, BACKEND),
         speed=RESULTS.speed(MODEL, PRECISION, LAYERS, BACKEND),

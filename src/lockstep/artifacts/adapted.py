@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.reference import LogitsFile, ReferencePrompt
+from lockstep.artifacts.reference import FileBeside, ReferencePrompt
 from lockstep.artifacts.reports import Report, TokenDifference
 from lockstep.artifacts.typed import Document
 from lockstep.targets import Target
@@ -31,7 +31,7 @@ class AdaptedReference(Document):
     layers: int | str
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
-    logits: LogitsFile
+    logits: FileBeside
     answers: tuple[AdaptedAnswer, ...]
 
 

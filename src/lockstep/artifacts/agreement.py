@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.adapters import IDS, LoraSlots
-from lockstep.artifacts.dtypes import PRECISION_NAMES
+from lockstep.artifacts.dtypes import COMPUTE_NAMES, QUANTIZATIONS
 from lockstep.artifacts.schema import Wrong
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, heads_divide
@@ -20,7 +20,8 @@ Values = dict[str, tuple[str, list[int | str]]]  # what stands at a place of the
 def agrees(assembly: Assembly, num_layers: int) -> None:
     """Raise Wrong for the first place where the assembly does not fit together. num_layers: what its file says."""
     _same("num_layers", len(assembly.layers), num_layers)
-    _same("dtype", PRECISION_NAMES[assembly.precision], assembly.dtype)
+    _same("dtype", COMPUTE_NAMES[assembly.precision], assembly.dtype)
+    _same("quantization", assembly.quantization is not None, assembly.precision in QUANTIZATIONS)
     for name, variant in assembly.variants.items():
         _check_variant(f"kinds.{name}", variant, assembly.dtype)
     values: Values = {

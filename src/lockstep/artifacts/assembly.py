@@ -17,6 +17,7 @@ from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.graph_files import GRAPH, IO_SCHEMA, IOS, PHASES, VARIANT, AttentionVariant, GraphFile
 from lockstep.artifacts.manifests import DIGEST, FILE, LARGEST, NAME, PRECISION, REMEDY, SIZE, TENSORS, read_checked
+from lockstep.artifacts.quantized import QUANTIZED, QuantizedTensors
 from lockstep.artifacts.schema import check, integer, items, mapping, one_of, optional, record
 from lockstep.artifacts.signature import Signature
 from lockstep.artifacts.tensor_parallel import TENSOR_PARALLEL, TensorParallel
@@ -45,6 +46,7 @@ _SCHEMA = record(
         "positions_limited_by": NAME,
         "tensor_parallel": TENSOR_PARALLEL,
         "adapters": LORA_SLOTS,
+        "quantization": QUANTIZED,
         "batchful": record(
             {"graph": FILE, "sha256": DIGEST, "inputs": IOS, "outputs": IOS, "slots": items(IO_SCHEMA, 1_000_000)},
             {"tensors": mapping(TENSORS, NAME)},
@@ -122,7 +124,8 @@ class Assembly:
     ("kinds" in the file). max_position_embeddings: None where the model has no limit; positions_limited_by: which
     setting makes it, where that is another one. batchful: the whole model in one graph. tokenizer, chat_template: how
     text becomes tokens; None where the checkpoint has none. tensor_parallel: what several ranks run instead of the
-    blocks and the attention; None for one. adapters: where blocks take them; None where they take none.
+    blocks and the attention; None for one. adapters: where blocks take them; None where they take none. quantization:
+    which tensors are quantised, and how; None where none is.
     """
 
     model_type: str
@@ -142,6 +145,7 @@ class Assembly:
     chat_template: FileEntry | None = None
     tensor_parallel: TensorParallel | None = None
     adapters: LoraSlots | None = None
+    quantization: QuantizedTensors | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Assembly:
@@ -157,7 +161,8 @@ class Assembly:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Assembly:
         """Take the content of an assembly.json that is known to be one."""
-        batchful, ranks, adapters = value.get("batchful"), value.get("tensor_parallel"), value.get("adapters")
+        batchful, ranks = value.get("batchful"), value.get("tensor_parallel")
+        adapters, quantized = value.get("adapters"), value.get("quantization")
         return cls(
             model_type=value.get("model_type", ""),
             precision=value["precision"],
@@ -176,6 +181,7 @@ class Assembly:
             chat_template=FileEntry.from_json(value.get("chat_template")),
             tensor_parallel=TensorParallel.from_json(ranks) if ranks else None,
             adapters=LoraSlots.from_json(adapters) if adapters else None,
+            quantization=QuantizedTensors.from_json(quantized) if quantized else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -187,6 +193,7 @@ class Assembly:
             "chat_template": self.chat_template and self.chat_template.to_json(),
             "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_json(),
             "adapters": self.adapters and self.adapters.to_json(),
+            "quantization": self.quantization and self.quantization.to_json(),
         }
         return {
             "format": formats.ASSEMBLY,

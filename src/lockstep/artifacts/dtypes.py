@@ -71,6 +71,28 @@ PRECISION_NAMES = {precision: _NAMES[dtype] for precision, dtype in PRECISION_DT
 NAME_PRECISIONS = {name: precision for precision, name in PRECISION_NAMES.items()}
 
 
+@dataclass(frozen=True)
+class Quantization:
+    """A precision whose linear weights are integers with a scale for each group of them.
+
+    bits: of the weights of layers. head_bits: of a weight behind the last layer, which makes the logits.
+    """
+
+    bits: int
+    head_bits: int
+
+
+QUANTIZATIONS = {"w8a16": Quantization(8, 8), "w4a16": Quantization(4, 8)}
+GROUP_SIZES = (16, 32, 64, 128)
+# {precision: name of the type that its graphs compute in and its other weights have}, of all precisions.
+COMPUTE_NAMES = PRECISION_NAMES | dict.fromkeys(QUANTIZATIONS, "float32")
+
+
+def base_precision(precision: str) -> str:
+    """The precision of what is not quantised: fp32 of w8a16 and w4a16, else `precision` itself."""
+    return NAME_PRECISIONS[COMPUTE_NAMES[precision]]
+
+
 def graph_dtype(dtype: str) -> str:
     """The name graphs and NumPy use for a safetensors dtype: "F16" -> "float16". A type without one keeps its own
     name."""

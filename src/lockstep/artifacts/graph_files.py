@@ -20,7 +20,7 @@ _DIMENSION = either(
     words="a size, num_tokens, num_requests or past_capacity",
 )
 IO_SCHEMA = record(
-    {"name": NAME, "dtype": one_of(*PRECISION_NAMES.values(), "int64"), "shape": items(_DIMENSION, most=8)}
+    {"name": NAME, "dtype": one_of(*PRECISION_NAMES.values(), "int64", "uint8"), "shape": items(_DIMENSION, most=8)}
 )
 IOS = items(IO_SCHEMA, 100)
 GRAPH = record({"graph": FILE, "sha256": DIGEST, "inputs": IOS, "outputs": IOS}, {"slots": SLOTS})

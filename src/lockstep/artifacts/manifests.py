@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lockstep.artifacts.dtypes import PRECISION_NAMES
+from lockstep.artifacts.dtypes import COMPUTE_NAMES, PRECISION_NAMES
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.schema import Check, check, integer, items, one_of, record, text
 
@@ -20,8 +20,9 @@ SIZE = integer(1, LARGEST)
 DIGEST = text("[0-9a-f]{64}", "a sha256 in hexadecimal digits")
 NAME = text(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,1000}", "a name")
 FILE = text(r"(?!\.)[^/\\:\x00-\x1f\x7f\ud800-\udfff]{1,255}", "the name of a file beside it")
-PRECISION = one_of(*PRECISION_NAMES)
-SLOTS = items(record({"name": NAME, "dtype": one_of(*PRECISION_NAMES.values()), "shape": items(SIZE, most=8)}), 10_000)
+PRECISION = one_of(*COMPUTE_NAMES)
+_WEIGHT = one_of(*PRECISION_NAMES.values(), "uint8")
+SLOTS = items(record({"name": NAME, "dtype": _WEIGHT, "shape": items(SIZE, most=8)}), 10_000)
 TENSORS = items(NAME, 10_000, least=1)
 
 

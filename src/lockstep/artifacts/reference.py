@@ -14,8 +14,8 @@ from lockstep.artifacts.typed import Document
 
 
 @dataclass(frozen=True)
-class LogitsFile:
-    """The file beside the manifest, and its sha256."""
+class FileBeside:
+    """A file beside the manifest, and its sha256."""
 
     file: str
     sha256: str
@@ -54,12 +54,14 @@ class LongPrompt:
 
 @dataclass(frozen=True)
 class ReferenceManifest(Document):
-    """What a model of the first `layers` layers (or "all") answers. long: None where there is no long prompt."""
+    """What a model of the first `layers` layers (or "all") answers. long: None where there is no long prompt. drift: of
+    quantised weights, how far that is from the checkpoint (`artifacts.drift`)."""
 
     FORMAT: ClassVar[str] = formats.REFERENCE
     layers: int | str
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
-    logits: LogitsFile
+    logits: FileBeside
     prompts: tuple[ReferencePrompt, ...]
     long: LongPrompt | None
+    drift: FileBeside | None = None

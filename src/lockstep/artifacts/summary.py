@@ -18,7 +18,8 @@ class SummaryRow:
     verdict, validation, golden: "pass", "fail" or "not run"; served: None where no server
     was checked. engine_error: of the comparison of these engines.
     adapters: of the check of a model's adapters; None where it has none.
-    reproduced: the level of sameness, "-" where it was not tried. reason: why the verdict is no pass.
+    reproduced: the level of sameness, "-" where it was not tried. reason: why the verdict is no pass. drift: of
+    quantised weights, in words.
     """
 
     model: str
@@ -41,6 +42,7 @@ class SummaryRow:
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
     adapters: str | None = None
+    drift: str | None = None
 
     @property
     def target(self) -> Target:

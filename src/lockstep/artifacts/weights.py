@@ -14,10 +14,13 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifests import NAME, PRECISION, REMEDY, read_checked
 from lockstep.artifacts.places import FILES, MAX_FILES, StoredFile, TensorPlace, place_schema
+from lockstep.artifacts.quantized import GROUP_SIZE
 from lockstep.artifacts.schema import Wrong, check, integer, mapping, record
 
 _TENSOR = place_schema(integer(0, MAX_FILES))
-_SCHEMA = record({"precision": PRECISION, "tensors": mapping(_TENSOR, NAME), "files": FILES})
+_SCHEMA = record(
+    {"precision": PRECISION, "tensors": mapping(_TENSOR, NAME), "files": FILES}, {"group_size": GROUP_SIZE}
+)
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,13 @@ class WeightsManifest:
     """The tensors of one precision by name, and their files.
 
     A file's path is relative to the manifest or absolute; a place has that path. On disk it has the file's number.
+    group_size: of the tensors that are quantised (`artifacts.quantized`); None where none is.
     """
 
     precision: str
     files: tuple[StoredFile, ...]
     tensors: Mapping[str, TensorPlace]
+    group_size: int | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> WeightsManifest:
@@ -41,7 +46,7 @@ class WeightsManifest:
         tensors = {
             name: TensorPlace.from_json(files[entry["file"]].path, entry) for name, entry in value["tensors"].items()
         }
-        return cls(value["precision"], files, tensors)
+        return cls(value["precision"], files, tensors, value.get("group_size"))
 
     def save(self, path: str | os.PathLike) -> None:
         write_json(path, self.to_json())
@@ -50,7 +55,7 @@ class WeightsManifest:
         """Return the manifest of the same files at other paths."""
         files = tuple(replace(file, path=new_path(file.path)) for file in self.files)
         places = {name: replace(place, file=new_path(place.file)) for name, place in self.tensors.items()}
-        return WeightsManifest(self.precision, files, places)
+        return replace(self, files=files, tensors=places)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of weights.json, without its seal."""
@@ -58,6 +63,7 @@ class WeightsManifest:
         return {
             "format": formats.WEIGHTS,
             "precision": self.precision,
+            **({"group_size": self.group_size} if self.group_size else {}),
             "files": [file.to_json() for file in self.files],
             "tensors": {name: {**place.to_json(), "file": numbers[place.file]} for name, place in self.tensors.items()},
         }

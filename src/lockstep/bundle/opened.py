@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
-from lockstep.artifacts.dtypes import PRECISION_NAMES
+from lockstep.artifacts.dtypes import COMPUTE_NAMES
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.manifests import LARGEST
 from lockstep.artifacts.places import StoredFile
@@ -40,7 +40,7 @@ _ABOUT = record(
         "target": record(
             {
                 "model": text(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}", "a model's name"),
-                "precision": one_of(*PRECISION_NAMES),
+                "precision": one_of(*COMPUTE_NAMES),
                 "backend": text("[a-z_]+", "a backend's name"),
                 "layers": either(one_of("all"), _LIMIT, words="a number of layers or 'all'"),
             }

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.artifacts.assembly import Assembly
 from lockstep.cli.opened import runnable
 from lockstep.cli.stages import RESULTS
 from lockstep.errors import InputError
@@ -163,6 +162,8 @@ def serve(target: str | None, archive: Path | None, weights: Path | None, result
 
 def _check_ranks(place: Opened, asked: int | None) -> None:
     """Raise InputError where another degree is asked for than that of the graphs."""
+    from lockstep.artifacts.assembly import Assembly
+
     ranks = Assembly.load(place.assembly).tensor_parallel
     degree = 1 if ranks is None else ranks.degree
     if asked not in (None, degree):

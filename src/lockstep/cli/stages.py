@@ -130,6 +130,10 @@ def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tupl
         chosen = [target for target in chosen if entry.name != "fetch_adapters" or entry.needed(config, target)]
         if not chosen:
             raise InputError("fetch_adapters: expected adapters on the hub (hf:org/name), found none: nothing to fetch")
+    if "precision" in entry.wildcards:
+        asked, chosen = chosen, [target for target in chosen if entry.is_of(target.precision)]
+        if not chosen:
+            raise InputError(f"{entry.name}: expected a target of quantised weights, found {asked[0]}")
     if "backend" in entry.wildcards:
         needed = [target for target in chosen if entry.needed(config, target)]
         if not needed and (reason := config.cannot_run(chosen[0].backend)):

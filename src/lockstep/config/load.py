@@ -43,7 +43,7 @@ from lockstep.config.types import (
     Tolerances,
 )
 from lockstep.errors import InputError
-from lockstep.targets import Results, Target
+from lockstep.targets import Results, Target, is_quantized
 
 __all__ = [
     "Backends",
@@ -123,7 +123,7 @@ class Config(Section):
         return [
             Target(name, precision, layers, backend)
             for name, model in sorted(self.models.items())
-            for precision in dict.fromkeys([*model.precisions, *chain(*model.backend_precisions.values())])
+            for precision in _all_precisions(model)
             for layers in model.layers
             for backend in model.backends
             if precision in model.precisions_of(backend) and backend not in skipped
@@ -364,6 +364,10 @@ def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike], w
     return load(merged, where=where or (os.fspath(files[0]) if only_one else None))
 
 
+def _all_precisions(model: ModelConfig) -> list[str]:
+    return list(dict.fromkeys([*model.precisions, *chain(*model.backend_precisions.values())]))
+
+
 def _limit_problems(limits: Limits) -> Iterator[Problem]:
     if limits.max_input_len > limits.max_seq_len:
         text = f"expected at most max_seq_len ({limits.max_seq_len}); found {limits.max_input_len}"
@@ -435,6 +439,13 @@ def _model_problems(
             able = ", ".join(name for name, each in backends().items() if each.runs_adapters)
             text = f"expected none for backend {backend}; adapters run on {able}; found {len(model.adapters)}"
             yield Problem((*here, "adapters"), text)
+        quantized = [precision for precision in model.precisions_of(backend) if is_quantized(precision)]
+        if model.adapters and quantized:
+            text = f"expected none with {quantized[0]}; found {len(model.adapters)}"
+            yield Problem((*here, "adapters"), text)
+        if model.tensor_parallel > 1 and quantized:
+            text = f"expected 1 with {quantized[0]}; found {model.tensor_parallel}"
+            yield Problem((*here, "tensor_parallel"), text)
         place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
         for index, precision in enumerate(model.precisions_of(backend)):
             if precision not in settings.precisions:
@@ -499,6 +510,10 @@ def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) 
             yield Problem(
                 where, f"expected each target once; found {layers}, which is all of this model's layers, beside all"
             )
+    if any(map(is_quantized, _all_precisions(model))):
+        if shape.hidden_size is not None and shape.hidden_size % model.group_size:
+            text = f"expected a size that divides hidden_size ({shape.hidden_size} in {path}); found {model.group_size}"
+            yield Problem(("models", name, "group_size"), text)
     if positions is not None and limits.max_seq_len > positions:
         text = f"expected at most {positions} ({shape.limited_by} in {path}); found {limits.max_seq_len}"
         yield Problem(("limits", "max_seq_len"), text)

@@ -169,11 +169,12 @@ def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Pa
 @dataclass(frozen=True)
 class CheckpointShape:
     """What the config is held against: the model's depth, and how many positions it knows (None: it does not say), with
-    the key that says so."""
+    the key that says so; and the size of its hidden state (None: it does not say)."""
 
     num_hidden_layers: int
     max_position_embeddings: int | None
     limited_by: str = "max_position_embeddings"
+    hidden_size: int | None = None
 
 
 def read_shape(path: Path) -> CheckpointShape:
@@ -186,12 +187,13 @@ def read_shape(path: Path) -> CheckpointShape:
     depth = model_config.setting(value, model_config.DEPTH_KEYS)
     if depth is None:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
+    hidden = value.get("hidden_size")
+    hidden = hidden if isinstance(hidden, int) else None
     positions, first = model_config.setting(value, model_config.POSITION_KEYS), _first_frequencies(value)
     if first is not None and (positions is None or first < positions):
-        return CheckpointShape(
-            depth, first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions"
-        )
-    return CheckpointShape(depth, positions)
+        limit = "original_max_position_embeddings: beyond it longrope changes the keys of all positions"
+        return CheckpointShape(depth, first, limit, hidden)
+    return CheckpointShape(depth, positions, hidden_size=hidden)
 
 
 def _first_frequencies(value: dict[str, Any]) -> int | None:

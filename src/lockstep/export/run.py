@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from lockstep.artifacts import chat_template
 from lockstep.artifacts.assembly import Assembly, AttentionVariant, FileEntry, GraphFile, Layer, Part, Uncut
 from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.dtypes import QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
 from lockstep.artifacts.tensor_parallel import Piece, ShardedClass, TensorParallel
 from lockstep.checkpoint.chat_template import FILES as CHAT_FILES
@@ -35,6 +36,7 @@ from lockstep.export.compose import Step, compose
 from lockstep.export.cut import Region
 from lockstep.export.lora import adapted, linear_layers
 from lockstep.export.parity import prove
+from lockstep.export.quantize import quantize
 from lockstep.export.rope import position_limit
 from lockstep.export.shards import Heads, as_shard, check_plan, shard_block, shard_region
 from lockstep.export.tracer import meta_model
@@ -66,10 +68,11 @@ def export(
     out: str | os.PathLike,
     tensor_parallel: int = 1,
     adapters: Mapping[str, Any] | None = None,
+    group_size: int = 32,
 ) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie
     beside it. tensor_parallel: for how many ranks. adapters: arguments of `lora.adapted`, for graphs that take
-    adapters.
+    adapters. group_size: numbers that share a scale in w8a16 and w4a16.
 
     Raises InputError for a model that cannot be split, with the reason.
     """
@@ -79,7 +82,7 @@ def export(
     folder, config = manifest.folder_of(checkpoint), manifest.config
     replace(manifest, files=tuple(file for file in manifest.files if file.path in _READ)).check(folder)
     stops = _eos_token_ids(folder, config)
-    files, assembly = _proven(config, precision, folder, tensor_parallel, adapters)
+    files, assembly = _proven(config, precision, folder, tensor_parallel, adapters, group_size)
     template = read_chat_template(folder)
     files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
     if template:
@@ -102,11 +105,11 @@ def export(
 
 
 def export_config(
-    config: dict[str, Any], precision: str, folder: Path, tensor_parallel: int = 1
+    config: dict[str, Any], precision: str, folder: Path, tensor_parallel: int = 1, group_size: int = 32
 ) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives
     {file: size, sha256}."""
-    files, assembly = _proven(config, precision, tensor_parallel=tensor_parallel)
+    files, assembly = _proven(config, precision, None, tensor_parallel, None, group_size)
     assembly = replace(assembly, eos_token_ids=_token_ids(config.get("eos_token_id"), "config.json"))
     files["assembly.json"] = dump_json(assembly.to_json()).encode()
     for name, data in sorted(files.items()):
@@ -117,19 +120,27 @@ def export_config(
 def _proven(
     config: dict[str, Any],
     precision: str,
-    folder: Path | None = None,
-    tensor_parallel: int = 1,
-    adapters: Mapping[str, Any] | None = None,
+    folder: Path | None,
+    tensor_parallel: int,
+    adapters: Mapping[str, Any] | None,
+    group_size: int,
 ) -> tuple[dict[str, bytes], Assembly]:
     """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does.
 
     folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
     """
-    meta = meta_model(config, precision)
+    if precision in QUANTIZATIONS and tensor_parallel > 1:
+        raise InputError(
+            f"tensor_parallel: expected 1 in {precision}, found {tensor_parallel}; choose another precision"
+        )
+    base = base_precision(precision)
+    meta = meta_model(config, base)
     if folder is not None and has_weights(folder):
         check_tensors(meta, find_tensors(folder).tensors, folder)
-    files, assembly = assemble(meta, config, precision, tensor_parallel=tensor_parallel)
+    files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel)
     prove(config, meta, files, assembly, assemble)
+    if precision in QUANTIZATIONS:
+        return quantize(files, assembly, precision, group_size)
     return with_adapters(files, assembly, adapters, linear_layers(meta)) if adapters else (files, assembly)
 
 

@@ -85,6 +85,13 @@ def keep_constants(model: PreTrainedModel) -> None:
                 )
 
 
+def layer_of(name: str) -> int:
+    """The layer that a checkpoint tensor belongs to: the first number in its name; -1 for what stands outside the
+    layers."""
+    match = re.search(r"\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
 def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrainedModel:
     """The causal LM of a checkpoint folder, its weights cast to float32; of a cut config only the tensors of its layers
     are read.

@@ -85,15 +85,13 @@ def architecture(job: Job) -> None:
 def convert(job: Job) -> None:
     from lockstep import weights
 
-    weights.convert(job.path("checkpoint"), job.names["precision"], job.output)
+    weights.convert(job.path("checkpoint"), job.names["precision"], job.output, job.step.inputs.get("assembly"))
 
 
 def export(job: Job) -> None:
     from lockstep import export
 
-    ranks = job.options.get("tensor_parallel", 1)
-    adapters = job.options.get("adapters")
-    export.export(job.path("architecture"), job.names["precision"], job.output, ranks, adapters)
+    export.export(job.path("architecture"), job.names["precision"], job.output, **job.options)
 
 
 def validate(job: Job) -> None:
@@ -126,6 +124,14 @@ def reference(job: Job) -> None:
     from lockstep.verify import golden
 
     golden.make_reference(job.path("checkpoint"), layer_count(job.names["layers"]), job.options["golden"], job.output)
+
+
+def quantized_reference(job: Job) -> None:
+    from lockstep.verify import golden
+
+    paths = [job.path(name) for name in ("checkpoint", "weights", "reference")]
+    layers, drift = layer_count(job.names["layers"]), path_of("drift", job.results, job.names)
+    golden.make_quantized_reference(*paths, layers, job.options["golden"], job.options["drift_text"], job.output, drift)
 
 
 def golden(job: Job) -> None:

@@ -34,6 +34,8 @@ NEEDS = {
     "build": Need(4000, minutes=180),
     "compare": Need(2500, 4, minutes_per_gb=20),
     "reference": Need(2500, 4, minutes_per_gb=20),
+    # Both models, the checkpoint's and the one of dequantised weights, one after the other.
+    "quantized_reference": Need(2500, 8, minutes_per_gb=30),
     "golden": Need(2500, 4.5, minutes_per_gb=30),
     "served": Need(2500, 4.5, minutes_per_gb=30),
     "adapters": Need(1000),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
 from lockstep.pipeline import pinned
 from lockstep.pipeline.step import Step
-from lockstep.targets import Results, Target
+from lockstep.targets import Results, Target, is_quantized
 
 if TYPE_CHECKING:
     from lockstep.config.load import Config
@@ -38,6 +38,8 @@ class Stage:
     code: str
     job: str
     reads: tuple[str, ...] = ()
+    # Where weights are quantised, {name: artefact}: read besides or, under a name of `reads`, in its place.
+    reads_quantized: Mapping[str, str] = field(default_factory=dict)
     # Made beside the manifest, by name of the rule's output. Speeds are no part of a record.
     beside: tuple[str, ...] = ()
     options: Options = lambda config, **names: {}
@@ -49,6 +51,7 @@ class Stage:
     is_cached: bool = False  # in the shared cache of artefacts
     is_reproduced: bool = False  # made again by `lockstep reproduce`
     is_named: bool = False  # its results speak of the model by its name in the config
+    only_quantized: bool = False  # other precisions than those of quantised weights do without
     continues: bool = False  # begins with what an earlier run made
     owns_folder: bool = False  # clears its folder of what an earlier artefact left
     help: str = field(default="", compare=False)
@@ -57,6 +60,15 @@ class Stage:
     def wildcards(self) -> tuple[str, ...]:
         """model, precision, layers, backend: those that the stage has."""
         return wildcards_of(self.makes)
+
+    def is_of(self, precision: str) -> bool:
+        """Whether targets of this precision have it."""
+        return is_quantized(precision) or not self.only_quantized
+
+    def inputs(self, precision: str | None) -> dict[str, str]:
+        """{name: artefact} that a job of this precision reads; None: of a stage without one."""
+        quantized = precision is not None and is_quantized(precision)
+        return {name: name for name in self.reads} | (dict(self.reads_quantized) if quantized else {})
 
 
 @functools.cache
@@ -90,8 +102,14 @@ def _reference(config: Config, model: str, layers: int | str) -> dict[str, Any]:
     return {"golden": config.reference_terms(model)}
 
 
+def _quantized_reference(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
+    return {"golden": config.reference_terms(model), "drift_text": config.models[model].golden.drift_text}
+
+
 def _golden(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
-    expected = [prompt.expected.get(layers) for prompt in config.models[model].golden.prompts]
+    # What the config expects the checkpoint says; of quantised weights the drift report shows what became of it.
+    prompts = config.models[model].golden.prompts
+    expected = [None if is_quantized(precision) else prompt.expected.get(layers) for prompt in prompts]
     return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
 
 
@@ -104,7 +122,8 @@ def _export(config: Config, model: str, precision: str) -> dict[str, Any]:
     ranks = {"tensor_parallel": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}
     # Not which adapters there are: another one changes no graph.
     room = {"max_adapters": settings.max_adapters, **_rank_and_targets(config, model)}
-    return {**ranks, **({"adapters": room} if settings.adapters else {})}
+    group = {"group_size": settings.group_size} if is_quantized(precision) else {}
+    return {**ranks, **({"adapters": room} if settings.adapters else {}), **group}
 
 
 def _rank_and_targets(config: Config, model: str) -> dict[str, Any]:
@@ -170,14 +189,14 @@ _TABLE = (
     ),
     Stage("architecture", makes="architecture", code="checkpoint", job=f"{_JOBS}:architecture", options=_source),
     Stage(
-        "convert", makes="weights", reads=("checkpoint",), code="weights", job=f"{_JOBS}:convert",
-        pinned=pinned.pin_weights, is_cached=True, is_reproduced=True,
-        help="checkpoint.json -> weights.json in one precision.",
-    ),
-    Stage(
         "export", makes="assembly", reads=("architecture",), code="export", job=f"{_JOBS}:export",
         options=_export, pinned=pinned.pin_graphs, is_cached=True, is_reproduced=True, owns_folder=True,
         help="architecture.json -> assembly.json and its graphs.",
+    ),
+    Stage(
+        "convert", makes="weights", reads=("checkpoint",), reads_quantized={"assembly": "assembly"}, code="weights",
+        job=f"{_JOBS}:convert", pinned=pinned.pin_weights, is_cached=True, is_reproduced=True,
+        help="checkpoint.json -> weights.json in one precision.",
     ),
     Stage(
         "validate", makes="validation", reads=("checkpoint", "weights", "assembly"), code="verify.validate",
@@ -200,13 +219,22 @@ _TABLE = (
         help="checkpoint.json -> tokens and logits of transformers.",
     ),
     Stage(
+        "quantized_reference", makes="quantized_reference", reads=("checkpoint", "weights", "reference"),
+        beside=("quantized_logits", "drift"), code="verify.golden.quantized", job=f"{_JOBS}:quantized_reference",
+        options=_quantized_reference, needed=lambda config, target: is_quantized(target.precision), is_check=True,
+        is_cached=True, is_reproduced=True, only_quantized=True,
+        help="Tokens and logits of transformers on the dequantised weights, and their drift.",
+    ),
+    Stage(
         "golden", makes="golden", reads=("assembly", "weights", "engines", "reference"), beside=("speed",),
+        reads_quantized={"reference": "quantized_reference"},
         code="verify.golden.check", job=f"{_JOBS}:golden", options=_golden, pinned=pinned.pin_golden, is_check=True,
         needed=lambda config, target: config.is_run(target), is_judged=True, is_reproduced=True, is_named=True,
         help="Engine set against the reference, and its speed.",
     ),
     Stage(
         "served", makes="served", reads=("assembly", "weights", "engines", "reference", "golden"), code="serve.check",
+        reads_quantized={"reference": "quantized_reference"},
         job=f"{_JOBS}:served", options=_served, is_check=True, is_judged=True, is_named=True,
         needed=lambda config, target: config.is_run(target) and config.check_server,
         help="A server on the engine set against the golden check.",
@@ -272,7 +300,7 @@ def step(stage: str, config: Config, results: Results, names: Mapping[str, Any])
     return Step(
         stage,
         {name: str(value) for name, value in taken.items()},
-        {artefact: path_of(artefact, results, taken) for artefact in entry.reads},
+        {name: path_of(made, results, taken) for name, made in entry.inputs(taken.get("precision")).items()},
         entry.options(config, **taken),
         path_of(entry.makes, results, taken),
         python=config.interpreter(taken["backend"]) if "backend" in taken else None,

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.load import load
-from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.locked import difference, expected_items
 from lockstep.provenance.lockfile import TERMS, read_lock, sections
-from lockstep.provenance.reproduce import make_again
+from lockstep.provenance.reproduce import make_again, reproduced_stages
 from lockstep.targets import Results, Target
 
 
@@ -41,10 +40,7 @@ def against(
     lock = read_lock(lock_file)
     with tempfile.TemporaryDirectory(prefix="lockstep-against-") as folder:
         tree = Results(Path(folder) / "results")
-        checks = ("reference", "golden")
-        stages = [name for name, entry in STAGES.items() if entry.is_reproduced or name in checks]
-        if not load(config).is_run(target):
-            stages = [name for name in stages if name not in checks]
+        stages = reproduced_stages(target, load(config).is_run(target), "reference")
         failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
         found = [
             Held("/".join(section.where), expected_items(lock, section.where) is not None, difference(lock, section))

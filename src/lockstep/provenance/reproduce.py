@@ -107,13 +107,23 @@ def _round(
     manifest = CheckpointManifest.load(manifest_path)
     checkpoint = manifest.folder_of(manifest_path)
     manifest.check(checkpoint)
-    stages = [name for name, entry in STAGES.items() if entry.is_reproduced]
-    if _is_run(results, target):
+    is_run = _is_run(results, target)
+    stages = reproduced_stages(target, is_run)
+    if is_run:
         _take_reference(results, tree, target)
-    else:
-        stages.remove("golden")
     _take_tactics(results, tree, target)
     return make_again(config, checkpoint, target, folder, stages, tell)
+
+
+def reproduced_stages(target: Target, is_run: bool, *more: str) -> list[str]:
+    """The stages that are run to make a target again, and `more`, in their order; without checks where its engines do
+    not run."""
+    found = [
+        name
+        for name, entry in STAGES.items()
+        if (entry.is_reproduced or name in more) and entry.is_of(target.precision)
+    ]
+    return [name for name in found if is_run or not STAGES[name].is_check]
 
 
 def _is_run(results: Results, target: Target) -> bool:
@@ -186,7 +196,7 @@ def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict
 
 
 def _take_reference(results: Results, tree: Results, target: Target) -> None:
-    reference, link = results.reference(target.model, target.layers), tree.reference(target.model, target.layers)
+    reference, link = (each.reference(target.model, target.layers) for each in (results, tree))
     link.parent.mkdir(parents=True)
     for suffix in (".json", SUFFIX, ".safetensors"):
         link.with_suffix(suffix).symlink_to(os.path.abspath(reference.with_suffix(suffix)))

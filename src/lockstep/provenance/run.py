@@ -176,7 +176,7 @@ def from_rule(
     all results that it shows. params: of the rule; `options` are the stage's, and of others all but the key.
     """
     if rule in STAGES:
-        read = {name: Path(inputs[name]) for name in STAGES[rule].reads}
+        read = {name: Path(inputs[name]) for name in STAGES[rule].inputs(names.get("precision"))}
         return Step(
             rule, names, read, params["options"], Path(outputs[0]), (), params.get("python"), params.get("device")
         )

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.adapted import AdaptedReport
+from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.manifest_files import content, failed_path, record_path
@@ -27,7 +28,7 @@ from lockstep.artifacts.reports import (
 from lockstep.artifacts.summary import Reproduction
 from lockstep.errors import InputError
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS
-from lockstep.targets import Results, Target
+from lockstep.targets import Results, Target, is_quantized
 
 AnyReport = TypeVar("AnyReport", bound=Report)
 AnyDocument = TypeVar("AnyDocument")
@@ -73,7 +74,7 @@ def _checked(
 @dataclass(frozen=True)
 class Details:
     """All that is known of a target. compare: None where it did not run; served, engines, speed, reproduction, adapted:
-    None where they are not there or of other engines."""
+    None where they are not there or of other engines; drift: of quantised weights."""
 
     validate: Checked[ValidationReport]
     golden: Checked[GoldenReport]
@@ -83,6 +84,7 @@ class Details:
     served: Checked[ServedReport] | None
     reproduction: Reproduction | None
     adapted: Checked[AdaptedReport] | None = None
+    drift: Drift | None = None
 
     def checks(self) -> Mapping[str, Checked]:
         """The checks by name, those that ran or should have."""
@@ -111,12 +113,8 @@ def details(
         {**graphs, "checkpoint": results.checkpoint(model)},
         content,
     )
-    golden = _checked(
-        GoldenReport,
-        results.golden(*names),
-        {**graphs, **engines, "reference": results.reference(model, layers)},
-        content,
-    )
+    reference = results.reference_of(model, precision, layers)
+    golden = _checked(GoldenReport, results.golden(*names), {**graphs, **engines, "reference": reference}, content)
     comparison = _checked(
         ComparisonReport, results.comparison(model, precision, backend), {**graphs, **engines}, content
     )
@@ -139,6 +137,7 @@ def details(
         if is_served
         else None,
         speed=_loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,
+        drift=_loaded(Drift.load, results.drift(model, precision, layers)) if is_quantized(precision) else None,
         reproduction=reproduction if reproduction and reproduction.engine_digest == digest else None,
         adapted=_checked(AdaptedReport, adapted, {**graphs, **engines, **of_adapters}, content) if is_adapted else None,
     )

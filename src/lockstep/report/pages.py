@@ -135,7 +135,8 @@ def _checks(known: Details) -> str:
         for name, what in _CHECKS.items()
         if name in checks
     ]
-    return table(("check", "what is compared", "result", "why"), cells)
+    drift = [tag("p", f"Drift of the quantised weights: {text(known.drift.words())}.")] if known.drift else []
+    return "".join([table(("check", "what is compared", "result", "why"), cells), *drift])
 
 
 def _prompts(known: Details) -> str:
@@ -272,7 +273,8 @@ def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
         ("engines", engines),
         ("provenance of the engines", engines.with_name("provenance.json")),
         ("reproduction", results.reproduction(model, precision, layers, backend)),
-        ("reference", results.reference(model, layers)),
+        ("reference", results.reference_of(model, precision, layers)),
+        ("drift", results.drift(model, precision, layers)),
     ]
 
 

@@ -146,6 +146,9 @@ def print_table(summary: Summary) -> None:
         if row.reason:
             style = _STYLES[row.verdict]
             console.print(f"{row.target}: {row.reason}", style=style, markup=False, highlight=False)
+    for row in summary.targets:
+        if row.drift:
+            console.print(f"{row.target}: drift: {row.drift}", markup=False, highlight=False)
 
 
 def print_verdict(summary: Summary) -> None:
@@ -186,6 +189,7 @@ def _row(target: Target, found: Details) -> SummaryRow:
         prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
         decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
         adapters=found.adapted.result if found.adapted else None,
+        drift=found.drift.words() if found.drift else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 Where all floats have that precision already nothing is copied: the manifest points into the checkpoint. Else all
 tensors go, cast and one piece at a time, into one `weights.safetensors` beside the manifest, the same bytes each time.
+Of w8a16 and w4a16 the tensors that the assembly names are integers with scales there (`artifacts.quantized`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
-from lockstep.artifacts.dtypes import FLOAT_DTYPES, PRECISION_DTYPES
+from lockstep.artifacts.dtypes import COMPUTE_NAMES, FLOAT_DTYPES, PRECISION_DTYPES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import remove_leftovers
+from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
 from lockstep.weights.source import PIECE_BYTES, Source, open_source
@@ -22,33 +25,63 @@ from lockstep.weights.writer import write_cast
 WEIGHTS = "weights.safetensors"
 
 
-def convert(checkpoint_json: Path, precision: str, out_json: Path) -> Path:
-    """Write the weights manifest `out_json` of `precision` (fp32, fp16 or bf16), and return it.
+def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json: Path | None = None) -> Path:
+    """Write the weights manifest `out_json` of `precision` (fp32, fp16, bf16, w8a16 or w4a16), and return it.
+
+    assembly_json: of the same model and precision; it says which tensors are quantised, and only then is needed.
 
     Floats are rounded to nearest, ties to even (fp64 to bf16 by way of fp32, as in torch); integers and booleans keep
     their type.
     Raises InputError when a file has changed since `resolve`, at NaN, infinity and numbers too large for the precision,
     and when the disk has no room.
     """
-    if precision not in PRECISION_DTYPES:
+    if precision not in COMPUTE_NAMES:
         raise InputError(
-            f"expected a precision of {', '.join(PRECISION_DTYPES)}, found {precision!r}; correct it in the config"
+            f"expected a precision of {', '.join(COMPUTE_NAMES)}, found {precision!r}; correct it in the config"
         )
-    out, dtype = Path(out_json), PRECISION_DTYPES[precision]
+    out, dtype = Path(out_json), PRECISION_DTYPES[base_precision(precision)]
     source = open_source(Path(checkpoint_json))
+    quantized = _quantized(source, precision, assembly_json) if precision in QUANTIZATIONS else None
     for path in (out, out.with_name(WEIGHTS)):
         remove_leftovers(path)
-    if source.float_dtypes() <= {dtype}:
+    if quantized is None and source.float_dtypes() <= {dtype}:
         _point_into(source, precision, out).save(out)
         out.with_name(WEIGHTS).unlink(missing_ok=True)  # of an earlier checkpoint; nothing names it any more
     else:
         # Gone before the weights it describes are replaced: a kill in between must not leave it beside others.
         file, tensors = write_cast(
-            source, dtype, out.with_name(WEIGHTS), before_rename=lambda: out.unlink(missing_ok=True)
+            source, dtype, out.with_name(WEIGHTS), lambda: out.unlink(missing_ok=True), quantized
         )
         remember(out.with_name(WEIGHTS), file.sha256)
-        WeightsManifest(precision, (file,), tensors).save(out)
+        WeightsManifest(precision, (file,), tensors, quantized.group_size if quantized else None).save(out)
     return out
+
+
+def _quantized(source: Source, precision: str, assembly_json: Path | None) -> QuantizedTensors:
+    """Which tensors of `source` are quantised, by the names that they have there."""
+    if assembly_json is None:
+        raise InputError(f"precision {precision}: expected an assembly, which says what is quantised, found none")
+    found = Assembly.load(assembly_json)
+    if found.precision != precision or found.quantization is None:
+        raise InputError(f"{assembly_json}: expected an assembly of {precision}, found {found.precision}; export again")
+    # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
+    bits = {
+        name if name in source.tensors else name.partition(".")[2]: width
+        for name, width in found.quantization.bits.items()
+    }
+    for name in bits:
+        place = source.tensors.get(name)
+        if place is None:
+            raise InputError(
+                f"{source.folder}: expected tensor {name!r}, found none of this name; does config.json belong to these"
+                " weights?"
+            )
+        if len(place.shape) != 2 or place.shape[1] % found.quantization.group_size or place.dtype not in FLOAT_DTYPES:
+            raise InputError(
+                f"{source.words(name)}: expected floats [out_features, in_features] with in_features a multiple of the "
+                f"group size {found.quantization.group_size}; choose another group_size or precision"
+            )
+    return QuantizedTensors(found.quantization.group_size, bits)
 
 
 def _point_into(source: Source, precision: str, out: Path) -> WeightsManifest:

@@ -18,7 +18,7 @@ from lockstep.artifacts.places import TensorPlace
 from lockstep.errors import InputError
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 from lockstep.weights.source import PIECE_BYTES, Source, open_source
-from lockstep.weights.writer import layout, write_stream
+from lockstep.weights.writer import Stored, layout, write_stream
 
 MODEL = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -54,7 +54,8 @@ def _write(source: Source, adapter: LoadedAdapter, path: Path) -> None:
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
     key = lambda name: name if name in source.tensors else name.partition(".")[2]
     modules = {key(f"{module}.weight"): module for module in adapter.modules}
-    opening, tensors = layout({name: place.dtype for name, place in source.tensors.items()}, source.tensors, path.name)
+    stored = {name: Stored(name, place.dtype, place.shape) for name, place in source.tensors.items()}
+    opening, tensors = layout(stored, path.name)
 
     def contents() -> Iterator[memoryview]:
         buffer = np.empty(PIECE_BYTES, np.uint8)

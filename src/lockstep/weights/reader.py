@@ -16,8 +16,10 @@ import numpy as np
 from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
 from lockstep.artifacts.places import TensorPlace
+from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
+from lockstep.weights.groups import dequantize
 
 
 class Tensors(Protocol):
@@ -50,9 +52,11 @@ class Weights:
         paths: Mapping[str, Path],
         maps: Mapping[str, np.ndarray],
         tensors: Mapping[str, TensorPlace],
+        group_size: int | None = None,
     ):
         self.manifest_path = manifest_path
         self.precision = precision
+        self.group_size = group_size
         self._paths = paths
         self._maps = maps
         self._tensors = tensors
@@ -70,7 +74,7 @@ class Weights:
         maps = {name: _map(path) for name, path in paths.items()}
         for name, info in manifest.tensors.items():
             _check_place(manifest_path, name, info, maps[info.file].size)
-        return cls(manifest_path, manifest.precision, paths, maps, manifest.tensors)
+        return cls(manifest_path, manifest.precision, paths, maps, manifest.tensors, manifest.group_size)
 
     @property
     def checkpoint(self) -> object:
@@ -81,6 +85,25 @@ class Weights:
 
     def names(self) -> list[str]:
         return sorted(self._tensors)
+
+    def dequantized(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All tensors under their names in the checkpoint, sorted; of a quantised one the numbers that its integers
+        and scales stand for, float32."""
+        quantized = quantized_names(self._tensors)
+        parts = {part(name) for name in quantized for part in (data_name, scales_name)}
+        for name in sorted({*self._tensors, *quantized} - parts):
+            yield name, self.dequantize(name) if data_name(name) in self._tensors else self[name]
+
+    def dequantize(self, name: str) -> np.ndarray:
+        """The numbers that the integers and scales of a quantised tensor stand for, float32 [out_features,
+        in_features]."""
+        data, scales = self[data_name(name)], self[scales_name(name)]
+        if self.group_size is None or data.ndim != 3 or scales.shape != data.shape[:2]:
+            raise InputError(
+                f"{self.manifest_path}: expected tensor {name!r} with a scale for each group, found "
+                f"{list(data.shape)} with {list(scales.shape)}; convert the checkpoint again"
+            )
+        return dequantize(data, scales, self.group_size)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._key(name) in self._tensors

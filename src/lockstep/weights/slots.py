@@ -9,6 +9,7 @@ from typing import NoReturn
 import numpy as np
 
 from lockstep.artifacts.dtypes import graph_dtype
+from lockstep.artifacts.quantized import is_scales
 from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
 from lockstep.weights.reader import Tensors, Weights
@@ -29,6 +30,8 @@ def check_slots(weights: Weights, slots: Mapping[str, Sequence[str]], specs: Seq
         )
     for spec in specs:
         _check_slot(weights, spec, slots[spec.name], where)
+        if is_scales(spec.name):
+            _check_scales(weights, slots[spec.name], where)
 
 
 def _check_slot(weights: Weights, spec: IO, names: Sequence[str], where: str) -> None:
@@ -71,6 +74,14 @@ def _check_slot(weights: Weights, spec: IO, names: Sequence[str], where: str) ->
                 f"{found}",
                 "the tensors do not belong to this config.json",
             )
+
+
+def _check_scales(weights: Weights, names: Sequence[str], where: str) -> None:
+    for name in names:
+        finite = np.isfinite(weights[name])
+        if not finite.all():
+            found = f"{np.count_nonzero(~finite)} NaN or infinite ones"
+            _refuse(weights, [name], where, "finite scales", found, "convert the checkpoint again")
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:

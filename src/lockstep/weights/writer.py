@@ -1,5 +1,5 @@
-"""Stream a checkpoint's tensors, cast to one float type, into a safetensors file. Memory: a few pieces, however large
-the model."""
+"""Stream a checkpoint's tensors, cast to one float type or quantised, into a safetensors file. Memory: a few pieces,
+however large the model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,43 @@ import numpy as np
 from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
 from lockstep.artifacts.files import atomic_path, check_place
 from lockstep.artifacts.places import StoredFile, TensorPlace
+from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name
 from lockstep.errors import InputError
+from lockstep.weights.groups import integers_of, pack, scales_of
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the file: of which of the checkpoint it is made, its dtype and shape there. bits: of a part of a
+    quantised one, its data or its scales."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bits: int | None = None
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
 def write_cast(
-    source: Source, dtype: str, path: Path, before_rename: Callable[[], None]
+    source: Source, dtype: str, path: Path, before_rename: Callable[[], None], quantized: QuantizedTensors | None = None
 ) -> tuple[StoredFile, dict[str, TensorPlace]]:
-    """Write all tensors of `source`, floats as `dtype`, to the safetensors file `path`.
+    """Write all tensors of `source`, floats as `dtype` and `quantized` as integers with scales, to the safetensors file
+    `path`.
 
     Returns the file and the tensors of the weights manifest beside it. `before_rename` is called when the file is
     complete and not yet in place. On any error `path` stays as it was.
     """
-    stored = {name: dtype if place.dtype in FLOAT_DTYPES else place.dtype for name, place in source.tensors.items()}
-    header, tensors = layout(stored, source.tensors, path.name)
+    stored = _stored(source.tensors, dtype, quantized)
+    header, tensors = layout(stored, path.name)
     size = len(header) + sum(place.length for place in tensors.values())
-    contents = _contents(header, source, tensors, dtype)
+    contents = _contents(header, source, [stored[name] for name in tensors], quantized)
     return StoredFile(path.name, size, write_stream(path, size, contents, "converted", before_rename)), tensors
 
 
@@ -73,18 +92,30 @@ def write_stream(
     return digest.hexdigest()
 
 
-def layout(
-    stored: Mapping[str, str], tensors: Mapping[str, TensorPlace], file: str
-) -> tuple[bytes, dict[str, TensorPlace]]:
+def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: QuantizedTensors | None) -> dict[str, Stored]:
+    """What the file holds, by name."""
+    stored = {}
+    for name, place in tensors.items():
+        if quantized is None or name not in quantized.bits:
+            stored[name] = Stored(name, dtype if place.dtype in FLOAT_DTYPES else place.dtype, place.shape)
+            continue
+        bits, (rows, columns) = quantized.bits[name], place.shape
+        groups = (rows, columns // quantized.group_size)
+        stored[data_name(name)] = Stored(name, "U8", (*groups, quantized.group_size * bits // 8), bits)
+        stored[scales_name(name)] = Stored(name, "F32", groups, bits)
+    return stored
+
+
+def layout(stored: Mapping[str, Stored], file: str) -> tuple[bytes, dict[str, TensorPlace]]:
     """The opening bytes of `file` and the manifest's tensors, both in file order, which is that of the safetensors
-    library. stored: the dtype of each tensor."""
+    library."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for name in sorted(tensors, key=lambda name: (-DTYPE_ORDER[stored[name]], name)):
-        shape = tensors[name].shape
-        length = math.prod(shape) * DTYPE_BITS[stored[name]] // 8
-        header[name] = {"dtype": stored[name], "shape": list(shape), "data_offsets": [position, position + length]}
-        position += length
+    for name in sorted(stored, key=lambda name: (-DTYPE_ORDER[stored[name].dtype], name)):
+        entry = stored[name]
+        end = position + entry.length
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, end]}
+        position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     opening = len(text).to_bytes(8, "little") + text
@@ -97,17 +128,33 @@ def layout(
     return opening, places
 
 
-def _contents(opening: bytes, source: Source, names: Iterable[str], dtype: str) -> Iterator[memoryview]:
+def _contents(
+    opening: bytes, source: Source, stored: Iterable[Stored], quantized: QuantizedTensors | None
+) -> Iterator[memoryview]:
     buffer = np.empty(PIECE_BYTES, np.uint8)
     yield memoryview(opening)
-    for name in names:
-        found = source.tensors[name].dtype
-        if found in FLOAT_DTYPES and found != dtype:
-            yield from _cast(source, name, dtype, buffer)
-        elif found == dtype:
+    for entry in stored:
+        name, found = entry.name, source.tensors[entry.name].dtype
+        if entry.bits is not None:
+            assert quantized is not None  # it says which they are
+            yield from _quantize(source, entry, quantized.group_size, buffer)
+        elif found in FLOAT_DTYPES and found != entry.dtype:
+            yield from _cast(source, name, entry.dtype, buffer)
+        elif found in FLOAT_DTYPES:
             yield from (piece.data for piece, _ in source.finite_pieces(name, buffer))
         else:
             yield from (piece.data for piece in source.pieces(name, buffer))
+
+
+def _quantize(source: Source, entry: Stored, group_size: int, buffer: np.ndarray) -> Iterator[memoryview]:
+    """The data or the scales of a tensor. A piece holds whole groups, for both are powers of two and a row ends with
+    one."""
+    assert entry.bits is not None
+    for piece in _cast(source, entry.name, "F32", buffer):
+        groups = np.frombuffer(piece, np.float32).reshape(-1, group_size)
+        scales = scales_of(groups, entry.bits)
+        made = scales if entry.dtype == "F32" else pack(integers_of(groups, scales, entry.bits), entry.bits)
+        yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
 
 
 def _cast(source: Source, name: str, dtype: str, buffer: np.ndarray) -> Iterator[memoryview]:

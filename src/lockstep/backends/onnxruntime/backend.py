@@ -27,6 +27,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes
 from lockstep.backends.onnxruntime.adapter_products import keep_order
 from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_count
+from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools import saved_graph
@@ -46,12 +47,12 @@ _pool_threads: int | None = None
 
 class OnnxRuntimeBackend:
     """ONNX Runtime, CPU provider. fp16 graphs are computed in fp32 with casts, as ONNX Runtime does on x86; bf16 does
-    not load."""
+    not load. w8a16 and w4a16 are computed in int8, on activations of 16 bits: two_parts.py."""
 
     name = "onnxruntime"
     suffixes = (".onnx",)
     revision = 2
-    precisions = ("fp32", "fp16")
+    precisions = ("fp32", "fp16", "w8a16", "w4a16")
     batch_invariant = True
     takes_long = False
     rank_devices = False
@@ -96,7 +97,7 @@ class OnnxRuntimeBackend:
             saved = Path(folder) / "optimized.onnx"
             settings.optimized_model_filepath = str(saved)
             model = onnx.load(graph_path, load_external_data=False)
-            changed = [pad_angles(model), keep_order(model)]
+            changed = [pad_angles(model), keep_order(model), split_activations(model)]
             source = model.SerializeToString() if any(changed) else str(graph_path)
             try:
                 _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.config.backends import BackendSettings
 
 SETTINGS = BackendSettings(
-    precisions=("fp32", "fp16"),
+    precisions=("fp32", "fp16", "w8a16", "w4a16"),
     lacks="ONNX Runtime on CPU has no bf16 kernels",
     runs_ranks=True,
     runs_adapters=True,

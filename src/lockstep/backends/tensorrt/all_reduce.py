@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.kernels import NUMBERS
-from lockstep.backends.tensorrt.program import Device
+from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.errors import CheckError
 
 _SOURCE = Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")

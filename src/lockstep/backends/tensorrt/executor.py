@@ -23,8 +23,8 @@ import numpy as np
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.all_reduce import connect
 from lockstep.backends.tensorrt.attention import LARGEST_BATCH, make_tables, padded
-from lockstep.backends.tensorrt.program import Device
 from lockstep.backends.tensorrt.rank import Plan, Rank, engine_of, most_exchanged
+from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import Advance
 from lockstep.step.network import Network

@@ -20,9 +20,10 @@ from lockstep.backends.tensorrt.all_reduce import Exchange
 from lockstep.backends.tensorrt.attention import SMALLEST_CHUNK, Chunks, PagedAttention, make_attention
 from lockstep.backends.tensorrt.decode_state import DecodeState
 from lockstep.backends.tensorrt.kernels import Kernels
-from lockstep.backends.tensorrt.program import Device, TensorRTExecutable
+from lockstep.backends.tensorrt.program import TensorRTExecutable
 from lockstep.backends.tensorrt.prompt_blocks import BoundBlock, BoundPiece, BoundSum, PromptBlocks
 from lockstep.backends.tensorrt.prompts import Inputs, PromptInputs
+from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, Kind, Network, Piece
 from lockstep.step.pages import PageTables

@@ -37,7 +37,7 @@ def choose(results: Results, target: Target, prompt: str | None, vocab_size: int
     Raises InputError without results, and for a prompt that gives no tokens or that the reference does not have any
     more.
     """
-    path = results.reference(target.model, target.layers)
+    path = results.reference_of(target.model, target.precision, target.layers)
     if prompt is not None and not path.is_file():
         return _own(results, target, prompt, vocab_size)
     if not path.is_file():

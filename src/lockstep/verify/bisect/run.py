@@ -171,7 +171,7 @@ def _weights_error(
     """
     if request.number is None:
         return None
-    path = results.reference(target.model, target.layers)
+    path = results.reference_of(target.model, target.precision, target.layers)
     found = load_file(path.parent / ReferenceManifest.load(path).logits.file)[f"logits.{request.number}"]
     return compare_steps(logits[request.tokens.num_prompt - 1 :], _placed(found, request), request.tokens, tolerance)
 

@@ -38,7 +38,12 @@ from lockstep.verify.metrics import difference, finish, largest
 from lockstep.weights import Tensors, Weights, check_slots, slot_array
 from lockstep.weights.ranks import RankWeights
 
-PRECISIONS = ("fp32", "fp16")  # what ONNX Runtime computes in on a CPU; nor has NumPy, and so Polygraphy, bfloat16
+PRECISIONS = (
+    "fp32",
+    "fp16",
+    "w8a16",
+    "w4a16",
+)  # what ONNX Runtime computes in on a CPU; nor has NumPy, and so Polygraphy, bfloat16
 _COMPARISON = "lockstep.backends.*.comparison"
 
 

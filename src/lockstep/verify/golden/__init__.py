@@ -1,13 +1,13 @@
 """Golden: what the model says in Hugging Face transformers, and whether an engine set says the same.
 
-`make_reference` and `check` are loaded when they are asked for, and by name: the reference needs torch, the check must
-not load it, and a stage is rerun for a change of its own code only.
+`make_reference`, `make_quantized_reference` and `check` are loaded when they are asked for, and by name: references
+need torch, the check must not load it, and a stage is rerun for a change of its own code only.
 """
 
 import importlib
 from typing import Any
 
-_MODULES = {"make_reference": "reference", "check": "check"}
+_MODULES = {"make_reference": "reference", "make_quantized_reference": "quantized", "check": "check"}
 __all__ = sorted(_MODULES)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from lockstep.artifacts.adapted import AdaptedAnswer, AdaptedReference
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
-from lockstep.artifacts.reference import LogitsFile
+from lockstep.artifacts.reference import FileBeside
 from lockstep.errors import InputError
 from lockstep.verify.golden.reference import compute, entry
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
@@ -53,7 +53,7 @@ def make_adapted_reference(
             answers.append(AdaptedAnswer(name, adapter.sha256 if adapter else "", entry(answer)))
     logits_path = out.with_suffix(".safetensors")
     write_bytes(logits_path, save(tensors))
-    logits = LogitsFile(logits_path.name, sha256_file(logits_path))
+    logits = FileBeside(logits_path.name, sha256_file(logits_path))
     AdaptedReference(layers, golden["max_new_tokens"], ends, logits, tuple(answers)).save(out)
     return out
 

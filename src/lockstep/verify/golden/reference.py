@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
-from lockstep.artifacts.reference import LogitsFile, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
+from lockstep.artifacts.reference import FileBeside, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, load_folder
@@ -88,6 +88,13 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     reference = compute(
         folder, manifest.config, layers, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
     )
+    return save_reference(reference, layers, golden["max_new_tokens"], out)
+
+
+def save_reference(
+    reference: Reference, layers: int | str, max_new_tokens: int, out: Path, drift: Path | None = None
+) -> Path:
+    """Write the manifest `out`, which is returned, and the logits beside it. drift: a file that lies there already."""
     logits_path, long = out.with_suffix(".safetensors"), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
     if long:
@@ -95,11 +102,12 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     write_bytes(logits_path, save(tensors))
     ReferenceManifest(
         layers=layers,
-        max_new_tokens=golden["max_new_tokens"],
+        max_new_tokens=max_new_tokens,
         eos_token_ids=reference.eos_token_ids,
-        logits=LogitsFile(logits_path.name, sha256_file(logits_path)),
+        logits=FileBeside(logits_path.name, sha256_file(logits_path)),
         prompts=tuple(map(entry, reference.answers)),
         long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
+        drift=FileBeside(drift.name, sha256_file(drift)) if drift else None,
     ).save(out)
     return out
 
@@ -115,10 +123,21 @@ def compute(
 ) -> Reference:
     """The reference without files: a checkpoint folder and its config.json's content in. adapt: changes the model
     before it is run."""
-    cut = cut_config(config, layers)
-    tokenizer, model = _load_tokenizer(folder), load_folder(folder, cut)
+    model = load_folder(folder, cut_config(config, layers))
     if adapt is not None:
         adapt(model)
+    return answer(model, load_tokenizer(folder), config, prompts, max_new_tokens, long_prompt)
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Mapping[str, Any],
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    long_prompt: int,
+) -> Reference:
+    """What a model says to the prompts. config: its config.json's content, of all layers."""
 
     def decode(ids: list[int]) -> str:
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -126,10 +145,11 @@ def compute(
 
     rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
     ends = _eos_token_ids(model)
-    limit = getattr(cut.get_text_config(), "max_position_embeddings", None)
+    text_config = model.config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
     answers = []
     for text in prompts:
-        prompt_ids = _prompt_ids(tokenizer, text, rows)
+        prompt_ids = tokens_of(tokenizer, text, rows)
         if limit is not None and len(prompt_ids) + max_new_tokens > limit:
             raise InputError(
                 f"golden prompt {text[:40]!r}: expected prompt and answer within {limit} tokens "
@@ -144,11 +164,7 @@ def compute(
             f"found {long_prompt} + {max_new_tokens}; lower limits.max_seq_len or golden.long_prompt"
         )
     lengths = config_lengths(config)
-    long = (
-        long_answer(model, cut.get_text_config().vocab_size, long_prompt, max_new_tokens, lengths)
-        if long_prompt
-        else None
-    )
+    long = long_answer(model, text_config.vocab_size, long_prompt, max_new_tokens, lengths) if long_prompt else None
     return Reference(tuple(answers), ends, long)
 
 
@@ -226,7 +242,7 @@ def entry(answer: Answer) -> ReferencePrompt:
     return ReferencePrompt(answer.text, answer.prompt_ids, answer.tokens, answer.new_text, tuple(steps))
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -236,7 +252,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) -> tuple[int, ...]:
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) -> tuple[int, ...]:
     """The tokens of a golden prompt. Raises InputError where there are none, or one that the model does not know."""
     try:
         ids = tuple(tokenizer(text)["input_ids"])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.errors import InputError
-from lockstep.export.torch_model import cut_config, load_tensors
+from lockstep.export.torch_model import cut_config, layer_of, load_tensors
 from lockstep.export.tracer import layer_list
 from lockstep.weights import Weights
 
@@ -87,8 +86,8 @@ class TorchModel:
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         tensors = {
-            name: _float32(weights[name])
-            for name in weights.names()
+            name: _float32(array)
+            for name, array in weights.dequantized()
             if not isinstance(layers, int) or layer_of(name) < layers
         }
         self.model = load_tensors(tensors, cut_config(config, layers), HOOK, str(weights.manifest_path))
@@ -221,13 +220,6 @@ def _float32(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(
             array if array.dtype == np.float32 or not _is_float(array) else array.astype(np.float32)
         )
-
-
-def layer_of(name: str) -> int:
-    """The layer that a checkpoint tensor belongs to: the first number in its name; -1 for what stands outside the
-    layers."""
-    match = re.search(r"\.(\d+)\.", name)
-    return int(match[1]) if match else -1
 
 
 def _is_float(array: np.ndarray) -> bool:

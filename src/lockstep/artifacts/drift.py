@@ -1,0 +1,43 @@
+"""The drift of quantised weights: how far what a model says has moved from what the checkpoint says. Beside the
+reference of the quantised weights, `reference/<layers>.drift.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.typed import Document
+
+
+@dataclass(frozen=True)
+class Drift(Document):
+    """Of a model of the first `layers` layers (or "all"), in transformers, float32.
+
+    max_logit_error, rms_logit_error: of the logits along the checkpoint's own answers to the golden prompts; rms_logit:
+    of those logits themselves. tokens_differing: of `tokens` likeliest tokens there. perplexity, full_perplexity: on
+    `perplexity_tokens` tokens of text, of the quantised weights and of the checkpoint's. max_weight_error: of a weight,
+    in steps of its group.
+    """
+
+    FORMAT: ClassVar[str] = formats.DRIFT
+    layers: int | str
+    precision: str
+    group_size: int
+    max_weight_error: float
+    max_logit_error: float
+    rms_logit_error: float
+    rms_logit: float
+    tokens: int
+    tokens_differing: int
+    perplexity_tokens: int
+    perplexity: float
+    full_perplexity: float
+
+    def words(self) -> str:
+        """In one line."""
+        return (
+            f"logits off by {self.rms_logit_error:.2g} rms, {self.max_logit_error:.2g} at most; "
+            f"{self.tokens_differing} of {self.tokens} tokens differ; perplexity {self.perplexity:.4g} for "
+            f"{self.full_perplexity:.4g}"
+        )

@@ -1,0 +1,65 @@
+"""Quantised tensors: which of a checkpoint's tensors are kept as integers with scales, and what the two are called.
+
+A linear weight `[out_features, in_features]` is cut along its rows into groups of `group_size` numbers. It is kept as
+two tensors: `<name>.data`, uint8 `[out_features, num_groups, group_size * bits / 8]`, whose numbers are counted from a
+zero point in the middle of their range (8 or 128) and stand, two a byte, the first in the low half; and
+`<name>.scales`, float32 `[out_features, num_groups]`. That is the layout of ONNX Runtime's `MatMulNBits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.artifacts.dtypes import GROUP_SIZES
+from lockstep.artifacts.manifests import NAME
+from lockstep.artifacts.schema import Check, Wrong, mapping, record
+
+
+def _one_of(*choices: int) -> Check:
+    def check_choice(value: Any, where: str) -> None:
+        if type(value) is not int or value not in choices:
+            raise Wrong(where, f"one of {', '.join(map(str, choices))}", value)
+
+    return check_choice
+
+
+GROUP_SIZE = _one_of(*GROUP_SIZES)
+QUANTIZED = record({"group_size": GROUP_SIZE, "bits": mapping(_one_of(4, 8), NAME)})
+_DATA, _SCALES = ".data", ".scales"
+
+
+@dataclass(frozen=True)
+class QuantizedTensors:
+    """bits: of each checkpoint tensor that is quantised, by name."""
+
+    group_size: int
+    bits: Mapping[str, int]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> QuantizedTensors:
+        return cls(value["group_size"], value["bits"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"group_size": self.group_size, "bits": dict(sorted(self.bits.items()))}
+
+
+def data_name(name: str) -> str:
+    """What the integers of a tensor, or of a slot, are called."""
+    return name + _DATA
+
+
+def scales_name(name: str) -> str:
+    """What its scales are called."""
+    return name + _SCALES
+
+
+def is_scales(name: str) -> bool:
+    return name.endswith(_SCALES)
+
+
+def quantized_names(names: Mapping[str, Any]) -> list[str]:
+    """The tensors that stand among `names` as data and scales, sorted."""
+    stems = (name.removesuffix(_DATA) for name in names if name.endswith(_DATA))
+    return sorted(stem for stem in stems if scales_name(stem) in names)

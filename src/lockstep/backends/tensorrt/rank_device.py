@@ -1,0 +1,82 @@
+"""The device of a rank. A model on one GPU has one rank; several ranks are on GPUs of one kind, which reach each
+other's memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.backends.tensorrt import cuda
+from lockstep.backends.tensorrt.compat import Library
+from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
+from lockstep.errors import CheckError
+
+ONE_GPU = "LOCKSTEP_RANKS_ON_ONE_GPU"  # of the environment: set, all ranks run on the first GPU, for checks
+
+
+class Device:
+    """What all programs of a rank share: its device, a stream there, and the memory that contexts work in."""
+
+    _instances: dict[int, Device] = {}
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.use()
+        self.stream = cuda.Stream()
+        self._scratch = cuda.empty((1,), "u1")
+
+    @classmethod
+    def get(cls, rank: int = 0) -> Device:
+        """The device of a rank: of the rank's number, unless all are to share the first. Raises CheckError where it is
+        not there, another kind than the first, or out of reach of another rank's."""
+        if rank not in cls._instances:
+            number = 0 if os.environ.get(ONE_GPU) else rank
+            _check_peers(number)
+            cls._instances[rank] = cls(number)
+        return cls._instances[rank]
+
+    def use(self) -> None:
+        """What the calling thread does from now on is done on this device."""
+        cuda.use_device(self.number)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the shared memory large enough for the contexts to come. Those that are there, and graphs captured with
+        them, keep what they have."""
+        if nbytes > self._scratch.nbytes:
+            self._scratch = cuda.empty((nbytes,), "u1", "engines to work in")
+
+    def context(self, library: Library, engine: Any, profile: int, where: str, own: bool) -> tuple[Any, cuda.Array]:
+        """A context, and the memory that must live as long as it runs. own: its shapes will not change."""
+        context = library.create_context(engine, where, own)
+        library.set_device_memory(context, self._scratch.address, self._scratch.nbytes)
+        library.set_profile(context, profile, self.stream.handle)
+        return context, self._scratch
+
+
+def _check_peers(number: int) -> None:
+    """Let a device and those before it, which are the same kind, reach each other's memory."""
+    if number >= (count := cuda.device_count()):
+        raise CheckError(
+            f"tensor_parallel: expected a GPU for each rank, {number + 1} or more, found {count}; make more visible "
+            "(CUDA_VISIBLE_DEVICES), or export with fewer ranks"
+        )
+    for other in range(number):
+        first, own = (gpu_key(describe_gpu(ordinal=ordinal)) for ordinal in (other, number))
+        if own != first:
+            raise CheckError(
+                f"tensor_parallel: GPU {number}: expected {_text(first)}, as GPU {other}, found {_text(own)}; choose "
+                "GPUs of one kind (CUDA_VISIBLE_DEVICES)"
+            )
+        for one, two in ((number, other), (other, number)):
+            if not cuda.can_access(one, two):
+                raise CheckError(
+                    f"tensor_parallel: GPU {one}: expected access to the memory of GPU {two}, found none; choose GPUs "
+                    "that have it (`nvidia-smi topo -p2p r`; CUDA_VISIBLE_DEVICES)"
+                )
+            cuda.use_device(one)
+            cuda.enable_access(two)
+
+
+def _text(key: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in key.items())

@@ -1,0 +1,190 @@
+"""Graphs of quantised weights: an assembly in fp32 and its graphs in, those of w8a16 or w4a16 out.
+
+Each `Gemm(transB=1)` with a weight of its own becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
+and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`, in place of one. The activations stay
+as they are: `accuracy_level` is left out, so what the graph says is a product with the dequantised weight.
+
+In full precision stay what is no such weight (embeddings, norms, biases, stacks of experts, convolutions) and what a
+graph reads in another way too, such as an embedding that is tied to the output head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx
+from onnx import helper
+
+from lockstep.artifacts.assembly import Assembly, GraphFile, Layer, Part, Uncut
+from lockstep.artifacts.dtypes import QUANTIZATIONS
+from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name
+from lockstep.errors import InputError
+from lockstep.onnx_tools.signature import signature_of
+
+_DOMAIN = "com.microsoft"
+_OF_LAYERS = ("previous.", "current.")  # how slots of a layer's weights are called in the blocks' graphs
+Slots = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A weight slot of a block at its place. bits: None where it stays in full precision. columns: the length of its
+    rows."""
+
+    tensors: tuple[str, ...]
+    bits: int | None
+    columns: int
+
+
+def quantize(
+    files: Mapping[str, bytes], assembly: Assembly, precision: str, group_size: int
+) -> tuple[dict[str, bytes], Assembly]:
+    """The files and the assembly of `precision`, made of those in fp32.
+
+    Raises InputError where no weight can be quantised, or the rows of one are no multiple of `group_size`.
+    """
+    quantized = _choose(files, assembly, precision, group_size)
+    made, classes = dict(files), {}
+    for name, graph in assembly.classes.items():
+        bits = _bits(_places(assembly, name), quantized)
+        classes[name], made[graph.file] = _rewritten(graph, files[graph.file], bits, group_size)
+    part = lambda old: Part(old.graph, _bound(old.slots, quantized))
+    layers = tuple(Layer(part(layer.block), layer.variant, part(layer.exit)) for layer in assembly.layers)
+    uncut = assembly.batchful
+    if uncut is not None:
+        bits = _bits([uncut.tensors], quantized)
+        graph, made[uncut.file] = _rewritten(uncut, files[uncut.file], bits, group_size)
+        uncut = Uncut(graph.file, graph.sha256, graph.signature, _bound(uncut.tensors, quantized))
+    assembly = replace(assembly, precision=precision, classes=classes, layers=layers, batchful=uncut)
+    return made, replace(assembly, quantization=quantized)
+
+
+def _choose(files: Mapping[str, bytes], assembly: Assembly, precision: str, group_size: int) -> QuantizedTensors:
+    """A tensor is quantised where all slots that take it can be, and a slot where all its tensors are."""
+    uses = list(_uses(files, assembly, precision))
+    full = {tensor for use in uses if use.bits is None for tensor in use.tensors}
+    while more := {name for use in uses if not full.isdisjoint(use.tensors) for name in use.tensors} - full:
+        full |= more
+    bits = {name: use.bits for use in uses for name in use.tensors if use.bits is not None and name not in full}
+    if not bits:
+        raise InputError(
+            f"precision {precision}: expected linear weights that can be quantised, found none in a model of type "
+            f"{assembly.model_type!r}; choose another precision"
+        )
+    for use in uses:
+        if use.tensors[0] in bits and use.columns % group_size:
+            raise InputError(
+                f"group_size: expected a size that divides the {use.columns} numbers of a row of {use.tensors[0]}, "
+                f"found {group_size}; choose another one, or another precision than {precision}"
+            )
+    return QuantizedTensors(group_size, bits)
+
+
+def _uses(files: Mapping[str, bytes], assembly: Assembly, precision: str) -> Iterator[_Use]:
+    chosen = QUANTIZATIONS[precision]
+    for name, graph in assembly.classes.items():
+        columns = {slot.name: slot.sizes[-1] for slot in graph.signature.slots}
+        able = _products(onnx.ModelProto.FromString(files[graph.file]).graph, columns)
+        for slots in _places(assembly, name):
+            for slot, tensors in slots.items():
+                bits = chosen.bits if slot.startswith(_OF_LAYERS) else chosen.head_bits
+                yield _Use(tuple(tensors), bits if slot in able else None, columns[slot])
+
+
+def _places(assembly: Assembly, name: str) -> list[Slots]:
+    """The slots of each place of the model that has the graph `name`."""
+    parts = [assembly.embedding, *(part for layer in assembly.layers for part in (layer.block, layer.exit))]
+    return [part.slots for part in parts if part.graph == name]
+
+
+def _bits(places: Sequence[Slots], quantized: QuantizedTensors) -> dict[str, int]:
+    """{slot: bits} of the slots of a graph that are quantised."""
+    taken = {slot: tensors[0] for slots in places for slot, tensors in slots.items()}
+    return {slot: quantized.bits[name] for slot, name in taken.items() if name in quantized.bits}
+
+
+def _bound(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str]]:
+    """{slot: tensors} of the rewritten graph."""
+    bound: dict[str, list[str]] = {}
+    for slot, tensors in slots.items():
+        if tensors[0] in quantized.bits:
+            for part in (data_name, scales_name):
+                bound[part(slot)] = [part(tensor) for tensor in tensors]
+        else:
+            bound[slot] = list(tensors)
+    return bound
+
+
+def _products(graph: onnx.GraphProto, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
+    """{slot: its product} of weights `[out_features, in_features]` that one plain Gemm reads, and nothing else."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    found = {}
+    for slot in slots:
+        nodes = readers.get(slot, [])
+        if len(nodes) == 1 and nodes[0].op_type == "Gemm" and nodes[0].input[1] == slot:
+            attributes = {entry.name: helper.get_attribute_value(entry) for entry in nodes[0].attribute}
+            defaults = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
+            if {**defaults, **attributes} == {**defaults, "transB": 1}:
+                found[slot] = nodes[0]
+    return found
+
+
+def _rewritten(graph: GraphFile, data: bytes, bits: Mapping[str, int], group_size: int) -> tuple[GraphFile, bytes]:
+    """The graph with `MatMulNBits` in place of the products of the slots `bits`; itself where there are none."""
+    if not bits:
+        return graph, data
+    model = onnx.ModelProto.FromString(data)
+    products = {node.name: slot for slot, node in _products(model.graph, bits).items()}
+    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        slot = products.get(node.name)
+        nodes += [node] if slot is None else _nodes(node, slot, shapes[slot], bits[slot], group_size)
+    inputs: list[onnx.ValueInfoProto] = []
+    for value in model.graph.input:
+        name = value.name
+        inputs += _inputs(name, shapes[name], bits[name], group_size) if name in bits else [value]
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    del made.graph.node[:], made.graph.input[:]
+    made.graph.node.extend(nodes)
+    made.graph.input.extend(inputs)
+    made.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    onnx.checker.check_model(made, full_check=True)
+    written = made.SerializeToString(deterministic=True)
+    slots = {part(slot) for slot in bits for part in (data_name, scales_name)}
+    slots |= {slot.name for slot in graph.signature.slots} - set(bits)
+    return GraphFile(graph.file, hashlib.sha256(written).hexdigest(), signature_of(made.graph, slots)), written
+
+
+def _nodes(node: onnx.NodeProto, slot: str, shape: Sequence[int], bits: int, group_size: int) -> list[onnx.NodeProto]:
+    rows, columns = shape
+    bias = list(node.input[2:])
+    product = helper.make_node(
+        "MatMulNBits",
+        [node.input[0], data_name(slot), scales_name(slot)],
+        [f"{node.output[0]}/product" if bias else node.output[0]],
+        name=node.name,
+        domain=_DOMAIN,
+        K=columns,
+        N=rows,
+        bits=bits,
+        block_size=group_size,
+    )
+    if not bias:
+        return [product]
+    return [product, helper.make_node("Add", [product.output[0], *bias], list(node.output), name=f"{node.name}/bias")]
+
+
+def _inputs(slot: str, shape: Sequence[int], bits: int, group_size: int) -> list[onnx.ValueInfoProto]:
+    rows, columns = shape
+    groups, size = columns // group_size, group_size * bits // 8
+    return [
+        helper.make_tensor_value_info(data_name(slot), onnx.TensorProto.UINT8, [rows, groups, size]),
+        helper.make_tensor_value_info(scales_name(slot), onnx.TensorProto.FLOAT, [rows, groups]),
+    ]

@@ -1,0 +1,161 @@
+"""The reference of quantised weights, and their drift. Needs torch and transformers.
+
+In: a checkpoint, its weights as integers with scales, and what the checkpoint itself says (the reference). Out: what
+transformers says on the same weights, dequantised, in float32: the reference that engines are held against; and how far
+that is from the checkpoint. Each weight is first held against the checkpoint's: it must lie within half a step of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from transformers import PreTrainedModel
+
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.drift import Drift
+from lockstep.artifacts.dtypes import numpy_dtype
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
+from lockstep.artifacts.reference import ReferenceManifest
+from lockstep.errors import CheckError, InputError
+from lockstep.export.torch_model import cut_config, layer_of, load_folder, load_tensors
+from lockstep.verify.golden.reference import answer, load_tokenizer, save_reference, tokens_of
+from lockstep.weights import Weights
+from lockstep.weights.groups import unpack
+from lockstep.weights.source import PIECE_BYTES, Source, open_source
+
+_ROUNDING = 1e-3  # of a step: what float32 arithmetic adds to half of one
+
+
+def make_quantized_reference(
+    checkpoint_json: Path,
+    weights_json: Path,
+    reference_json: Path,
+    layers: int | str,
+    golden: Mapping[str, Any],
+    drift_text: str,
+    out: Path,
+    drift_out: Path,
+) -> Path:
+    """Write the reference of the quantised weights to `out`, its logits beside it, and the drift to `drift_out`; gives
+    `out`.
+
+    reference_json: of the checkpoint and the same layers. golden: as of `make_reference`. drift_text: whose perplexity
+    is measured; empty for the prompts, one after another. Same inputs, same bytes. Raises CheckError for a weight that
+    is off the checkpoint's by more than its rounding, InputError for inputs that do not fit together.
+    """
+    manifest = CheckpointManifest.load(checkpoint_json)
+    weights, folder = Weights.open(weights_json), manifest.folder_of(Path(checkpoint_json))
+    reference = ReferenceManifest.load(reference_json)
+    if reference.layers != layers:
+        raise InputError(f"{reference_json}: layers: expected {layers}, found {reference.layers}; make it again")
+    if weights.group_size is None:
+        raise InputError(f"{weights_json}: expected quantised weights, found {weights.precision}; convert again")
+    off = _check_weights(open_source(Path(checkpoint_json)), weights)
+    tokenizer, config = load_tokenizer(folder), manifest.config
+    model = load_folder(folder, cut_config(config, layers))
+    rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
+    text = tokens_of(tokenizer, drift_text or " ".join(golden["prompts"]), rows)
+    full_perplexity, count = _perplexity(model, text)
+    del model
+    model = _dequantized(config, weights, layers)
+    made = answer(model, tokenizer, config, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"])
+    perplexity, _ = _perplexity(model, text)
+    expected, found = _along(model, reference, Path(reference_json).with_name(reference.logits.file))
+    error = np.abs(found - expected)
+    Drift(
+        layers=layers,
+        precision=weights.precision,
+        group_size=weights.group_size,
+        max_weight_error=off,
+        max_logit_error=float(error.max()),
+        rms_logit_error=_rms(error),
+        rms_logit=_rms(expected),
+        tokens=len(expected),
+        tokens_differing=int((found.argmax(-1) != expected.argmax(-1)).sum()),
+        perplexity_tokens=count,
+        perplexity=perplexity,
+        full_perplexity=full_perplexity,
+    ).save(drift_out)
+    return save_reference(made, layers, golden["max_new_tokens"], Path(out), drift_out)
+
+
+def _dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:
+    tensors = {
+        name: torch.from_numpy(np.array(array, np.float32 if array.dtype.kind not in "iub" else array.dtype))
+        for name, array in weights.dequantized()
+        if not isinstance(layers, int) or layer_of(name) < layers
+    }
+    return load_tensors(tensors, cut_config(config, layers), "eager", str(weights.manifest_path))
+
+
+def _check_weights(source: Source, weights: Weights) -> float:
+    """The largest error of a weight, in steps of its group; CheckError where it is no rounding."""
+    worst = 0.0
+    for name in quantized_names(dict.fromkeys(weights.names())):
+        error, allowed = _steps(source, weights, name)
+        wrong = np.argwhere(~(error <= allowed + _ROUNDING))
+        if len(wrong):
+            row, column = map(int, wrong[0])
+            raise CheckError(
+                f"{weights.manifest_path}: tensor {name!r}: expected numbers within half a step of the checkpoint's, "
+                f"found {len(wrong)} that are not, the first at [{row}, {column}], off by {error[row, column]:.3g} "
+                f"steps; convert the checkpoint again"
+            )
+        worst = max(worst, float(error.max(initial=0)))
+    return worst
+
+
+def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(error of each number, what is allowed) in steps of its group, both [out_features, in_features]. A number that
+    lies beyond the last integer may be a whole step off."""
+    place, group_size = source.tensors[name], weights.group_size
+    assert group_size is not None  # checked before
+    buffer = np.empty(PIECE_BYTES, np.uint8)
+    raw = np.concatenate([piece.copy() for piece in source.pieces(name, buffer)])
+    exact = raw.view(numpy_dtype(place.dtype)).astype(np.float64).reshape(place.shape)
+    data, scales = weights[data_name(name)], weights[scales_name(name)].astype(np.float64)
+    step = np.repeat(np.abs(scales), group_size, axis=1)
+    error = np.abs(weights.dequantize(name) - exact)
+    last = unpack(data, group_size).reshape(place.shape) == (255 if data.shape[-1] == group_size else 15)
+    # A step of zero is that of a group of zeros, or of nearly that.
+    in_steps = np.divide(error, step, out=np.where(error > np.finfo(np.float32).tiny, np.inf, 0.0), where=step > 0)
+    return in_steps, np.where(last, 1.0, 0.5)
+
+
+def _perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, int]:
+    """Of a text, and how many of its tokens it was measured on: all but the first, within the model's positions."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    ids = torch.tensor([list(tokens[:limit])])
+    if ids.shape[1] < 2:
+        raise InputError("golden.drift_text: expected a text of two tokens or more, found less; give a longer one")
+    with torch.no_grad():
+        scores = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].double(), -1)
+    chosen = scores.gather(1, ids[0, 1:, None])
+    return math.exp(-float(chosen.mean())), len(chosen)
+
+
+def _along(model: PreTrainedModel, reference: ReferenceManifest, file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [tokens, vocab_size] of the checkpoint's answers, as it gave them, in `file`, and as this model gives
+    them."""
+    if not file.is_file() or sha256_file(file) != reference.logits.sha256:
+        raise InputError(f"{file}: expected the logits of the reference, found others; make the reference again")
+    logits = load_file(file)
+    expected, found = [], []
+    for number, prompt in enumerate(reference.prompts):
+        ids = torch.tensor([[*prompt.prompt_ids, *prompt.tokens[:-1]]])
+        with torch.no_grad():
+            rows = model(input_ids=ids, use_cache=False).logits[0, len(prompt.prompt_ids) - 1 :]
+        found.append(rows.float().numpy())
+        expected.append(logits[f"logits.{number}"])
+    return np.concatenate(expected), np.concatenate(found)
+
+
+def _rms(array: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(array, dtype=np.float64))))

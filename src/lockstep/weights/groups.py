@@ -1,0 +1,47 @@
+"""The arithmetic of quantised weights: float32 numbers in groups in, integers with a scale a group out, and back.
+
+Symmetric: a number is its integer times the scale of its group. The scale is the group's number of the largest
+magnitude over the lowest integer (-8 or -128), so that this number is kept exactly and no integer is left unused; it
+may be negative. All of it is single IEEE operations in float32, rounded to nearest, ties to even: the same bytes on
+every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def scales_of(groups: np.ndarray, bits: int) -> np.ndarray:
+    """The scale of each group, float32 [num_groups], of finite numbers float32 [num_groups, group_size]."""
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)[:, 0]
+    return (largest * np.float32(-1.0 / (1 << bits - 1))) + np.float32(0)  # no negative zero
+
+
+def integers_of(groups: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """The nearest integer of each number, counted from the zero point: uint8 [num_groups, group_size]."""
+    half = 1 << bits - 1
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a group of zeros, or of nearly that
+        found = np.rint(groups / scales[:, None])
+    found = np.where(scales[:, None] == 0, np.float32(0), found)
+    return (np.clip(found, -half, half - 1) + half).astype(np.uint8)
+
+
+def pack(integers: np.ndarray, bits: int) -> np.ndarray:
+    """Integers uint8 [..., group_size] as they are stored: [..., group_size * bits / 8], two a byte where they have 4
+    bits, the first in the low half."""
+    return integers if bits == 8 else integers[..., 0::2] | integers[..., 1::2] << 4
+
+
+def unpack(data: np.ndarray, group_size: int) -> np.ndarray:
+    """What `pack` was given; bits are known by the last dimension of `data`."""
+    if data.shape[-1] == group_size:
+        return data
+    return np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], group_size)
+
+
+def dequantize(data: np.ndarray, scales: np.ndarray, group_size: int) -> np.ndarray:
+    """The weight float32 [out_features, in_features] of uint8 [out_features, num_groups, group_size * bits / 8] and
+    float32 [out_features, num_groups]."""
+    half = 128 if data.shape[-1] == group_size else 8
+    numbers = (unpack(data, group_size).astype(np.float32) - np.float32(half)) * scales[..., None]
+    return numbers.reshape(len(data), -1)
