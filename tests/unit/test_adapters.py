@@ -538,8 +538,11 @@ def test_damaged_and_foreign_tensors_are_refused(
 
 def test_folders_that_are_no_adapter_of_this_model_are_refused(lora: Results, tmp_path: Path) -> None:
     assert "expected the folder of an adapter, found nothing" in refused(lora, tmp_path / "none")
-    other = write(tmp_path / "b", 4, tensors({"model.layers.9.self_attn.q_proj": (240, 144)}, 4, 0))
-    assert "found model.layers.9.self_attn.q_proj, whose weight the checkpoint does not have" in refused(lora, other)
+    arrays = tensors({"model.layers.9.self_attn.q_proj": (240, 144)}, 4, 0)
+    other = write(tmp_path / "b", 4, arrays, base_model_name_or_path="acme/other")
+    line = refused(lora, other)
+    assert "found model.layers.9.self_attn.q_proj, whose weight the checkpoint does not have" in line
+    assert line.endswith("is it an adapter of this model (trained on 'acme/other')?")
     own = write(tmp_path / "c", 4, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0))
     assert "expected modules of lora_target_modules (v_proj), found" in refused(lora, own, targets=["v_proj"])
     large = write(tmp_path / "d", 9, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 9, 0))

@@ -106,8 +106,10 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
         )
     rank, alpha = config["r"], config["lora_alpha"]
     modules = _modules(path, read_header(path), rank, where)
+    base = config.get("base_model_name_or_path")
+    trained_on = f" (trained on {shorten(base)})" if base else ""
     for module, entry in modules.items():
-        _check_against_base(path, module, entry, checkpoint, bool(config.get("fan_in_fan_out")), where)
+        _check_against_base(path, module, entry, checkpoint, bool(config.get("fan_in_fan_out")), where, trained_on)
         for place in (entry.a, entry.b):
             _check_finite(path, module, place, where)
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
@@ -116,7 +118,6 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
         digest = sha256_file(folder / name)
         remember(folder / name, digest)
         files.append(StoredFile(name, (folder / name).stat().st_size, digest))
-    base = config.get("base_model_name_or_path")
     return Adapter("", ".", tuple(files), rank, float(scale), base if isinstance(base, str) else "", modules)
 
 
@@ -205,12 +206,19 @@ def _kind(name: str) -> str:
 
 
 def _check_against_base(
-    path: Path, module: str, entry: AdaptedModule, checkpoint: CheckpointManifest, transposed: bool, where: str
+    path: Path,
+    module: str,
+    entry: AdaptedModule,
+    checkpoint: CheckpointManifest,
+    transposed: bool,
+    where: str,
+    trained_on: str,
 ) -> None:
+    """trained_on: what the adapter's config says of its base, in words; may be empty."""
     name = f"{module}.weight"
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
     base = checkpoint.tensors.get(name) or checkpoint.tensors.get(name.partition(".")[2])
-    remedy = "is it an adapter of this model?"
+    remedy = f"is it an adapter of this model{trained_on}?"
     if base is None:
         raise InputError(
             f"{where}: {path}: expected modules of the base ({checkpoint.source}, {checkpoint.model_type}), found "
