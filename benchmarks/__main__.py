@@ -474,6 +474,7 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
     show_default=True,
     help="Ranks, each on a GPU of its own: with what sums over them take.",
 )
+@click.option("--alike", is_flag=True, help="All layers take the first one's weights, which lie on disk once.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 def batches(
     shape: str,
@@ -484,6 +485,7 @@ def batches(
     rounds: int,
     docs: Path | None,
     tensor_parallel: int,
+    alike: bool,
 ) -> None:
     """TensorRT at every batch size: decoding, prompts beside it, and many requests at once."""
     from benchmarks.batches import page
@@ -502,7 +504,7 @@ def batches(
         "python": python,
         "vllm": str(vllm.absolute()) if vllm else None,
     }
-    worker.call(python, "benchmarks.batches:measure", **names, rounds=rounds, options=options)
+    worker.call(python, "benchmarks.batches:measure", **names, rounds=rounds, options=options, alike=alike)
     out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
     click.echo(out)
 

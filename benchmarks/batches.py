@@ -48,9 +48,10 @@ def run(
     options: Mapping[str, Any] | None = None,
     python: str | None = None,
     vllm: str | None = None,
+    alike: bool = False,
 ) -> None:
     """Measure everything. rounds: of each speed, of which the median counts. vllm: a record of vLLM on the same
-    machine, which is kept beside.
+    machine, which is kept beside. alike: see `random_weights`.
 
     Raises InputError for an assembly in another precision than fp16.
     """
@@ -61,6 +62,8 @@ def run(
         )
     work.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"benchmark": "batches", "layers": len(assembly.layers), "precision": "fp16"}
+    if alike:
+        record["weights"] = "of one layer, for all"
 
     def note(**parts: Any) -> None:
         record.update(parts)
@@ -68,7 +71,7 @@ def run(
         print(f"bench: {', '.join(parts)}", file=sys.stderr, flush=True)
 
     weights = work / "weights" / "weights.json"
-    weights = weights if weights.is_file() else random_weights(assembly, work / "weights")
+    weights = weights if weights.is_file() else random_weights(assembly, work / "weights", alike)
     engines = work / "engines" / "engines.json"
     note(build_seconds=build_seconds(assembly_json, engines, {**LIMITS, **(options or {})}, python))
     manifest = read_json(engines)

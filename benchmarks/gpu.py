@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -208,8 +209,9 @@ def ready_seconds(python: str | None, engines: Path, assembly: Path, weights: Pa
     )
 
 
-def random_weights(assembly: Assembly, folder: Path) -> Path:
-    """A file of random numbers (standard deviation 0.02, gains of 1) under a weights manifest."""
+def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Path:
+    """A file of random numbers (standard deviation 0.02, gains of 1) under a weights manifest. alike: all layers take
+    the first one's numbers, which lie in the file once: for shapes that are larger than the disk."""
     folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, list[int]] = {}
     parts = [assembly.embedding, *(layer.block for layer in assembly.layers), assembly.layers[-1].exit]
@@ -229,9 +231,20 @@ def random_weights(assembly: Assembly, folder: Path) -> Path:
             file.write(data)
             digest.update(data)
 
+        places: dict[str, dict[str, Any]] = {}
         for name, shape in shapes.items():
+            role = re.sub(r"\.\d+\.", ".N.", name, count=1) if alike else name
+            if role in places and places[role]["shape"] == shape:
+                tensors[name] = places[role]
+                continue
             count = math.prod(shape)
-            tensors[name] = {"file": 0, "offset": offset, "length": 2 * count, "dtype": "F16", "shape": shape}
+            places[role] = tensors[name] = {
+                "file": 0,
+                "offset": offset,
+                "length": 2 * count,
+                "dtype": "F16",
+                "shape": shape,
+            }
             offset += 2 * count
             if len(shape) == 1:
                 write(np.ones(count, np.float16))
