@@ -5,18 +5,6 @@
 #        <model>/<precision>/adapted/<backend>/<layers>.json
 
 
-ADAPTERS_ON_HUB = sorted(
-    model for model in CONFIG.models if fetches_adapters(CONFIG, model)
-)
-
-
-def folders_of(model, on_hub):
-    """Those that a job brings, or those that are there."""
-    fetched = STAGES["fetch_adapters"].options(CONFIG, model)["sources"]
-    folders = ADAPTERS[model].items()
-    return [folder for name, folder in folders if (name in fetched) == on_hub]
-
-
 rule fetch_adapters:
     input:
         nothing=recovered,
@@ -50,7 +38,7 @@ rule adapters:
         ),
         files=lambda wildcards: display_paths(
             path
-            for folder in folders_of(wildcards.model, on_hub=False)
+            for folder in adapter_folders_here(wildcards.model)
             for path in sorted(folder.glob("adapter_*"))
         ),
     output:

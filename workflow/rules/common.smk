@@ -256,6 +256,17 @@ GPU_MODEL = (
 )
 
 
+ADAPTERS_ON_HUB = sorted(
+    model for model in CONFIG.models if fetches_adapters(CONFIG, model)
+)
+
+
+def adapter_folders_here(model):
+    """The folders of a model's adapters that no job brings."""
+    fetched = STAGES["fetch_adapters"].options(CONFIG, model)["sources"]
+    return [folder for name, folder in ADAPTERS[model].items() if name not in fetched]
+
+
 def compute_threads(wildcards):
     """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
     model = wildcards.model
