@@ -132,7 +132,7 @@ def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
         ("report/plots.py", {"plots"}),
         ("report/summary.py", {"summary"}),
         ("verify/golden/check.py", {"golden"}),
-        ("runtime/model.py", {"adapted", "golden", "served"}),
+        ("runtime/model.py", {"golden", "served", "adapted"}),
         ("serve/service.py", {"served"}),
         ("verify/validate/__init__.py", {"validate"}),
         ("cli/main.py", set()),
