@@ -8,6 +8,7 @@ memory, which is measured in the same run.
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from benchmarks.decode import decoding, prepare, time_steps
 from benchmarks.export import SHAPES, shape_names
 from benchmarks.measure import in_turn, ratios, spread, surroundings, thread_count
 from lockstep.artifacts.files import read_json
+from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE
 
 PACKAGES = ("numpy", "onnxruntime")
 FULL = "fp32"
@@ -44,6 +46,8 @@ def run(
     prompt: tokens of one that is timed, too. cpu_time: take one thread, and its CPU seconds, which other work on the
     machine moves less; the bandwidth is still of wall time."""
     threads, clock = (1, time.thread_time) if cpu_time else (threads, time.perf_counter)
+    count = thread_count(threads)
+    os.environ[THREADS_VARIABLE] = str(count)  # of the builds too: a process has one pool
     with tempfile.TemporaryDirectory() as work:
         folder = (
             lockstep.make_random_checkpoint(SHAPES / f"{model}.json", 0, Path(work) / model)
@@ -56,7 +60,6 @@ def run(
                 name = f"{precision}, groups of {group}"
                 made[name] = prepare(folder, precision, Path(work) / name.replace(", ", "-"), group)
         sizes = {name: _bytes_of_a_step(paths) for name, paths in made.items()}
-        count = thread_count(threads)
         measured = {str(batch): _measure(made, batch, context, steps, rounds, count, clock) for batch in batches}
         prompts = _prompts(made, prompt, rounds, count, clock)
         bandwidth = _bandwidth(count)
