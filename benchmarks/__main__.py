@@ -99,6 +99,7 @@ def decode(
 @click.option(
     "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
 )
+@click.option("--cpu-time", is_flag=True, help="CPU seconds of one thread: for a machine that does other work.")
 @_ROUNDS
 @_DOCS
 def small_weights(docs: Path | None, **settings: Any) -> None:

@@ -104,13 +104,15 @@ def _contestants(
     return timed, difference
 
 
-def time_steps(start: Callable, prompt: np.ndarray, steps: int) -> float:
+def time_steps(
+    start: Callable, prompt: np.ndarray, steps: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds a step, behind the prompt. start: of `decoding`."""
     step, logits = start(prompt)
-    began = time.perf_counter()
+    began = clock()
     for _ in range(steps):
         logits = step(logits.argmax(-1))
-    return (time.perf_counter() - began) / steps
+    return (clock() - began) / steps
 
 
 def decoding(paths, batch: int, capacity: int, threads: int) -> Callable:

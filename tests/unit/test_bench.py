@@ -13,6 +13,7 @@ from benchmarks.child import run_child
 from click.testing import CliRunner
 
 import fake_gpu
+from lockstep import make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
@@ -42,6 +43,23 @@ SHAPE = {
     "head_dim": 16,
     "eos_token_id": [7, 2],
 }
+
+
+@pytest.mark.long
+@pytest.mark.exports
+def test_small_weights_are_timed_beside_fp32(tmp_path):
+    (tmp_path / "shape.json").write_text(json.dumps(TINY))
+    folder = make_random_checkpoint(tmp_path / "shape.json", 0, tmp_path / "tiny")
+    arguments = ["small-weights", "--model", str(folder), "--batch", "1", "--group", "32", "--context", "4"]
+    arguments += ["--steps", "2", "--rounds", "1", "--prompt", "8", "--write", str(tmp_path)]
+    ended = CliRunner().invoke(bench, arguments)
+    assert ended.exit_code == 0, ended.output
+    record = read_json(tmp_path / "bench" / "small_weights.json")
+    names = {"fp32", "w8a16, groups of 32", "w4a16, groups of 32"}
+    assert set(record["batch"]["1"]["seconds_per_step"]) == set(record["prompt"]["seconds"]) == names
+    sizes = record["megabytes_of_weights_a_step"]
+    assert sizes["fp32"] > sizes["w8a16, groups of 32"] >= sizes["w4a16, groups of 32"] > 0
+    assert record["seconds_of"] == "wall time" and record["memory_gigabytes_per_s"] > 0
 
 
 def entry(label: str, seconds: float, written: int, rate: float, **more) -> dict:

@@ -299,8 +299,9 @@ class Bf16Tolerance(Tolerance):
 
 class QuantizedTolerance(Tolerance):
     # Against the same dequantised weights: the rounding of activations to 16 bits is all that is left of it.
-    # Blocks are measured as graphs, whose activations are float32; of engines 3e-3 is seen on logits of 2.7 rms.
-    block: Error = Field(default=1e-4, description=Tolerance.model_fields["block"].description)
+    # Graphs, whose activations are float32, are off by 2e-6. Of engines 1.4e-4 is seen, and 3e-3 on logits of 2.7 rms;
+    # the smallest of the planted faults gives 2e-2.
+    block: Error = Field(default=1e-3, description=Tolerance.model_fields["block"].description)
     logits: Error = Field(default=2e-2, description=Tolerance.model_fields["logits"].description)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.artifacts.dtypes import base_precision
 from lockstep.errors import LockstepError
+from lockstep.export.quantize import quantize
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.verify.bisect.stages import Graphs
@@ -21,7 +23,10 @@ def export_again(
     """Return the clean graphs with the target's weights, or why there are none."""
     config = dict(config)
     try:
-        files, assembly = assemble(meta_model(config, weights.precision), config, weights.precision)
+        base = base_precision(weights.precision)
+        files, assembly = assemble(meta_model(config, base), config, base)
+        if weights.group_size is not None:
+            files, assembly = quantize(files, assembly, weights.precision, weights.group_size)
         return Graphs(assembly, lambda graph: files[graph.file], weights, layers, threads)
     except LockstepError as error:
         return " ".join(str(error).split())

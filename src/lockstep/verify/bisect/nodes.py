@@ -25,7 +25,8 @@ from lockstep.verify.bisect.stages import Arrays
 # Relative to a tensor's rms, by the precision of the graph: rounding, when the same sums are taken in another order
 # or form. Smaller faults come to light where none is above it: equal nodes give equal bits on equal inputs, so that
 # then any difference counts.
-_ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 4e-3}
+# Engines of quantised weights add activations up in two parts.
+_ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 4e-3, "w8a16": 1e-4, "w4a16": 1e-4}
 _FEW = 6  # numbers of a constant that are shown
 
 

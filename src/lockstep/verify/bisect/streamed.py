@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lockstep.artifacts.dtypes import base_precision
 from lockstep.export.quiet import quiet
-from lockstep.export.torch_model import cut_config, load_tensors
+from lockstep.export.torch_model import cut_config, layer_of, load_tensors
 from lockstep.export.tracer import DTYPES, layer_list
-from lockstep.verify.validate.torch_trace import HOOK, TorchModel, layer_of
+from lockstep.verify.validate.torch_trace import HOOK, TorchModel
 from lockstep.weights import Weights
 
 
@@ -31,12 +32,16 @@ class StreamedModel(TorchModel):
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         tensors = {
-            name: _mapped(weights[name])
-            for name in weights.names()
+            name: _mapped(array)
+            for name, array in weights.dequantized()
             if not isinstance(layers, int) or layer_of(name) < layers
         }
         stored = load_tensors(
-            tensors, cut_config(config, layers), HOOK, str(weights.manifest_path), DTYPES[weights.precision]
+            tensors,
+            cut_config(config, layers),
+            HOOK,
+            str(weights.manifest_path),
+            DTYPES[base_precision(weights.precision)],
         )
         self.model = _skeleton(cut_config(config, layers), stored)
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
