@@ -84,7 +84,7 @@ def collect(results: Path, model: str) -> dict[str, Any]:
     left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden", "adapted"}
     if not any(section.stage == "adapters" for section in found):
         left_out |= {"adapters", "adapted_reference", "adapted"}
-    precisions = {section.record["names"].get("precision", "") for section in found}
+    precisions = {"", *(section.record["names"].get("precision", "") for section in found)}
     left_out |= {name for name, entry in STAGES.items() if not any(map(entry.is_of, precisions))}
     for stage in (name for name, entry in STAGES.items() if (entry.pinned or entry.is_check) and name not in left_out):
         if stage not in {section.stage for section in found}:
