@@ -179,7 +179,8 @@ def test_requests_share_pages_are_sampled_and_swapped_out(open_model, form: tupl
         model.step([Advance(0, np.arange(70), 0)])
         model.step([Advance(0, np.array([3]), 70)])
         swapped = model.swap_out(0)
-        model.step([Advance(1, np.arange(10, 90), 0)])
+        model.step([Advance(1, np.arange(10, 90), 0)])  # takes its pages
+        model.tables.reserve({0: 71})
         model.swap_in(0, swapped)
         model.step([Advance(2, np.arange(70), 0)])
         model.step([Advance(2, np.array([3]), 70)])
