@@ -47,6 +47,16 @@ _SHAPES = click.option(
     help="A shape that comes with the benchmark.",
 )
 _PRECISION = click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp16", show_default=True)
+_CONTEXT = click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Tokens in the cache when decoding begins.",
+)
+_THREADS = click.option(
+    "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
+)
 _ROUNDS = click.option(
     "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds that count; medians are taken."
 )
@@ -58,18 +68,10 @@ _ROUNDS = click.option(
     help="A checkpoint folder, or a shape that gets random weights; may be given several times.",
 )  # fmt: skip
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
-@click.option(
-    "--context",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Tokens in the cache when decoding begins.",
-)
+@_CONTEXT
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Decode steps of a round.")
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True)
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
-)
+@_THREADS
 @_ROUNDS
 @_DOCS
 def decode(
@@ -88,17 +90,9 @@ def decode(
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
 @click.option("--prompt", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a timed prompt.")
 @click.option("--group", "groups", multiple=True, type=int, default=(32, 128), show_default=True, help="Group sizes.")
-@click.option(
-    "--context",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Tokens in the cache when decoding begins.",
-)
+@_CONTEXT
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Decode steps of a round.")
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
-)
+@_THREADS
 @click.option("--cpu-time", is_flag=True, help="CPU seconds of one thread: for a machine that does other work.")
 @_ROUNDS
 @_DOCS
@@ -114,9 +108,7 @@ def small_weights(docs: Path | None, **settings: Any) -> None:
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
 @click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True, help="Of each adapter.")
 @click.option("--adapters", type=click.IntRange(1, 64), default=4, show_default=True, help="Resident together.")
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
-)
+@_THREADS
 @_ROUNDS
 @_DOCS
 def adapters(docs: Path | None, **settings: Any) -> None:
@@ -266,17 +258,9 @@ def dag(
 @click.option(
     "--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Timed runs in each round of decoding."
 )
-@click.option(
-    "--context",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Tokens in the cache when decoding begins.",
-)
+@_CONTEXT
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens decoded in one run.")
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="CPU threads of each.  [default: LOCKSTEP_THREADS, else all]"
-)
+@_THREADS
 @_DOCS
 def peers(
     work: Path, shape: str, only: tuple[str, ...], threads: int | None, docs: Path | None, **settings: int

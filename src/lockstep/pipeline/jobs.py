@@ -35,6 +35,12 @@ class Job:
         return self.step.names
 
     @property
+    def target(self) -> Target:
+        """Of a step of an engine set and a layer count."""
+        names = self.names
+        return Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
+
+    @property
     def options(self) -> Mapping[str, Any]:
         return self.step.options
 
@@ -135,25 +141,21 @@ def quantized_reference(job: Job) -> None:
 
 
 def golden(job: Job) -> None:
-    names = job.names
-    target = Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
-    speed = path_of("speed", job.results, names)
+    speed = path_of("speed", job.results, job.names)
     arguments = {"out": str(job.output), "speed": str(speed), "threads": job.threads, **job.options}
-    worker.call(job.step.python, "golden", **_inputs(job), target=asdict(target), **arguments)
+    worker.call(job.step.python, "golden", **_inputs(job), target=asdict(job.target), **arguments)
 
 
 def served(job: Job) -> None:
     from lockstep.serve.check import check
 
-    names = job.names
-    target = Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
     check(
         job.path("assembly"),
         job.path("weights"),
         job.path("engines"),
         job.path("reference"),
         job.path("golden"),
-        target,
+        job.target,
         job.options["tolerance"],
         job.options["limits"],
         job.output,
@@ -191,15 +193,13 @@ def adapted_reference(job: Job) -> None:
 def adapted(job: Job) -> None:
     from lockstep.verify.golden.adapted import check
 
-    names = job.names
-    target = Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
     check(
         job.path("assembly"),
         job.path("weights"),
         job.path("engines"),
         job.path("adapters"),
         job.path("adapted_reference"),
-        target,
+        job.target,
         job.options["tolerance"],
         job.options["limits"],
         job.output,

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lockstep.artifacts.assembly import Assembly, Layer, Part
 from lockstep.artifacts.dtypes import named_dtype
+from lockstep.artifacts.graph_files import AttentionVariant
 from lockstep.artifacts.signature import Signature
 from lockstep.artifacts.tensor_parallel import Piece as ShardedPiece
 from lockstep.artifacts.tensor_parallel import ShardedClass, TensorParallel, attention_shards
@@ -58,11 +59,7 @@ def open_network(
         run = programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
         return Block.whole(run, signature, empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype)))
 
-    kinds = {
-        name: Kind({phase: load(engine).bind(None, {}) for phase, engine in _phases(engines, name).items()}, variant)
-        for name, variant in sorted(assembly.variants.items())
-        if any(layer.variant == name for layer in chosen)
-    }
+    kinds = _kinds(engines, assembly.variants, chosen, load)
     if ranks is not None:
         kinds = {name: _heads_of_ranks(kind, ranks, name) for name, kind in kinds.items()}
     return _network(assembly, chosen, bound, kinds)
@@ -107,7 +104,8 @@ def _network_of_rank(
 ) -> Network:
     """What one rank of several runs, on its own device: its heads, its pieces with its part of the weights."""
     assembly = engines.assembly
-    programs = {name: engines.load(name, rank=rank) for name in sorted(engine_blocks(assembly))}
+    load = lambda name: engines.load(name, rank=rank)
+    programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
 
     def bound(part: Part) -> Block:
         signature = assembly.classes[part.graph].signature
@@ -122,15 +120,7 @@ def _network_of_rank(
             pieces.append(Piece(run, own, piece.sums))
         return Block(tuple(pieces), _local(signature, sharded))
 
-    kinds = {
-        name: Kind(
-            {phase: engines.load(engine, rank=rank).bind(None, {}) for phase, engine in _phases(engines, name).items()},
-            variant,
-        )
-        for name, variant in sorted(ranks.variants.items())
-        if any(layer.variant == name for layer in chosen)
-    }
-    return _network(assembly, chosen, bound, kinds)
+    return _network(assembly, chosen, bound, _kinds(engines, ranks.variants, chosen, load))
 
 
 def _local(signature: Signature, sharded: ShardedClass) -> Signature:
@@ -139,10 +129,19 @@ def _local(signature: Signature, sharded: ShardedClass) -> Signature:
     return Signature(tuple(map(own, signature.inputs)), tuple(map(own, signature.outputs)))
 
 
-def _phases(engines: EngineSet, variant: str) -> dict[str, str]:
-    """{phase: engine} of an attention variant: prefill and decode, or what the backend has instead."""
-    named = (engine.rpartition(".") for engine in engines.names())
-    return {phase: f"{name}.{phase}" for name, _, phase in named if name == variant}
+def _kinds(
+    engines: EngineSet,
+    variants: Mapping[str, AttentionVariant],
+    chosen: Sequence[Layer],
+    load: Callable[[str], Program],
+) -> dict[str, Kind]:
+    """The attention of the chosen layers, each variant with its engines by phase: prefill and decode, or what the
+    backend has instead."""
+    kinds = {}
+    for name in sorted({layer.variant for layer in chosen}):
+        named = (engine for engine in engines.names() if engine.rpartition(".")[0] == name)
+        kinds[name] = Kind({engine.rpartition(".")[2]: load(engine).bind(None, {}) for engine in named}, variants[name])
+    return kinds
 
 
 def engine_blocks(assembly: Assembly) -> set[str]:

@@ -10,7 +10,7 @@ alone. Where there are more adapters than places, they take turns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
-from lockstep.verify.golden.prompts import Prompt, first_difference, read_logits, short
+from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_logits, short
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import difference, finish, largest
 
@@ -40,14 +40,6 @@ class Adapted:
     def __str__(self) -> str:
         with_ = f"adapter {self.adapter!r}" if self.adapter else "no adapter"
         return f"{with_}, prompt {short(self.prompt.text)!r}"
-
-
-@dataclass
-class Decoded:
-    """Of one request: the logits [vocab_size] of every step and the token chosen from them."""
-
-    logits: list[np.ndarray] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
 
 
 def check(

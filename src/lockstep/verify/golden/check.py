@@ -11,7 +11,7 @@ edge of cache, window and RoPE, and beside the others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
 from lockstep.verify.golden.forced import Errors, force, pieces, stretches
-from lockstep.verify.golden.prompts import Long, Prompt, first_difference, read_reference, short
+from lockstep.verify.golden.prompts import Decoded, Long, Prompt, first_difference, read_reference, short
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import Difference, difference, finish, largest
 
@@ -76,14 +76,6 @@ def check(
     finish(out, report, checked.failures[0] if checked.failures else None)
     speed.save(speed_out)
     return Path(out)
-
-
-@dataclass
-class Decoded:
-    """Of one request: the logits [vocab_size] of every step and the token chosen from them."""
-
-    logits: list[np.ndarray] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
 
 
 class _Check:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,14 @@ from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import InputError
 from lockstep.verify.golden.forced import Forced
 from lockstep.verify.golden.text import new_text
+
+
+@dataclass
+class Decoded:
+    """Of one request: the logits [vocab_size] of every step and the token chosen from them."""
+
+    logits: list[np.ndarray] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
