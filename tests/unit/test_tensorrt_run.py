@@ -348,8 +348,8 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     assert [model.length(slot) for slot in range(2)] == [0, 0]
 
 
-def test_rows_decode_beside_prompts_as_they_do_alone(demo, open_model, form, gpu, monkeypatch):
-    """By the graph of their rows; only tokens come back, and the step behind sends no token or position."""
+def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeypatch):
+    """The blocks run once; only tokens come back, and the step behind sends no token or position."""
     from lockstep.backends.tensorrt import cuda
 
     both, sent, fetched = Both(demo, open_model, form[1]), [], []
@@ -359,9 +359,11 @@ def test_rows_decode_beside_prompts_as_they_do_alone(demo, open_model, form, gpu
     upload, download = cuda.Stream.upload, cuda.Stream.download
     monkeypatch.setattr(cuda.Stream, "upload", lambda *given: (sent.append(given[1]), upload(*given))[1])
     monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2]), download(*given))[1])
-    launches, state = gpu.launches, both.found._executor.ranks[0].state
+    launches, executor = gpu.launches, both.found._executor
+    state = executor.ranks[0].state
     both.step(0, 1, prompts=[(2, 30), (3, 5)])
-    assert gpu.launches == launches + 1 and [array.address for array in fetched] == [state.found.address]
+    assert gpu.launches == launches and [array.address for array in fetched] == [state.found.address]
+    assert executor._last[0].names.count("block") == len(executor.ranks[0].network.layers)
     assert state.token_ids.address not in [array.address for array in sent]
     for slots in ((0, 1, 2, 3), (0, 1, 2, 3), (1, 3), (0, 1, 2, 3)):
         sent.clear()
@@ -371,6 +373,65 @@ def test_rows_decode_beside_prompts_as_they_do_alone(demo, open_model, form, gpu
     both.next[1] = 5  # another token than the one that was found
     both.step(0, 1)
     assert {state.token_ids.address, state.positions.address} <= {array.address for array in sent}
+
+
+def test_a_pass_has_room_for_all_rows_beside_a_full_prompt(demo, open_model, form, gpu):
+    """Rows are all up to the highest that decodes: more than the tokens that the step brings."""
+    both, most = Both(demo, open_model, form[1]), LIMITS["max_num_tokens"]
+    both.step(prompts=[(3, 8)])
+    both.step(3)
+    longest = LIMITS["max_seq_len"]
+    both.step(3, prompts=[(0, longest), (1, most - 1 - longest)])
+    both.step(3, 1)
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longer_ones(demo, gpu, form, tmp_path):
+    """Blocks take as long as at the size that their profile is tuned for: 513 tokens as 1024, 5 as 512."""
+    limits = {"max_batch_size": 4, "max_num_tokens": 2048, "max_seq_len": 512}
+    assembly = demo.assembly(MODEL, form[1])
+    engines = build(assembly, "tensorrt", tmp_path / "engines.json", {**limits, "attention": form[2]})
+    model = Model.open(engines, assembly, demo.weights(MODEL, form[1]), 2)
+    assert [model._executor.ranks[0].tuned_for(count) for count in (1, 3, 4, 5, 512, 513, 1025)] == [
+        1, 4, 4, 512, 512, 1024, 2048,
+    ]  # fmt: skip
+    model.step_tokens([Advance(0, np.arange(9), 0)])
+    for held, (count, expected) in enumerate(((4, "send"), (511, "send_mixed"), (512, "send"), (30, "send_mixed")), 9):
+        made, sent = model._executor.ranks[0]._prompts, []
+        for name in ("send", "send_mixed"):
+            real = getattr(made, name)
+            setattr(made, name, lambda *given, real=real, name=name: (sent.append(name), real(*given))[1])
+        halves = [Advance(1, np.arange(count // 2), 0), Advance(2, np.arange(count - count // 2), 0)]
+        model.step_tokens([Advance(0, np.array([5]), held), *halves])
+        assert sent == [expected]
+        del made.send, made.send_mixed
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_a_step_is_not_begun_early_where_prompts_will_fill_it(open_model, form, gpu, monkeypatch):
+    """These go through the blocks with the rows that decode; what little is left of a prompt follows them."""
+    model, told = open_model(max_batch_size=2, chunk_size=16, max_num_tokens=64), []
+    step_tokens = model.step_tokens
+    monkeypatch.setattr(
+        model,
+        "step_tokens",
+        lambda advances, more=False: (
+            told.append(([len(each.tokens) for each in advances], more)),
+            step_tokens(advances, more),
+        )[1],
+    )
+    engine = Engine(model, prefix_caching=False)
+    for count, new in ((5, 5), (140, 2), (4, 2)):
+        engine.add(Request(np.arange(count), new))
+    assert sum(1 for _ in engine.run()) == 9
+    assert told == [
+        ([5, 48], False),  # 92 of the prompt are left, and a step has room for 62
+        ([1, 48], True),  # 44
+        ([1, 44], True),
+        ([1, 1], True),  # the second request ends, and the third has its slot
+        ([1, 4], True),
+        ([1], False),
+    ]
 
 
 def tables(model):
@@ -431,7 +492,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 @pytest.mark.parametrize("refused", [False, True])
-def test_prompts_of_one_length_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, refused):
+def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, refused):
     from lockstep.backends.tensorrt import prompt_attention
 
     made, init = [], prompt_attention._Plan.__init__
@@ -448,10 +509,10 @@ def test_prompts_of_one_length_are_one_call_of_attention(demo, open_model, gpu, 
     )
     prompt_attention._batch_plan.cache_clear()
     both = Both(demo, open_model, "fp16")
-    both.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)  # three of 16, one of 64
-    assert len(made) == 2 * (4 if refused else 3)
+    both.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)
+    assert len(made) == 2 * (4 if refused else 1)
     both.step(prompts=[(2, 20), (1, 17), (3, 30), (0, 32)], tokens=False)  # behind what the rows hold
-    assert len(made) == 2 * (8 if refused else 4)
+    assert len(made) == 2 * (8 if refused else 2)
     for _ in range(2):
         both.step(0, 1, 2, 3)
     prompt_attention._batch_plan.cache_clear()
@@ -879,9 +940,9 @@ def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
             both.found._executor.breakdown_prefill()
     for model in (both.found, both.reference):
         model.release(3)
-    both.step(0, prompts=[(3, 20)])
+    both.step(prompts=[(3, 20)])
     assert {"embedding", "block", "attention", "exit"} < set(both.found._executor.breakdown_prefill())
-    assert [both.found.length(slot) for slot in range(4)] == [47, 56, 35, 0]
+    assert [both.found.length(slot) for slot in range(4)] == [46, 56, 35, 0]
     both.reference.release(3)
     both.step(1, prompts=[(0, 43), (3, 5)], tokens=False)
     for _ in range(3):

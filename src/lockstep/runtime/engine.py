@@ -332,7 +332,10 @@ class Engine:
             for number, row in zip(wanted, logits):
                 rows[number] = row
         else:
-            rows = model.step_tokens(advances, more=goes_on).tolist()
+            # A GPU computes rows that decode and prompts in one pass, unless the rows are under way already: that is
+            # worth waiting for beside a full step of prompts.
+            more = goes_on and not self._scheduler.fills_next(step)
+            rows = model.step_tokens(advances, more).tolist()
         ended = time.perf_counter()
         seconds, self._began = ended - began, ended if model.in_flight else None
         if prompt_tokens:

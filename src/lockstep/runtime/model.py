@@ -26,7 +26,9 @@ _DEFAULTS = {
 }
 _GREEDY = Sampling()
 _Taken = TypeVar("_Taken")
-CHUNK_SIZE = 256  # tokens of a prompt that are computed together, unless a step has less room
+# Tokens of a prompt that are computed together, unless a step has less room. Where the cuts do not make the bits, small
+# ones fill steps better, and more of a prefix is found again.
+CHUNK_SIZE, SMALL_CHUNK_SIZE = 256, PAGE_SIZE
 
 
 class Model:
@@ -77,7 +79,8 @@ class Model:
         requests, 256 tokens of each, and any number of tokens in a step. `low_memory` reads the weights from the mapped
         files at each step instead of a repacked copy: slower, no copy. `kv_bytes`: memory for keys and values of all
         requests, or below 1 the share of what is free; on a CPU a quarter of the machine's, unless given.
-        `chunk_size`: long prompts are computed in pieces that end at multiples of it. `adapters_json`: the manifest of
+        `chunk_size`: long prompts are computed in pieces that end at multiples of it; by default 256 where the backend
+        is batch invariant, else 64. `adapters_json`: the manifest of
         the model's adapters.
         Raises InputError for limits or a layer count that the model does not allow, CheckError for engines that do not
         fit here.
@@ -89,7 +92,9 @@ class Model:
             {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens},
         )
         network = open_network(engines, weights_json, layers, threads, low_memory)
-        chunk_size = fitting_chunk_size(CHUNK_SIZE, rows, tokens) if chunk_size is None else chunk_size
+        if chunk_size is None:
+            wanted = CHUNK_SIZE if engines.backend.batch_invariant else SMALL_CHUNK_SIZE
+            chunk_size = fitting_chunk_size(wanted, rows, tokens)
         if chunk_size < 1:
             raise InputError(f"chunk_size: expected at least 1, found {chunk_size}")
         if kv_bytes is not None and kv_bytes <= 0:

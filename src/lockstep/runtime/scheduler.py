@@ -229,6 +229,16 @@ class Scheduler:
                         break
         return step
 
+    def fills_next(self, step: Step) -> bool:
+        """Whether prompts that run have more tokens left behind `step` than the step after it has room for."""
+        taken = {id(request): count for request, count in step.shares}
+        left = [
+            each.num_prompt_tokens - each.num_computed - taken.get(id(each), 0)
+            for each in self._running
+            if not each.decodes
+        ]
+        return sum(left) >= self.max_num_tokens - len(self._running)
+
     def computed(self, step: Step) -> list[tuple[Scheduled, int, list[int]]]:
         """A step was taken. Gives (request, first token, pages) of each chunk that can be reused from now on, where its
         content must be copied into these pages: see `stored`."""

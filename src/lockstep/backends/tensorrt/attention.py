@@ -22,7 +22,7 @@ from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
 FIRST_CAPACITY = 64
 SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
-LARGEST_BATCH = 4  # prompts that fused attention takes in one call, a power of two
+LARGEST_BATCH = 4  # prompts that fused attention takes in one call
 Call = Callable[[], None]
 Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
 

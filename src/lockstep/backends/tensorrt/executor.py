@@ -2,13 +2,13 @@
 
 Rows that decode are one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention,
 cache, logits, next tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not is written
-nowhere. Tokens of prompts are a pass of their own behind it, put on the stream call by call, as the calls are made: the
-device is at the decoding rows, or at the first layers, while the host prepares the next ones. So rows decode by the
-graph that they have alone, whatever a step brings.
+nowhere. Tokens of prompts are a pass that is put on the stream call by call, as the calls are made: the device is at
+the first layers while the host prepares the next ones. Rows that decode beside them go through the blocks in the same
+pass, which reads the weights once, where that is no slower; each part has the attention that it has alone.
 
 The device chooses the tokens, greedy or drawn: where these alone are asked for, no logits come back, and the device
 holds what the next step goes on with. Where the caller says that it will, that step is launched before these tokens are
-back, so that the device does not wait for the host; prompts that arrive meanwhile follow it.
+back, so that the device does not wait for the host; prompts that arrive meanwhile follow it in a pass of their own.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lockstep.step.sampling import Sampling
 
 CHECK_RANKS = "LOCKSTEP_CHECK_RANKS"  # of the environment: set, each step's results are compared between ranks
 _ROUNDS = 20  # of what is timed
+_WEIGHTS_BOUND = 192  # tokens: a pass of fewer takes as long as the weights take to be read (7B shape, H200, fp16)
 
 
 @dataclass
@@ -245,6 +246,11 @@ class GpuExecutor:
         decoding, chunks = _split(advances)
         flight = self._asked_for(decoding)
         rows: list[dict[int, cuda.Array]] = [{} for _ in self.ranks]
+        if flight is None and self._goes_in_one_pass(decoding, chunks):
+            self._begin(advances)
+            plans = self._mixed(decoding, chunks)
+            rows = [{each.slot: plan.logits[each.slot : each.slot + 1] for each in advances} for plan in plans]
+            return self._fetch(_ends(advances)), rows
         if flight is None or chunks:
             self._begin(advances, flight)
             if flight is None and decoding:
@@ -315,11 +321,11 @@ class GpuExecutor:
             while plans[0].graph is None:
                 self._launch(plans)
         longest = min(self._max_num_tokens, self.max_seq_len)
-        for batch in (1 << power for power in range(LARGEST_BATCH.bit_length())):
-            for tokens in {min(1 << power, longest) for power in range(1, longest.bit_length() + 1)}:
-                fits = min(tokens, self._max_num_tokens // batch)
-                if batch <= self.num_slots and padded(fits) == padded(tokens) and fits > 1:
-                    self._pass([Advance(slot, np.zeros(fits, np.int64), 0) for slot in range(batch)], write=False)
+        for tokens in sorted({min(1 << power, longest) for power in range(1, longest.bit_length() + 1)}):
+            for batch in range(1, 1 + min(LARGEST_BATCH, self.num_slots)):
+                counts = [2] * (batch - 1) + [min(tokens, self._max_num_tokens - 2 * (batch - 1))]
+                if counts[-1] > 1 and padded(counts[-1]) == padded(tokens):
+                    self._pass([Advance(slot, np.zeros(n, np.int64), 0) for slot, n in enumerate(counts)], write=False)
         self._synchronize()
         self._check()
 
@@ -388,6 +394,28 @@ class GpuExecutor:
     def _decode_plans(self, count: int) -> list[Plan]:
         return [rank.decode_plan(count) for rank in self._each()]
 
+    def _goes_in_one_pass(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
+        """Blocks take as long as at the size that their profile is tuned for: 15 rows beside 512 tokens of prompts may
+        cost more than both alone, and beside 500 nothing."""
+        if not decoding or not chunks:
+            return False
+        rows, tokens = 1 + max(each.slot for each in decoding), sum(len(each.tokens) for each in chunks)
+        together, first, second = (
+            max(_WEIGHTS_BOUND, self.ranks[0].tuned_for(count))
+            for count in (rows + tokens, _bucket(rows, self.num_slots), tokens)
+        )
+        return together <= first + second
+
+    def _mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[Plan]:
+        """Rows that decode and prompts in one pass, put on the streams; each rank's plan has the logits by slot. Rows
+        are all up to the highest: engines take a token more for each than `max_num_tokens` (`profiles`)."""
+        self._prompt = None
+        ends = _ends((*decoding, *chunks))
+        for rank in self._each():
+            rank.state.send_samplings(rank.stream)
+            rank.state.advance(list(ends), list(ends.values()))
+        return self._run_pass([rank.prompt_plan(*rank.send_mixed(decoding, chunks)) for rank in self._each()])
+
     def _prefill(self, chunks: Sequence[Advance]) -> list[Plan]:
         """A pass of prompts, put on the streams; each rank's plan has the logits of `chunks`, in their order."""
         self._prompt = None
@@ -401,8 +429,11 @@ class GpuExecutor:
         return plans
 
     def _pass(self, chunks: Sequence[Advance], write: bool = True) -> list[Plan]:
-        """write: see `PromptInputs.send`. Call by call, as `_launch`."""
-        passes = [rank.prompt_plan(*rank.send_prompts(chunks, write)) for rank in self._each()]
+        """write: see `PromptInputs.send`."""
+        return self._run_pass([rank.prompt_plan(*rank.send_prompts(chunks, write)) for rank in self._each()])
+
+    def _run_pass(self, passes: Sequence[Iterator[Plan]]) -> list[Plan]:
+        """Call by call, as `_launch`."""
         with self._together():
             (*_, plans) = zip(*passes, strict=True)
         self.ranks[0].device.use()
@@ -504,11 +535,11 @@ def _bucket(count: int, rows: int) -> int:
 
 
 def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
-    """Those of one token, which decode, and those of several; these by their length, so that prompts of about one
-    length lie together."""
+    """Those of one token, which decode, and those of several; these by their length, so that attention takes prompts of
+    about one length together."""
     decoding = [advance for advance in advances if len(advance.tokens) == 1]
     chunks = [advance for advance in advances if len(advance.tokens) > 1]
-    return decoding, sorted(chunks, key=lambda chunk: padded(len(chunk.tokens)))
+    return decoding, sorted(chunks, key=lambda chunk: len(chunk.tokens))
 
 
 def _ends(advances: Sequence[Advance]) -> dict[int, int]:

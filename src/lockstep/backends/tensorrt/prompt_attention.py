@@ -1,14 +1,13 @@
-"""cuDNN's attention of prompts over a paged KV cache: a call for each chunk, or for several of about one length.
+"""cuDNN's attention of prompts over a paged KV cache: a call for each chunk, or for several as packed sequences.
 
-Chunks are taken as the next power of two of tokens (`attention.padded`), so that few plans serve all; chunks of one
-such size go together, two or four in a call, as packed sequences. Needs the package nvidia-cudnn-frontend and the
-library cuDNN 9; no torch.
+Chunks are taken as the next power of two of tokens (`attention.padded`), so that few plans serve all; what is beyond a
+chunk's last token costs next to nothing, so that those of a call are taken as the longest of them. Needs the package
+nvidia-cudnn-frontend and the library cuDNN 9; no torch.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ cudnn = require_cudnn()
 
 @dataclass(frozen=True)
 class _Batch:
-    """Chunks first to last of a pass, all padded to `tokens`; `at`: of its offsets among all."""
+    """Chunks first to last of a pass, all taken as `tokens` tokens; `at`: of its offsets among all."""
 
     tokens: int
     first: int
@@ -68,15 +67,11 @@ class PromptAttention:
         of each row), offsets."""
         self._chunks, self._batches, self._planned = chunks, [], {}
         offsets: list[int] = []
-        sizes = [padded(high - low) for _, _, low, high in chunks]
-        first = 0
-        for tokens, group in itertools.groupby(sizes):
-            left = len(list(group))
-            while left:
-                count = min(LARGEST_BATCH, 1 << (left.bit_length() - 1))
-                self._batches.append(_Batch(tokens, first, first + count, len(offsets)))
-                offsets += [low for _, _, low, _ in chunks[first : first + count]] + [chunks[first + count - 1][3]]
-                first, left = first + count, left - count
+        for first in range(0, len(chunks), LARGEST_BATCH):
+            batch = chunks[first : first + LARGEST_BATCH]
+            tokens = padded(max(high - low for _, _, low, high in batch))
+            self._batches.append(_Batch(tokens, first, first + len(batch), len(offsets)))
+            offsets += [low for _, _, low, _ in batch] + [batch[-1][3]]
         count, starts = len(chunks), np.array(offsets)
         pairs = [
             (self._new[:count], np.array([high - low for _, _, low, high in chunks])),
@@ -116,10 +111,10 @@ class PromptAttention:
                 arrays = self._table[chosen], self._new[chosen], self._held[chosen]
                 yield _Call(plan, slice(None), *arrays, (offsets,))
                 continue
-            plan = _plan(replace(size, batch=1), self._stream)
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]
                 one = slice(number, number + 1)
+                plan = _plan(replace(size, batch=1, tokens=padded(high - low)), self._stream)
                 yield _Call(plan, slice(low, high), self._table[one], self._new[one], self._held[one])
 
 

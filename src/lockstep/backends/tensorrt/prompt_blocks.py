@@ -59,29 +59,33 @@ class PromptBlocks:
             key = tuple((name, array.address, array.shape, array.dtype) for name, array in read.items())
             self.values.append(known.setdefault(key, read))
 
-    def begin(self, num_tokens: int, num_requests: int) -> PromptPass:
-        return PromptPass(self, num_tokens, num_requests)
+    def begin(self, num_tokens: int, num_requests: int, num_decoding: int) -> PromptPass:
+        return PromptPass(self, num_tokens, num_requests, num_decoding)
 
 
 class PromptPass:
-    """The blocks of one pass, of `num_tokens` tokens of `num_requests` prompts; calls may be repeated."""
+    """The blocks of one pass, of `num_tokens` tokens of `num_requests` requests; calls may be repeated. num_decoding:
+    of the tokens, those in front, of slots that decode."""
 
-    def __init__(self, blocks: PromptBlocks, num_tokens: int, num_requests: int):
+    def __init__(self, blocks: PromptBlocks, num_tokens: int, num_requests: int, num_decoding: int):
         self._blocks = blocks
+        self._parts = [slice(0, num_decoding)] if num_decoding else []
+        self._parts.append(slice(num_decoding, num_tokens))
         self._dims = {"num_tokens": num_tokens, "num_requests": num_requests}
         self._contexts: dict[tuple[TensorRTProgram, tuple], tuple[Context, Shapes]] = {}
-        self._values: dict[int, Values] = {}
+        self._values: dict[int, list[Values]] = {}
 
     def embedding(self) -> Calls:
         return self._calls(0)
 
-    def layer(self, index: int) -> tuple[Calls, Values]:
-        """The calls of a layer's block, and by name what its attention reads and writes."""
+    def layer(self, index: int) -> tuple[Calls, list[Values]]:
+        """The calls of a layer's block, and by name what its attention reads and writes: of tokens that decode, if
+        there are any, and of those of prompts."""
         whole = self._blocks.values[index]
         values = self._values.get(id(whole))
         if values is None:
-            count = self._dims["num_tokens"]
-            values = self._values[id(whole)] = {name: array[:count] for name, array in whole.items()}
+            values = [{name: array[part] for name, array in whole.items()} for part in self._parts]
+            self._values[id(whole)] = values
         return self._calls(1 + index), values
 
     def exit(self) -> tuple[Calls, cuda.Array]:

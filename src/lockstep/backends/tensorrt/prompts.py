@@ -1,8 +1,9 @@
-"""What a pass of prompts reads: their tokens, packed one prompt after another, and where each begins and goes."""
+"""What a pass of prompts reads: their tokens, packed one prompt after another, and where each begins and goes. In front
+of them may stand a token of each of some slots that decode."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,8 @@ from lockstep.step.advance import Advance
 class Inputs:
     """Device arrays that the engines and kernels of a pass read: by token token_ids, position_ids and rows (int32: the
     slot whose cache the token goes into, or -1), by request logit_rows (the token whose logits are asked for), slots
-    (int32: whose next token they are, or -1) and held (that token's position)."""
+    (int32: whose next token they are, or -1) and held (that token's position). num_decoding: tokens in front, that of
+    slot `i` at i, which decode."""
 
     token_ids: cuda.Array
     position_ids: cuda.Array
@@ -25,10 +27,11 @@ class Inputs:
     logit_rows: cuda.Array
     slots: cuda.Array
     held: cuda.Array
+    num_decoding: int = 0
 
 
 class PromptInputs:
-    """Room for `num_tokens` tokens of up to `slots` prompts."""
+    """Room for `num_tokens` tokens of up to `slots` requests."""
 
     def __init__(self, num_tokens: int, slots: int, integer: np.dtype):
         by_token, by_request = (num_tokens,), (slots,)
@@ -41,7 +44,7 @@ class PromptInputs:
             slots=cuda.zeros(by_request, "i4"),
             held=cuda.zeros(by_request, integer),
         )
-        arrays = vars(self.arrays).values()
+        arrays = [array for array in vars(self.arrays).values() if isinstance(array, cuda.Array)]
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
 
     def send(self, chunks: Sequence[Advance], stream: cuda.Stream, write: bool = True) -> tuple[Inputs, Chunks]:
@@ -59,6 +62,42 @@ class PromptInputs:
             "slots": slots,
             "held": positions[ends - 1],
         }
-        used = Inputs(**{name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()})
-        self._staging.send(stream, [(getattr(used, name), array) for name, array in values.items()])
-        return used, places
+        return self._send(stream, values), places
+
+    def send_mixed(
+        self, decoding: Sequence[Advance], chunks: Sequence[Advance], stream: cuda.Stream
+    ) -> tuple[Inputs, Chunks]:
+        """As `send`, with the tokens of slots that decode in front: those up to the highest of them, of which some may
+        not decode. The requests are all slots up to the highest of the step."""
+        count = 1 + max(advance.slot for advance in decoding)
+        requests = 1 + max(advance.slot for advance in (*decoding, *chunks))
+        total = count + sum(len(chunk.tokens) for chunk in chunks)
+        token_ids, positions = (np.zeros(total, np.int64) for _ in range(2))
+        logit_rows, held = (np.zeros(requests, np.int64) for _ in range(2))
+        rows, slots = np.full(total, -1), np.full(requests, -1)
+        chosen = [advance.slot for advance in decoding]
+        token_ids[chosen] = [advance.tokens[0] for advance in decoding]
+        positions[chosen] = held[chosen] = [advance.start for advance in decoding]
+        rows[chosen] = slots[chosen] = logit_rows[chosen] = chosen
+        places, low = [], count
+        for chunk in chunks:
+            high, end = low + len(chunk.tokens), chunk.start + len(chunk.tokens)
+            token_ids[low:high], positions[low:high] = chunk.tokens, np.arange(chunk.start, end)
+            rows[low:high] = slots[chunk.slot] = chunk.slot
+            logit_rows[chunk.slot], held[chunk.slot] = high - 1, end - 1
+            places.append((chunk.slot, chunk.start, low - count, high - count))
+            low = high
+        values = {
+            "token_ids": token_ids,
+            "position_ids": positions,
+            "rows": rows,
+            "logit_rows": logit_rows,
+            "slots": slots,
+            "held": held,
+        }
+        return self._send(stream, values, count), places
+
+    def _send(self, stream: cuda.Stream, values: Mapping[str, np.ndarray], num_decoding: int = 0) -> Inputs:
+        arrays = {name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()}
+        self._staging.send(stream, [(arrays[name], array) for name, array in values.items()])
+        return Inputs(**arrays, num_decoding=num_decoding)

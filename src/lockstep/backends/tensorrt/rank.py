@@ -74,7 +74,8 @@ class Rank:
         exchange: Exchange | None,
     ):
         self.network, self.device, self.stream, self.exchange = network, device, device.stream, exchange
-        self._num_slots, self._max_num_tokens, self._limit = num_slots, max_num_tokens, max_seq_len
+        self._num_slots, self._limit = num_slots, max_seq_len
+        self._largest_pass = max_num_tokens + num_slots
         device.use()
         integer = engine_of(network.embedding).program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=integer.itemsize == 8)
@@ -82,7 +83,7 @@ class Rank:
         self.state = DecodeState(num_slots, max_seq_len, integer)
         self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
         self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
-        self._prompts = PromptInputs(max_num_tokens, num_slots, integer)
+        self._prompts = PromptInputs(self._largest_pass, num_slots, integer)
         self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
         self.forms = list(dict.fromkeys(self._attention))
         self._prompt_blocks: PromptBlocks | None = None  # its buffers are made with the first pass
@@ -99,6 +100,21 @@ class Rank:
         """See `Attention.reserve`."""
         if any(attention.reserve(ends, lengths, self.stream) for attention in self.forms):
             self.plans.clear()
+
+    def tuned_for(self, num_tokens: int) -> int:
+        """Return the tokens that the profile is tuned for in which a layer's block takes so many."""
+        piece = self.network.layers[-1][0].pieces[0]
+        shapes = {
+            io.name: tuple(num_tokens if isinstance(size, str) else size for size in io.shape)
+            for io in piece.signature.inputs
+        }
+        program = engine_of(piece).program
+        profile = program.profile_for(shapes)
+        return max(
+            program.tensors[io.name].profiles[profile][1][io.shape.index("num_tokens")]
+            for io in piece.signature.inputs
+            if "num_tokens" in io.shape
+        )
 
     def decode_logits(self, slot: int) -> cuda.Array:
         """Of the last decode step, [1, vocab_size]."""
@@ -132,6 +148,10 @@ class Rank:
     def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
         """See `PromptInputs.send`."""
         return self._prompts.send(chunks, self.stream, write)
+
+    def send_mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> tuple[Inputs, Chunks]:
+        """See `PromptInputs.send_mixed`."""
+        return self._prompts.send_mixed(decoding, chunks, self.stream)
 
     def prompt_plan(self, inputs: Inputs, chunks: Chunks) -> Iterator[Plan]:
         """A pass of chunks, call by call: each is on the stream when the plan is given, which has it then. The rank's
@@ -177,7 +197,8 @@ class Rank:
 
     def _prompt_calls(self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks) -> Iterator[Plan]:
         total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
-        a_pass = blocks.begin(total, num_requests)
+        a_pass = blocks.begin(total, num_requests, inputs.num_decoding)
+        decoding, prompts = inputs.rows[: inputs.num_decoding], inputs.rows[inputs.num_decoding :]
         logits = self._logits("prompts", (num_requests, self.network.vocab_size), blocks.logits.dtype)
         plan = Plan([], [], logits, _whole(self.network, blocks.blocks[-2].values, total))
 
@@ -193,10 +214,11 @@ class Rank:
             calls, values = a_pass.layer(index)
             for name, call in calls:
                 yield add(name or "block", call)
-            for name, call in self._attention[index].calls(
-                index, kind, values, inputs.rows, chunks, self._buffer, self.stream, False
-            ):
-                yield add(name, call)
+            attention = self._attention[index]
+            for part in values:
+                which = (prompts, chunks) if part is values[-1] else (decoding, [])
+                for name, call in attention.calls(index, kind, part, *which, self._buffer, self.stream, False):
+                    yield add(name, call)
         calls, found = a_pass.exit()
         for name, call in calls:
             yield add(name or "exit", call)
@@ -212,7 +234,7 @@ class Rank:
 
     def _bind_prompts(self) -> Iterator[BoundBlock]:
         """The blocks of a pass of prompts, bound to buffers for the largest."""
-        arrays, network, largest = self._prompts.arrays, self.network, self._max_num_tokens
+        arrays, network, largest = self._prompts.arrays, self.network, self._largest_pass
         values = {"token_ids": arrays.token_ids, "position_ids": arrays.position_ids, "logit_rows": arrays.logit_rows}
         dims = {"num_tokens": largest, "num_requests": self._num_slots}
         for block, kind in ((network.embedding, None), *network.layers, (network.exit, None)):
@@ -285,8 +307,7 @@ class Rank:
         if array is None:
             # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of
             # two long: less than twice as long as it is, or as long as the smallest.
-            tokens = max(self._num_slots, self._max_num_tokens)
-            count = tokens + max(tokens, SMALLEST_CHUNK)
+            count = self._largest_pass + max(self._largest_pass, SMALLEST_CHUNK)
             array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype, "the values of a step")
         return array[: shape[0]]
 
@@ -308,7 +329,7 @@ def engine_of(of: Block | Piece) -> TensorRTExecutable:
 
 def most_exchanged(network: Network, num_slots: int, max_num_tokens: int) -> tuple[int, int]:
     """(bytes that a sum has at most, bytes that a rank's part of the logits has at most)."""
-    sizes = {"num_tokens": max(num_slots, max_num_tokens), "num_requests": num_slots}
+    sizes = {"num_tokens": max_num_tokens + num_slots, "num_requests": num_slots}
 
     def nbytes(io: IO) -> int:
         dims = [sizes[size] if isinstance(size, str) else size for size in io.shape]
