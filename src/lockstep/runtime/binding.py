@@ -57,7 +57,8 @@ def open_network(
         if ranks is not None and (sharded := ranks.classes.get(part.graph)):
             return Block.whole(_of_ranks(engines, weights, part, sharded, programs), signature)
         run = programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
-        return Block.whole(run, signature, empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype)))
+        arrays = empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype), engines.backend.empty)
+        return Block.whole(run, signature, arrays)
 
     kinds = _kinds(engines, assembly.variants, chosen, load)
     if ranks is not None:

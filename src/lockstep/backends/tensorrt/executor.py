@@ -25,10 +25,12 @@ from lockstep.backends.tensorrt.all_reduce import connect
 from lockstep.backends.tensorrt.attention import LARGEST_BATCH, make_tables, padded
 from lockstep.backends.tensorrt.rank import Plan, Rank, engine_of, most_exchanged
 from lockstep.backends.tensorrt.rank_device import Device
+from lockstep.backends.tensorrt.resident_adapters import ResidentAdapters
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import Advance
 from lockstep.step.network import Network
 from lockstep.step.sampling import Sampling
+from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 CHECK_RANKS = "LOCKSTEP_CHECK_RANKS"  # of the environment: set, each step's results are compared between ranks
 _ROUNDS = 20  # of what is timed
@@ -41,6 +43,7 @@ class _Flight:
     ends: dict[int, int]
     fetched: list[tuple[np.ndarray, cuda.Event]]  # by rank, page-locked: what it finds, by slot, behind the event
     given: np.ndarray | None = None  # of a step in flight: the tokens that it went on with, by slot
+    loads: np.ndarray | None = None  # likewise: by slot, which load of an adapter (GpuExecutor._loads)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -84,6 +87,7 @@ class GpuExecutor:
         # the step with one prompt that was taken last, and its slots
         self._prompt: tuple[list[Plan], list[int]] | None = None
         self._host_logits: np.ndarray | None = None
+        self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
         devices[0].use()
 
     def __del__(self) -> None:
@@ -153,6 +157,18 @@ class GpuExecutor:
         changed = [rank.state.set_sampling(slot, sampling, choice) for rank in self.ranks]
         if changed[0]:
             self._leave_flight(slot)
+
+    def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, places: np.ndarray) -> AdapterWriter:
+        """See `Executor.take_adapters`. Adapters are of one rank: a model that is split takes none."""
+        (rank,) = self.ranks
+        rank.state.adapters = places
+        self._resident = ResidentAdapters(arrays, max_lora_rank, rank.stream)
+        return self._resident
+
+    def _loads(self) -> np.ndarray | None:
+        """Of each slot's adapter the number of the load that brought it, -1 for none; None where blocks take none."""
+        places = self.ranks[0].state.adapters
+        return None if self._resident is None or places is None else self._resident.loads[places]
 
     def _leave_flight(self, slot: int) -> None:
         """What the step in flight finds for the slot is not asked for: it was launched for another request."""
@@ -265,6 +281,9 @@ class GpuExecutor:
         flight, self._in_flight = self._in_flight, None
         if flight is None or not decoding or flight.given is None:
             return None
+        loads, slots = self._loads(), [advance.slot for advance in decoding]
+        if loads is not None and flight.loads is not None and (loads[slots] != flight.loads[slots]).any():
+            return None
         asked = all(
             flight.ends.get(advance.slot) == advance.start + 1 and flight.given[advance.slot] == advance.tokens[0]
             for advance in decoding
@@ -296,7 +315,9 @@ class GpuExecutor:
         for rank in self._each():
             rank.state.decode(list(held), None, list(held.values()), rank.stream)
         self._launch(plans)
-        return self._fetch(ends)
+        flight = self._fetch(ends)
+        flight.loads = self._loads()
+        return flight
 
     def wait(self) -> None:
         """Until all weights are on the devices. Raises what an upload raised."""

@@ -118,6 +118,7 @@ class Rank:
                 self._every_row[:count],
                 state.rows[:count],
                 state.positions[:count],
+                state.adapter_ids[:count],
             )
             plan = self.plans[key] = self._plan(inputs)
         return plan
@@ -131,7 +132,7 @@ class Rank:
 
     def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
         """See `PromptInputs.send`."""
-        return self._prompts.send(chunks, self.stream, write)
+        return self._prompts.send(chunks, self.stream, write, self.state.adapters)
 
     def prompt_plan(self, inputs: Inputs, chunks: Chunks) -> Iterator[Plan]:
         """A pass of chunks, call by call: each is on the stream when the plan is given, which has it then. The rank's
@@ -150,8 +151,7 @@ class Rank:
         """Rows of one token; nothing is put on the stream."""
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
-        values = {"token_ids": inputs.token_ids, "position_ids": inputs.position_ids, "logit_rows": inputs.logit_rows}
-        network = self.network
+        values, network = inputs.values(), self.network
 
         def prepare(name: str, block: Block) -> list[tuple[str, Call]]:
             return [
@@ -213,7 +213,7 @@ class Rank:
     def _bind_prompts(self) -> Iterator[BoundBlock]:
         """The blocks of a pass of prompts, bound to buffers for the largest."""
         arrays, network, largest = self._prompts.arrays, self.network, self._max_num_tokens
-        values = {"token_ids": arrays.token_ids, "position_ids": arrays.position_ids, "logit_rows": arrays.logit_rows}
+        values = arrays.values()
         dims = {"num_tokens": largest, "num_requests": self._num_slots}
         for block, kind in ((network.embedding, None), *network.layers, (network.exit, None)):
             parts: list[BoundPiece | BoundSum] = []
@@ -222,7 +222,8 @@ class Rank:
                     parts.append(BoundSum(self._end.sum, step.values, step.dim))
                 else:
                     engine = engine_of(step.piece)
-                    shapes = tuple((io.name, io.shape) for io in step.piece.signature.inputs)
+                    dynamic = engine.program.dynamic
+                    shapes = tuple((io.name, io.shape) for io in step.piece.signature.inputs if io.name in dynamic)
                     parts.append(BoundPiece(engine.bind(step.inputs, step.outputs), engine.program, shapes))
             if kind is not None:
                 self._add_attention(kind, values, largest)
@@ -236,10 +237,11 @@ class Rank:
         self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], of: str
     ) -> list[_Run | _Sum]:
         """What a block runs; `values` has its outputs afterwards. of: whose logits an exit makes."""
-        read, made = {io.key for io in block.signature.inputs}, {io.key for io in block.signature.outputs}
+        step_inputs = [io for io in block.signature.inputs if io.name not in block.adapters]
+        read, made = {io.key for io in step_inputs}, {io.key for io in block.signature.outputs}
         # Later pieces, and later blocks, may read what is there, but for what this block makes anew.
         taken = {array.address for key, array in values.items() if key in read or key not in made}
-        known = {io.name: values[io.key] for io in block.signature.inputs}
+        known = {**block.adapters, **{io.name: values[io.key] for io in step_inputs}}
         own = {io.name for io in block.signature.outputs}
         steps: list[_Run | _Sum] = []
         for piece in block.pieces:
@@ -297,7 +299,8 @@ class Rank:
 
 
 def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> list[cuda.Array]:
-    names = [io.key for io in network.exit.signature.inputs if io.name not in ("attention", "logit_rows")]
+    others = ("attention", "logit_rows", *network.exit.adapters)
+    names = [io.key for io in network.exit.signature.inputs if io.name not in others]
     return [values[name][:total] for name in names]
 
 
