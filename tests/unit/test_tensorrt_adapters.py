@@ -146,9 +146,32 @@ def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(
     assert found[0] == found[1]
 
 
-def test_a_model_whose_graphs_take_adapters_runs_without_any(
-    lora: Results, demo: Results, form: tuple[str, str, str], open_model: Open
+def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_without(
+    demo: Results, form: tuple[str, str, str], open_model: Open, shared: Shared
 ) -> None:
-    expected = logits_of(opened(demo, form[1], adapters_json=None, **SIZES), [(np.arange(9), None)])
-    found = logits_of(open_model(adapters_json=None), [(np.arange(9), None)])
-    np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=TOLERANCE[form[1]])
+    """The same bits, whether others had one before, will have one, or there is none."""
+    _, precision, attention = form
+    assembly, options = demo.assembly("demo-llama", precision), {"attention": attention, **SIZES}
+    make = lambda folder: build(assembly, "tensorrt", folder / "engines.json", options)
+    engines = shared.folder(f"tensorrt-without/{precision}", make) / "engines.json"
+    given = [(np.arange(9), None), (np.arange(3, 70), None)]
+    expected = logits_of(Model.open(engines, assembly, demo.weights("demo-llama", precision), **SIZES), given)
+    for model in (open_model(), open_model(adapters_json=None)):
+        model.warm_up()
+        for again in range(2):
+            assert all(map(np.array_equal, logits_of(model, given), expected))
+            if model.adapters is not None and model.adapters.known and not again:
+                logits_of(model, requests())
+
+
+def test_nothing_is_captured_behind_the_warm_up(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.backends.tensorrt import cuda
+
+    model, captures = open_model(), list[int]()
+    model.warm_up()
+    capture = cuda.Stream.capture
+    monkeypatch.setattr(cuda.Stream, "capture", lambda stream: (captures.append(1), capture(stream))[1])
+    given = [(np.arange(2 + n), name) for n, name in enumerate(("captain", None, "random"))]
+    for several in (given, given[1:2]):
+        logits_of(model, several)
+    assert not captures

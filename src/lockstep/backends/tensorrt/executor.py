@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -309,7 +309,7 @@ class GpuExecutor:
         lengths[list(held)] = list(held.values())
         try:
             self._reserve(ends, lengths)
-            plans = self._decode_plans(_bucket(max(ends) + 1, self.num_slots))
+            plans = self._decode_plans(_bucket(max(ends) + 1, self.num_slots), self._adapted(ends))
         except (CheckError, InputError):  # no memory for a step that may never be asked for; whoever asks is told
             return None
         for rank in self._each():
@@ -331,16 +331,20 @@ class GpuExecutor:
         self._reserve({}, self.lengths)
         for rank in self._each():
             rank.state.decode([], None, [], rank.stream)
+        ways = (False, True) if self._resident is not None and self.ranks[0].has_base else (False,)
         for count in sorted({_bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
-            plans = self._decode_plans(count)
-            while plans[0].graph is None:
-                self._launch(plans)
+            for adapted in ways:
+                plans = self._decode_plans(count, adapted)
+                while plans[0].graph is None:
+                    self._launch(plans)
         longest = min(self._max_num_tokens, self.max_seq_len)
         for batch in (1 << power for power in range(LARGEST_BATCH.bit_length())):
             for tokens in {min(1 << power, longest) for power in range(1, longest.bit_length() + 1)}:
                 fits = min(tokens, self._max_num_tokens // batch)
                 if batch <= self.num_slots and padded(fits) == padded(tokens) and fits > 1:
-                    self._pass([Advance(slot, np.zeros(fits, np.int64), 0) for slot in range(batch)], write=False)
+                    chunks = [Advance(slot, np.zeros(fits, np.int64), 0) for slot in range(batch)]
+                    for adapted in ways:
+                        self._pass(chunks, write=False, adapted=adapted)
         self._synchronize()
         self._check()
 
@@ -400,14 +404,19 @@ class GpuExecutor:
     def _decode(self, decoding: Sequence[Advance]) -> None:
         """One token of each slot, put on the streams."""
         self._prompt = None
-        plans = self._decode_plans(_bucket(max(advance.slot for advance in decoding) + 1, self.num_slots))
         slots, tokens, positions = zip(*((advance.slot, advance.tokens[0], advance.start) for advance in decoding))
+        plans = self._decode_plans(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots))
         for rank in self._each():
             rank.state.decode(slots, tokens, positions, rank.stream)
         self._launch(plans)
 
-    def _decode_plans(self, count: int) -> list[Plan]:
-        return [rank.decode_plan(count) for rank in self._each()]
+    def _decode_plans(self, count: int, adapted: bool) -> list[Plan]:
+        return [rank.decode_plan(count, adapted) for rank in self._each()]
+
+    def _adapted(self, slots: Iterable[int]) -> bool:
+        """Whether one of these slots is computed with an adapter."""
+        places = self.ranks[0].state.adapters
+        return places is not None and bool((places[list(slots)] >= 0).any())
 
     def _prefill(self, chunks: Sequence[Advance]) -> list[Plan]:
         """A pass of prompts, put on the streams; each rank's plan has the logits of `chunks`, in their order."""
@@ -421,9 +430,12 @@ class GpuExecutor:
             self._prompt = plans, slots
         return plans
 
-    def _pass(self, chunks: Sequence[Advance], write: bool = True) -> list[Plan]:
-        """write: see `PromptInputs.send`. Call by call, as `_launch`."""
-        passes = [rank.prompt_plan(*rank.send_prompts(chunks, write)) for rank in self._each()]
+    def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[Plan]:
+        """write: see `PromptInputs.send`. adapted: run what takes adapters; None: if a chunk has one. Call by call, as
+        `_launch`."""
+        if adapted is None:
+            adapted = self._adapted(chunk.slot for chunk in chunks)
+        passes = [rank.prompt_plan(*rank.send_prompts(chunks, write), adapted) for rank in self._each()]
         with self._together():
             (*_, plans) = zip(*passes, strict=True)
         self.ranks[0].device.use()
@@ -446,7 +458,7 @@ class GpuExecutor:
             )
         self._prompt = self._in_flight = None
         self._reserve(dict.fromkeys(range(batch), end), self.lengths)
-        plans = self._decode_plans(count)
+        plans = self._decode_plans(count, self._adapted(range(batch)))
         for rank in self._each():
             rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
         while plans[0].graph is None:

@@ -80,12 +80,13 @@ class Rank:
         self._kernels = Kernels(wide=integer.itemsize == 8)
         self._buffers: dict[tuple, cuda.Array] = {}
         self.state = DecodeState(num_slots, max_seq_len, integer)
+        self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
         self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
         self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
         self._prompts = PromptInputs(max_num_tokens, num_slots, integer)
         self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
         self.forms = list(dict.fromkeys(self._attention))
-        self._prompt_blocks: PromptBlocks | None = None  # its buffers are made with the first pass
+        self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
         self.plans: dict[tuple, Plan] = {}
         # of a step, and of the one behind it
         self.fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
@@ -104,10 +105,10 @@ class Rank:
         """Of the last decode step, [1, vocab_size]."""
         return self._buffers["logits", "decode"][slot : slot + 1]
 
-    def decode_plan(self, count: int) -> Plan:
-        """A token of each of the slots 0 to `count`-1, or of those of them that decode (`state`); nothing is put on the
-        stream."""
-        key = (count, *(attention.capacity for attention in self.forms))
+    def decode_plan(self, count: int, adapted: bool) -> Plan:
+        """A token of each of the slots 0 to `count`-1, or of those of them that decode (`state`), of which some have an
+        adapter if `adapted`; nothing is put on the stream."""
+        key = (count, adapted, *(attention.capacity for attention in self.forms))
         plan = self.plans.get(key)
         if plan is None:
             state = self.state
@@ -120,7 +121,7 @@ class Rank:
                 state.positions[:count],
                 state.adapter_ids[:count],
             )
-            plan = self.plans[key] = self._plan(inputs)
+            plan = self.plans[key] = self._plan(inputs, adapted)
         return plan
 
     def capture(self, plan: Plan) -> None:
@@ -134,20 +135,20 @@ class Rank:
         """See `PromptInputs.send`."""
         return self._prompts.send(chunks, self.stream, write, self.state.adapters)
 
-    def prompt_plan(self, inputs: Inputs, chunks: Chunks) -> Iterator[Plan]:
+    def prompt_plan(self, inputs: Inputs, chunks: Chunks, adapted: bool) -> Iterator[Plan]:
         """A pass of chunks, call by call: each is on the stream when the plan is given, which has it then. The rank's
-        device is used for each, whatever was used meanwhile."""
+        device is used for each, whatever was used meanwhile. adapted: some chunks have an adapter."""
         self.device.use()
         for attention in self.forms:
             attention.begin(chunks, self.stream)
-        if self._prompt_blocks is None:
-            self._prompt_blocks = PromptBlocks(list(self._bind_prompts()))
-        calls = self._prompt_calls(self._prompt_blocks, inputs, chunks)
+        if adapted not in self._prompt_blocks:
+            self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
+        calls = self._prompt_calls(self._prompt_blocks[adapted], inputs, chunks)
         while (plan := next(calls, None)) is not None:
             yield plan
             self.device.use()
 
-    def _plan(self, inputs: Inputs) -> Plan:
+    def _plan(self, inputs: Inputs, adapted: bool) -> Plan:
         """Rows of one token; nothing is put on the stream."""
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
@@ -158,7 +159,7 @@ class Rank:
                 ("sum", functools.partial(self._end.sum, step.values))
                 if isinstance(step, _Sum)
                 else (name, engine_of(step.piece).prepare(step.inputs, step.outputs, own=True))
-                for step in self._steps(block, values, dims, "decode")
+                for step in self._steps(block.for_rows(adapted), values, dims, "decode")
             ]
 
         calls = prepare("embedding", network.embedding)
@@ -210,14 +211,14 @@ class Rank:
         found = state.samplings, state.found, state.token_ids, state.positions
         return lambda: kernels.advance(stream, logits, inputs.slots, inputs.held, limit, *found)
 
-    def _bind_prompts(self) -> Iterator[BoundBlock]:
+    def _bind_prompts(self, adapted: bool) -> Iterator[BoundBlock]:
         """The blocks of a pass of prompts, bound to buffers for the largest."""
         arrays, network, largest = self._prompts.arrays, self.network, self._max_num_tokens
         values = arrays.values()
         dims = {"num_tokens": largest, "num_requests": self._num_slots}
         for block, kind in ((network.embedding, None), *network.layers, (network.exit, None)):
             parts: list[BoundPiece | BoundSum] = []
-            for step in self._steps(block, values, dims, "prompts"):
+            for step in self._steps(block.for_rows(adapted), values, dims, "prompts"):
                 if isinstance(step, _Sum):
                     parts.append(BoundSum(self._end.sum, step.values, step.dim))
                 else:
