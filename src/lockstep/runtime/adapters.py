@@ -24,15 +24,13 @@ class Adapters:
     Loading an adapter writes its numbers into arrays that the blocks read: nothing is built again.
     """
 
-    def __init__(
-        self, slots: LoraSlots, known: Mapping[str, LoadedAdapter], arrays: Sequence[LoraArrays], executor: Executor
-    ):
-        self.known = dict(known)
+    def __init__(self, assembly: Assembly, slots: LoraSlots, arrays: Sequence[LoraArrays], executor: Executor):
+        self.known: dict[str, LoadedAdapter] = {}
         self.residency = Residency(executor.num_slots, slots.max_adapters)
-        self._arrays, rank = arrays, slots.max_lora_rank
-        self._writer = executor.take_adapters(arrays, rank, self.residency.places) or _HostWriter(arrays, rank)
-        for adapter in self.known.values():
-            self._writer.prepare(adapter)
+        self._slots, self._arrays = slots, arrays
+        self._modules, self._dtype = adapted_modules(assembly), named_dtype(assembly.dtype)
+        rank, places = slots.max_lora_rank, self.residency.places
+        self._writer = executor.take_adapters(arrays, rank, places) or _HostWriter(arrays, rank)
 
     @classmethod
     def open(
@@ -48,11 +46,19 @@ class Adapters:
                     "the config and export again"
                 )
             return None
-        known = open_adapters(path) if path is not None else {}
-        modules, dtype = adapted_modules(assembly), named_dtype(assembly.dtype)
-        for adapter in known.values():
-            check_adapter(adapter, slots, modules, dtype)
-        return cls(slots, known, lora_arrays(assembly, network), executor)
+        adapters = cls(assembly, slots, lora_arrays(assembly, network), executor)
+        for adapter in (open_adapters(path) if path is not None else {}).values():
+            adapters.add(adapter)
+        return adapters
+
+    def add(self, adapter: LoadedAdapter) -> None:
+        """Have requests be computed with one more adapter. Raises InputError where it does not fit the graphs, or
+        another has its name."""
+        if adapter.name in self.known:
+            raise InputError(f"adapter {adapter.name!r}: expected one of this name, found another; rename it")
+        check_adapter(adapter, self._slots, self._modules, self._dtype)
+        self._writer.prepare(adapter)
+        self.known[adapter.name] = adapter
 
     def check(self, name: str | None) -> None:
         """Raise InputError for a name that is no adapter's."""
