@@ -494,6 +494,56 @@ def batches(
     click.echo(out)
 
 
+@bench.command("adapters-gpu")
+@click.option("--shape", default="llama-2-7b", show_default=True, help="A shape that comes with the benchmark.")
+@click.option("--adapters", type=click.IntRange(1, 64), default=8, show_default=True, help="Resident together.")
+@_TENSORRT_PYTHON
+@_WORK
+@_SETTING
+@click.option("--graphs-only", is_flag=True, help="Export into the scratch folder, and measure nothing.")
+@click.option("--no-forms", is_flag=True, help="Leave out the forms of an adapter's products.")
+@click.option(
+    "--write",
+    "docs",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write gpu/adapters.json into this folder.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+def adapters_gpu(
+    shape: str,
+    adapters: int,
+    python: str | None,
+    work: Path,
+    options: dict[str, Any],
+    graphs_only: bool,
+    no_forms: bool,
+    docs: Path | None,
+    rounds: int,
+) -> None:
+    """TensorRT with adapters of rank 16 in 16 rows, with none, and with graphs without room for any."""
+    from benchmarks.export import SHAPES
+    from lockstep.export.run import export_config
+    from lockstep.pipeline import worker
+
+    work, out = work.absolute(), ((docs / "gpu") if docs else work).absolute() / "adapters.json"
+    config = read_json(SHAPES / f"{shape}.json")
+    for folder, room in (("graphs-plain", None), ("graphs", {"max_adapters": adapters, "max_lora_rank": 16})):
+        if not (work / folder / "assembly.json").is_file():
+            export_config(config, "fp16", work / folder, adapters=room)
+    if graphs_only:
+        click.echo(work)
+        return
+    names = {
+        "plain": str(work / "graphs-plain" / "assembly.json"),
+        "taking": str(work / "graphs" / "assembly.json"),
+        "work": str(work),
+        "out": str(out),
+    }
+    worker.call(python, "benchmarks.adapters_gpu:measure", **names, rounds=rounds, options=options, forms=not no_forms)
+    click.echo(out)
+
+
 @bench.command("serving-gpu")
 @click.option(
     "--work",

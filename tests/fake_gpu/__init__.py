@@ -61,6 +61,7 @@ BOUND = (
     "prompt_blocks",
     "all_reduce",
     "rank",
+    "resident_adapters",
     "executor",
     "comparison",
 )

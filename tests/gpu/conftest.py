@@ -24,6 +24,12 @@ models:
     tensor_parallel: {ranks}
     golden: {{prompts: [{{text: Light}}]}}
 """
+ADAPTERS = """
+    max_adapters: 2
+    adapters:
+      captain: {source: resources/demo-adapters/captain}
+      shakespeare: {source: resources/demo-adapters/shakespeare}
+"""
 
 
 @pytest.fixture(scope="session")
@@ -36,18 +42,24 @@ def demo_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return made(2, tmp_path_factory)
 
 
-def made(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Checkpoint, weights and graphs of the demo for so many ranks."""
+@pytest.fixture(scope="session")
+def demo_with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return made(1, tmp_path_factory, ADAPTERS)
+
+
+def made(ranks: int, tmp_path_factory: pytest.TempPathFactory, more: str = "") -> Results:
+    """Checkpoint, weights and graphs of the demo for so many ranks. more: of the config, for the model."""
     given = os.environ.get("LOCKSTEP_DEMOS")
-    folder = Path(given) / str(ranks) if given else tmp_path_factory.mktemp("demo")
+    name = "adapters" if more else str(ranks)
+    folder = Path(given) / name if given else tmp_path_factory.mktemp("demo")
     results = Results(folder / "results")
     if results.assembly("demo-llama", "fp16").is_file():
         return results
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(CONFIG.format(ranks=ranks))
+    (folder / "config.yaml").write_text(CONFIG.format(ranks=ranks) + more)
     python, own = os.environ.get("LOCKSTEP_PYTHON", sys.executable), {"PYTHONPATH": str(ROOT / "src")}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"} | own
-    for stage in ("resolve", "convert", "export"):
+    for stage in ("resolve", "convert", *(["adapters"] if more else []), "export"):
         command = [
             python,
             "-m",

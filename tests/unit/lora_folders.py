@@ -1,17 +1,30 @@
-"""Adapters for tests: folders as PEFT saves them, with random numbers."""
+"""Adapters for tests: folders as PEFT saves them, with random numbers; and the demo with graphs that take some."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from demo_model import ROOT
 from safetensors.numpy import save_file
 
 from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import write_bytes
+from lockstep.backends import build
+from lockstep.export.run import with_adapters
+from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.binding import adapted_modules
+from lockstep.targets import Results
+from lockstep.weights.check_adapters import resolve_adapters
+from shared import Shared
+
+ADAPTERS = ROOT / "resources" / "demo-adapters"
+NAMES = ("captain", "shakespeare")
+ROOM = {"max_adapters": 2, "max_lora_rank": 16}
 
 
 def sizes(assembly: Assembly) -> dict[str, tuple[int, int]]:
@@ -43,3 +56,62 @@ def write(folder: Path, rank: int, arrays: Mapping[str, np.ndarray], **settings:
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(dict(arrays), folder / "adapter_model.safetensors")
     return folder
+
+
+def shared_lora(demo: Results, shared: Shared) -> Results:
+    """Results of "demo-llama" whose graphs take two adapters at a time, and three adapters: of the demo's, and a random
+    one. Read only."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(demo.root, folder, dirs_exist_ok=True)
+        results = Results(folder)
+        for precision in ("fp32", "fp16"):
+            path = results.assembly("demo-llama", precision)
+            assembly = Assembly.load(path)
+            files, made = with_adapters(
+                {graph.file: (path.parent / graph.file).read_bytes() for _, graph in assembly.graphs()}, assembly, ROOM
+            )
+            for name, data in files.items():
+                write_bytes(path.parent / name, data)
+            made.save(path)
+            build(path, "onnxruntime", results.engines("demo-llama", precision, "onnxruntime"))
+        write(folder / "random", 16, tensors(sizes(made), 16, seed=3))
+        sources = {**{name: str(ADAPTERS / name) for name in NAMES}, "random": str(folder / "random")}
+        resolve_adapters(
+            sources,
+            {name: Path(source) for name, source in sources.items()},
+            results.checkpoint("demo-llama"),
+            16,
+            None,
+            results.adapters("demo-llama"),
+        )
+
+    return Results(shared.folder("lora", make))
+
+
+def opened(results: Results, precision: str = "fp32", **options: Any) -> Model:
+    paths = (results.engines("demo-llama", precision, "onnxruntime"), results.assembly("demo-llama", precision))
+    given = {"adapters_json": results.adapters("demo-llama"), "max_batch_size": 4, **options}
+    return Model.open(*paths, results.weights("demo-llama", precision), **given)
+
+
+def logits_of(model: Model, requests: list[tuple[Any, str | None]], count: int = 5) -> list[np.ndarray]:
+    """Of each request with its adapter the logits of `count` greedy steps."""
+    found: list[list[np.ndarray]] = [[] for _ in requests]
+
+    def request(ids: Any, adapter: str | None, rows: list[np.ndarray]) -> Request:
+        def choose(logits: np.ndarray) -> int:
+            rows.append(logits.copy())
+            return int(logits.argmax())
+
+        return Request(ids, count, choose, adapter=adapter)
+
+    for _ in Decoding(model, [request(*each, rows) for each, rows in zip(requests, found)]):
+        pass
+    return [np.stack(rows) for rows in found]
+
+
+def requests() -> list[tuple[np.ndarray, str | None]]:
+    random = np.random.default_rng(0)
+    lengths = [(9, "captain"), (1, None), (24, "shakespeare"), (1, "random"), (7, "random"), (2, "captain"), (30, None)]
+    return [(random.integers(0, 768, length), name) for length, name in lengths]

@@ -17,15 +17,13 @@ from demo_model import DEMO, ROOT
 from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
-from lora_folders import sizes, tensors, write
+from lora_folders import ADAPTERS, NAMES, ROOM, logits_of, opened, requests, shared_lora, sizes, tensors, write
 from safetensors.numpy import load_file, save_file
 
 from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.adapters import AdaptersManifest, LoraSlots
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.files import write_bytes
-from lockstep.backends import build
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export import parity
@@ -46,73 +44,15 @@ from lockstep.weights.adapters import open_adapters
 from lockstep.weights.check_adapters import check_folder, resolve_adapters
 from shared import Shared
 
-ADAPTERS = ROOT / "resources" / "demo-adapters"
-NAMES = ("captain", "shakespeare")
 PEFT = np.load(ROOT / "tests" / "data" / "peft.npz")
 CONFIG = load.load(ROOT / "config" / "adapters.yaml")
-ROOM = {"max_adapters": 2, "max_lora_rank": 16}
 # fp32 on the same weights: 1e-5 is seen, of logits with a standard deviation of 2.6; planted faults give 0.1 and more.
 TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
 def lora(demo: Results, shared: Shared) -> Results:
-    """Results of "demo-llama" whose graphs take two adapters at a time, and three adapters: of the demo's, and a random
-    one. Read only."""
-
-    def make(folder: Path) -> None:
-        shutil.copytree(demo.root, folder, dirs_exist_ok=True)
-        results = Results(folder)
-        for precision in ("fp32", "fp16"):
-            path = results.assembly("demo-llama", precision)
-            assembly = Assembly.load(path)
-            files, made = with_adapters(
-                {graph.file: (path.parent / graph.file).read_bytes() for _, graph in assembly.graphs()}, assembly, ROOM
-            )
-            for name, data in files.items():
-                write_bytes(path.parent / name, data)
-            made.save(path)
-            build(path, "onnxruntime", results.engines("demo-llama", precision, "onnxruntime"))
-        write(folder / "random", 16, tensors(sizes(made), 16, seed=3))
-        sources = {**{name: str(ADAPTERS / name) for name in NAMES}, "random": str(folder / "random")}
-        resolve_adapters(
-            sources,
-            {name: Path(source) for name, source in sources.items()},
-            results.checkpoint("demo-llama"),
-            16,
-            None,
-            results.adapters("demo-llama"),
-        )
-
-    return Results(shared.folder("lora", make))
-
-
-def opened(results: Results, precision: str = "fp32", **options: Any) -> Model:
-    paths = (results.engines("demo-llama", precision, "onnxruntime"), results.assembly("demo-llama", precision))
-    given = {"adapters_json": results.adapters("demo-llama"), "max_batch_size": 4, **options}
-    return Model.open(*paths, results.weights("demo-llama", precision), **given)
-
-
-def logits_of(model: Model, requests: list[tuple[Any, str | None]], count: int = 5) -> list[np.ndarray]:
-    """Of each request with its adapter the logits of `count` greedy steps."""
-    found: list[list[np.ndarray]] = [[] for _ in requests]
-
-    def request(ids: Any, adapter: str | None, rows: list[np.ndarray]) -> Request:
-        def choose(logits: np.ndarray) -> int:
-            rows.append(logits.copy())
-            return int(logits.argmax())
-
-        return Request(ids, count, choose, adapter=adapter)
-
-    for _ in Decoding(model, [request(*each, rows) for each, rows in zip(requests, found)]):
-        pass
-    return [np.stack(rows) for rows in found]
-
-
-def requests() -> list[tuple[np.ndarray, str | None]]:
-    random = np.random.default_rng(0)
-    lengths = [(9, "captain"), (1, None), (24, "shakespeare"), (1, "random"), (7, "random"), (2, "captain"), (30, None)]
-    return [(random.integers(0, 768, length), name) for length, name in lengths]
+    return shared_lora(demo, shared)
 
 
 # --- numbers ---
@@ -598,8 +538,8 @@ def config(**changes: Any) -> dict[str, Any]:
             "models.demo-lora.adapters: expected none for a model that is split over 2 ranks; found 2",
         ),
         (
-            {"backends": ["tensorrt"]},
-            "adapters: expected none for backend tensorrt; adapters run on onnxruntime; found 2",
+            {"backends": ["tensorrt_rtx"]},
+            "adapters: expected none for backend tensorrt_rtx; adapters run on onnxruntime, tensorrt; found 2",
         ),
         ({"max_lora_rank": 12}, "models.demo-lora.max_lora_rank"),
         ({"max_adapters": 0}, "models.demo-lora.max_adapters"),

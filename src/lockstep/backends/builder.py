@@ -21,11 +21,12 @@ from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.backends.base import Backend, Built, get_backend
-from lockstep.backends.graphs import RotaryGraph, graph_file
+from lockstep.backends.graphs import BaseGraph, RotaryGraph, graph_file
 from lockstep.errors import InputError
 from lockstep.onnx_tools.prepare import prepare
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.without_adapters import without_adapters
 
 COSTS = "build.costs.json"  # of the last build: seconds and memory are never the same twice
 
@@ -117,8 +118,9 @@ def _build_one(
     canonical = onnx.load(graph_path)
     graph.signature.check(signature_of(canonical.graph), str(graph_path), "export again")
     cut = rotary(canonical, graph.variant) if isinstance(graph, RotaryGraph) else None
-    prepared = None if cut else prepare(canonical, graph.signature.slots, options)
-    rewritten = cut or (prepared.model if prepared else None)
+    base = without_adapters(canonical) if isinstance(graph, BaseGraph) else None
+    prepared = None if cut else prepare(base or canonical, graph.signature.slots, options)
+    rewritten = cut or (prepared.model if prepared else base)
     if rewritten is None:
         built = library.build(graph_path, file, options)
         return EngineFile(file.name, sha256_file(file), graph.sha256, details=built.about), built

@@ -87,7 +87,7 @@ class EngineSet:
         made = self.manifest.engines[name].slots
         if made is not None:
             return made
-        graph = dict(self.assembly.engine_graphs()).get(name)
+        graph = dict(self.backend.graphs(self.assembly, self.manifest.options)).get(name)
         return graph.signature.slots if graph else ()
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:

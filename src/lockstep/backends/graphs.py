@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.artifacts.assembly import AttentionVariant, GraphFile
+from lockstep.artifacts.assembly import Assembly, AttentionVariant, GraphFile
 from lockstep.artifacts.files import sha256_file
 from lockstep.errors import CheckError, InputError
 
@@ -19,6 +20,29 @@ class RotaryGraph(GraphFile):
     """
 
     variant: AttentionVariant
+
+
+@dataclass(frozen=True)
+class BaseGraph(GraphFile):
+    """The graph of a block that takes adapters, which stands for the same block without room for them.
+
+    A backend may take it as `<class>.base` (`Backend.graphs`), for steps in which no row has an adapter. block: the
+    class.
+    """
+
+    block: str
+
+
+def base_graphs(assembly: Assembly) -> Iterator[tuple[str, BaseGraph]]:
+    """(engine name, graph) of all blocks that take adapters."""
+    for name in sorted(assembly.adapters.classes) if assembly.adapters else ():
+        graph = assembly.classes[name]
+        yield base_engine(name), BaseGraph(graph.file, graph.sha256, graph.signature, name)
+
+
+def base_engine(block: str) -> str:
+    """The name of a block's engine without room for adapters."""
+    return f"{block}.base"
 
 
 def graph_file(folder: Path, graph: GraphFile) -> Path:

@@ -105,11 +105,16 @@ def export(
 
 
 def export_config(
-    config: dict[str, Any], precision: str, folder: Path, tensor_parallel: int = 1, group_size: int = 32
+    config: dict[str, Any],
+    precision: str,
+    folder: Path,
+    tensor_parallel: int = 1,
+    group_size: int = 32,
+    adapters: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives
-    {file: size, sha256}."""
-    files, assembly = _proven(config, precision, None, tensor_parallel, None, group_size)
+    {file: size, sha256}. adapters: arguments of `lora.adapted`, for graphs that take some."""
+    files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size)
     assembly = replace(assembly, eos_token_ids=_token_ids(config.get("eos_token_id"), "config.json"))
     files["assembly.json"] = dump_json(assembly.to_json()).encode()
     for name, data in sorted(files.items()):

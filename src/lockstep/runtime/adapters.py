@@ -12,6 +12,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.errors import InputError
 from lockstep.runtime.binding import adapted_modules, lora_arrays
+from lockstep.step.advance import Executor
 from lockstep.step.network import Network
 from lockstep.step.residency import Residency
 from lockstep.weights.adapters import LoadedAdapter, LoraArrays, check_adapter, open_adapters, write_adapter
@@ -23,19 +24,20 @@ class Adapters:
     Loading an adapter writes its numbers into arrays that the blocks read: nothing is built again.
     """
 
-    def __init__(
-        self, slots: LoraSlots, known: Mapping[str, LoadedAdapter], arrays: Sequence[LoraArrays], num_slots: int
-    ):
-        self.known = dict(known)
-        self.residency = Residency(num_slots, slots.max_adapters)
+    def __init__(self, assembly: Assembly, slots: LoraSlots, arrays: Sequence[LoraArrays], executor: Executor):
+        self.known: dict[str, LoadedAdapter] = {}
+        self.residency = Residency(executor.num_slots, slots.max_adapters)
         self._slots, self._arrays = slots, arrays
+        self._modules, self._dtype = adapted_modules(assembly), named_dtype(assembly.dtype)
+        rank, places = slots.max_lora_rank, self.residency.places
+        self._writer = executor.take_adapters(arrays, rank, places) or _HostWriter(arrays, rank)
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike | None, assembly: Assembly, network: Network, num_slots: int
+        cls, path: str | os.PathLike | None, assembly: Assembly, network: Network, executor: Executor
     ) -> Adapters | None:
-        """The adapters of the manifest `path`, which may be none; None for a model whose graphs take none. Raises
-        InputError for an adapter that does not fit the graphs."""
+        """The adapters of the manifest `path`, which may be none, for `executor`, which runs `network`; None for a
+        model whose graphs take none. Raises InputError for an adapter that does not fit the graphs."""
         slots = assembly.adapters
         if slots is None:
             if path is not None:
@@ -44,11 +46,19 @@ class Adapters:
                     "the config and export again"
                 )
             return None
-        known = open_adapters(path) if path is not None else {}
-        modules, dtype = adapted_modules(assembly), named_dtype(assembly.dtype)
-        for adapter in known.values():
-            check_adapter(adapter, slots, modules, dtype)
-        return cls(slots, known, lora_arrays(assembly, network), num_slots)
+        adapters = cls(assembly, slots, lora_arrays(assembly, network), executor)
+        for adapter in (open_adapters(path) if path is not None else {}).values():
+            adapters.add(adapter)
+        return adapters
+
+    def add(self, adapter: LoadedAdapter) -> None:
+        """Have requests be computed with one more adapter. Raises InputError where it does not fit the graphs, or
+        another has its name."""
+        if adapter.name in self.known:
+            raise InputError(f"adapter {adapter.name!r}: expected one of this name, found another; rename it")
+        check_adapter(adapter, self._slots, self._modules, self._dtype)
+        self._writer.prepare(adapter)
+        self.known[adapter.name] = adapter
 
     def check(self, name: str | None) -> None:
         """Raise InputError for a name that is no adapter's."""
@@ -64,7 +74,7 @@ class Adapters:
         loading = self.residency.loading
         while loading:
             place = min(loading)
-            write_adapter(self.known[loading[place]], place, self._slots.max_lora_rank, self._arrays)
+            self._writer.write(self.known[loading[place]], place)
             del loading[place]
 
     @property
@@ -75,6 +85,21 @@ class Adapters:
     @property
     def places(self) -> np.ndarray:
         return self.residency.places
+
+
+class _HostWriter:
+    """Writes adapters into NumPy arrays, which it clears first."""
+
+    def __init__(self, arrays: Sequence[LoraArrays], max_lora_rank: int):
+        self._arrays, self._rank = arrays, max_lora_rank
+        for each in arrays:
+            each.a[...], each.b[...] = 0, 0
+
+    def prepare(self, adapter: LoadedAdapter) -> None:
+        """Nothing: each is written from what was read."""
+
+    def write(self, adapter: LoadedAdapter, place: int) -> None:
+        write_adapter(adapter, place, self._rank, self._arrays)
 
 
 def unknown_adapter(name: str, known: Mapping[str, object] | Sequence[str]) -> InputError:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.assembly import Assembly, Layer, Part
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.graph_files import AttentionVariant
@@ -14,6 +15,7 @@ from lockstep.artifacts.tensor_parallel import Piece as ShardedPiece
 from lockstep.artifacts.tensor_parallel import ShardedClass, TensorParallel, attention_shards
 from lockstep.backends import EngineSet
 from lockstep.backends.base import Program
+from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.errors import InputError
 from lockstep.step.executable import Executable
 from lockstep.step.host import check_engine
@@ -51,13 +53,20 @@ def open_network(
     load = lambda name: engines.load(name, threads, low_memory)
     programs = {name: load(name) for name, _ in assembly.engine_graphs() if name in engine_blocks(assembly)}
 
+    bases = {name: load(name) for name, _ in base_graphs(assembly) if name in engines.manifest.engines}
+
     def bound(part: Part) -> Block:
         signature = assembly.classes[part.graph].signature
         check_slots(weights, part.slots, signature.slots, part.graph)
         if ranks is not None and (sharded := ranks.classes.get(part.graph)):
             return Block.whole(_of_ranks(engines, weights, part, sharded, programs), signature)
         run = programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
-        return Block.whole(run, signature, empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype)))
+        arrays = empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype), engines.backend.empty)
+        block = Block.whole(run, signature, arrays)
+        if (base := base_engine(part.graph)) not in bases:
+            return block
+        plain = bases[base].bind(weights, engines.tensors(base, part.slots))
+        return replace(block, base=Block.whole(plain, _without(signature, assembly.adapters, part.graph)))
 
     kinds = _kinds(engines, assembly.variants, chosen, load)
     if ranks is not None:
@@ -75,6 +84,13 @@ def _network(
         dtype=named_dtype(assembly.dtype),
         vocab_size=assembly.vocab_size,
     )
+
+
+def _without(signature: Signature, adapters: LoraSlots | None, block: str) -> Signature:
+    """A block's signature without room for adapters."""
+    assert adapters is not None  # the block takes them
+    taken = {IDS, *adapters.names(block)}
+    return replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in taken))
 
 
 def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:

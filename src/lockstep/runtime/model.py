@@ -102,14 +102,7 @@ class Model:
         executor = engines.backend.executor(network, rows, length, tokens, kv_bytes) or HostExecutor(
             network, rows, length, chunk_size, _host_bytes(kv_bytes)
         )
-        adapters = Adapters.open(adapters_json, engines.assembly, network, rows)
-        if adapters is not None:
-            if not isinstance(executor, HostExecutor):
-                raise InputError(
-                    f"{engines_json}: expected a backend that runs graphs with adapters, found "
-                    f"{engines.manifest.backend}; use onnxruntime, or a config without adapters"
-                )
-            executor.set_adapters(adapters.places)
+        adapters = Adapters.open(adapters_json, engines.assembly, network, executor)
         digest = sha256_file(weights_json)
         return cls(executor, tokens, engines, len(network.layers), chunk_size, digest, adapters)
 

@@ -11,6 +11,7 @@ import numpy as np
 from lockstep.errors import InputError
 from lockstep.step.pages import PageTables
 from lockstep.step.sampling import Sampling
+from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,13 @@ class Executor(Protocol):
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
         """Choose a slot's tokens by `sampling.draw` from now on, as choice `choice` of its request; at temperature 0,
         as at first, the most likely one. What needs logits (`Sampling.needs_logits`) is not looked at."""
+        ...
+
+    def take_adapters(
+        self, arrays: Sequence[LoraArrays], max_lora_rank: int, places: np.ndarray
+    ) -> AdapterWriter | None:
+        """Compute each slot from now on with the adapter at `places[slot]` of `arrays`, none for -1: int64 [num_slots],
+        which changes between steps. Gives what writes adapters into the arrays; None: they are the host's."""
         ...
 
     def share(self, slot: int, pages: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from lockstep.step.network import Network
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.plan import Chunk, Layout, Plan, Rows
 from lockstep.step.sampling import Sampling, draw
+from lockstep.weights.adapters import LoraArrays
 
 _KEPT_PLANS = 8
 _ROWS = 16  # of logits at a time, where all of a prompt are asked for
@@ -101,7 +102,7 @@ class HostExecutor:
         else:
             self._samplings.pop(slot, None)
 
-    def set_adapters(self, places: np.ndarray) -> None:
+    def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, places: np.ndarray) -> None:
         self._adapters = places
 
     def _choose(self, advances: Sequence[Advance], logits: np.ndarray) -> np.ndarray:

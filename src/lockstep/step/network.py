@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,16 +29,22 @@ class Piece:
 @dataclass(frozen=True)
 class Block:
     """A batchful piece with its weights. A rank's: its pieces in order, and the signature with the rank's sizes.
-    adapters: the arrays behind those of its inputs that adapters are written to."""
+    adapters: the backend's arrays behind those of its inputs that adapters are written to. base: of a block that takes
+    adapters, the same without, where the backend has engines for steps in which no row has one."""
 
     pieces: tuple[Piece, ...]
     signature: Signature
-    adapters: Mapping[str, np.ndarray] = field(default_factory=dict)
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+    base: Block | None = None
 
     @classmethod
-    def whole(cls, run: Executable, signature: Signature, adapters: Mapping[str, np.ndarray] | None = None) -> Block:
+    def whole(cls, run: Executable, signature: Signature, adapters: Mapping[str, Any] | None = None) -> Block:
         """A block that is one engine."""
         return cls((Piece(run, signature, {}),), signature, adapters or {})
+
+    def for_rows(self, adapted: bool) -> Block:
+        """What a step runs in which some row has an adapter, or none."""
+        return self if adapted or self.base is None else self.base
 
     @property
     def run(self) -> Executable:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,25 +37,39 @@ class LoadedAdapter:
 
 @dataclass(frozen=True)
 class LoraArrays:
-    """What one linear layer of one block reads: a [in_features, max_adapters * max_lora_rank], b [max_adapters *
-    max_lora_rank, out_features]."""
+    """What one linear layer of one block reads, arrays of its backend: a [in_features, max_adapters * max_lora_rank], b
+    [max_adapters * max_lora_rank, out_features]."""
 
     module: str
-    a: np.ndarray
-    b: np.ndarray
+    a: Any
+    b: Any
 
 
-def empty_arrays(slots: LoraSlots | None, part: Part, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Zeros for the inputs of a block that adapters are written to."""
-    return {name: np.zeros(shape, dtype) for name, shape in (slots.shapes(part.graph) if slots else ())}
+def empty_arrays(
+    slots: LoraSlots | None, part: Part, dtype: np.dtype, empty: Callable[[Sequence[int], np.dtype], Any] = np.zeros
+) -> dict[str, Any]:
+    """Arrays for the inputs of a block that adapters are written to, as `empty` makes them of a shape and a dtype."""
+    return {name: empty(shape, dtype) for name, shape in (slots.shapes(part.graph) if slots else ())}
 
 
-def arrays_of(slots: LoraSlots, part: Part, inputs: Mapping[str, np.ndarray]) -> list[LoraArrays]:
+def arrays_of(slots: LoraSlots, part: Part, inputs: Mapping[str, Any]) -> list[LoraArrays]:
     """Where the adapters of each linear layer of a block go, among these inputs."""
     return [
         LoraArrays(part.slots[weight][0].removesuffix(".weight"), inputs[slot.a], inputs[slot.b])
         for weight, slot in slots.classes.get(part.graph, {}).items()
     ]
+
+
+class AdapterWriter(Protocol):
+    """What brings adapters into the arrays that blocks read, which are zero at first."""
+
+    def prepare(self, adapter: LoadedAdapter) -> None:
+        """Do once for an adapter what need not be done at each `write`."""
+        ...
+
+    def write(self, adapter: LoadedAdapter, place: int) -> None:
+        """Write an adapter to its place in all arrays, before the next step: see `write_adapter`."""
+        ...
 
 
 def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:

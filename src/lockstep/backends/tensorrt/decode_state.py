@@ -22,16 +22,23 @@ class DecodeState:
 
     token_ids, positions (of dtype `integer`): of slots that do not decode any that are valid. rows (int32): the slot
     itself, or -1 where it does not decode. found (int32): the token that was found last, -1 for one that is none.
-    samplings (sampling.PARAMETERS): how tokens are chosen; they change when a slot's request does, not each step.
+    samplings (sampling.PARAMETERS) and adapter_ids (`integer`: the place of the slot's adapter, or -1): how tokens are
+    chosen, and computed; they change when a slot's request does, not each step.
+
+    adapters: the host's adapter_ids, which others change between steps; None where blocks take none.
     """
 
     def __init__(self, slots: int, max_seq_len: int, integer: np.dtype):
         self.token_ids, self.positions = (cuda.zeros((slots,), integer) for _ in range(2))
         self.rows, self.found = (cuda.zeros((slots,), "i4") for _ in range(2))
         self.samplings = cuda.zeros((slots,), PARAMETERS)  # greedy
+        self.adapter_ids = cuda.zeros((slots,), integer)
+        self.adapters: np.ndarray | None = None
+        self._sent_adapters: np.ndarray | None = None
         self._limit = max_seq_len
         self._staging = Staging(self.rows.nbytes + 2 * self.positions.nbytes, 3)
         self._sampling_staging = Staging(self.samplings.nbytes, 1)
+        self._adapter_staging = Staging(self.adapter_ids.nbytes, 1)
         self._samplings, self._sampling_changed = np.zeros(slots, PARAMETERS), False
         self._tokens, self._positions = (np.zeros(slots, np.int64) for _ in range(2))
         self._rows = np.zeros(slots, np.int32)  # the device's: no step has set it yet
@@ -50,12 +57,20 @@ class DecodeState:
             self._sampling_staging.send(stream, [(self.samplings, self._samplings)])
             self._sampling_changed = False
 
+    def send_adapters(self, stream: cuda.Stream) -> None:
+        """Upload the place of each slot's adapter, if the device does not hold it."""
+        sent = self._sent_adapters
+        if self.adapters is not None and (sent is None or not np.array_equal(self.adapters, sent)):
+            self._sent_adapters = self.adapters.copy()
+            self._adapter_staging.send(stream, [(self.adapter_ids, self._sent_adapters)])
+
     def decode(
         self, slots: Sequence[int], tokens: Sequence[int] | None, positions: Sequence[int], stream: cuda.Stream
     ) -> None:
         """Prepare a step of `slots`, which is put on the stream next: their `tokens` (None: what the device found
         last) at `positions`. Uploads what the device does not hold."""
         self.send_samplings(stream)
+        self.send_adapters(stream)
         chosen = np.array(slots, np.int64)
         pairs: list[tuple[cuda.Array, np.ndarray]] = []
         rows = np.full(len(self._rows), -1, np.int32)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +25,12 @@ from lockstep.backends.tensorrt.all_reduce import connect
 from lockstep.backends.tensorrt.attention import LARGEST_BATCH, make_tables, padded
 from lockstep.backends.tensorrt.rank import Plan, Rank, engine_of, most_exchanged
 from lockstep.backends.tensorrt.rank_device import Device
+from lockstep.backends.tensorrt.resident_adapters import ResidentAdapters
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import Advance
 from lockstep.step.network import Network
 from lockstep.step.sampling import Sampling
+from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 CHECK_RANKS = "LOCKSTEP_CHECK_RANKS"  # of the environment: set, each step's results are compared between ranks
 _ROUNDS = 20  # of what is timed
@@ -42,6 +44,7 @@ class _Flight:
     ends: dict[int, int]
     fetched: list[tuple[np.ndarray, cuda.Event]]  # by rank, page-locked: what it finds, by slot, behind the event
     given: np.ndarray | None = None  # of a step in flight: the tokens that it went on with, by slot
+    loads: np.ndarray | None = None  # likewise: by slot, which load of an adapter (GpuExecutor._loads)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -85,6 +88,7 @@ class GpuExecutor:
         # the step with one prompt that was taken last, and its slots
         self._prompt: tuple[list[Plan], list[int]] | None = None
         self._host_logits: np.ndarray | None = None
+        self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
         devices[0].use()
 
     def __del__(self) -> None:
@@ -154,6 +158,18 @@ class GpuExecutor:
         changed = [rank.state.set_sampling(slot, sampling, choice) for rank in self.ranks]
         if changed[0]:
             self._leave_flight(slot)
+
+    def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, places: np.ndarray) -> AdapterWriter:
+        """See `Executor.take_adapters`. Adapters are of one rank: a model that is split takes none."""
+        (rank,) = self.ranks
+        rank.state.adapters = places
+        self._resident = ResidentAdapters(arrays, max_lora_rank, rank.stream)
+        return self._resident
+
+    def _loads(self) -> np.ndarray | None:
+        """Of each slot's adapter the number of the load that brought it, -1 for none; None where blocks take none."""
+        places = self.ranks[0].state.adapters
+        return None if self._resident is None or places is None else self._resident.loads[places]
 
     def _leave_flight(self, slot: int) -> None:
         """What the step in flight finds for the slot is not asked for: it was launched for another request."""
@@ -271,6 +287,9 @@ class GpuExecutor:
         flight, self._in_flight = self._in_flight, None
         if flight is None or not decoding or flight.given is None:
             return None
+        loads, slots = self._loads(), [advance.slot for advance in decoding]
+        if loads is not None and flight.loads is not None and (loads[slots] != flight.loads[slots]).any():
+            return None
         asked = all(
             flight.ends.get(advance.slot) == advance.start + 1 and flight.given[advance.slot] == advance.tokens[0]
             for advance in decoding
@@ -296,13 +315,15 @@ class GpuExecutor:
         lengths[list(held)] = list(held.values())
         try:
             self._reserve(ends, lengths)
-            plans = self._decode_plans(_bucket(max(ends) + 1, self.num_slots))
+            plans = self._decode_plans(_bucket(max(ends) + 1, self.num_slots), self._adapted(ends))
         except (CheckError, InputError):  # no memory for a step that may never be asked for; whoever asks is told
             return None
         for rank in self._each():
             rank.state.decode(list(held), None, list(held.values()), rank.stream)
         self._launch(plans)
-        return self._fetch(ends)
+        flight = self._fetch(ends)
+        flight.loads = self._loads()
+        return flight
 
     def wait(self) -> None:
         """Until all weights are on the devices. Raises what an upload raised."""
@@ -316,16 +337,20 @@ class GpuExecutor:
         self._reserve({}, self.lengths)
         for rank in self._each():
             rank.state.decode([], None, [], rank.stream)
+        ways = (False, True) if self._resident is not None and self.ranks[0].has_base else (False,)
         for count in sorted({_bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
-            plans = self._decode_plans(count)
-            while plans[0].graph is None:
-                self._launch(plans)
+            for adapted in ways:
+                plans = self._decode_plans(count, adapted)
+                while plans[0].graph is None:
+                    self._launch(plans)
         longest = min(self._max_num_tokens, self.max_seq_len)
         for tokens in sorted({min(1 << power, longest) for power in range(1, longest.bit_length() + 1)}):
             for batch in range(1, 1 + min(LARGEST_BATCH, self.num_slots)):
                 counts = [2] * (batch - 1) + [min(tokens, self._max_num_tokens - 2 * (batch - 1))]
                 if counts[-1] > 1 and padded(counts[-1]) == padded(tokens):
-                    self._pass([Advance(slot, np.zeros(n, np.int64), 0) for slot, n in enumerate(counts)], write=False)
+                    chunks = [Advance(slot, np.zeros(count, np.int64), 0) for slot, count in enumerate(counts)]
+                    for adapted in ways:
+                        self._pass(chunks, write=False, adapted=adapted)
         self._synchronize()
         self._check()
 
@@ -385,14 +410,19 @@ class GpuExecutor:
     def _decode(self, decoding: Sequence[Advance]) -> None:
         """One token of each slot, put on the streams."""
         self._prompt = None
-        plans = self._decode_plans(_bucket(max(advance.slot for advance in decoding) + 1, self.num_slots))
         slots, tokens, positions = zip(*((advance.slot, advance.tokens[0], advance.start) for advance in decoding))
+        plans = self._decode_plans(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots))
         for rank in self._each():
             rank.state.decode(slots, tokens, positions, rank.stream)
         self._launch(plans)
 
-    def _decode_plans(self, count: int) -> list[Plan]:
-        return [rank.decode_plan(count) for rank in self._each()]
+    def _decode_plans(self, count: int, adapted: bool) -> list[Plan]:
+        return [rank.decode_plan(count, adapted) for rank in self._each()]
+
+    def _adapted(self, slots: Iterable[int]) -> bool:
+        """Whether one of these slots is computed with an adapter."""
+        places = self.ranks[0].state.adapters
+        return places is not None and bool((places[list(slots)] >= 0).any())
 
     def _goes_in_one_pass(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
         """Blocks take as long as at the size that their profile is tuned for: 15 rows beside 512 tokens of prompts may
@@ -414,7 +444,8 @@ class GpuExecutor:
         for rank in self._each():
             rank.state.send_samplings(rank.stream)
             rank.state.advance(list(ends), list(ends.values()))
-        return self._run_pass([rank.prompt_plan(*rank.send_mixed(decoding, chunks)) for rank in self._each()])
+        passes = [rank.prompt_plan(*rank.send_mixed(decoding, chunks), self._adapted(ends)) for rank in self._each()]
+        return self._run_pass(passes)
 
     def _prefill(self, chunks: Sequence[Advance]) -> list[Plan]:
         """A pass of prompts, put on the streams; each rank's plan has the logits of `chunks`, in their order."""
@@ -428,9 +459,11 @@ class GpuExecutor:
             self._prompt = plans, slots
         return plans
 
-    def _pass(self, chunks: Sequence[Advance], write: bool = True) -> list[Plan]:
-        """write: see `PromptInputs.send`."""
-        return self._run_pass([rank.prompt_plan(*rank.send_prompts(chunks, write)) for rank in self._each()])
+    def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[Plan]:
+        """write: see `PromptInputs.send`. adapted: run what takes adapters; None: if a chunk has one."""
+        if adapted is None:
+            adapted = self._adapted(chunk.slot for chunk in chunks)
+        return self._run_pass([rank.prompt_plan(*rank.send_prompts(chunks, write), adapted) for rank in self._each()])
 
     def _run_pass(self, passes: Sequence[Iterator[Plan]]) -> list[Plan]:
         """Call by call, as `_launch`."""
@@ -456,7 +489,7 @@ class GpuExecutor:
             )
         self._prompt = self._in_flight = None
         self._reserve(dict.fromkeys(range(batch), end), self.lengths)
-        plans = self._decode_plans(count)
+        plans = self._decode_plans(count, self._adapted(range(batch)))
         for rank in self._each():
             rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
         while plans[0].graph is None:

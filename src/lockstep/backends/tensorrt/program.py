@@ -71,6 +71,7 @@ class TensorRTProgram:
         self.device.use()
         self.engine = library.deserialize(engine_path.read_bytes(), str(engine_path))
         self.tensors = {tensor.name: tensor for tensor in library.tensors(self.engine)}
+        self.dynamic = {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
         missing = set(self.slots) - set(self.tensors)
         if missing:
             raise CheckError(
@@ -133,7 +134,8 @@ class TensorRTExecutable:
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
         """A call that reads `inputs` and writes `outputs` on the device's stream. `own`: for a captured graph."""
-        bound, shapes = self.bind(inputs, outputs), {name: array.shape for name, array in inputs.items()}
+        bound, dynamic = self.bind(inputs, outputs), self.program.dynamic
+        shapes = {name: array.shape for name, array in inputs.items() if name in dynamic}
         return functools.partial(bound, self.program.context_for(shapes, own), shapes)
 
     def bind(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array]) -> Bound:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.artifacts.adapters import IDS
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.attention import Chunks
 from lockstep.backends.tensorrt.staging import Staging
@@ -16,10 +17,10 @@ from lockstep.step.advance import Advance
 
 @dataclass(frozen=True)
 class Inputs:
-    """Device arrays that the engines and kernels of a pass read: by token token_ids, position_ids and rows (int32: the
-    slot whose cache the token goes into, or -1), by request logit_rows (the token whose logits are asked for), slots
-    (int32: whose next token they are, or -1) and held (that token's position). num_decoding: tokens in front, that of
-    slot `i` at i, which decode."""
+    """Device arrays that the engines and kernels of a pass read: by token token_ids, position_ids, rows (int32: the
+    slot whose cache the token goes into, or -1) and adapter_ids (the place of its adapter, or -1), by request
+    logit_rows (the token whose logits are asked for), slots (int32: whose next token they are, or -1) and held (that
+    token's position). num_decoding: tokens in front, that of slot `i` at i, which decode."""
 
     token_ids: cuda.Array
     position_ids: cuda.Array
@@ -27,7 +28,13 @@ class Inputs:
     logit_rows: cuda.Array
     slots: cuda.Array
     held: cuda.Array
+    adapter_ids: cuda.Array
     num_decoding: int = 0
+
+    def values(self) -> dict[str, cuda.Array]:
+        """What blocks read, by name."""
+        names = ("token_ids", "position_ids", "logit_rows", IDS)
+        return {name: getattr(self, name) for name in names}
 
 
 class PromptInputs:
@@ -43,29 +50,40 @@ class PromptInputs:
             logit_rows=cuda.zeros(by_request, integer),
             slots=cuda.zeros(by_request, "i4"),
             held=cuda.zeros(by_request, integer),
+            adapter_ids=cuda.zeros(by_token, integer),
         )
         arrays = [array for array in vars(self.arrays).values() if isinstance(array, cuda.Array)]
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
 
-    def send(self, chunks: Sequence[Advance], stream: cuda.Stream, write: bool = True) -> tuple[Inputs, Chunks]:
+    def send(
+        self, chunks: Sequence[Advance], stream: cuda.Stream, write: bool = True, adapters: np.ndarray | None = None
+    ) -> tuple[Inputs, Chunks]:
         """Put the tokens of `chunks` on the device; gives what the pass reads, and each chunk as (slot, start, first
-        packed token, token behind the last). write: False for a pass that leaves caches and tokens as they are."""
+        packed token, token behind the last). write: False for a pass that leaves caches and tokens as they are.
+        adapters: the place of each slot's adapter, where blocks take them."""
         ends = np.cumsum([len(chunk.tokens) for chunk in chunks])
         places = [(chunk.slot, chunk.start, int(end) - len(chunk.tokens), int(end)) for chunk, end in zip(chunks, ends)]
         slots = np.array([chunk.slot if write else -1 for chunk in chunks])
         positions = np.concatenate([np.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
+        counts = [len(chunk.tokens) for chunk in chunks]
         values = {
             "token_ids": np.concatenate([chunk.tokens for chunk in chunks]),
             "position_ids": positions,
-            "rows": np.repeat(slots, [len(chunk.tokens) for chunk in chunks]),
+            "rows": np.repeat(slots, counts),
             "logit_rows": ends - 1,
             "slots": slots,
             "held": positions[ends - 1],
         }
+        if adapters is not None:
+            values[IDS] = np.repeat(adapters[[chunk.slot for chunk in chunks]], counts)
         return self._send(stream, values), places
 
     def send_mixed(
-        self, decoding: Sequence[Advance], chunks: Sequence[Advance], stream: cuda.Stream
+        self,
+        decoding: Sequence[Advance],
+        chunks: Sequence[Advance],
+        stream: cuda.Stream,
+        adapters: np.ndarray | None = None,
     ) -> tuple[Inputs, Chunks]:
         """As `send`, with the tokens of slots that decode in front: those up to the highest of them, of which some may
         not decode. The requests are all slots up to the highest of the step."""
@@ -95,9 +113,13 @@ class PromptInputs:
             "slots": slots,
             "held": held,
         }
+        if adapters is not None:
+            of_rows = np.where(rows[:count] >= 0, adapters[:count], -1)
+            values[IDS] = np.concatenate([of_rows, *(np.full(len(c.tokens), adapters[c.slot]) for c in chunks)])
         return self._send(stream, values, count), places
 
     def _send(self, stream: cuda.Stream, values: Mapping[str, np.ndarray], num_decoding: int = 0) -> Inputs:
         arrays = {name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()}
         self._staging.send(stream, [(arrays[name], array) for name, array in values.items()])
-        return Inputs(**arrays, num_decoding=num_decoding)
+        unsent = {IDS: self.arrays.adapter_ids[: len(values["token_ids"])]}
+        return Inputs(**unsent | arrays, num_decoding=num_decoding)

@@ -81,12 +81,13 @@ class Rank:
         self._kernels = Kernels(wide=integer.itemsize == 8)
         self._buffers: dict[tuple, cuda.Array] = {}
         self.state = DecodeState(num_slots, max_seq_len, integer)
+        self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
         self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
         self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
         self._prompts = PromptInputs(self._largest_pass, num_slots, integer)
         self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
         self.forms = list(dict.fromkeys(self._attention))
-        self._prompt_blocks: PromptBlocks | None = None  # its buffers are made with the first pass
+        self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
         self.plans: dict[tuple, Plan] = {}
         # of a step, and of the one behind it
         self.fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
@@ -104,26 +105,20 @@ class Rank:
     def tuned_for(self, num_tokens: int) -> int:
         """Return the tokens that the profile is tuned for in which a layer's block takes so many."""
         piece = self.network.layers[-1][0].pieces[0]
-        shapes = {
-            io.name: tuple(num_tokens if isinstance(size, str) else size for size in io.shape)
-            for io in piece.signature.inputs
-        }
         program = engine_of(piece).program
+        inputs = [io for io in piece.signature.inputs if io.name in program.dynamic]
+        shapes = {io.name: tuple(num_tokens if isinstance(size, str) else size for size in io.shape) for io in inputs}
         profile = program.profile_for(shapes)
-        return max(
-            program.tensors[io.name].profiles[profile][1][io.shape.index("num_tokens")]
-            for io in piece.signature.inputs
-            if "num_tokens" in io.shape
-        )
+        return max(program.tensors[io.name].profiles[profile][1][io.shape.index("num_tokens")] for io in inputs)
 
     def decode_logits(self, slot: int) -> cuda.Array:
         """Of the last decode step, [1, vocab_size]."""
         return self._buffers["logits", "decode"][slot : slot + 1]
 
-    def decode_plan(self, count: int) -> Plan:
-        """A token of each of the slots 0 to `count`-1, or of those of them that decode (`state`); nothing is put on the
-        stream."""
-        key = (count, *(attention.capacity for attention in self.forms))
+    def decode_plan(self, count: int, adapted: bool) -> Plan:
+        """A token of each of the slots 0 to `count`-1, or of those of them that decode (`state`), of which some have an
+        adapter if `adapted`; nothing is put on the stream."""
+        key = (count, adapted, *(attention.capacity for attention in self.forms))
         plan = self.plans.get(key)
         if plan is None:
             state = self.state
@@ -134,8 +129,9 @@ class Rank:
                 self._every_row[:count],
                 state.rows[:count],
                 state.positions[:count],
+                state.adapter_ids[:count],
             )
-            plan = self.plans[key] = self._plan(inputs)
+            plan = self.plans[key] = self._plan(inputs, adapted)
         return plan
 
     def capture(self, plan: Plan) -> None:
@@ -147,38 +143,37 @@ class Rank:
 
     def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
         """See `PromptInputs.send`."""
-        return self._prompts.send(chunks, self.stream, write)
+        return self._prompts.send(chunks, self.stream, write, self.state.adapters)
 
     def send_mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> tuple[Inputs, Chunks]:
         """See `PromptInputs.send_mixed`."""
-        return self._prompts.send_mixed(decoding, chunks, self.stream)
+        return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.adapters)
 
-    def prompt_plan(self, inputs: Inputs, chunks: Chunks) -> Iterator[Plan]:
+    def prompt_plan(self, inputs: Inputs, chunks: Chunks, adapted: bool) -> Iterator[Plan]:
         """A pass of chunks, call by call: each is on the stream when the plan is given, which has it then. The rank's
-        device is used for each, whatever was used meanwhile."""
+        device is used for each, whatever was used meanwhile. adapted: some chunks have an adapter."""
         self.device.use()
         for attention in self.forms:
             attention.begin(chunks, self.stream)
-        if self._prompt_blocks is None:
-            self._prompt_blocks = PromptBlocks(list(self._bind_prompts()))
-        calls = self._prompt_calls(self._prompt_blocks, inputs, chunks)
+        if adapted not in self._prompt_blocks:
+            self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
+        calls = self._prompt_calls(self._prompt_blocks[adapted], inputs, chunks)
         while (plan := next(calls, None)) is not None:
             yield plan
             self.device.use()
 
-    def _plan(self, inputs: Inputs) -> Plan:
+    def _plan(self, inputs: Inputs, adapted: bool) -> Plan:
         """Rows of one token; nothing is put on the stream."""
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
-        values = {"token_ids": inputs.token_ids, "position_ids": inputs.position_ids, "logit_rows": inputs.logit_rows}
-        network = self.network
+        values, network = inputs.values(), self.network
 
         def prepare(name: str, block: Block) -> list[tuple[str, Call]]:
             return [
                 ("sum", functools.partial(self._end.sum, step.values))
                 if isinstance(step, _Sum)
                 else (name, engine_of(step.piece).prepare(step.inputs, step.outputs, own=True))
-                for step in self._steps(block, values, dims, "decode")
+                for step in self._steps(block.for_rows(adapted), values, dims, "decode")
             ]
 
         calls = prepare("embedding", network.embedding)
@@ -232,19 +227,20 @@ class Rank:
         found = state.samplings, state.found, state.token_ids, state.positions
         return lambda: kernels.advance(stream, logits, inputs.slots, inputs.held, limit, *found)
 
-    def _bind_prompts(self) -> Iterator[BoundBlock]:
+    def _bind_prompts(self, adapted: bool) -> Iterator[BoundBlock]:
         """The blocks of a pass of prompts, bound to buffers for the largest."""
         arrays, network, largest = self._prompts.arrays, self.network, self._largest_pass
-        values = {"token_ids": arrays.token_ids, "position_ids": arrays.position_ids, "logit_rows": arrays.logit_rows}
+        values = arrays.values()
         dims = {"num_tokens": largest, "num_requests": self._num_slots}
         for block, kind in ((network.embedding, None), *network.layers, (network.exit, None)):
             parts: list[BoundPiece | BoundSum] = []
-            for step in self._steps(block, values, dims, "prompts"):
+            for step in self._steps(block.for_rows(adapted), values, dims, "prompts"):
                 if isinstance(step, _Sum):
                     parts.append(BoundSum(self._end.sum, step.values, step.dim))
                 else:
                     engine = engine_of(step.piece)
-                    shapes = tuple((io.name, io.shape) for io in step.piece.signature.inputs)
+                    dynamic = engine.program.dynamic
+                    shapes = tuple((io.name, io.shape) for io in step.piece.signature.inputs if io.name in dynamic)
                     parts.append(BoundPiece(engine.bind(step.inputs, step.outputs), engine.program, shapes))
             if kind is not None:
                 self._add_attention(kind, values, largest)
@@ -258,10 +254,11 @@ class Rank:
         self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], of: str
     ) -> list[_Run | _Sum]:
         """What a block runs; `values` has its outputs afterwards. of: whose logits an exit makes."""
-        read, made = {io.key for io in block.signature.inputs}, {io.key for io in block.signature.outputs}
+        step_inputs = [io for io in block.signature.inputs if io.name not in block.adapters]
+        read, made = {io.key for io in step_inputs}, {io.key for io in block.signature.outputs}
         # Later pieces, and later blocks, may read what is there, but for what this block makes anew.
         taken = {array.address for key, array in values.items() if key in read or key not in made}
-        known = {io.name: values[io.key] for io in block.signature.inputs}
+        known = {**block.adapters, **{io.name: values[io.key] for io in step_inputs}}
         own = {io.name for io in block.signature.outputs}
         steps: list[_Run | _Sum] = []
         for piece in block.pieces:
@@ -318,7 +315,8 @@ class Rank:
 
 
 def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> list[cuda.Array]:
-    names = [io.key for io in network.exit.signature.inputs if io.name not in ("attention", "logit_rows")]
+    others = ("attention", "logit_rows", *network.exit.adapters)
+    names = [io.key for io in network.exit.signature.inputs if io.name not in others]
     return [values[name][:total] for name in names]
 
 

@@ -27,11 +27,12 @@ from polygraphy.exception import PolygraphyException
 from lockstep.artifacts.assembly import Assembly, GraphFile, Part
 from lockstep.artifacts.reports import PASS, ComparedEngine, ComparedRun, ComparisonReport, OutputError
 from lockstep.backends.engine_set import EngineSet
-from lockstep.backends.graphs import RotaryGraph, graph_file
+from lockstep.backends.graphs import BaseGraph, RotaryGraph, graph_file
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner, one_line, quiet
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.without_adapters import without_adapters
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.host_runner import HostRunner
 from lockstep.verify.metrics import difference, finish, largest
@@ -146,15 +147,18 @@ class _Pair:
         variants = engines.assembly.variants if ranks is None else ranks.variants
         self._variant = variants.get(name.rpartition(".")[0])
         self._model = onnx.load(graph_file(folder, graph))
+        block = name
+        if isinstance(graph, BaseGraph):
+            self._model, block = without_adapters(self._model), graph.block
         slots, layer = graph.signature.slots, None
         tensors: Mapping[str, Sequence[str]] = {}
         source: Tensors = weights
         if slots:
-            layer, part = _place(engines.assembly, name)
+            layer, part = _place(engines.assembly, block)
             whole = engines.assembly.classes[part.graph].signature.slots
             check_slots(weights, part.slots, whole, part.graph)
             tensors = part.slots
-            if part.graph != name:  # a piece, with the weights of the first rank
+            if part.graph != block:  # a piece, with the weights of the first rank
                 assert ranks is not None
                 source = RankWeights(weights, part.slots, whole, ranks.classes[part.graph], 0)
                 tensors = {slot.name: [slot.name] for slot in slots}

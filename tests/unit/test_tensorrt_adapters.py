@@ -1,0 +1,238 @@
+"""Adapters on TensorRT's engines, on the fake GPU: what they compute is what ONNX Runtime computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks import adapters_gpu, batches
+from demo_model import LIMITS
+from families import FAMILIES
+from lora_folders import NAMES, logits_of, opened, requests, shared_lora
+
+import fake_gpu
+from lockstep.artifacts.files import read_json, write_bytes
+from lockstep.backends import build
+from lockstep.export.run import with_adapters
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.runtime import Decoding, Model, Request, Sampling
+from lockstep.step.advance import Advance
+from lockstep.targets import Results
+from shared import Shared
+
+FORMS = [("8.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
+TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}  # of logits, largest 20: sums in another order; fp16: roundings between engines
+SIZES = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+Open = Callable[..., Model]
+
+
+@pytest.fixture(scope="module")
+def lora(demo: Results, shared: Shared) -> Results:
+    return shared_lora(demo, shared)
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: "-".join(form))
+def form(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    return request.param
+
+
+@pytest.fixture
+def gpu(form: tuple[str, str, str]) -> Iterator[fake_gpu.Gpu]:
+    with fake_gpu.installed(form[0]) as found:
+        yield found
+    assert not found.faults
+
+
+@pytest.fixture
+def open_model(lora: Results, form: tuple[str, str, str], gpu: fake_gpu.Gpu, shared: Shared) -> Open:
+    _, precision, attention = form
+    assembly, weights = lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision)
+    options = {"attention": attention, **SIZES}
+    make = lambda folder: build(assembly, "tensorrt", folder / "engines.json", options)
+    engines = shared.folder(f"lora-tensorrt/{precision}", make) / "engines.json"
+    adapters = lora.adapters("demo-llama")
+    return lambda **given: Model.open(engines, assembly, weights, **{**SIZES, "adapters_json": adapters, **given})
+
+
+def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
+    lora: Results, form: tuple[str, str, str], open_model: Open
+) -> None:
+    """Three adapters take turns in two places, with prompts beside rows that decode."""
+    expected = logits_of(opened(lora, form[1], **SIZES), requests())
+    model = open_model()
+    for _ in range(2):
+        for one, other in zip(expected, logits_of(model, requests()), strict=True):
+            np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE[form[1]])
+    assert model.adapters is not None and model.adapters.residency.loads > 4
+    assert (model.adapters.places == -1).all()
+
+
+def test_what_the_device_chooses_goes_ahead_with_the_adapter(
+    lora: Results, form: tuple[str, str, str], open_model: Open
+) -> None:
+    """Tokens that stay on the device, of more requests than slots."""
+    given = [Request(ids, 3 + n % 4, adapter=name) for n, (ids, name) in enumerate(2 * requests())]
+    found = []
+    for model in (opened(lora, form[1], **SIZES), open_model()):
+        tokens: list[list[int]] = [[] for _ in given]
+        ahead = 0
+        for made in Decoding(model, given):
+            tokens[made.request].append(made.token)
+            ahead += model.in_flight
+        found.append(tokens)
+    assert found[0] == found[1] and ahead
+
+
+def test_a_slot_that_gets_another_adapter_in_its_place_is_not_given_the_step_under_way(
+    lora: Results, form: tuple[str, str, str], open_model: Open
+) -> None:
+    def tokens(model: Model) -> list[Any]:
+        model.set_adapter(0, "captain")
+        model.set_adapter(1, "random")
+        found = [model.step_tokens([Advance(slot, np.arange(5, 12), 0) for slot in range(2)], more=True)]
+        for number in range(6):
+            if number == 2:
+                model.set_adapter(0, "shakespeare")  # where "captain" was
+            if number == 4:
+                model.set_adapter(0, None)
+            found.append(model.step_tokens([Advance(s, found[-1][s : s + 1], 7 + number) for s in range(2)], more=True))
+        return np.array(found).tolist()
+
+    assert tokens(open_model()) == tokens(opened(lora, form[1], **SIZES))
+
+
+def test_a_place_holds_nothing_of_the_adapter_before(open_model: Open, gpu: fake_gpu.Gpu, form: Any) -> None:
+    model = open_model()
+    model.set_adapter(0, "random")  # of rank 16, of all modules
+    model.step([Advance(0, np.arange(5), 0)])
+    model.release(0)
+    model.set_adapter(1, "shakespeare")
+    model.set_adapter(0, "captain")  # of rank 8, in its place
+    logits = model.step([Advance(0, np.arange(5), 0)])
+    fresh = open_model()
+    fresh.set_adapter(0, "captain")
+    assert np.array_equal(logits, fresh.step([Advance(0, np.arange(5), 0)]))
+
+
+def test_loading_an_adapter_waits_for_nothing_and_builds_nothing(
+    open_model: Open, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_model()
+    model.warm_up()
+    model.step_tokens([Advance(2, np.arange(5), 0)], more=True)
+    waited: list[int] = []
+    from lockstep.backends.tensorrt import cuda
+
+    synchronize = cuda.Stream.synchronize
+    monkeypatch.setattr(cuda.Stream, "synchronize", lambda stream: (waited.append(1), synchronize(stream))[1])
+    assert model.adapters is not None
+    contexts = len(gpu.profiles)
+    for name in NAMES:
+        model.set_adapter(0, name)
+        model.adapters.load()
+        model.release(0)
+    assert not waited and model.in_flight and len(gpu.profiles) == contexts
+
+
+def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(
+    lora: Results, form: tuple[str, str, str], open_model: Open
+) -> None:
+    if form[1] == "fp16":
+        pytest.skip("draws near a tie differ with the last bits of logits")
+    given = [Request([5, 6], 6, sampling=Sampling(0.8, seed=n), adapter=name) for n, name in enumerate((*NAMES, None))]
+    found = []
+    for model in (opened(lora, form[1], **SIZES), open_model()):
+        tokens: list[list[int]] = [[] for _ in given]
+        for made in Decoding(model, given):
+            tokens[made.request].append(made.token)
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
+def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_without(
+    demo: Results, form: tuple[str, str, str], open_model: Open, shared: Shared
+) -> None:
+    """The same bits, whether others had one before, will have one, or there is none."""
+    _, precision, attention = form
+    assembly, options = demo.assembly("demo-llama", precision), {"attention": attention, **SIZES}
+    make = lambda folder: build(assembly, "tensorrt", folder / "engines.json", options)
+    engines = shared.folder(f"tensorrt-without/{precision}", make) / "engines.json"
+    given = [(np.arange(9), None), (np.arange(3, 70), None)]
+    expected = logits_of(Model.open(engines, assembly, demo.weights("demo-llama", precision), **SIZES), given)
+    for model in (open_model(), open_model(adapters_json=None)):
+        model.warm_up()
+        for again in range(2):
+            assert all(map(np.array_equal, logits_of(model, given), expected))
+            if model.adapters is not None and model.adapters.known and not again:
+                logits_of(model, requests())
+
+
+def test_nothing_is_captured_behind_the_warm_up(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.backends.tensorrt import cuda
+
+    model, captures = open_model(), list[int]()
+    model.warm_up()
+    capture = cuda.Stream.capture
+    monkeypatch.setattr(cuda.Stream, "capture", lambda stream: (captures.append(1), capture(stream))[1])
+    given = [(np.arange(2 + n), name) for n, name in enumerate(("captain", None, "random"))]
+    for several in (given, given[1:2]):
+        logits_of(model, several)
+    assert not captures
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_the_benchmark_measures_all_its_parts(
+    gpu: fake_gpu.Gpu, shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it measures with, not what it measures."""
+    for name, size in (("CONTEXT", 12), ("WARM", 1), ("STEPS", 2)):
+        monkeypatch.setattr(batches, name, size)
+    limits = {"max_batch_size": 4, "max_num_tokens": 24, "max_seq_len": 128}
+    for name, value in (("ROWS", 4), ("PROMPT", 20), ("LIMITS", limits), ("FORM_TOKENS", (1, 4))):
+        monkeypatch.setattr(adapters_gpu, name, value)
+    files, assembly = shared.assembled(dict(FAMILIES["llama, llama3 rope"].config), "fp16")
+    taking = with_adapters(files, assembly, {"max_adapters": 3, "max_lora_rank": 16})
+    for folder, (made, of) in (("plain", (files, assembly)), ("taking", taking)):
+        for name, data in made.items():
+            write_bytes(tmp_path / folder / name, data)
+        of.save(tmp_path / folder / "assembly.json")
+    paths = [tmp_path / folder / "assembly.json" for folder in ("plain", "taking")]
+    adapters_gpu.run(*paths, tmp_path / "work", tmp_path / "out.json", rounds=1)
+    found = read_json(tmp_path / "out.json")
+    assert set(found["decode_step"]["times_as_long"]) == {"no row", "room, no row", "one row", "each row"}
+    assert {"block", "attention", "step"} < set(found["breakdown"]["each row"])
+    assert set(found["forms"]["4"]) == {"alone", "thin products", "one first product", "block diagonal", "gathered"}
+    assert found["load"]["bytes"] and found["load"]["milliseconds"]["median"] > 0
+
+
+def test_the_forms_that_are_measured_compute_the_same() -> None:
+    """Each on the same numbers, laid out as it takes them."""
+    hidden, count, rank, rows = 32, 3, 8, 5
+    random = np.random.default_rng(0)
+    numbers = lambda *shape: (random.standard_normal(shape, np.float32) * 0.2).astype(np.float16)
+    a, b, x = numbers(3, count, hidden, rank), numbers(3, count, rank, hidden), numbers(rows, hidden)
+    w, ids = numbers(3 * hidden, hidden), np.array([0, -1, 2, 1, 0])
+    feeds: dict[str, np.ndarray] = {"x": x, "w": w, "ids": ids}
+    for part, letter in enumerate("qkv"):
+        feeds[f"a_{letter}"] = a[part].transpose(1, 0, 2).reshape(hidden, -1)
+        feeds[f"b_{letter}"] = b[part].reshape(-1, hidden)
+    feeds["a"] = np.concatenate([feeds[f"a_{letter}"] for letter in "qkv"], axis=1)
+    feeds["b"] = np.zeros((3 * count * rank, 3 * hidden), np.float16)
+    feeds["bs"] = np.zeros((count, 3 * rank, 3 * hidden), np.float16)
+    for part, letter in enumerate("qkv"):
+        columns = slice(part * hidden, (part + 1) * hidden)
+        feeds["b"][part * count * rank : (part + 1) * count * rank, columns] = feeds[f"b_{letter}"]
+        feeds["bs"][:, part * rank : (part + 1) * rank, columns] = b[part]
+    feeds["as"] = np.concatenate(list(a), axis=2)
+    found = {}
+    for name, model in adapters_gpu.form_graphs(hidden, count, rank).items():
+        given = {value.name: feeds[value.name] for value in model.graph.input}
+        (found[name],) = open_session(model.SerializeToString()).run(None, given)
+    expected = found["thin products"]
+    assert np.abs(expected - found["alone"]).max() > 0.1 and np.array_equal(expected[1], found["alone"][1])
+    own = ids >= 0  # what is gathered has no row without
+    for name in ("one first product", "block diagonal", "gathered"):
+        assert np.abs(found[name] - expected)[own].max() < 1e-2, name
