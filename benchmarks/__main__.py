@@ -4,6 +4,7 @@ of documents."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -414,13 +415,7 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
     from lockstep.pipeline import worker
 
     path = SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape)
-    config = read_json(path)
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind != "llama":
-        raise InputError(
-            f"{path}: model_type: expected llama, which is what runs beside it in transformers, "
-            f"found {kind!r}; name another shape"
-        )
+    config = _llama(path)
     worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{path.stem}.json"
     export_config(config, "fp16", graphs)
@@ -542,6 +537,102 @@ def adapters_gpu(
     }
     worker.call(python, "benchmarks.adapters_gpu:measure", **names, rounds=rounds, options=options, forms=not no_forms)
     click.echo(out)
+
+
+@bench.command()
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    default=("llama-2-7b", "llama-3-70b"),
+    show_default=True,
+    help="A Llama shape that comes with the benchmark, or a config.json; may be given several times.",
+)
+@click.option(
+    "--ranks",
+    "degrees",
+    multiple=True,
+    type=click.IntRange(1, 16),
+    help="How many ranks; may be given several times.  [default: 1, 2 and 4, of the 70B shape 4; what the GPUs allow]",
+)
+@_TENSORRT_PYTHON
+@_WORK
+@_SETTING
+@click.option(
+    "--write",
+    "docs",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write gpu/ranks.json and gpu/ranks.md into this folder.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+def ranks(
+    shapes: tuple[str, ...],
+    degrees: tuple[int, ...],
+    python: str | None,
+    work: Path,
+    options: dict[str, Any],
+    docs: Path | None,
+    rounds: int,
+) -> None:
+    """TensorRT on several GPUs: builds, readiness, decoding, prompts and logits beside transformers, with the aims
+    beside the numbers. A run that was cut short goes on where it was, with the same folder."""
+    from benchmarks import ranks as bench_ranks
+    from benchmarks.export import SHAPES
+    from lockstep.export.run import export_config
+    from lockstep.pipeline import worker
+
+    paths = [SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape) for shape in shapes]
+    wanted = {path: degrees or bench_ranks.RANKS.get(path.stem, (1, 2, 4)) for path in paths}
+    configs = {path: _llama(path) for path in paths}
+    worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
+    most = max(max(counts) for counts in wanted.values())
+    gpus = worker.ask(python, "benchmarks.ranks:count_gpus", ranks=most)
+    if gpus < (least := min(min(counts) for counts in wanted.values())):
+        raise InputError(
+            f"ranks: expected {least} GPUs or more, for the fewest ranks that are asked for, found {gpus}; make more "
+            "visible (CUDA_VISIBLE_DEVICES), or ask for fewer with --ranks"
+        )
+    cases: dict[str, dict[str, Any]] = {}
+    for path, counts in wanted.items():
+        folder = (work / path.stem).absolute()
+        for count in (count for count in counts if count <= gpus):
+            out, place = folder / f"{count}.json", folder / str(count)
+            if not out.is_file():
+                export_config(configs[path], "fp16", place / "graphs", count)
+                worker.call(
+                    python,
+                    "benchmarks.ranks:measure",
+                    assembly=str(place / "graphs" / "assembly.json"),
+                    work=str(place),
+                    weights=str(folder / "weights"),
+                    out=str(out),
+                    rounds=rounds,
+                    options=options,
+                    python=python,
+                    transformers=sys.executable,
+                    config=configs[path],
+                    alike=path.stem in bench_ranks.ALIKE,
+                    layers=bench_ranks.CHECK_LAYERS.get(path.stem, ("all",)),
+                )
+            cases.setdefault(path.stem, {})[str(count)] = read_json(out)
+            record = bench_ranks.record_of(cases, bool(os.environ.get(bench_ranks.ONE_GPU)))
+            written = (docs / "gpu" if docs else work).absolute() / "ranks.json"
+            write_json(written, record)
+            written.with_suffix(".md").write_text(bench_ranks.page(record), encoding="utf-8")
+    click.echo(written)
+
+
+def _llama(path: Path) -> dict[str, Any]:
+    """The config.json of a Llama. Raises InputError for another model's."""
+    config = read_json(path)
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != "llama":
+        raise InputError(
+            f"{path}: model_type: expected llama, which is what runs beside it in transformers, "
+            f"found {kind!r}; name another shape"
+        )
+    return config
 
 
 @bench.command("serving-gpu")

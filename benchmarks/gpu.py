@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def run(
         raise InputError(
             f"{assembly_json}: precision: expected fp16, found {assembly.precision}; export the shape in fp16"
         )
-    _in_transformers(transformers, {"probe": True, "device": "cuda"})
+    probe(transformers)
     work.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"benchmark": "gpu", "layers": len(assembly.layers), "precision": "fp16", "rounds": rounds}
 
@@ -345,6 +345,19 @@ def beside(python: str, work: Path, weights: Path, config: Mapping[str, Any]) ->
         "device": "cuda",
     }
     return _in_transformers(python, request)
+
+
+def probe(python: str) -> None:
+    """Raise InputError for an interpreter without transformers and CUDA."""
+    _in_transformers(python, {"probe": True, "device": "cuda"})
+
+
+def references(
+    python: str, folder: Path, weights: Path, config: Mapping[str, Any], layers: Sequence[int | str]
+) -> None:
+    """Logits of transformers on the same weights, cut after each of `layers`, in another Python: left in `folder`."""
+    request = {"weights": str(weights), "work": str(folder), "layers": layers, "config": dict(config), "device": "cuda"}
+    _in_transformers(python, {**request, "prompt": CHECK_PROMPT, "tokens": CHECK_TOKENS})
 
 
 def _in_transformers(python: str, request: Mapping[str, Any]) -> Any:

@@ -94,6 +94,9 @@ def main():
         return
     for layers in request["layers"]:
         reference(request, layers)
+    if "batches" not in request:  # logits alone
+        print(json.dumps(None))
+        return
     model = model_of(request, request["config"]["num_hidden_layers"], torch.float16)
 
     def eager(token, position, cache):

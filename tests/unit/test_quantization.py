@@ -364,7 +364,6 @@ def test_a_group_size_that_does_not_divide_is_refused_by_config_and_export(share
             {"backends": ["tensorrt_rtx"]},
             "models.m.precisions[0]: expected one of fp32, fp16, bf16 for backend tensorrt_rtx; found 'w4a16'",
         ),
-        ({"tensor_parallel": 2}, "models.m.tensor_parallel: expected 1 with w4a16; found 2"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):

@@ -91,6 +91,16 @@ def test_ranks_compute_what_one_rank_does(family: str, degree: int) -> None:
     assert found.error(found.assembly) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("family", "middle", "exit"), [("gpt_neox", 1, 1), ("cohere", 1, 1), ("phi", 1, 1), ("llama", 2, 2)]
+)
+def test_attention_and_mlp_side_by_side_are_added_in_one_sum(family: str, middle: int, exit: int) -> None:
+    """Whatever order the model adds its branches in; an entry has none, for the first MLP is behind the attention."""
+    classes = split(family, 2).ranks.classes
+    sums = {name: sum(len(piece.sums) for piece in sharded.pieces) for name, sharded in classes.items()}
+    assert sums == {"entry": 0, "middle": middle, "exit": exit}
+
+
 @pytest.mark.parametrize("family", sorted(ALWAYS))
 def test_every_shard_is_a_slice_of_the_whole_and_together_they_are_it(family: str) -> None:
     """And all weights with more than one axis but norms, routers and latents are split."""
@@ -161,6 +171,20 @@ def test_a_bias_that_every_rank_adds_shows(slot: str) -> None:
     found = split("llama", 2)
     twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
     assert found.error(found.changed("middle", twice)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("slot", ["previous.attention.dense.bias", "previous.mlp.dense_4h_to_h.bias"])
+def test_a_bias_of_two_branches_that_every_rank_adds_shows(slot: str) -> None:
+    found = split("gpt_neox", 2)
+    twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
+    assert found.error(found.changed("middle", twice)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("slot", ["previous.attention.dense.weight", "previous.mlp.dense_4h_to_h.weight"])
+def test_a_shard_of_one_of_two_branches_shows(slot: str) -> None:
+    found = split("gpt_neox", 2)
+    swap = lambda sharded: replace(sharded, weights={**sharded.weights, slot: exchanged(sharded.weights[slot])})
+    assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
 
 
 def test_a_sum_that_is_left_out_shows(tmp_path: Path, tiny: Results) -> None:

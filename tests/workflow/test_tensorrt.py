@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -23,6 +25,33 @@ def test_the_dag_is_planned_without_a_gpu(demo: Checkout) -> None:
         and "export" not in jobs
         and "validate" not in jobs
     )
+
+
+RESOURCES = """
+import sys
+from snakemake.api import DAGSettings, OutputSettings, ResourceSettings, SnakemakeApi
+from snakemake.resources import ResourceScopes
+limits, scope = eval(sys.argv[1]), ResourceScopes.defaults()
+scope.update({"gpu": sys.argv[2]})
+with SnakemakeApi(OutputSettings(quiet=["all"])) as api:
+    workflow = api.workflow(ResourceSettings(cores=1, resources=limits, overwrite_resource_scopes=scope))
+    workflow.dag(DAGSettings(forceall=True)).execute_workflow(executor="dryrun")
+    for job in workflow._workflow.dag.jobs:
+        print(job.rule.name, job.wildcards_dict.get("backend"), job.resources.get("gpu"))
+"""
+
+
+@pytest.mark.parametrize(("scope", "asked"), [("local", "2"), ("global", "1")], ids=["a cluster", "this machine"])
+def test_jobs_of_several_ranks_ask_for_as_many_gpus(demo: Checkout, scope: str, asked: str) -> None:
+    """Those that run the model; engines are built and compared on one. On a machine where one such job runs at a time
+    it takes what there is."""
+    demo.edit_config(with_tensorrt)
+    demo.edit_config(lambda config: config["models"]["demo-llama"].update(tensor_parallel=2))
+    command = [sys.executable, "-c", RESOURCES, "{'gpu': 1}", scope]
+    done = subprocess.run(command, cwd=demo.folder, env=demo.environment(), text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    jobs = {(rule, gpu) for rule, backend, gpu in map(str.split, done.stdout.splitlines()) if backend == "tensorrt"}
+    assert jobs == {("build", "1"), ("compare", "1"), ("golden", asked), ("served", asked)}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")

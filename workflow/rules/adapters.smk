@@ -101,7 +101,7 @@ rule adapted:
         **GPU_MODEL,
         mem_mb=memory("adapted"),
         runtime=minutes("adapted"),
-        gpu=gpus,
+        gpu=gpus_of_ranks,
     params:
         **OF_DEVICE,
         options=options_of("adapted"),

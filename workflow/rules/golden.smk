@@ -69,7 +69,7 @@ rule golden:
         **GPU_MODEL,
         mem_mb=memory("golden"),
         runtime=minutes("golden"),
-        gpu=gpus,
+        gpu=gpus_of_ranks,
     params:
         **OF_DEVICE,
         options=options_of("golden"),

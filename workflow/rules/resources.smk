@@ -1,10 +1,11 @@
 # What jobs ask of a cluster: memory, minutes and GPUs. Locally only `gpu` counts, unless `--resources mem_mb=N` is given.
 #
-# needs: WEIGHT_FILES, FOLDERS, SOURCES, PLACE, NOT_RUN
-# makes: the functions `memory`, `minutes` and `gpus` for `resources:`
+# needs: CONFIG, WEIGHT_FILES, PLACE, NOT_RUN
+# makes: the functions `memory`, `minutes`, `gpus` and `gpus_of_ranks` for `resources:`
 
 from lockstep.artifacts.fetched import folder_of
 from lockstep.pipeline import resources as needs
+from lockstep.targets import MOST_RANKS
 
 # Bytes of weights by model, looked up once. A checkpoint that a job brings is added when it is there.
 WEIGHT_BYTES = {
@@ -40,3 +41,15 @@ def gpus(wildcards):
     """GPUs of a job; none where engines are built that cannot run here. `--resources gpu=N` says how many such jobs may
     run at once on one machine."""
     return 0 if wildcards.backend in NOT_RUN else CONFIG.gpus(wildcards.backend)
+
+
+# Snakemake lowers what a job asks for to the limit of the run, and `gpu: 1` of profiles/default goes before any other
+# profile. A cluster's jobs have GPUs of their own (the profiles' `set-resource-scopes`), and may ask for more.
+if workflow.resource_scopes.is_local("gpu"):
+    workflow.global_resources["gpu"] = MOST_RANKS
+
+
+def gpus_of_ranks(wildcards):
+    """GPUs of a job that runs the model: one for each rank. On one machine the limit lowers it: such a job then takes
+    all that the run has."""
+    return gpus(wildcards) * CONFIG.models[wildcards.model].tensor_parallel

@@ -19,7 +19,7 @@ rule served:
         **GPU_MODEL,
         mem_mb=memory("served"),
         runtime=minutes("served"),
-        gpu=gpus,
+        gpu=gpus_of_ranks,
     params:
         **OF_DEVICE,
         options=options_of("served"),

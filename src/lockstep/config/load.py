@@ -443,9 +443,6 @@ def _model_problems(
         if model.adapters and quantized:
             text = f"expected none with {quantized[0]}; found {len(model.adapters)}"
             yield Problem((*here, "adapters"), text)
-        if model.tensor_parallel > 1 and quantized:
-            text = f"expected 1 with {quantized[0]}; found {model.tensor_parallel}"
-            yield Problem((*here, "tensor_parallel"), text)
         place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
         for index, precision in enumerate(model.precisions_of(backend)):
             if precision not in settings.precisions:

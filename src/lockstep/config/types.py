@@ -196,7 +196,7 @@ class ModelConfig(Section):
     group_size: Literal[16, 32, 64, 128] = Field(
         default=32,
         description="In w8a16 and w4a16: how many numbers of a weight's row share a scale. It must divide the rows of "
-        "all linear weights.",
+        "all linear weights, and the part of them that each of several ranks takes.",
     )
     tensor_parallel: Annotated[int, Field(ge=1, le=targets.MOST_RANKS)] = Field(
         default=1,

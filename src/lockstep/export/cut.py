@@ -190,6 +190,8 @@ def _spans(
             stage[node.outputs[0]] = level[node] + 1
         elif known:
             stage.update((output, max(known)) for output in node.outputs if not flow.position_only(output))
+    for index, (cuts, _) in enumerate(plans):
+        _put_behind(index, stage, cuts, batchless)
     reads: list[dict[ir.Value, None]] = [{} for _ in range(len(markers) + 1)]
     for node in graph:
         here = next((stage[output] for output in node.outputs if output in stage), None)
@@ -239,6 +241,43 @@ def _spans(
             inputs[flow.positions] = "position_ids"
         spans.append((inputs, outputs))
     return spans
+
+
+def _put_behind(
+    index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value], batchless: Collection[ir.Node]
+) -> None:
+    """Move what attention `index` does not need from the block before it to the one behind, where no more values cross
+    the cut then: a parallel MLP, which several ranks then add in one sum with the attention, and of which the exit
+    computes no more than the rows of its logits."""
+
+    def upstream(values: Iterable[ir.Value]) -> set[ir.Value]:
+        """`values` of this block, and those that they are made of in it."""
+        found: set[ir.Value] = set()
+        stack: list[ir.Value | None] = [*values]
+        while stack:
+            value = stack.pop()
+            node = value.producer() if value is not None else None
+            if value is not None and node is not None and value not in found and stage.get(value) == index:
+                if node not in batchless:
+                    found.add(value)
+                    stack.extend(node.inputs)
+        return found
+
+    def crossing(moved: Collection[ir.Value]) -> set[ir.Value]:
+        """What the blocks behind the attention read of those before it."""
+        behind = lambda value: stage.get(value, -1) > index or value in moved
+        readers = lambda value: (node for node in value.consumers() if node not in batchless)
+        return {
+            value
+            for value, at in stage.items()
+            if at <= index and value not in moved and any(behind(node.outputs[0]) for node in readers(value))
+        }
+
+    now = crossing(())
+    free = upstream(now) - upstream(cuts)
+    then = crossing(free)
+    if len(then) <= len(now) and not any(value.producer() in batchless for value in then):
+        stage.update(dict.fromkeys(free, index + 1))
 
 
 def _needs_positions(outputs: Iterable[ir.Value], stops: set[ir.Value], positions: ir.Value) -> bool:

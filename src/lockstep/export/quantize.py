@@ -20,6 +20,7 @@ from onnx import helper
 from lockstep.artifacts.assembly import Assembly, GraphFile, Layer, Part, Uncut
 from lockstep.artifacts.dtypes import QUANTIZATIONS
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name
+from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
 from lockstep.errors import InputError
 from lockstep.onnx_tools.signature import signature_of
 
@@ -57,8 +58,54 @@ def quantize(
         bits = _bits([uncut.tensors], quantized)
         graph, made[uncut.file] = _rewritten(uncut, files[uncut.file], bits, group_size)
         uncut = Uncut(graph.file, graph.sha256, graph.signature, _bound(uncut.tensors, quantized))
-    assembly = replace(assembly, precision=precision, classes=classes, layers=layers, batchful=uncut)
+    ranks = assembly.tensor_parallel
+    if ranks is not None:
+        ranks = _of_ranks(files, assembly, ranks, quantized, made)
+    assembly = replace(
+        assembly, precision=precision, classes=classes, layers=layers, batchful=uncut, tensor_parallel=ranks
+    )
     return made, replace(assembly, quantization=quantized)
+
+
+def _of_ranks(
+    files: Mapping[str, bytes],
+    assembly: Assembly,
+    ranks: TensorParallel,
+    quantized: QuantizedTensors,
+    made: dict[str, bytes],
+) -> TensorParallel:
+    """What ranks run of the quantised weights; their graphs go to `made`. A rank takes the same rows of a weight as in
+    full precision, or the same columns where these are whole groups. Raises InputError where they are not."""
+    graphs: dict[str, GraphFile] = {}
+    classes: dict[str, ShardedClass] = {}
+    for name, sharded in ranks.classes.items():
+        tensors = {slot: used[0] for slots in reversed(_places(assembly, name)) for slot, used in slots.items()}
+        bits, size = _bits(_places(assembly, name), quantized), quantized.group_size
+        weights = {}
+        for slot, shard in sharded.weights.items():
+            if slot in bits:
+                weights[data_name(slot)] = weights[scales_name(slot)] = _by_groups(shard, size, tensors[slot])
+            else:
+                weights[slot] = shard
+        for piece in sharded.pieces:
+            graph = ranks.graphs[piece.graph]
+            own = {slot.name: bits[slot.name] for slot in graph.signature.slots if slot.name in bits}
+            graphs[piece.graph], made[graph.file] = _rewritten(graph, files[graph.file], own, size)
+        classes[name] = replace(sharded, weights=weights)
+    return replace(ranks, graphs=graphs, classes=classes)
+
+
+def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
+    """A rank's part of `<tensor>.data` and of `<tensor>.scales`."""
+    if shard.axis == 0:
+        return shard
+    if any(number % group_size for rank in shard.ranges for pair in rank for number in pair):
+        raise InputError(
+            f"group_size: expected a size that divides the {shard.count} numbers of a row of {tensor} that each of "
+            f"{len(shard.ranges)} ranks takes, found {group_size}; choose another one, or another tensor_parallel"
+        )
+    parts = tuple(tuple((low // group_size, high // group_size) for low, high in rank) for rank in shard.ranges)
+    return replace(shard, ranges=parts)
 
 
 def _choose(files: Mapping[str, bytes], assembly: Assembly, precision: str, group_size: int) -> QuantizedTensors:

@@ -134,10 +134,6 @@ def _proven(
 
     folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
     """
-    if precision in QUANTIZATIONS and tensor_parallel > 1:
-        raise InputError(
-            f"tensor_parallel: expected 1 in {precision}, found {tensor_parallel}; choose another precision"
-        )
     base = base_precision(precision)
     meta = meta_model(config, base)
     if folder is not None and has_weights(folder):

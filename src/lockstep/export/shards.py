@@ -19,6 +19,7 @@ from lockstep.errors import InputError
 from lockstep.export.canonical import OPSET, Graph, canonical
 from lockstep.export.cut import INPUT_ORDER, Region
 from lockstep.export.shard_flow import Flow, Held, NotSplit, even, find_flow, shapes_of
+from lockstep.export.shard_sums import join_sums
 
 
 def as_shard(held: Held) -> Shard:
@@ -97,6 +98,9 @@ def shard_block(block: Graph, before: Heads | None, behind: Heads | None, ranks:
     model = block.proto
     try:
         flow = find_flow(model, slots, given, wanted, ranks)
+        if (joined := join_sums(model, flow)) is not None:
+            model = joined
+            flow = find_flow(model, slots, given, wanted, ranks)
         pieces = _Cutter(model, slots, flow).pieces()
     except NotSplit as reason:
         raise InputError(f"tensor_parallel: this model cannot be split over {ranks} ranks: {reason}") from None

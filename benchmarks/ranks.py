@@ -1,0 +1,223 @@
+"""A model over several GPUs: builds, readiness, decoding, prompts, sums and logits at each number of ranks, beside what
+is aimed at.
+
+In: shapes, which get random weights, and a scratch folder. Out: a record, and its page with the aims beside the
+numbers. Each shape at each number of ranks is measured in a process of its own, which leaves its part in the scratch
+folder: a run that was cut short goes on behind the last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.batches import _by_size, _table, sums
+from benchmarks.gpu import (
+    BATCHES,
+    LIMITS,
+    build_seconds,
+    check,
+    decode,
+    prefill,
+    probe,
+    random_weights,
+    ready,
+    ready_seconds,
+    references,
+)
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import read_json, write_json
+
+RANKS = {"llama-2-7b": (1, 2, 4), "llama-3-70b": (4,)}
+# Too large for a disk with all their layers apart, or for the GPU of transformers at full depth in fp32.
+ALIKE = {"llama-3-70b"}
+CHECK_LAYERS: dict[str, tuple[int | str, ...]] = {"llama-2-7b": (2, "all"), "llama-3-70b": (2, 16)}
+ONE_GPU = "LOCKSTEP_RANKS_ON_ONE_GPU"
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What is aimed at: `at_least`, or `at_most`, of a figure of `figures`. vllm: the same figure of vLLM 0.23.0."""
+
+    shape: str
+    ranks: int
+    figure: str
+    at_least: float | None = None
+    at_most: float | None = None
+    vllm: float | None = None
+
+    def met(self, found: float | None) -> bool | None:
+        """None where nothing was measured."""
+        if found is None:
+            return None
+        return (self.at_least is None or found >= self.at_least) and (self.at_most is None or found <= self.at_most)
+
+
+AIMS = (
+    Aim("llama-2-7b", 2, "decode 1: times one GPU", at_least=1.65),
+    Aim("llama-2-7b", 4, "decode 1: times one GPU", at_least=2.5),
+    Aim("llama-2-7b", 2, "decode 1: tokens/s", at_least=400, vllm=307),
+    Aim("llama-2-7b", 4, "decode 1: tokens/s", at_least=610, vllm=369),
+    Aim("llama-2-7b", 2, "decode 16: times one GPU", at_least=1.6),
+    Aim("llama-2-7b", 4, "decode 16: times one GPU", at_least=2.5),
+    Aim("llama-2-7b", 2, "decode 16: tokens/s", vllm=3988),
+    Aim("llama-2-7b", 4, "decode 16: tokens/s", vllm=5412),
+    Aim("llama-2-7b", 2, "prompt: ms", at_most=33, vllm=35.2),
+    Aim("llama-2-7b", 4, "prompt: ms", at_most=22, vllm=37.0),
+    Aim("llama-3-70b", 4, "build: s", at_most=60),
+    Aim("llama-3-70b", 4, "ready: s", at_most=60, vllm=172),
+    Aim("llama-3-70b", 4, "decode 1: tokens/s", at_least=92, vllm=82.8),
+    Aim("llama-3-70b", 4, "decode 16: tokens/s", at_least=1300, vllm=1230),
+    Aim("llama-3-70b", 4, "prompt: ms", at_most=135, vllm=141.6),
+    Aim("llama-3-70b", 4, "logits 2 layers: times fp16 of transformers", at_most=2),
+    Aim("llama-3-70b", 4, "logits 16 layers: times fp16 of transformers", at_most=2),
+)
+
+
+def count_gpus(ranks: int) -> int:
+    """GPUs that this process sees; `ranks` where all are to run on the first, for checks."""
+    from lockstep.backends.tensorrt import cuda
+
+    return ranks if os.environ.get(ONE_GPU) else cuda.device_count()
+
+
+def measure(
+    assembly: str,
+    work: str,
+    weights: str,
+    out: str,
+    rounds: int,
+    options: Mapping[str, Any],
+    python: str | None,
+    transformers: str,
+    config: Mapping[str, Any],
+    alike: bool,
+    layers: Sequence[int | str],
+) -> None:
+    """One shape at one number of ranks; for the process of another interpreter, whose arguments are JSON.
+
+    work: for its engines. weights: a folder for the shape's weights and for what transformers says of them, which all
+    numbers of ranks share. layers: depths at which logits are held against transformers'.
+    """
+    path, folder = Path(assembly), Path(weights)
+    missing = [count for count in layers if not (folder / f"reference-{count}.npz").is_file()]
+    if missing:
+        probe(transformers)
+    parsed = Assembly.load(path)
+    file = folder / "weights.json"
+    file = file if file.is_file() else random_weights(parsed, folder, alike)
+    if missing:
+        references(transformers, folder, file, config, missing)
+    engines = Path(work) / "engines" / "engines.json"
+    record: dict[str, Any] = {"build_seconds": build_seconds(path, engines, {**LIMITS, **options}, python)}
+    manifest = read_json(engines)
+    record |= {"device": manifest["device"], "tensorrt": manifest["backend_version"], "options": manifest["options"]}
+    _read(folder / "weights.bin")
+    record["ready_seconds"] = ready_seconds(python, engines, path, file)
+    model = ready(engines, path, file)
+    record["decode"] = {str(batch): decode(model, batch, rounds) for batch in BATCHES}
+    record["prompt"] = prefill(model, rounds, parsed)
+    if parsed.tensor_parallel is not None:
+        record["sums"] = sums(model)
+    del model
+    record["check"] = {
+        str(count): check(engines, path, file, count, folder / f"reference-{count}.npz") for count in layers
+    }
+    write_json(Path(out), record)
+
+
+def _read(path: Path) -> None:
+    """Have a file in the page cache."""
+    with open(path, "rb", buffering=0) as file:
+        while file.read(1 << 26):
+            pass
+
+
+def figures(case: Mapping[str, Any], one: Mapping[str, Any] | None) -> dict[str, float | None]:
+    """The numbers of a case, by the names that aims have for them. one: the same shape on one GPU."""
+    found: dict[str, float | None] = {"build: s": case["build_seconds"], "ready: s": case["ready_seconds"]}
+    for batch, row in _by_size(case["decode"]):
+        found[f"decode {batch}: tokens/s"] = row["tokens_per_second"]
+        if one is not None and one is not case:
+            ratio = row["tokens_per_second"] / one["decode"][batch]["tokens_per_second"]
+            found[f"decode {batch}: times one GPU"] = round(ratio, 2)
+    found["prompt: ms"] = case["prompt"]["milliseconds"]["median"]
+    for layers, row in case["check"].items():
+        ours, theirs = row["max_logit_error"], row["max_logit_error_of_transformers_fp16"]
+        of_theirs = round(ours / theirs, 2) if ours is not None and theirs else float("inf")
+        found[f"logits {layers} layers: times fp16 of transformers"] = of_theirs
+    return found
+
+
+def record_of(cases: Mapping[str, Mapping[str, Any]], one_gpu: bool) -> dict[str, Any]:
+    """The record. cases: by shape and number of ranks. one_gpu: the ranks ran on the first GPU: no aim is judged."""
+    rows = [row for shape in sorted({*cases, *RANKS}) for row in _rows(shape, cases.get(shape, {}), one_gpu)]
+    return {"benchmark": "ranks", "ranks_on_one_gpu": one_gpu, "cases": cases, "aims": rows}
+
+
+def _rows(shape: str, cases: Mapping[str, Any], one_gpu: bool) -> Iterator[dict[str, Any]]:
+    """A row for each figure that was measured, and for each aim, whether measured or not."""
+    aims = {(aim.ranks, aim.figure): aim for aim in AIMS if aim.shape == shape}
+    found = {int(ranks): figures(case, cases.get("1")) for ranks, case in cases.items()}
+    for ranks in sorted({*found, *(ranks for ranks, _ in aims)}):
+        measured = found.get(ranks, {})
+        names = dict.fromkeys([*measured, *(figure for count, figure in aims if count == ranks)])
+        for figure in names:
+            aim = aims.get((ranks, figure), Aim(shape, ranks, figure))
+            value = measured.get(figure)
+            aimed = aim.at_least is not None or aim.at_most is not None
+            yield {
+                "shape": shape,
+                "ranks": ranks,
+                "figure": figure,
+                "found": None if value == float("inf") else value,
+                "at_least": aim.at_least,
+                "at_most": aim.at_most,
+                "vllm": aim.vllm,
+                "met": aim.met(value) if aimed and not one_gpu else None,
+            }
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The record as Markdown."""
+    cases = [case for by_ranks in record["cases"].values() for case in by_ranks.values()]
+    case = cases[0]
+    lines = [
+        "# Several GPUs",
+        "",
+        f"fp16, random weights, on {case['device']['name']} with TensorRT {case['tensorrt']}, behind 512 tokens, a "
+        "prompt of 2048. Made by `python -m benchmarks ranks --work FOLDER --write docs`. ready: from the start of a "
+        "process, with the weights in the page cache. vLLM: 0.23.0 on another machine of this kind.",
+    ]
+    if record["ranks_on_one_gpu"]:
+        lines += ["", "**All ranks ran on one GPU: a check of the command; its speeds say nothing.**"]
+    rows = [
+        [
+            row["shape"],
+            row["ranks"],
+            row["figure"],
+            _text(row["found"], "not run"),
+            f"at least {row['at_least']}" if row["at_least"] else f"at most {row['at_most']}" if row["at_most"] else "",
+            _text(row["vllm"], ""),
+            {True: "yes", False: "no", None: ""}[row["met"]],
+        ]
+        for row in record["aims"]
+    ]
+    head = ["shape", "GPUs", "figure", "found", "aim", "vLLM", "met"]
+    lines += ["", *_table(head, rows)]
+    for shape, by_ranks in record["cases"].items():
+        for ranks, case in by_ranks.items():
+            if found := case.get("sums"):
+                taken = [
+                    [f"{tokens} x {row['hidden']}", row["microseconds"]["median"]] for tokens, row in _by_size(found)
+                ]
+                lines += ["", f"A sum over {ranks} ranks of {shape}:", ""]
+                lines += _table(["tokens x hidden", "microseconds"], taken)
+    return "\n".join(lines) + "\n"
+
+
+def _text(value: float | None, missing: str) -> str:
+    return missing if value is None else str(value)
