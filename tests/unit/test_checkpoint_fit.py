@@ -155,8 +155,10 @@ def test_integers_that_are_no_weights_are_taken(tmp_path):
 "vision_config.parts[0].depth, found 1000000000"),
     ("text_config", [], "expected an object as text_config, found []"),
     ("text_config", {"hidden_size": 0}, "expected a positive integer as text_config.hidden_size, found 0"),
-    ("quantization_config", {"quant_method": "gptq"}, "expected nothing (quantized weights are not "
-"supported; take the key out where they are in floating point) as quantization_config, found 'gptq'"),
+    ("quantization_config", {"quant_method": "fp8"}, "expected gptq, awq or compressed-tensors, or no "
+"quantization_config where the weights are in floating point as quantization_config.quant_method, found 'fp8'"),
+    ("text_config", {"quantization_config": {"quant_method": "gptq"}}, "expected nothing, for quantization_config is "
+"at the top as text_config.quantization_config, found {'quant_method': 'gptq'}"),
 ])  # fmt: skip
 def test_a_value_that_no_model_can_have(line, tmp_path, key, value, expected):
     assert line(config={key: value}).startswith(f"config.json: {expected}")

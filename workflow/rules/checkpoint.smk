@@ -107,6 +107,10 @@ rule architecture:
         nothing=recovered,
         fetched=fetched,
         sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
+        # Their headers alone, of weights that are quantised already.
+        weights=lambda wildcards: (
+            WEIGHT_FILES[wildcards.model] if wildcards.model in PACKED else []
+        ),
     output:
         output_of("architecture"),
     log:

@@ -1,7 +1,7 @@
 # What all rules share: the config, checked before any job starts, and the names of all results.
 #
 # needs: config (Snakemake's merged mapping), REPOSITORY
-# makes: CONFIG, LOCKED, SOURCES, ADAPTERS, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, PLACE, JOBS, PAGE, and the functions below
+# makes: CONFIG, LOCKED, SOURCES, PACKED, ADAPTERS, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, PLACE, JOBS, PAGE, and the functions below
 
 import functools
 import gc
@@ -22,7 +22,13 @@ from lockstep.errors import LockstepError
 from lockstep.provenance.locked import is_locked
 from lockstep.report.renew import summarise
 from lockstep.targets import Results, layer_count
-from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
+from lockstep.config.sources import (
+    FolderSource,
+    HubSource,
+    RandomSource,
+    parse_source,
+    read_shape,
+)
 
 # The objects of a plan stay until the run ends: looking for garbage among those of a thousand targets is a seventh of the time of planning.
 gc.set_threshold(200_000)
@@ -75,6 +81,8 @@ with guard():
         model: display_paths(weight_files(folder, find_tensors(folder)))
         for model, folder in FOLDERS.items()
     }
+    # Models whose weights are quantised already: graphs hang on which are.
+    PACKED = {model for model, folder in FOLDERS.items() if read_shape(folder).packing}
     # Folders of adapters by model and name.
     ADAPTERS = {
         model: CONFIG.adapter_folders(model, [Path.cwd(), REPOSITORY], results=PLACE)

@@ -17,6 +17,7 @@ from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifests import LARGEST, NAME, read_checked
 from lockstep.artifacts.places import FILES, StoredFile, TensorPlace, place_schema
+from lockstep.artifacts.quantized import QUANTIZED, QuantizedTensors
 from lockstep.artifacts.schema import integer, items, mapping, record, text
 
 _MAX_TENSORS = 1_000_000
@@ -32,7 +33,7 @@ _SCHEMA = record(
         "tensors": mapping(place_schema(NAME), _TEXT),
         "unindexed": items(record({"file": NAME, "tensor": _TEXT}), most=_MAX_TENSORS),
     },
-    {"commit": NAME},
+    {"commit": NAME, "quantization": QUANTIZED},
 )
 
 
@@ -42,7 +43,8 @@ class CheckpointManifest:
 
     source: the config's text for it. folder: of its files, relative to the manifest or absolute. config: config.json.
     tensors: by name, each in a file of `folder`. unindexed: (file, tensor) of what a shard holds but the index does not
-    name. commit: of the repository that it was fetched from; None for others.
+    name. commit: of the repository that it was fetched from; None for others. quantization: what is quantised already,
+    and how; None where nothing is.
     """
 
     source: str
@@ -54,11 +56,13 @@ class CheckpointManifest:
     tensors: Mapping[str, TensorPlace] = field(default_factory=dict)
     unindexed: tuple[tuple[str, str], ...] = ()
     commit: str | None = None
+    quantization: QuantizedTensors | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> CheckpointManifest:
         """Read a checkpoint's manifest. Raises InputError for a file that is none."""
         value = read_checked(path, formats.CHECKPOINT, _SCHEMA)
+        quantized = value.get("quantization")
         return cls(
             source=value["source"],
             folder=value["folder"],
@@ -69,6 +73,7 @@ class CheckpointManifest:
             tensors={name: TensorPlace.from_json(entry["file"], entry) for name, entry in value["tensors"].items()},
             unindexed=tuple((entry["file"], entry["tensor"]) for entry in value["unindexed"]),
             commit=value.get("commit"),
+            quantization=QuantizedTensors.from_json(quantized) if quantized else None,
         )
 
     def save(self, path: str | os.PathLike) -> None:
@@ -87,6 +92,7 @@ class CheckpointManifest:
             "tensors": {name: place.to_json() for name, place in self.tensors.items()},
             "unindexed": [{"file": file, "tensor": name} for file, name in self.unindexed],
             **({"commit": self.commit} if self.commit else {}),
+            **({"quantization": self.quantization.to_json()} if self.quantization else {}),
         }
 
     def folder_of(self, path: str | os.PathLike) -> Path:

@@ -84,6 +84,7 @@ class Quantization:
 
 QUANTIZATIONS = {"w8a16": Quantization(8, 8), "w4a16": Quantization(4, 8)}
 GROUP_SIZES = (16, 32, 64, 128)
+GROUP_SIZE = 32  # where nothing says another
 # {precision: name of the type that its graphs compute in and its other weights have}, of all precisions.
 COMPUTE_NAMES = PRECISION_NAMES | dict.fromkeys(QUANTIZATIONS, "float32")
 

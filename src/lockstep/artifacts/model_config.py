@@ -13,6 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.artifacts.packing import KEY, packing_of
+from lockstep.artifacts.schema import Wrong
+
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
@@ -103,6 +106,12 @@ def setting(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     return next((part[key] for part in parts(config) for key in keys if part.get(key) is not None), None)
 
 
+def without_packing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the same model in floating point: what transformers is given, which would else look for the
+    packages that read packed weights."""
+    return {key: value for key, value in config.items() if key != KEY}
+
+
 def fault(config: Mapping[str, Any]) -> Fault | None:
     """Return the first value of a model's config that cannot be right, else None."""
     return next(_faults(config), None)
@@ -138,13 +147,19 @@ def _value_faults(path: str, key: str, value: Any) -> Iterator[Fault]:
             yield Fault(path, "a number above 0", value)
     elif key in _ROPE:
         yield from _rope_faults(path, value)
-    elif key == "quantization_config":
-        kind = value.get("quant_method", value) if isinstance(value, Mapping) else value
-        yield Fault(
-            path,
-            "nothing (quantized weights are not supported; take the key out where they are in floating point)",
-            kind,
-        )
+    elif key == KEY:
+        yield from _packing_faults(path, key, value)
+
+
+def _packing_faults(path: str, key: str, value: Any) -> Iterator[Fault]:
+    """Of quantised weights: a layout that is not known."""
+    if path != key:
+        yield Fault(path, f"nothing, for {key} is at the top", value)
+        return
+    try:
+        packing_of({key: value})
+    except Wrong as wrong:
+        yield Fault(wrong.where, wrong.expected, wrong.found)
 
 
 def _rope_faults(path: str, value: Any) -> Iterator[Fault]:

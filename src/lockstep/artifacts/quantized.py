@@ -3,7 +3,9 @@
 A linear weight `[out_features, in_features]` is cut along its rows into groups of `group_size` numbers. It is kept as
 two tensors: `<name>.data`, uint8 `[out_features, num_groups, group_size * bits / 8]`, whose numbers are counted from a
 zero point in the middle of their range (8 or 128) and stand, two a byte, the first in the low half; and
-`<name>.scales`, float32 `[out_features, num_groups]`. That is the layout of ONNX Runtime's `MatMulNBits`.
+`<name>.scales`, float32 `[out_features, num_groups]`. That is the layout of ONNX Runtime's `MatMulNBits`. Where a
+checkpoint was quantised with other zero points, these are a third, `<name>.zero_points`, uint8
+`[out_features, num_groups * bits / 8 (rounded up)]`, packed as the integers.
 """
 
 from __future__ import annotations
@@ -26,23 +28,37 @@ def _one_of(*choices: int) -> Check:
 
 
 GROUP_SIZE = _one_of(*GROUP_SIZES)
-QUANTIZED = record({"group_size": GROUP_SIZE, "bits": mapping(_one_of(4, 8), NAME)})
-_DATA, _SCALES = ".data", ".scales"
+
+
+def _true(value: Any, where: str) -> None:
+    if value is not True:
+        raise Wrong(where, "true", value)
+
+
+QUANTIZED = record({"group_size": GROUP_SIZE, "bits": mapping(_one_of(4, 8), NAME)}, {"zero_points": _true})
+_DATA, _SCALES, _ZERO_POINTS = ".data", ".scales", ".zero_points"
 
 
 @dataclass(frozen=True)
 class QuantizedTensors:
-    """bits: of each checkpoint tensor that is quantised, by name."""
+    """bits: of each checkpoint tensor that is quantised, by name. zero_points: whether each has some of its own."""
 
     group_size: int
     bits: Mapping[str, int]
+    zero_points: bool = False
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> QuantizedTensors:
-        return cls(value["group_size"], value["bits"])
+        return cls(value["group_size"], value["bits"], value.get("zero_points", False))
 
     def to_json(self) -> dict[str, Any]:
-        return {"group_size": self.group_size, "bits": dict(sorted(self.bits.items()))}
+        own = {"zero_points": True} if self.zero_points else {}
+        return {"group_size": self.group_size, "bits": dict(sorted(self.bits.items())), **own}
+
+    def parts(self, name: str) -> list[str]:
+        """What a quantised tensor or slot of this name is kept as."""
+        own = [zero_points_name(name)] if self.zero_points else []
+        return [data_name(name), scales_name(name), *own]
 
 
 def data_name(name: str) -> str:
@@ -53,6 +69,11 @@ def data_name(name: str) -> str:
 def scales_name(name: str) -> str:
     """What its scales are called."""
     return name + _SCALES
+
+
+def zero_points_name(name: str) -> str:
+    """What its zero points are called, where it has some of its own."""
+    return name + _ZERO_POINTS
 
 
 def is_scales(name: str) -> bool:

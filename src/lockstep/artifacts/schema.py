@@ -21,6 +21,7 @@ class Wrong(Exception):
     """A value that is not what it must be; the message says where, what was expected and what was found."""
 
     def __init__(self, where: str, expected: str, found: Any) -> None:
+        self.where, self.expected, self.found = where, expected, found
         place = f"{_short(where.removeprefix('.'))}: " if where else ""
         super().__init__(f"{place}expected {_short(expected)}, found {_short(ascii(found))}")
 

@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.artifacts import model_config
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
 from lockstep.artifacts.places import TensorPlace
+from lockstep.checkpoint.packed import PackedWeight, unpacked_places
 from lockstep.checkpoint.source_files import shorten
 from lockstep.checkpoint.tensors import CheckpointTensors
 from lockstep.errors import InputError
@@ -29,16 +30,18 @@ _WIDTH_KEYS = re.compile(r"hidden_size|d_model|dim|.*embd|.*embed.*")
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
-def check_fit(folder: Path, config: Mapping[str, Any], found: CheckpointTensors) -> None:
-    """Hold layers, vocabulary and width of the weights to the config.
+def check_fit(
+    folder: Path, config: Mapping[str, Any], found: CheckpointTensors, packed: Mapping[str, PackedWeight]
+) -> None:
+    """Hold layers, vocabulary and width of the weights to the config. packed: those that are quantised already.
 
     Raises InputError where they differ, and for weights that are no floats or hold no numbers.
     """
     for name, place in found.tensors.items():
-        if name.endswith(".weight"):
+        if name.endswith(".weight") and name not in packed:
             _check_weight(folder / place.file, name, place)
     _check_layers(folder, config, found)
-    for name, place in found.tensors.items():
+    for name, place in unpacked_places(found.tensors, packed).items():
         if len(place.shape) == 2 and not _OTHER_INPUTS.search(name):
             _check_embedding(folder / place.file, config, name, place.shape)
 

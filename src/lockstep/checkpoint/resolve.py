@@ -17,9 +17,11 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.fetched import read_fetched
 from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file
+from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.fit import check_fit
+from lockstep.checkpoint.packed import packed_weights, quantized_tensors
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
 from lockstep.checkpoint.tokenizer_file import check_loads, check_present
@@ -55,7 +57,7 @@ def resolve(source: str, folder: Path, out: Path) -> Path:
 
 def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     """As `resolve`, without reading weights: the manifest has no tensors, and names the files of config and tokenizer
-    only.
+    only. Of weights that are quantised already the headers are read: graphs hang on what is packed, and how.
 
     Graphs are made from it, so that other weights of the same model, a fine-tune, leave graphs and engines alone.
     """
@@ -106,9 +108,13 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
         )
     config = _read_config(folder)
     depth = _layer_count(folder, config)
-    found = find_tensors(folder) if weights else CheckpointTensors((), {}, ())
+    packing = packing_of(config)
+    found = find_tensors(folder) if weights or packing else CheckpointTensors((), {}, ())
+    packed = packed_weights(packing, found.tensors, folder)
     if weights:
-        check_fit(folder, config, found)
+        check_fit(folder, config, found, packed)
+    else:
+        found = CheckpointTensors((), {}, ())
     check_present(folder)
     _check_stops(folder, config)
     for path in side_files(folder):
@@ -126,6 +132,7 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
         config=config,
         tensors=found.tensors,
         unindexed=found.unindexed,
+        quantization=quantized_tensors(packing, packed, folder) if packing else None,
     )
 
 

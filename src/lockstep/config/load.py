@@ -13,12 +13,15 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.artifacts.adapters import fetched_manifest
+from lockstep.artifacts.dtypes import GROUP_SIZE
 from lockstep.artifacts.fetched import folder_of, known
+from lockstep.artifacts.packing import largest_group, precision_of
 from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.documents import read_document
 from lockstep.config.messages import Problem, Problems, describe, join, nearest, one_line
 from lockstep.config.section import Flag, PathText, Section
 from lockstep.config.sources import (
+    CheckpointShape,
     FolderSource,
     HubSource,
     RandomSource,
@@ -495,6 +498,24 @@ def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: P
     return fetched.folder if fetched and (fetched.folder / "config.json").is_file() else None
 
 
+def _group_problems(name: str, model: ModelConfig, shape: CheckpointShape, path: Path) -> Iterator[Problem]:
+    """`group_size` against the rows, and of a checkpoint that is quantised already against its own."""
+    where, packing = ("models", name, "group_size"), shape.packing
+    already = largest_group(packing.group_size) if packing and packing.group_size else None
+    found = model.group_size or already or (None if packing else GROUP_SIZE)
+    if already and found != already:
+        yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {found}")
+    elif found and shape.hidden_size is not None and shape.hidden_size % found:
+        yield Problem(where, f"expected a size that divides hidden_size ({shape.hidden_size} in {path}); found {found}")
+    for backend in model.backends:
+        own = backend in model.backend_precisions
+        for index, precision in enumerate(model.precisions_of(backend)):
+            if packing and is_quantized(precision) and precision != precision_of(packing.bits):
+                place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
+                text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
+                yield Problem(("models", name, *place, index), f"{text} quantised; found {precision!r}")
+
+
 def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) -> Iterator[Problem]:
     """`layers` and `limits` against the depth and the positions in a `config.json`, or that of a folder."""
     shape, path = read_shape(place), place / "config.json" if place.is_dir() else place
@@ -508,9 +529,10 @@ def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) 
                 where, f"expected each target once; found {layers}, which is all of this model's layers, beside all"
             )
     if any(map(is_quantized, _all_precisions(model))):
-        if shape.hidden_size is not None and shape.hidden_size % model.group_size:
-            text = f"expected a size that divides hidden_size ({shape.hidden_size} in {path}); found {model.group_size}"
-            yield Problem(("models", name, "group_size"), text)
+        yield from _group_problems(name, model, shape, path)
+    if shape.packing and model.adapters:
+        text = f"expected none for a checkpoint that is quantised already ({path}); found {len(model.adapters)}"
+        yield Problem(("models", name, "adapters"), text)
     if positions is not None and limits.max_seq_len > positions:
         text = f"expected at most {positions} ({shape.limited_by} in {path}); found {limits.max_seq_len}"
         yield Problem(("limits", "max_seq_len"), text)

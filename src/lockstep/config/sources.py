@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import model_config
+from lockstep.artifacts.packing import Packing, packing_of
 from lockstep.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -169,12 +170,14 @@ def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Pa
 @dataclass(frozen=True)
 class CheckpointShape:
     """What the config is held against: the model's depth, and how many positions it knows (None: it does not say), with
-    the key that says so; and the size of its hidden state (None: it does not say)."""
+    the key that says so; the size of its hidden state (None: it does not say); and how weights that are quantised
+    already are packed."""
 
     num_hidden_layers: int
     max_position_embeddings: int | None
     limited_by: str = "max_position_embeddings"
     hidden_size: int | None = None
+    packing: Packing | None = None
 
 
 def read_shape(path: Path) -> CheckpointShape:
@@ -192,8 +195,8 @@ def read_shape(path: Path) -> CheckpointShape:
     positions, first = model_config.setting(value, model_config.POSITION_KEYS), _first_frequencies(value)
     if first is not None and (positions is None or first < positions):
         limit = "original_max_position_embeddings: beyond it longrope changes the keys of all positions"
-        return CheckpointShape(depth, first, limit, hidden)
-    return CheckpointShape(depth, positions, hidden_size=hidden)
+        return CheckpointShape(depth, first, limit, hidden, packing_of(value))
+    return CheckpointShape(depth, positions, hidden_size=hidden, packing=packing_of(value))
 
 
 def _first_frequencies(value: dict[str, Any]) -> int | None:

@@ -193,10 +193,11 @@ class ModelConfig(Section):
     backend_precisions: dict[BackendOrDevice, Annotated[tuple[Precision, ...], AsTuple, Field(min_length=1)]] = Field(
         default={}, description="The precisions of one of the backends, where they are others than `precisions`."
     )
-    group_size: Literal[16, 32, 64, 128] = Field(
-        default=32,
+    group_size: Literal[16, 32, 64, 128] | None = Field(
+        default=None,
         description="In w8a16 and w4a16: how many numbers of a weight's row share a scale. It must divide the rows of "
-        "all linear weights, and the part of them that each of several ranks takes.",
+        "all linear weights, and the part of them that each of several ranks takes. None: 32, or of a checkpoint that "
+        "is quantised already its own.",
     )
     tensor_parallel: Annotated[int, Field(ge=1, le=targets.MOST_RANKS)] = Field(
         default=1,

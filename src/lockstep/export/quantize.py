@@ -1,8 +1,9 @@
 """Graphs of quantised weights: an assembly in fp32 and its graphs in, those of w8a16 or w4a16 out.
 
 Each `Gemm(transB=1)` with a weight of its own becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
-and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`, in place of one. The activations stay
-as they are: `accuracy_level` is left out, so what the graph says is a product with the dequantised weight.
+and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`, in place of one, and of a checkpoint
+that was quantised with zero points of its own a third, `<slot>.zero_points`. The activations stay as they are:
+`accuracy_level` is left out, so what the graph says is a product with the dequantised weight.
 
 In full precision stay what is no such weight (embeddings, norms, biases, stacks of experts, convolutions) and what a
 graph reads in another way too, such as an embedding that is tied to the output head.
@@ -19,7 +20,7 @@ from onnx import helper
 
 from lockstep.artifacts.assembly import Assembly, GraphFile, Layer, Part, Uncut
 from lockstep.artifacts.dtypes import QUANTIZATIONS
-from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name
+from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name, zero_points_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
 from lockstep.errors import InputError
 from lockstep.onnx_tools.signature import signature_of
@@ -40,23 +41,28 @@ class _Use:
 
 
 def quantize(
-    files: Mapping[str, bytes], assembly: Assembly, precision: str, group_size: int
+    files: Mapping[str, bytes],
+    assembly: Assembly,
+    precision: str,
+    group_size: int,
+    already: QuantizedTensors | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """The files and the assembly of `precision`, made of those in fp32.
+    """The files and the assembly of `precision`, made of those in fp32. already: what the checkpoint has quantised;
+    then it is these and no others.
 
     Raises InputError where no weight can be quantised, or the rows of one are no multiple of `group_size`.
     """
-    quantized = _choose(files, assembly, precision, group_size)
+    quantized = _choose(files, assembly, precision, group_size, already)
     made, classes = dict(files), {}
     for name, graph in assembly.classes.items():
         bits = _bits(_places(assembly, name), quantized)
-        classes[name], made[graph.file] = _rewritten(graph, files[graph.file], bits, group_size)
+        classes[name], made[graph.file] = _rewritten(graph, files[graph.file], bits, quantized)
     part = lambda old: Part(old.graph, _bound(old.slots, quantized))
     layers = tuple(Layer(part(layer.block), layer.variant, part(layer.exit)) for layer in assembly.layers)
     uncut = assembly.batchful
     if uncut is not None:
         bits = _bits([uncut.tensors], quantized)
-        graph, made[uncut.file] = _rewritten(uncut, files[uncut.file], bits, group_size)
+        graph, made[uncut.file] = _rewritten(uncut, files[uncut.file], bits, quantized)
         uncut = Uncut(graph.file, graph.sha256, graph.signature, _bound(uncut.tensors, quantized))
     ranks = assembly.tensor_parallel
     if ranks is not None:
@@ -85,18 +91,22 @@ def _of_ranks(
         for slot, shard in sharded.weights.items():
             if slot in bits:
                 weights[data_name(slot)] = weights[scales_name(slot)] = _by_groups(shard, size, tensors[slot])
+                if quantized.zero_points:  # of several groups in a byte
+                    each = size * 8 // bits[slot]
+                    weights[zero_points_name(slot)] = _by_groups(shard, each, tensors[slot])
             else:
                 weights[slot] = shard
         for piece in sharded.pieces:
             graph = ranks.graphs[piece.graph]
             own = {slot.name: bits[slot.name] for slot in graph.signature.slots if slot.name in bits}
-            graphs[piece.graph], made[graph.file] = _rewritten(graph, files[graph.file], own, size)
+            graphs[piece.graph], made[graph.file] = _rewritten(graph, files[graph.file], own, quantized)
         classes[name] = replace(sharded, weights=weights)
     return replace(ranks, graphs=graphs, classes=classes)
 
 
 def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
-    """A rank's part of `<tensor>.data` and of `<tensor>.scales`."""
+    """A rank's part of `<tensor>.data` and of `<tensor>.scales`, or of another tensor with an element for each
+    `group_size` numbers of a row."""
     if shard.axis == 0:
         return shard
     if any(number % group_size for rank in shard.ranges for pair in rank for number in pair):
@@ -108,9 +118,13 @@ def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
     return replace(shard, ranges=parts)
 
 
-def _choose(files: Mapping[str, bytes], assembly: Assembly, precision: str, group_size: int) -> QuantizedTensors:
+def _choose(
+    files: Mapping[str, bytes], assembly: Assembly, precision: str, group_size: int, already: QuantizedTensors | None
+) -> QuantizedTensors:
     """A tensor is quantised where all slots that take it can be, and a slot where all its tensors are."""
     uses = list(_uses(files, assembly, precision))
+    if already is not None:
+        uses = [replace(use, bits=_bits_already(use, already)) for use in uses]
     full = {tensor for use in uses if use.bits is None for tensor in use.tensors}
     while more := {name for use in uses if not full.isdisjoint(use.tensors) for name in use.tensors} - full:
         full |= more
@@ -126,7 +140,13 @@ def _choose(files: Mapping[str, bytes], assembly: Assembly, precision: str, grou
                 f"group_size: expected a size that divides the {use.columns} numbers of a row of {use.tensors[0]}, "
                 f"found {group_size}; choose another one, or another precision than {precision}"
             )
-    return QuantizedTensors(group_size, bits)
+    return QuantizedTensors(group_size, bits, already is not None and already.zero_points)
+
+
+def _bits_already(use: _Use, already: QuantizedTensors) -> int | None:
+    # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
+    found = {already.bits.get(name) or already.bits.get(name.partition(".")[2]) for name in use.tensors}
+    return found.pop() if use.bits is not None and len(found) == 1 else None
 
 
 def _uses(files: Mapping[str, bytes], assembly: Assembly, precision: str) -> Iterator[_Use]:
@@ -157,8 +177,8 @@ def _bound(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str]]:
     bound: dict[str, list[str]] = {}
     for slot, tensors in slots.items():
         if tensors[0] in quantized.bits:
-            for part in (data_name, scales_name):
-                bound[part(slot)] = [part(tensor) for tensor in tensors]
+            parts = zip(quantized.parts(slot), *(quantized.parts(tensor) for tensor in tensors), strict=True)
+            bound |= {part: names for part, *names in parts}
         else:
             bound[slot] = list(tensors)
     return bound
@@ -181,7 +201,9 @@ def _products(graph: onnx.GraphProto, slots: Collection[str]) -> dict[str, onnx.
     return found
 
 
-def _rewritten(graph: GraphFile, data: bytes, bits: Mapping[str, int], group_size: int) -> tuple[GraphFile, bytes]:
+def _rewritten(
+    graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors
+) -> tuple[GraphFile, bytes]:
     """The graph with `MatMulNBits` in place of the products of the slots `bits`; itself where there are none."""
     if not bits:
         return graph, data
@@ -191,11 +213,11 @@ def _rewritten(graph: GraphFile, data: bytes, bits: Mapping[str, int], group_siz
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         slot = products.get(node.name)
-        nodes += [node] if slot is None else _nodes(node, slot, shapes[slot], bits[slot], group_size)
+        nodes += [node] if slot is None else _nodes(node, slot, shapes[slot], bits[slot], quantized)
     inputs: list[onnx.ValueInfoProto] = []
     for value in model.graph.input:
         name = value.name
-        inputs += _inputs(name, shapes[name], bits[name], group_size) if name in bits else [value]
+        inputs += _inputs(name, shapes[name], bits[name], quantized) if name in bits else [value]
     made = onnx.ModelProto()
     made.CopyFrom(model)
     del made.graph.node[:], made.graph.input[:]
@@ -204,34 +226,40 @@ def _rewritten(graph: GraphFile, data: bytes, bits: Mapping[str, int], group_siz
     made.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
     onnx.checker.check_model(made, full_check=True)
     written = made.SerializeToString(deterministic=True)
-    slots = {part(slot) for slot in bits for part in (data_name, scales_name)}
+    slots = {part for slot in bits for part in quantized.parts(slot)}
     slots |= {slot.name for slot in graph.signature.slots} - set(bits)
     return GraphFile(graph.file, hashlib.sha256(written).hexdigest(), signature_of(made.graph, slots)), written
 
 
-def _nodes(node: onnx.NodeProto, slot: str, shape: Sequence[int], bits: int, group_size: int) -> list[onnx.NodeProto]:
+def _nodes(
+    node: onnx.NodeProto, slot: str, shape: Sequence[int], bits: int, quantized: QuantizedTensors
+) -> list[onnx.NodeProto]:
     rows, columns = shape
     bias = list(node.input[2:])
     product = helper.make_node(
         "MatMulNBits",
-        [node.input[0], data_name(slot), scales_name(slot)],
+        [node.input[0], *quantized.parts(slot)],
         [f"{node.output[0]}/product" if bias else node.output[0]],
         name=node.name,
         domain=_DOMAIN,
         K=columns,
         N=rows,
         bits=bits,
-        block_size=group_size,
+        block_size=quantized.group_size,
     )
     if not bias:
         return [product]
     return [product, helper.make_node("Add", [product.output[0], *bias], list(node.output), name=f"{node.name}/bias")]
 
 
-def _inputs(slot: str, shape: Sequence[int], bits: int, group_size: int) -> list[onnx.ValueInfoProto]:
+def _inputs(slot: str, shape: Sequence[int], bits: int, quantized: QuantizedTensors) -> list[onnx.ValueInfoProto]:
     rows, columns = shape
-    groups, size = columns // group_size, group_size * bits // 8
-    return [
+    groups, size = columns // quantized.group_size, quantized.group_size * bits // 8
+    made = [
         helper.make_tensor_value_info(data_name(slot), onnx.TensorProto.UINT8, [rows, groups, size]),
         helper.make_tensor_value_info(scales_name(slot), onnx.TensorProto.FLOAT, [rows, groups]),
     ]
+    if quantized.zero_points:
+        packed = [rows, (groups * bits + 7) // 8]
+        made.append(helper.make_tensor_value_info(zero_points_name(slot), onnx.TensorProto.UINT8, packed))
+    return made

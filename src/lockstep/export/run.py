@@ -22,11 +22,14 @@ from transformers import PreTrainedModel
 from lockstep.artifacts import chat_template
 from lockstep.artifacts.assembly import Assembly, AttentionVariant, FileEntry, GraphFile, Layer, Part, Uncut
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.dtypes import QUANTIZATIONS, base_precision
+from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
+from lockstep.artifacts.packing import check_precision, packing_of
+from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import Piece, ShardedClass, TensorParallel
 from lockstep.checkpoint.chat_template import FILES as CHAT_FILES
 from lockstep.checkpoint.chat_template import read_chat_template
+from lockstep.checkpoint.packed import packed_weights, unpacked_places
 from lockstep.checkpoint.tensors import find_tensors, has_weights
 from lockstep.errors import InputError
 from lockstep.export import attention
@@ -68,13 +71,14 @@ def export(
     out: str | os.PathLike,
     tensor_parallel: int = 1,
     adapters: Mapping[str, Any] | None = None,
-    group_size: int = 32,
+    group_size: int | None = None,
 ) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie
     beside it. tensor_parallel: for how many ranks. adapters: arguments of `lora.adapted`, for graphs that take
-    adapters. group_size: numbers that share a scale in w8a16 and w4a16.
+    adapters. group_size: numbers that share a scale in w8a16 and w4a16; None: 32, or as the checkpoint has them.
 
-    Raises InputError for a model that cannot be split, with the reason.
+    Raises InputError for a model that cannot be split, with the reason, and for a quantised checkpoint of other bits or
+    groups.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     check_place(out)
@@ -82,7 +86,11 @@ def export(
     folder, config = manifest.folder_of(checkpoint), manifest.config
     replace(manifest, files=tuple(file for file in manifest.files if file.path in _READ)).check(folder)
     stops = _eos_token_ids(folder, config)
-    files, assembly = _proven(config, precision, folder, tensor_parallel, adapters, group_size)
+    quantized = manifest.quantization
+    if quantized is not None and precision in QUANTIZATIONS:
+        check_precision(quantized, precision, group_size, str(folder))
+        group_size = quantized.group_size
+    files, assembly = _proven(config, precision, folder, tensor_parallel, adapters, group_size or GROUP_SIZE, quantized)
     template = read_chat_template(folder)
     files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
     if template:
@@ -109,7 +117,7 @@ def export_config(
     precision: str,
     folder: Path,
     tensor_parallel: int = 1,
-    group_size: int = 32,
+    group_size: int = GROUP_SIZE,
     adapters: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives
@@ -129,19 +137,23 @@ def _proven(
     tensor_parallel: int,
     adapters: Mapping[str, Any] | None,
     group_size: int,
+    quantized: QuantizedTensors | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does.
 
     folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
+    quantized: what the checkpoint has quantised already.
     """
     base = base_precision(precision)
     meta = meta_model(config, base)
     if folder is not None and has_weights(folder):
-        check_tensors(meta, find_tensors(folder).tensors, folder)
+        tensors = find_tensors(folder).tensors
+        packed = packed_weights(packing_of(config), tensors, folder)
+        check_tensors(meta, unpacked_places(tensors, packed), folder)
     files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel)
     prove(config, meta, files, assembly, assemble)
     if precision in QUANTIZATIONS:
-        return quantize(files, assembly, precision, group_size)
+        return quantize(files, assembly, precision, group_size, quantized)
     return with_adapters(files, assembly, adapters, linear_layers(meta)) if adapters else (files, assembly)
 
 

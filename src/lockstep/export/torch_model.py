@@ -18,6 +18,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from lockstep.artifacts.model_config import without_packing
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 
@@ -27,7 +28,7 @@ _NOT_PER_LAYER = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id
 
 def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.PreTrainedConfig:
     """The transformers config of a config.json mapping for its first `layers` layers ("all": as it is), per-layer lists
-    cut too.
+    cut too, and what it says of packed weights left out.
 
     What is loaded with it keeps the constants of the whole model: see `keep_constants`.
 
@@ -40,7 +41,7 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
             "correct it, or install a newer transformers"
         )
     with quiet(), _one_line("config.json: expected the config of a model"):
-        made = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
+        made = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(without_packing(config)))
     text = made.get_text_config()
     depth = text.num_hidden_layers
     if layers == "all":
@@ -52,7 +53,7 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     if layers != depth:
-        made.config_of_all_layers = copy.deepcopy(dict(config))
+        made.config_of_all_layers = copy.deepcopy(without_packing(config))
     return made
 
 

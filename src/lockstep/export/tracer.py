@@ -33,6 +33,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.artifacts.dtypes import PRECISION_NAMES
+from lockstep.artifacts.model_config import without_packing
 from lockstep.errors import InputError
 from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
@@ -146,7 +147,7 @@ def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
             f"found {model_type!r}; "
             "encoder-decoders and models with code of their own cannot be used"
         )
-    values = copy.deepcopy(dict(config))
+    values = copy.deepcopy(without_packing(config))
     values["_experts_implementation"] = "batched_mm"
     with quiet():
         try:

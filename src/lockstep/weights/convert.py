@@ -44,7 +44,7 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
     quantized = _quantized(source, precision, assembly_json) if precision in QUANTIZATIONS else None
     for path in (out, out.with_name(WEIGHTS)):
         remove_leftovers(path)
-    if quantized is None and source.float_dtypes() <= {dtype}:
+    if quantized is None and not source.packed and source.float_dtypes() <= {dtype}:
         _point_into(source, precision, out).save(out)
         out.with_name(WEIGHTS).unlink(missing_ok=True)  # of an earlier checkpoint; nothing names it any more
     else:
@@ -81,7 +81,28 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
                 f"{source.words(name)}: expected floats [out_features, in_features] with in_features a multiple of the "
                 f"group size {found.quantization.group_size}; choose another group_size or precision"
             )
-    return QuantizedTensors(found.quantization.group_size, bits)
+    made = QuantizedTensors(found.quantization.group_size, bits, found.quantization.zero_points)
+    if source.packed:
+        _check_packed(source, made, assembly_json)
+    return made
+
+
+def _check_packed(source: Source, wanted: QuantizedTensors, assembly_json: Path) -> None:
+    """Weights that are quantised already go to graphs of the same integers."""
+    assert source.packing is not None  # of a source with packed weights
+    own = source.manifest.quantization
+    for name, bits in wanted.bits.items():
+        found = own.bits.get(name) if own else None
+        if own is None or found != bits or own.zero_points != wanted.zero_points:
+            raise InputError(
+                f"{assembly_json}: expected {name!r} as the checkpoint has it quantised, found {bits} bits in the "
+                f"graphs, {found or 'none'} in {source.folder}; export again"
+            )
+        if (source.packing.group_size or wanted.group_size) % wanted.group_size:
+            raise InputError(
+                f"{assembly_json}: expected a group size that divides {source.packing.group_size}, that of the "
+                f"checkpoint, found {wanted.group_size}; export again"
+            )
 
 
 def _point_into(source: Source, precision: str, out: Path) -> WeightsManifest:

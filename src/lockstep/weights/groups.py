@@ -39,9 +39,14 @@ def unpack(data: np.ndarray, group_size: int) -> np.ndarray:
     return np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], group_size)
 
 
-def dequantize(data: np.ndarray, scales: np.ndarray, group_size: int) -> np.ndarray:
+def dequantize(
+    data: np.ndarray, scales: np.ndarray, group_size: int, zero_points: np.ndarray | None = None
+) -> np.ndarray:
     """The weight float32 [out_features, in_features] of uint8 [out_features, num_groups, group_size * bits / 8] and
-    float32 [out_features, num_groups]."""
-    half = 128 if data.shape[-1] == group_size else 8
-    numbers = (unpack(data, group_size).astype(np.float32) - np.float32(half)) * scales[..., None]
+    float32 [out_features, num_groups]. zero_points: as they are kept; None: the middle."""
+    bits = 8 if data.shape[-1] == group_size else 4
+    zeros = np.full(scales.shape, 1 << bits - 1, np.uint8)
+    if zero_points is not None:
+        zeros = zero_points if bits == 8 else unpack(zero_points, 2 * zero_points.shape[-1])[:, : scales.shape[1]]
+    numbers = (unpack(data, group_size).astype(np.float32) - zeros[..., None].astype(np.float32)) * scales[..., None]
     return numbers.reshape(len(data), -1)

@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
 from lockstep.artifacts.places import TensorPlace
-from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
+from lockstep.artifacts.quantized import QuantizedTensors, data_name, quantized_names, scales_name, zero_points_name
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
 from lockstep.weights.groups import dequantize
@@ -86,24 +86,38 @@ class Weights:
     def names(self) -> list[str]:
         return sorted(self._tensors)
 
+    @property
+    def quantization(self) -> QuantizedTensors | None:
+        """What is quantised, and how; None where nothing is."""
+        if self.group_size is None:
+            return None
+        names = quantized_names(self._tensors)
+        bits = {name: 8 * self.info(data_name(name)).shape[2] // self.group_size for name in names}
+        return QuantizedTensors(self.group_size, bits, any(zero_points_name(name) in self._tensors for name in names))
+
     def dequantized(self) -> Iterator[tuple[str, np.ndarray]]:
         """All tensors under their names in the checkpoint, sorted; of a quantised one the numbers that its integers
         and scales stand for, float32."""
         quantized = quantized_names(self._tensors)
-        parts = {part(name) for name in quantized for part in (data_name, scales_name)}
+        parts = {part(name) for name in quantized for part in (data_name, scales_name, zero_points_name)}
         for name in sorted({*self._tensors, *quantized} - parts):
             yield name, self.dequantize(name) if data_name(name) in self._tensors else self[name]
 
     def dequantize(self, name: str) -> np.ndarray:
-        """The numbers that the integers and scales of a quantised tensor stand for, float32 [out_features,
-        in_features]."""
+        """The numbers that the integers, scales and zero points of a quantised tensor stand for, float32
+        [out_features, in_features]."""
         data, scales = self[data_name(name)], self[scales_name(name)]
-        if self.group_size is None or data.ndim != 3 or scales.shape != data.shape[:2]:
+        zeros = self[zero_points_name(name)] if zero_points_name(name) in self._tensors else None
+        kept = None
+        if data.ndim == 3 and self.group_size:
+            kept = (data.shape[0], (data.shape[1] * data.shape[2] + self.group_size - 1) // self.group_size)
+        if kept is None or scales.shape != data.shape[:2] or (zeros is not None and zeros.shape != kept):
             raise InputError(
                 f"{self.manifest_path}: expected tensor {name!r} with a scale for each group, found "
                 f"{list(data.shape)} with {list(scales.shape)}; convert the checkpoint again"
             )
-        return dequantize(data, scales, self.group_size)
+        assert self.group_size is not None  # else refused above
+        return dequantize(data, scales, self.group_size, zeros)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._key(name) in self._tensors

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES
+from lockstep.artifacts.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES, numpy_dtype
+from lockstep.artifacts.packing import Packing, packing_of
 from lockstep.artifacts.places import TensorPlace
+from lockstep.checkpoint.packed import PackedWeight, packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import InputError
+from lockstep.weights.packed import Packed, PackedValues
 from lockstep.weights.scan import NonFinite, count_non_finite, is_finite, largest_bits
 
 # Large enough that calls cost nothing, small enough that a piece is still in the cache when it is scanned, cast and
@@ -22,18 +25,21 @@ PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint as its manifest describes it, with every file found and of the size it had then."""
+    """A checkpoint as its manifest describes it, with every file found and of the size it had then.
+
+    tensors: by name; weights that are quantised already are one each, as the floats that they stand for, and stand in
+    `packed` besides.
+    """
 
     folder: Path
     manifest: CheckpointManifest
-
-    @property
-    def tensors(self) -> Mapping[str, TensorPlace]:
-        return self.manifest.tensors
+    tensors: Mapping[str, TensorPlace]
+    packing: Packing | None = None
+    packed: Mapping[str, PackedWeight] = field(default_factory=dict)
 
     def files(self) -> list[str]:
         """Return the files that hold tensors, sorted."""
-        return sorted({place.file for place in self.tensors.values()})
+        return sorted({place.file for place in self.manifest.tensors.values()})
 
     def float_dtypes(self) -> set[str]:
         return {place.dtype for place in self.tensors.values() if place.dtype in FLOAT_DTYPES}
@@ -49,6 +55,12 @@ class Source:
         `buffer` is a uint8 array of PIECE_BYTES. Read, not mapped: a file that shrinks meanwhile is then an error, not
         a SIGBUS.
         """
+        if name in self.packed:
+            packed = self.open_packed(name)
+            for rows in packed.blocks():
+                numbers = packed.numbers(rows).reshape(-1).view(np.uint8)
+                yield from (numbers[start : start + PIECE_BYTES] for start in range(0, numbers.size, PIECE_BYTES))
+            return
         place = self.tensors[name]
         with open(self.folder / place.file, "rb", buffering=0) as file:
             file.seek(place.offset)
@@ -64,6 +76,31 @@ class Source:
                         )
                     filled += count
                 yield piece
+
+    def open_packed(self, name: str, *parts: str) -> Packed:
+        """A weight that is quantised already, its tensors in memory as they lie in the file; some of `parts`, or all.
+
+        Raises InputError for scales that are not finite, and for values that config.json says otherwise.
+        """
+        assert self.packing is not None  # it says which are packed
+        weight, raw = self.packed[name], Source(self.folder, self.manifest, self.manifest.tensors)
+        arrays = {part: raw.array(tensor) for part, tensor in weight.parts.items() if not parts or part in parts}
+        packed = Packed(self.packing, weight.shape, arrays)
+        try:
+            packed.check()
+        except PackedValues as error:
+            raise InputError(f"{raw.words(weight.parts[error.part])}: {error}") from None
+        return packed
+
+    def array(self, name: str) -> np.ndarray:
+        """A whole tensor in memory. Raises InputError for floats that are not finite."""
+        place, buffer = self.tensors[name], np.empty(PIECE_BYTES, np.uint8)
+        raw, filled = np.empty(place.length, np.uint8), 0
+        is_float = place.dtype in FLOAT_DTYPES
+        for piece in (each for each, _ in self.finite_pieces(name, buffer)) if is_float else self.pieces(name, buffer):
+            raw[filled : filled + piece.size] = piece
+            filled += piece.size
+        return raw.view(numpy_dtype(place.dtype)).reshape(place.shape)
 
     def finite_pieces(self, name: str, buffer: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
         """Yield `pieces` of a float tensor, each with the bits of its largest magnitude.
@@ -96,7 +133,7 @@ class Source:
 def open_source(checkpoint_json: Path) -> Source:
     """Raises InputError when a file has changed since `resolve`, or holds tensors of a type that cannot be read yet."""
     manifest = CheckpointManifest.load(checkpoint_json)
-    source = Source(manifest.folder_of(checkpoint_json), manifest)
+    source = Source(manifest.folder_of(checkpoint_json), manifest, manifest.tensors)
     manifest.check(source.folder)
     headers = {file: read_header(source.folder / file) for file in source.files()}
     for name, place in sorted(source.tensors.items()):
@@ -111,4 +148,6 @@ def open_source(checkpoint_json: Path) -> Source:
                 f"{source.words(name)}: expected {known}, found {place.dtype}, which is not supported yet; "
                 f"use a checkpoint that is not quantized"
             )
-    return source
+    packing = packing_of(manifest.config)
+    packed = packed_weights(packing, manifest.tensors, source.folder)
+    return replace(source, tensors=unpacked_places(manifest.tensors, packed), packing=packing, packed=packed)

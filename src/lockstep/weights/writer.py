@@ -20,9 +20,10 @@ import numpy as np
 from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
 from lockstep.artifacts.files import atomic_path, check_place
 from lockstep.artifacts.places import StoredFile, TensorPlace
-from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name
+from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name, zero_points_name
 from lockstep.errors import InputError
 from lockstep.weights.groups import integers_of, pack, scales_of
+from lockstep.weights.packed import pack_zero_points
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source
 
@@ -32,12 +33,13 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 @dataclass(frozen=True)
 class Stored:
     """A tensor of the file: of which of the checkpoint it is made, its dtype and shape there. bits: of a part of a
-    quantised one, its data or its scales."""
+    quantised one; part: which, data, scales or zero_points."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     bits: int | None = None
+    part: str = ""
 
     @property
     def length(self) -> int:
@@ -101,8 +103,11 @@ def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: Quantized
             continue
         bits, (rows, columns) = quantized.bits[name], place.shape
         groups = (rows, columns // quantized.group_size)
-        stored[data_name(name)] = Stored(name, "U8", (*groups, quantized.group_size * bits // 8), bits)
-        stored[scales_name(name)] = Stored(name, "F32", groups, bits)
+        stored[data_name(name)] = Stored(name, "U8", (*groups, quantized.group_size * bits // 8), bits, "data")
+        stored[scales_name(name)] = Stored(name, "F32", groups, bits, "scales")
+        if quantized.zero_points:
+            packed = (rows, (groups[1] * bits + 7) // 8)
+            stored[zero_points_name(name)] = Stored(name, "U8", packed, bits, "zero_points")
     return stored
 
 
@@ -137,7 +142,8 @@ def _contents(
         name, found = entry.name, source.tensors[entry.name].dtype
         if entry.bits is not None:
             assert quantized is not None  # it says which they are
-            yield from _quantize(source, entry, quantized.group_size, buffer)
+            bring = _repack if name in source.packed else _quantize
+            yield from bring(source, entry, quantized.group_size, buffer)
         elif found in FLOAT_DTYPES and found != entry.dtype:
             yield from _cast(source, name, entry.dtype, buffer)
         elif found in FLOAT_DTYPES:
@@ -153,7 +159,21 @@ def _quantize(source: Source, entry: Stored, group_size: int, buffer: np.ndarray
     for piece in _cast(source, entry.name, "F32", buffer):
         groups = np.frombuffer(piece, np.float32).reshape(-1, group_size)
         scales = scales_of(groups, entry.bits)
-        made = scales if entry.dtype == "F32" else pack(integers_of(groups, scales, entry.bits), entry.bits)
+        made = scales if entry.part == "scales" else pack(integers_of(groups, scales, entry.bits), entry.bits)
+        yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
+
+
+def _repack(source: Source, entry: Stored, group_size: int, _: np.ndarray) -> Iterator[memoryview]:
+    """As `_quantize`, of a weight that is quantised already: the same integers, scales and zero points."""
+    assert entry.bits is not None
+    held = source.open_packed(entry.name, entry.part, "order", "shape", "zero_points")
+    for rows in held.blocks():
+        if entry.part == "data":
+            made = pack(held.integers(rows).reshape(-1, group_size), entry.bits)
+        elif entry.part == "scales":
+            made = held.scales(rows, group_size)
+        else:
+            made = pack_zero_points(held.zero_points(rows, group_size), entry.bits)
         yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
 
 

@@ -26,7 +26,7 @@ def export_again(
         base = base_precision(weights.precision)
         files, assembly = assemble(meta_model(config, base), config, base)
         if weights.group_size is not None:
-            files, assembly = quantize(files, assembly, weights.precision, weights.group_size)
+            files, assembly = quantize(files, assembly, weights.precision, weights.group_size, weights.quantization)
         return Graphs(assembly, lambda graph: files[graph.file], weights, layers, threads)
     except LockstepError as error:
         return " ".join(str(error).split())

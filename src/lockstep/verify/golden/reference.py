@@ -27,9 +27,10 @@ from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.reference import FileBeside, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
-from lockstep.export.torch_model import cut_config, load_folder
+from lockstep.export.torch_model import cut_config, layer_of, load_folder, load_tensors
 from lockstep.verify.boundaries import both_sides, config_lengths
 from lockstep.verify.golden.text import new_text
+from lockstep.weights.source import open_source
 
 TOP = 5  # logits that are kept by value in the manifest
 # tokens of the long prompt that eager attention takes at a time: its scores are a number for each pair of tokens
@@ -85,9 +86,9 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str
     manifest = CheckpointManifest.load(checkpoint_json)
     folder = manifest.folder_of(checkpoint_json)
     manifest.check(folder)
-    reference = compute(
-        folder, manifest.config, layers, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
-    )
+    model, tokenizer = load_checkpoint(checkpoint_json, layers), load_tokenizer(folder)
+    asked = golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
+    reference = answer(model, tokenizer, manifest.config, *asked)
     return save_reference(reference, layers, golden["max_new_tokens"], out)
 
 
@@ -110,6 +111,23 @@ def save_reference(
         drift=FileBeside(drift.name, sha256_file(drift)) if drift else None,
     ).save(out)
     return out
+
+
+def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
+    """A checkpoint's first layers in transformers, float32; of weights that are quantised already the numbers that they
+    stand for."""
+    manifest = CheckpointManifest.load(checkpoint_json)
+    folder, config = manifest.folder_of(checkpoint_json), cut_config(manifest.config, layers)
+    if manifest.quantization is None:
+        return load_folder(folder, config)
+    source = open_source(checkpoint_json)
+    tensors = {
+        name: torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
+        for name in source.tensors
+        if not isinstance(layers, int) or layer_of(name) < layers
+        for array in [source.array(name)]
+    }
+    return load_tensors(tensors, config, "eager", str(folder))
 
 
 def compute(

@@ -1,0 +1,161 @@
+"""Which tensors of a checkpoint are weights that are quantised already, by headers alone.
+
+In: how config.json says that they are packed, and the tensors' places. Out: each packed weight with the tensors that it
+is kept as, or one line for what is absent, of another shape or type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.artifacts.dtypes import FLOAT_DTYPES, GROUP_SIZES
+from lockstep.artifacts.packing import Packing, largest_group
+from lockstep.artifacts.places import TensorPlace
+from lockstep.artifacts.quantized import QuantizedTensors
+from lockstep.checkpoint.source_files import shorten
+from lockstep.errors import InputError
+
+_INTS = ("I32", "U32")
+_GPTQ = {"data": "qweight", "scales": "scales", "zero_points": "qzeros"}
+_ROLES = {
+    "gptq": _GPTQ,
+    "gptq_v2": _GPTQ,
+    "awq": _GPTQ,
+    "packed": {"data": "weight_packed", "scales": "weight_scale", "shape": "weight_shape"},
+    "int8": {"data": "weight", "scales": "weight_scale"},
+}
+_OPTIONAL = {"gptq": {"order": "g_idx"}, "gptq_v2": {"order": "g_idx"}}
+# What speaks of a layout that config.json does not.
+_REFUSED = {"weight_zero_point": "symmetric", "weight_g_idx": "actorder", "weight_global_scale": "num_bits"}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out_features, in_features]. place: of its integers. parts: names of the tensors that it is kept as, by
+    what they are: data, scales, and as the layout has them zero_points, order and shape."""
+
+    shape: tuple[int, int]
+    place: TensorPlace
+    parts: Mapping[str, str]
+
+    @property
+    def dequantized(self) -> TensorPlace:
+        """As a tensor of floats, for whoever asks for shapes; no bytes lie there."""
+        return TensorPlace(self.place.file, 0, 4 * math.prod(self.shape), "F32", self.shape)
+
+
+def packed_weights(
+    packing: Packing | None, tensors: Mapping[str, TensorPlace], folder: Path
+) -> dict[str, PackedWeight]:
+    """{name of the weight: what it is kept as}, sorted; empty of a model in floating point. Raises InputError, naming a
+    file of `folder`, for parts that are absent or do not fit together."""
+    if packing is None:
+        return {}
+    roles, optional = _ROLES[packing.layout], _OPTIONAL.get(packing.layout, {})
+    _refuse_others(packing, tensors, folder)
+    own = {suffix for suffix in (*roles.values(), *optional.values()) if suffix != "weight"}
+    modules = sorted({stem for stem, _, suffix in (name.rpartition(".") for name in tensors) if suffix in own})
+    found = {}
+    for module in modules:
+        parts = {role: f"{module}.{suffix}" for role, suffix in roles.items()}
+        present = next(name for name in tensors if name.startswith(f"{module}.") and name.rpartition(".")[2] in own)
+        for name in parts.values():
+            if name not in tensors:
+                raise InputError(
+                    f"{folder / tensors[present].file}: expected tensor {shorten(name)} beside {shorten(present)}, "
+                    f"found none; download this checkpoint again"
+                )
+        parts |= {role: f"{module}.{suffix}" for role, suffix in optional.items() if f"{module}.{suffix}" in tensors}
+        found[f"{module}.weight"] = _weight(packing, parts, tensors, folder)
+    if not found:
+        raise InputError(
+            f"{folder}: expected weights packed as {packing.layout} (quantization_config in config.json), found none; "
+            f"take the key out where they are in floating point"
+        )
+    for name, weight in found.items():
+        if name in tensors and name not in weight.parts.values():
+            raise InputError(
+                f"{folder / tensors[name].file}: expected {shorten(name)} packed or in floating point, found both; "
+                f"use a checkpoint that was saved once"
+            )
+    return found
+
+
+def unpacked_places(tensors: Mapping[str, TensorPlace], packed: Mapping[str, PackedWeight]) -> dict[str, TensorPlace]:
+    """The tensors as a model in floating point has them: packed weights are one each, as floats."""
+    parts = {name for weight in packed.values() for name in weight.parts.values()}
+    whole = {name: place for name, place in tensors.items() if name not in parts}
+    return whole | {name: weight.dequantized for name, weight in packed.items()}
+
+
+def quantized_tensors(packing: Packing, packed: Mapping[str, PackedWeight], folder: Path) -> QuantizedTensors:
+    """What graphs of these weights take: of groups that are longer than ours, ours are the largest that divide them.
+
+    Raises InputError for rows that no group size divides.
+    """
+    columns = math.gcd(*(weight.shape[1] for weight in packed.values()))
+    group_size = largest_group(packing.group_size or columns)
+    if group_size is None:
+        raise InputError(
+            f"{folder}: expected packed weights whose rows are a multiple of {min(GROUP_SIZES)} numbers, found rows of "
+            f"{min(weight.shape[1] for weight in packed.values())}; use the checkpoint in floating point"
+        )
+    return QuantizedTensors(group_size, dict.fromkeys(packed, packing.bits), packing.zero_points)
+
+
+def _refuse_others(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path) -> None:
+    if packing.layout not in ("packed", "int8"):
+        return
+    for name, place in sorted(tensors.items()):
+        key = _REFUSED.get(name.rpartition(".")[2])
+        if key is not None:
+            raise InputError(
+                f"{folder / place.file}: tensor {shorten(name)}: expected none beside symmetric integers in order, as "
+                f"{key} in config.json says; use a checkpoint with symmetric weights and without activation order"
+            )
+
+
+def _weight(
+    packing: Packing, parts: Mapping[str, str], tensors: Mapping[str, TensorPlace], folder: Path
+) -> PackedWeight:
+    place, bits = tensors[parts["data"]], packing.bits
+    word = 32 // bits
+    by_row, dtypes = packing.layout in ("packed", "int8"), ("I8",) if packing.layout == "int8" else _INTS
+    if place.dtype not in dtypes or len(place.shape) != 2 or 0 in place.shape:
+        _refuse(parts["data"], place, folder, f"{' or '.join(dtypes)} of two dimensions")
+    first, second = place.shape
+    if packing.layout == "int8":
+        rows, columns = first, second
+    elif by_row:
+        rows, columns = first, second * word
+    elif packing.layout == "awq":
+        rows, columns = second * word, first
+    else:
+        rows, columns = second, first * word
+    groups, left = divmod(columns, packing.group_size or columns)
+    if left or (rows % word and not by_row):
+        expected = f"rows of a multiple of {packing.group_size} numbers, as group_size in config.json says"
+        _refuse(parts["data"], place, folder, expected if left else f"a multiple of {word} rows")
+    shape = lambda inner: (rows, inner) if by_row else (inner, rows)
+    expected_shapes: dict[str, tuple[Iterable[str], tuple[int, ...]]] = {
+        "scales": (FLOAT_DTYPES, shape(groups)),
+        "zero_points": (_INTS, (groups, rows // word)),
+        "order": (_INTS, (columns,)),
+        "shape": ((*_INTS, "I64"), (2,)),
+    }
+    for role, name in parts.items():
+        if role in expected_shapes:
+            allowed, wanted = expected_shapes[role]
+            if tensors[name].dtype not in allowed or tensors[name].shape != wanted:
+                _refuse(name, tensors[name], folder, f"{' or '.join(allowed)} {list(wanted)}")
+    return PackedWeight((rows, columns), place, parts)
+
+
+def _refuse(name: str, place: TensorPlace, folder: Path, expected: str) -> None:
+    raise InputError(
+        f"{folder / place.file}: tensor {shorten(name)}: expected {expected}, found {place.dtype} {list(place.shape)}; "
+        f"does config.json (quantization_config) belong to these weights?"
+    )

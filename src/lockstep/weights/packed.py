@@ -1,0 +1,122 @@
+"""Read weights that a checkpoint holds packed: its own integers, scales and zero points, by rows.
+
+In: the tensors of one weight as they lie in the file. Out: integers with scales as `MatMulNBits` reads them, to the
+integer the same; or the numbers that they stand for, float32. Layouts: `artifacts.packing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.artifacts.packing import Packing
+from lockstep.weights.groups import pack
+
+_BLOCK = 1 << 20  # numbers that are unpacked together
+_ROWS = 8  # a block has a multiple of them: rows that share a word of AWQ's
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the first, the second ... number stands
+
+
+class PackedValues(ValueError):
+    """Values that config.json says otherwise. part: of the weight; remedy: what to do."""
+
+    def __init__(self, part: str, expected: str, found: str, remedy: str) -> None:
+        super().__init__(f"expected {expected}, found {found}; {remedy}")
+        self.part = part
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight of `shape` [out_features, in_features]. arrays: its tensors by what they are
+    (`checkpoint.packed.PackedWeight`); those that are asked for."""
+
+    packing: Packing
+    shape: tuple[int, int]
+    arrays: Mapping[str, np.ndarray]
+
+    def blocks(self) -> Iterator[slice]:
+        """Rows that are unpacked together, in order."""
+        rows, columns = self.shape
+        step = max(_ROWS, _BLOCK // columns // _ROWS * _ROWS)
+        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def integers(self, rows: slice) -> np.ndarray:
+        """uint8 [rows, in_features]; signed ones are counted from the middle of their range."""
+        data, bits, layout = self.arrays["data"], self.packing.bits, self.packing.layout
+        if layout == "int8":
+            return (data[rows].astype(np.int16) + 128).astype(np.uint8)
+        if layout == "packed":
+            return _numbers(data[rows], bits)
+        if layout == "awq":
+            return np.ascontiguousarray(_numbers(data[:, self._words(rows)], bits, _AWQ_ORDER).T)
+        return _numbers(data[:, rows].T, bits)
+
+    def scales(self, rows: slice, group_size: int | None = None) -> np.ndarray:
+        """float32 [rows, num_groups]; of groups of `group_size`, of which several may be one of the checkpoint's."""
+        scales = self.arrays["scales"]
+        mine = scales[rows] if self.packing.layout in ("packed", "int8") else scales[:, rows].T
+        return self._repeated(np.ascontiguousarray(mine).astype(np.float32), group_size)
+
+    def zero_points(self, rows: slice, group_size: int | None = None) -> np.ndarray:
+        """As `scales`, int16."""
+        if "zero_points" not in self.arrays:
+            groups = self.shape[1] // (group_size or self.packing.group_size or self.shape[1])
+            return np.full((rows.stop - rows.start, groups), 1 << self.packing.bits - 1, np.int16)
+        order = _AWQ_ORDER if self.packing.layout == "awq" else None
+        stored = _numbers(self.arrays["zero_points"][:, self._words(rows)], self.packing.bits, order).T
+        return self._repeated(stored.astype(np.int16) + (self.packing.layout == "gptq"), group_size)
+
+    def numbers(self, rows: slice) -> np.ndarray:
+        """What they stand for, float32 [rows, in_features]: one rounding, and none for scales of 16 bits."""
+        scales = self.scales(rows)
+        groups = self.integers(rows).reshape(*scales.shape, -1).astype(np.float32)
+        found = (groups - self.zero_points(rows)[..., None].astype(np.float32)) * scales[..., None]
+        return found.reshape(-1, self.shape[1])
+
+    def check(self) -> None:
+        """Raise PackedValues for what config.json says otherwise."""
+        columns, middle = self.shape[1], 1 << self.packing.bits - 1
+        if "order" in self.arrays:
+            in_order = np.arange(columns) // (self.packing.group_size or columns)
+            if not np.array_equal(self.arrays["order"], in_order):
+                raise PackedValues(
+                    "order", "columns in the order of their groups", "another (desc_act: true)",
+                    "use a checkpoint that was quantised without activation order",
+                )  # fmt: skip
+        if "shape" in self.arrays and self.arrays["shape"].tolist() != list(self.shape):
+            found = str(self.arrays["shape"].tolist())
+            raise PackedValues("shape", str(list(self.shape)), found, "download this checkpoint again")
+        if "zero_points" in self.arrays:
+            zeros = self.zero_points(slice(0, self.shape[0]))
+            if not self.packing.zero_points and (zeros != middle).any():
+                expected = f"zero points of {middle} (sym: true in config.json)"
+                raise PackedValues("zero_points", expected, str(zeros[zeros != middle][0]), "correct config.json")
+            if zeros.max() >= 2 * middle:
+                expected, found = f"zero points of at most {2 * middle - 1}", f"{zeros.max()}"
+                remedy = "readers of the format gptq differ there, quantise it as gptq_v2"
+                raise PackedValues("zero_points", expected, found, remedy)
+
+    def _words(self, rows: slice) -> slice:
+        """The words along a row of tensors that lie by columns."""
+        return slice(rows.start * self.packing.bits // 32, rows.stop * self.packing.bits // 32)
+
+    def _repeated(self, values: np.ndarray, group_size: int | None) -> np.ndarray:
+        ours = self.shape[1] // group_size if group_size else values.shape[1]
+        return np.repeat(values, ours // values.shape[1], axis=1)
+
+
+def pack_zero_points(values: np.ndarray, bits: int) -> np.ndarray:
+    """Zero points [rows, num_groups] as they are kept: uint8, packed along a row, which ends with a whole byte."""
+    values = values.astype(np.uint8)
+    if bits == 4 and values.shape[1] % 2:
+        values = np.pad(values, ((0, 0), (0, 1)))
+    return pack(values, bits)
+
+
+def _numbers(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """The numbers in 32-bit words [rows, n], from the low bits or in another order: uint8 [rows, n * 32 / bits]."""
+    shifts = np.array([bits * place for place in order or range(32 // bits)], np.uint32)
+    numbers = (np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
+    return numbers.astype(np.uint8).reshape(len(words), -1)

@@ -1,0 +1,155 @@
+"""Checkpoints that are quantised already, written from the published descriptions of their layouts, number by number.
+
+Each weight is quantised by rounding to the nearest; `Written.numbers` are what its integers stand for. Nothing of the
+package's own reading is used.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which number stands first in a word, second ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """group_size: -1 for one scale a row. zero_points: others than the middle."""
+
+    name: str
+    bits: int
+    group_size: int
+    zero_points: bool = False
+
+    def config(self) -> dict[str, Any]:
+        if self.name in ("gptq", "gptq_v2"):
+            return {
+                "quant_method": "gptq", "bits": self.bits, "group_size": self.group_size, "desc_act": False,
+                "sym": not self.zero_points, "checkpoint_format": self.name, "lm_head": False,
+            }  # fmt: skip
+        if self.name == "awq":
+            return {
+                "quant_method": "awq", "bits": 4, "group_size": self.group_size, "zero_point": True,
+                "version": "gemm", "modules_to_not_convert": None,
+            }  # fmt: skip
+        weights = {
+            "num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
+            "group_size": None if self.group_size == -1 else self.group_size,
+            "strategy": "channel" if self.group_size == -1 else "group",
+        }  # fmt: skip
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors", "format": self.name, "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
+        }  # fmt: skip
+
+
+GPTQ = Layout("gptq", 4, 16)
+LAYOUTS = (
+    GPTQ,
+    Layout("gptq", 4, 16, zero_points=True),
+    Layout("gptq", 8, 16),
+    Layout("gptq_v2", 8, -1, zero_points=True),
+    Layout("gptq_v2", 4, 16, zero_points=True),
+    Layout("awq", 4, 16, zero_points=True),
+    Layout("pack-quantized", 4, 16),
+    Layout("pack-quantized", 8, -1),
+    Layout("int-quantized", 8, -1),
+)
+
+
+def label(layout: Layout) -> str:
+    return f"{layout.name}-{layout.bits}-{layout.group_size}{'-zeros' if layout.zero_points else ''}"
+
+
+def quantised(weight: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(integers from 0 [out, in], scales float16, zero points [out, groups]) of floats [out, in]."""
+    size = weight.shape[1] if layout.group_size == -1 else layout.group_size
+    groups = weight.astype(np.float64).reshape(len(weight), -1, size)
+    most, middle = (1 << layout.bits) - 1, 1 << layout.bits - 1
+    if layout.zero_points:
+        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        scales = np.maximum((high - low) / most, 1e-5).astype(np.float16)
+        zeros = np.clip(np.rint(-low / scales), 0, most).astype(np.int64)
+    else:
+        scales = np.maximum(np.abs(groups).max(-1) / (middle - 1), 1e-5).astype(np.float16)
+        zeros = np.full(scales.shape, middle, np.int64)
+    if layout.name == "gptq":
+        zeros = np.maximum(zeros, 1)  # a zero has no place where points are stored one lower
+    integers = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, most).astype(np.int64)
+    return integers.reshape(weight.shape), scales, zeros
+
+
+def numbers_of(integers: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+    """float32 [out, in], by the definition."""
+    group = np.arange(integers.shape[1]) // (integers.shape[1] // scales.shape[1])
+    numbers = (integers - zeros[:, group]) * scales[:, group].astype(np.float64)
+    return np.ascontiguousarray(numbers, np.float32)  # the library writes arrays of another order as they lie
+
+
+def words(numbers: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """Numbers packed along an axis into int32, the first in the lowest bits."""
+    count = 32 // bits
+    numbers = np.moveaxis(numbers, axis, 0)
+    made = np.zeros((len(numbers) // count, *numbers.shape[1:]), np.int64)
+    for word in range(len(made)):
+        for place in range(count):
+            number = numbers[word * count + (order[place] if order else place)]
+            made[word] |= number << (bits * place)
+    return np.moveaxis(made, 0, axis).astype(np.uint32).view(np.int32)
+
+
+def tensors_of(module: str, weight: np.ndarray, layout: Layout) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The tensors of one weight, and the numbers that they stand for."""
+    integers, scales, zeros = quantised(weight, layout)
+    bits, (rows, columns) = layout.bits, weight.shape
+    if layout.name in ("gptq", "gptq_v2"):
+        stored = zeros - 1 if layout.name == "gptq" else zeros
+        size = columns if layout.group_size == -1 else layout.group_size
+        made = {
+            "qweight": words(integers.T, bits, 0), "qzeros": words(stored.T, bits, 1), "scales": scales.T,
+            "g_idx": (np.arange(columns) // size).astype(np.int32),
+        }  # fmt: skip
+    elif layout.name == "awq":
+        made = {
+            "qweight": words(integers.T, 4, 1, AWQ_ORDER), "qzeros": words(zeros.T, 4, 1, AWQ_ORDER),
+            "scales": scales.T,
+        }  # fmt: skip
+    elif layout.name == "pack-quantized":
+        shape = np.array([rows, columns], np.int64)
+        made = {"weight_packed": words(integers, bits, 1), "weight_scale": scales, "weight_shape": shape}
+    else:
+        made = {"weight": (integers - (1 << bits - 1)).astype(np.int8), "weight_scale": scales}
+    named = {f"{module}.{suffix}": np.ascontiguousarray(array) for suffix, array in made.items()}
+    return named, numbers_of(integers, scales, zeros)
+
+
+def write_packed(source: Path, folder: Path, layout: Layout) -> dict[str, np.ndarray]:
+    """A checkpoint as `source`, the linear weights of its layers packed; gives what each tensor stands for, float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copyfile(path, folder / path.name)
+    stored: dict[str, np.ndarray] = {}
+    numbers: dict[str, np.ndarray] = {}
+    for name, array in load_file(source / "model.safetensors").items():
+        if "_proj." in name:
+            parts, numbers[name] = tensors_of(name.removesuffix(".weight"), array.astype(np.float32), layout)
+            stored |= parts
+        else:
+            stored[name], numbers[name] = array, array.astype(np.float32)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    write_settings(folder, layout.config())
+    return numbers
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any] | None) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))

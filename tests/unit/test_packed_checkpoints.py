@@ -1,0 +1,359 @@
+"""Checkpoints that are quantised already: their own integers come to the graphs, and what cannot be read is said in one
+line before anything long."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import error_of
+from demo_model import DEMO, LIMITS
+from packed_checkpoints import GPTQ, LAYOUTS, Layout, label, write_packed, write_settings
+from safetensors.numpy import load_file, save_file
+from test_quantization import ASKED, check, damaged, refer, validated
+
+from lockstep.artifacts.assembly import Assembly, FileEntry
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.drift import Drift
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.quantized import data_name, zero_points_name
+from lockstep.backends import build
+from lockstep.checkpoint import resolve
+from lockstep.checkpoint.resolve import resolve_architecture
+from lockstep.config import load
+from lockstep.errors import CheckError, InputError
+from lockstep.export import export
+from lockstep.export.quantize import quantize
+from lockstep.targets import Results
+from lockstep.verify import golden
+from lockstep.weights import Weights, convert
+from shared import Shared
+
+CONFIG = json.loads((DEMO / "config.json").read_text())
+ZEROS = replace(GPTQ, zero_points=True)
+AWQ = next(layout for layout in LAYOUTS if layout.name == "awq")
+PACK = next(layout for layout in LAYOUTS if layout.name == "pack-quantized")
+INT8 = next(layout for layout in LAYOUTS if layout.name == "int-quantized")
+
+
+def precision_of(layout: Layout) -> str:
+    return f"w{layout.bits}a16"
+
+
+def source(shared: Shared, layout: Layout) -> tuple[Path, dict[str, np.ndarray]]:
+    """A checkpoint of the demo in a layout, not to be changed, and what its tensors stand for."""
+
+    def make(folder: Path) -> None:
+        save_file(write_packed(DEMO, folder / "checkpoint", layout), folder / "numbers.safetensors")
+
+    folder = shared.folder(f"packed/{label(layout)}", make)
+    return folder / "checkpoint", load_file(folder / "numbers.safetensors")
+
+
+def converted(shared: Shared, layout: Layout, root: Path, folder: Path | None = None) -> Results:
+    """The demo in a layout through `resolve`, graphs and `convert`; the graphs are made without another model that
+    shows that the split is right: other tests do."""
+    results, precision, folder = Results(root), precision_of(layout), folder or source(shared, layout)[0]
+    resolve(str(folder), folder, results.checkpoint("model"))
+    already = CheckpointManifest.load(results.checkpoint("model")).quantization
+    files, assembly = quantize(*shared.assembled(CONFIG, "fp32"), precision, already.group_size, already)
+    out = results.assembly("model", precision)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
+    for name, data in files.items():
+        (out.parent / name).write_bytes(data)
+    tokenizer = FileEntry("tokenizer.json", sha256_file(out.with_name("tokenizer.json")))
+    replace(assembly, tokenizer=tokenizer, eos_token_ids=(CONFIG["eos_token_id"],)).save(out)
+    convert(results.checkpoint("model"), precision, results.weights("model", precision), out)
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=label)
+def test_the_integers_of_a_checkpoint_stay_what_they_are(shared, tmp_path, layout):
+    folder, numbers = source(shared, layout)
+    results, precision = converted(shared, layout, tmp_path / "results"), precision_of(layout)
+    weights = Weights.open(results.weights("model", precision))
+    found = dict(weights.dequantized())
+    assert set(found) == set(numbers)
+    for name, expected in numbers.items():
+        assert np.array_equal(found[name].astype(np.float32), expected), name
+        is_packed = "_proj." in name
+        assert (data_name(name) in weights) == is_packed
+        assert (zero_points_name(name) in weights) == (is_packed and layout.zero_points)
+    quantized = Assembly.load(results.assembly("model", precision)).quantization
+    assert quantized.bits == {name: layout.bits for name in numbers if "_proj." in name}
+    assert (quantized.group_size, quantized.zero_points) == (16, layout.zero_points)
+    again = tmp_path / "again.json"
+    convert(results.checkpoint("model"), precision, again, results.assembly("model", precision))
+    first = results.weights("model", precision).with_suffix(".safetensors")
+    assert sha256_file(first) == sha256_file(tmp_path / "weights.safetensors")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [AWQ, INT8], ids=label)
+def test_in_floating_point_it_is_what_the_integers_stand_for(shared, tmp_path, layout, precision):
+    folder, numbers = source(shared, layout)
+    resolve(str(folder), folder, tmp_path / "checkpoint.json")
+    convert(tmp_path / "checkpoint.json", precision, tmp_path / "weights.json")
+    weights = Weights.open(tmp_path / "weights.json")
+    assert weights.names() == sorted(numbers)
+    for name, expected in numbers.items():
+        assert np.array_equal(weights[name], expected.astype(weights[name].dtype)), name
+
+
+@pytest.mark.parametrize("layout", [ZEROS, pytest.param(AWQ, marks=pytest.mark.long), INT8], ids=label)
+def test_engines_say_what_the_checkpoint_says(shared, tmp_path, layout):
+    results, precision = converted(shared, layout, tmp_path / "results"), precision_of(layout)
+    build(results.assembly("model", precision), "onnxruntime", results.engines("model", precision, "onnxruntime"))
+    golden.make_reference(results.checkpoint("model"), 2, ASKED, results.reference("model", 2))
+    refer(results, precision, 2, ASKED)
+    validated(results, precision, 2, tmp_path)
+    assert check(results, precision, 2, LIMITS, tmp_path)["result"] == "pass"
+    drift = Drift.load(results.drift("model", precision, 2))
+    # The same weights: nothing has moved but sums in another order, with and without a cache.
+    assert drift.max_weight_error == 0 and drift.tokens_differing == 0 and drift.max_logit_error < 1e-4
+    assert abs(drift.perplexity / drift.full_perplexity - 1) < 1e-6
+
+
+def test_export_takes_bits_and_groups_from_the_checkpoint(shared, tmp_path):
+    folder, _ = source(shared, ZEROS)
+    architecture = resolve_architecture(str(folder), folder, tmp_path / "architecture.json")
+    manifest = CheckpointManifest.load(architecture)
+    assert not manifest.tensors and manifest.quantization.group_size == 16
+    export(architecture, "w4a16", tmp_path / "graphs" / "assembly.json")
+    assembly = Assembly.load(tmp_path / "graphs" / "assembly.json")
+    assert assembly.quantization == manifest.quantization
+    slots = assembly.layers[0].exit.slots
+    assert {name.rpartition(".")[2] for name in slots if "down_proj" in name} == {"data", "scales", "zero_points"}
+    line = error_of(export, architecture, "w8a16", tmp_path / "other.json")
+    assert "expected precision w4a16, for the weights are quantised to 4 bits already, found w8a16" in line
+    line = error_of(lambda: export(architecture, "w4a16", tmp_path / "other.json", group_size=32))
+    assert line.startswith("group_size: expected 16, as the checkpoint ") and line.endswith("found 32; leave it out")
+
+
+@pytest.mark.parametrize("part", ["data", "scales", "zero_points"])
+def test_weights_that_are_not_the_checkpoints_are_refused(shared, tmp_path, part):
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        array = tensors[f"model.layers.1.mlp.up_proj.weight.{part}"]
+        array.flat[5] = array.flat[5] * np.float32(1.001) if part == "scales" else array.flat[5] ^ 1
+
+    results = converted(shared, ZEROS, tmp_path / "right")
+    golden.make_reference(results.checkpoint("model"), 2, ASKED, results.reference("model", 2))
+    line = "expected numbers equal to the checkpoint's, found [0-9]+ that are not"
+    with pytest.raises(CheckError, match=line):
+        refer(damaged(results, tmp_path / "results", change), "w4a16", 2, ASKED)
+
+
+# What cannot be read: one line each, where the files are first looked at.
+
+
+def _weights(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda settings: settings["config_groups"]["group_0"]["weights"].update(changes)
+
+
+def _group(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda settings: settings["config_groups"]["group_0"].update(changes)
+
+
+def _second(settings: dict[str, Any]) -> None:
+    first = settings["config_groups"]["group_0"]
+    settings["config_groups"]["group_1"] = {**first, "weights": {**first["weights"], "num_bits": 8}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "line"),
+    [
+        (GPTQ, {"quant_method": "fp8"}, "expected gptq, awq or compressed-tensors, or no quantization_config where the "
+         "weights are in floating point as quantization_config.quant_method, found 'fp8'"),
+        (GPTQ, {"quant_method": "bitsandbytes"}, "quantization_config.quant_method, found 'bitsandbytes'"),
+        (GPTQ, {"bits": 3}, "expected 4 or 8 as quantization_config.bits, found 3"),
+        (GPTQ, {"bits": "4"}, "expected 4 or 8 as quantization_config.bits, found '4'"),
+        (GPTQ, {"group_size": 24}, "expected -1, or a multiple of 16 as quantization_config.group_size, found 24"),
+        (GPTQ, {"group_size": 0}, "expected -1, or a multiple of 16 as quantization_config.group_size, found 0"),
+        (GPTQ, {"checkpoint_format": "marlin"}, "expected gptq or gptq_v2 as quantization_config.checkpoint_format, "
+         "found 'marlin'"),
+        (GPTQ, {"sym": 1}, "expected true or false as quantization_config.sym, found 1"),
+        (AWQ, {"version": "gemv"}, "expected gemm as quantization_config.version, found 'gemv'"),
+        (AWQ, {"bits": 8}, "expected 4 as quantization_config.bits, found 8"),
+        (AWQ, {"zero_point": False}, "expected true as quantization_config.zero_point, found False"),
+        (PACK, {"format": "float-quantized"}, "found 'float-quantized'"),
+        (PACK, {"kv_cache_scheme": {"num_bits": 8}}, "expected none as quantization_config.kv_cache_scheme"),
+        (PACK, {"config_groups": {}}, "expected an object of groups as quantization_config.config_groups, found {}"),
+        (PACK, _weights(symmetric=False), "weights.symmetric, found False"),
+        (PACK, _weights(type="float"), "expected int or None as quantization_config.config_groups.group_0.weights.type"),  # noqa: E501
+        (PACK, _weights(actorder="group"), "weights.actorder, found 'group'"),
+        (PACK, _weights(strategy="tensor"), "expected group or channel as "),
+        (PACK, _weights(num_bits=2), "weights.num_bits, found 2"),
+        (PACK, _group(input_activations={"num_bits": 8}), "expected null, for activations are not quantised here as"),
+        (PACK, _second, "expected groups of one format, of the same bits and group_size as"),
+        (GPTQ, "gptq", "expected an object as quantization_config, found 'gptq'"),
+    ],
+)  # fmt: skip
+def test_a_quantization_config_of_another_layout_is_refused(tmp_path, layout, change, line):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(DEMO, folder)
+    settings: Any = layout.config()
+    if isinstance(change, str):
+        settings = change
+    elif isinstance(change, dict):
+        settings.update(change)
+    else:
+        change(settings)
+    write_settings(folder, settings)
+    found = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
+    assert found.startswith(str(folder / "config.json")) and line in found
+    assert not (tmp_path / "checkpoint.json").exists()
+
+
+PROJ = "model.layers.0.mlp.up_proj"
+
+
+def _drop(suffix: str) -> Callable[[dict[str, np.ndarray]], Any]:
+    return lambda tensors: tensors.pop(f"{PROJ}.{suffix}")
+
+
+def _set(suffix: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict[str, np.ndarray]], Any]:
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{PROJ}.{suffix}"] = np.ascontiguousarray(change(tensors[f"{PROJ}.{suffix}"].copy()))
+
+    return edit
+
+
+def _float_too(tensors: dict[str, np.ndarray]) -> None:
+    tensors[f"{PROJ}.weight"] = np.zeros((400, 144), np.float16)
+
+
+def _zero_point(tensors: dict[str, np.ndarray]) -> None:
+    tensors[f"{PROJ}.weight_zero_point"] = np.zeros((50, 9), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("layout", "edit", "line"),
+    [
+        (GPTQ, _drop("qzeros"), f"expected tensor '{PROJ}.qzeros' beside '{PROJ}."),
+        (GPTQ, _drop("qweight"), f"expected tensor '{PROJ}.qweight' beside '{PROJ}."),
+        (GPTQ, _set("qweight", lambda a: a[:-1]), f"tensor '{PROJ}.qweight': expected rows of a multiple of 16 numbers, "  # noqa: E501
+         "as group_size in config.json says, found I32 [17, 400]"),
+        (GPTQ, _set("qweight", lambda a: a.astype(np.int64)), "expected I32 or U32 of two dimensions, found I64"),
+        (GPTQ, _set("scales", lambda a: a[:-1]), f"tensor '{PROJ}.scales': expected F64 or F32 or F16 or BF16 [9, 400], "  # noqa: E501
+         "found F16 [8, 400]"),
+        (GPTQ, _set("qzeros", lambda a: a.T), "expected I32 or U32 [9, 50], found I32 [50, 9]"),
+        (GPTQ, _set("g_idx", lambda a: a[:-1]), "expected I32 or U32 [144], found I32 [143]"),
+        (GPTQ, _float_too, f"expected '{PROJ}.weight' packed or in floating point, found both"),
+        (PACK, _zero_point, "expected none beside symmetric integers in order, as symmetric in config.json says"),
+        (PACK, _set("weight_scale", lambda a: a.astype(np.int8)), "expected F64 or F32 or F16 or BF16 [400, 9], found I8"),  # noqa: E501
+        (INT8, _set("weight_scale", lambda a: a[:, 0]), "[400, 1], found F16 [400]"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_are_refused_by_headers(shared, tmp_path, layout, edit, line):
+    folder = changed(shared, tmp_path, layout, edit)
+    for stage in (resolve, resolve_architecture):
+        found = error_of(stage, str(folder), folder, tmp_path / "checkpoint.json")
+        assert found.startswith(str(folder / "model.safetensors")) and line in found
+    assert not (tmp_path / "checkpoint.json").exists()
+
+
+def changed(shared: Shared, tmp_path: Path, layout: Layout, edit: Callable[[dict[str, np.ndarray]], Any]) -> Path:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(source(shared, layout)[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _nan(array: np.ndarray) -> np.ndarray:
+    array[3, 2] = np.nan
+    return array
+
+
+def _other_order(array: np.ndarray) -> np.ndarray:
+    return array[::-1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "edit", "line"),
+    [
+        (GPTQ, _set("scales", _nan), f"tensor '{PROJ}.scales' (F16 [9, 400]): expected finite numbers, found 1 NaN"),
+        (GPTQ, _set("g_idx", _other_order), f"tensor '{PROJ}.g_idx' (I32 [144]): expected columns in the order of their "  # noqa: E501
+         "groups, found another (desc_act: true); use a checkpoint that was quantised without activation order"),
+        (GPTQ, _set("qzeros", np.zeros_like), "expected zero points of 8 (sym: true in config.json), found 1"),
+        (ZEROS, _set("qzeros", lambda a: a | 15), "expected zero points of at most 15, found 16; readers of the format"),  # noqa: E501
+        (PACK, _set("weight_shape", lambda a: a[::-1]), "expected [400, 144], found [144, 400]"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_are_refused_when_they_are_read(shared, tmp_path, layout, edit, line):
+    folder = changed(shared, tmp_path, layout, edit)
+    resolve(str(folder), folder, tmp_path / "checkpoint.json")
+    found = error_of(convert, tmp_path / "checkpoint.json", "fp32", tmp_path / "weights.json")
+    assert found.startswith(str(folder / "model.safetensors")) and line in found
+    with pytest.raises(InputError) as caught:
+        converted(shared, layout, tmp_path / "results", folder)
+    assert str(caught.value) == found
+    assert not list(tmp_path.rglob("weights.*"))
+
+
+def test_a_checkpoint_without_what_its_config_says_is_refused(tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(DEMO, folder)
+    write_settings(folder, GPTQ.config())
+    line = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
+    assert line.startswith(
+        f"{folder}: expected weights packed as gptq (quantization_config in config.json), found none"
+    )
+
+
+def test_weights_that_are_packed_in_a_checkpoint_that_does_not_say_so_are_refused(shared, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(source(shared, INT8)[0], folder)
+    write_settings(folder, None)
+    line = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
+    assert "found I8, which is not supported; use a checkpoint that is not quantized" in line
+
+
+def test_graphs_of_other_weights_are_refused(shared, tmp_path):
+    """Exported when another tensor was in floating point."""
+    results = converted(shared, GPTQ, tmp_path / "results")
+    folder, numbers = source(shared, GPTQ)
+
+    def one_in_floats(tensors: dict[str, np.ndarray]) -> None:
+        for suffix in ("qweight", "qzeros", "scales", "g_idx"):
+            tensors.pop(f"{PROJ}.{suffix}")
+        tensors[f"{PROJ}.weight"] = numbers[f"{PROJ}.weight"]
+
+    other = changed(shared, tmp_path, GPTQ, one_in_floats)
+    resolve(str(other), other, tmp_path / "checkpoint.json")
+    line = error_of(
+        convert, tmp_path / "checkpoint.json", "w4a16", tmp_path / "w.json", results.assembly("model", "w4a16")
+    )
+    assert f"expected '{PROJ}.weight' as the checkpoint has it quantised, found 4 bits in the graphs, none in" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precisions": ["fp32", "w8a16"]}, "models.m.precisions[1]: expected w4a16 or floating point, as {path} says how "  # noqa: E501
+         "weights are quantised; found 'w8a16'"),
+        ({"precisions": ["w4a16"], "group_size": 32}, "models.m.group_size: expected 16, or none: {path} says how "
+         "weights are quantised; found 32"),
+        ({"adapters": {"a": {"source": "x"}}}, "models.m.adapters: expected none for a checkpoint that is quantised "
+         "already ({path}); found 1"),
+    ],
+)  # fmt: skip
+def test_a_config_that_asks_for_something_else_is_refused(shared, settings, message):
+    folder, _ = source(shared, GPTQ)
+    model = {"source": str(folder), "golden": {"prompts": [{"text": "a"}]}, **settings}
+    line = error_of(load.load({"models": {"m": model}}).check_sources)
+    assert line == f"config: {message.format(path=folder / 'config.json')}"
+
+
+def test_a_config_need_not_name_the_group_size(shared):
+    for layout in (GPTQ, INT8):
+        model = {"source": str(source(shared, layout)[0]), "golden": {"prompts": [{"text": "a"}]}}
+        load.load({"models": {"m": {**model, "precisions": [precision_of(layout)]}}}).check_sources()
