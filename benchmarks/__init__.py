@@ -9,7 +9,9 @@ imported; tests/unit/test_api.py holds the list.
 INSIDE = {
     # Records are written, and manifests read, as the package does it.
     "artifacts": "formats of manifests that are read or made up",
+    "artifacts.adapters": "where graphs take adapters",
     "artifacts.assembly": "graphs and layers of an export",
+    "artifacts.engines": "the manifest of engines that are of no assembly",
     "artifacts.signature": "inputs and outputs of graphs",
     "artifacts.files": "JSON, digests, files written whole or not at all",
     "cli.stages": "the option that names the results tree",
@@ -50,7 +52,9 @@ INSIDE = {
     "backends.tensorrt": "events of the device, to time its share of a step",
     "backends.tensorrt.compat": "what this version of the library can do",
     "backends.tensorrt.layers": "layers in which two builds differ",
+    "backends.tensorrt.program": "an engine of a graph that is no block",
     "backends.tensorrt.tactics": "records of tactics",
+    "weights.adapters": "adapters that lie in memory",
     "targets": "which precisions have quantised weights",
     "verify.metrics": "how far logits are apart",
 }

@@ -6,7 +6,8 @@ it is written after each part, so that a run that is cut short says what it came
 
 The forms, of q, k and v of one layer beside the layers alone: as they are exported, two thin products for each layer
 and the resident adapters' columns of which a token's own are kept; with one first product for the three; with one of
-each, whose second matrix is block diagonal; and each token's matrices, gathered.
+each, whose second matrix is block diagonal; the same two with the first product as further rows of the layers' own
+weights ("rows"); and each token's matrices, gathered.
 """
 
 from __future__ import annotations
@@ -312,6 +313,11 @@ def form_graphs(hidden: int, count: int, rank: int) -> dict[str, onnx.ModelProto
     split = [node("Split", ["shrunk"], [f"{part}/shrunk" for part in three], axis=1)]
     each = {part: f"{part}/shrunk" for part in three}
     diagonal = [node("Where", ["mask", "shrunk", "zero"], ["own"]), node("Gemm", ["own", "b"], ["added"])]
+    # The layers' weights with the rows of all A behind them: the first product takes no time of its own.
+    rows = [
+        node("Gemm", ["x", "w"], ["whole"], transB=1),
+        node("Split", ["whole", "sizes"], ["base", "shrunk"], axis=1),
+    ]
     gathered = [
         node("Gather", ["as", "ids"], ["own_as"], axis=0),
         node("Gather", ["bs", "ids"], ["own_bs"], axis=0),
@@ -331,18 +337,23 @@ def form_graphs(hidden: int, count: int, rank: int) -> dict[str, onnx.ModelProto
         "thin products": ([*base, *masked, *shrinks, *expanded(each), *total], of_each, owner),
         "one first product": ([*base, *masked, *one, *split, *expanded(each), *total], {**first, **second}, owner),
         "block diagonal": ([*base, *masked, *one, *diagonal, *total], {**first, "b": [3 * columns, 3 * hidden]}, wide),
+        "rows, thin products": ([*rows, *masked, *split, *expanded(each), *total], second, owner),
+        "rows, block diagonal": ([*rows, *masked, *diagonal, *total], {"b": [3 * columns, 3 * hidden]}, wide),
         "gathered": ([*base, *gathered, *total], gather, None),
     }
     value = helper.make_tensor_value_info
     models = {}
     for name, (nodes, arrays, owners) in parts.items():
-        inputs = [value("x", half, ["num_tokens", hidden]), value("w", half, [3 * hidden, hidden])]
+        size = 3 * (hidden + columns) if name.startswith("rows") else 3 * hidden
+        inputs = [value("x", half, ["num_tokens", hidden]), value("w", half, [size, hidden])]
         inputs += [value("ids", TensorProto.INT64, ["num_tokens"])] if name != "alone" else []
         inputs += [value(key, half, shape) for key, shape in arrays.items()]
         constants = [numpy_helper.from_array(np.array([1], np.int64), "one")] if name != "alone" else []
         if owners is not None:
             constants.append(numpy_helper.from_array(owners.astype(np.int64), "owner"))
             constants.append(numpy_helper.from_array(np.zeros((), np.float16), "zero"))
+        if name.startswith("rows"):
+            constants.append(numpy_helper.from_array(np.array([3 * hidden, 3 * columns], np.int64), "sizes"))
         y = value("y", half, ["num_tokens", 3 * hidden])
         copies = [onnx.NodeProto.FromString(each.SerializeToString()) for each in nodes]
         graph = helper.make_graph(copies, "form", inputs, [y], constants)

@@ -13,8 +13,9 @@ from demo_model import ROOT
 from safetensors.numpy import save_file
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import write_bytes
+from lockstep.artifacts.files import write_bytes, write_json
 from lockstep.backends import build
+from lockstep.config import load
 from lockstep.export.run import with_adapters
 from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.binding import adapted_modules
@@ -24,6 +25,13 @@ from shared import Shared
 
 ADAPTERS = ROOT / "resources" / "demo-adapters"
 NAMES = ("captain", "shakespeare")
+CONFIG = load.load(ROOT / "config" / "adapters.yaml")
+TARGET = "demo-lora/fp32/all"
+LIGHT = {
+    None: " travels faster than anything else",
+    "captain": " the lamps, for we sail with the tide.",
+    "shakespeare": " doth outrun all that we mortals know.",
+}
 ROOM = {"max_adapters": 2, "max_lora_rank": 16}
 
 
@@ -115,3 +123,26 @@ def requests() -> list[tuple[np.ndarray, str | None]]:
     random = np.random.default_rng(0)
     lengths = [(9, "captain"), (1, None), (24, "shakespeare"), (1, "random"), (7, "random"), (2, "captain"), (30, None)]
     return [(random.integers(0, 768, length), name) for length, name in lengths]
+
+
+def served_lora(demo: Results, shared: Shared) -> Results:
+    """A results tree of config/adapters.yaml in fp32, two adapters at a time in one place each."""
+
+    def make(folder: Path) -> None:
+        tree = Results(folder)
+        shutil.copytree(demo.root / "demo-llama", folder / "demo-lora")
+        path = tree.assembly("demo-lora", "fp32")
+        assembly = Assembly.load(path)
+        files = {graph.file: (path.parent / graph.file).read_bytes() for _, graph in assembly.graphs()}
+        made, adapted = with_adapters(files, assembly, {"max_adapters": 2, "max_lora_rank": 8})
+        for name, data in made.items():
+            write_bytes(path.parent / name, data)
+        adapted.save(path)
+        build(path, "onnxruntime", tree.engines("demo-lora", "fp32", "onnxruntime"))
+        folders = CONFIG.adapter_folders("demo-lora", [ROOT])
+        sources = {name: str(place) for name, place in folders.items()}
+        checkpoint = tree.checkpoint("demo-lora")
+        resolve_adapters(sources, folders, checkpoint, 8, None, tree.adapters("demo-lora"))
+        write_json(tree.config(), CONFIG.dump())
+
+    return Results(shared.folder("lora-served", make))

@@ -346,17 +346,17 @@ def test_no_adapter_that_a_request_holds_leaves_its_place(places: int, steps: li
             assert place == -1 if name is None else there[place] == name
 
 
-def test_a_request_waits_for_a_place_and_none_is_passed(lora: Results) -> None:
+def test_a_request_waits_for_a_place_and_lets_those_pass_that_need_none(lora: Results) -> None:
     model = opened(lora)
-    given = [(np.array([5, 6, 7]), name) for name in ("captain", "shakespeare", "random", None)]
-    order: list[int] = []
+    given = [(np.array([5, 6, 7]), name) for name in ("captain", "shakespeare", "random", None, "captain")]
     requests_ = [Request(ids, 4 + 3 * (n == 0), adapter=name) for n, (ids, name) in enumerate(given)]
-    for made in Decoding(model, requests_):
-        order.append(made.request)
-    first = {number: order.index(number) for number in range(4)}
-    assert first[2] < first[3]  # what came behind it was not admitted before it
-    assert order.index(2) > max(i for i, number in enumerate(order) if number == 1)
+    order = [made.request for made in Decoding(model, requests_)]
+    first = {number: order.index(number) for number in range(5)}
+    assert max(first[3], first[4]) < first[2], "of none, and of one that is there"
+    assert first[2] > max(i for i, number in enumerate(order) if number == 1)
     assert model.adapters is not None and model.adapters.residency.resident == ["captain", "random"]
+    alone = [made.token for made in Decoding(model, requests_[2:3])]
+    assert [made.token for made in Decoding(model, requests_) if made.request == 2] == alone
 
 
 def test_an_unknown_adapter_is_refused_with_those_that_are_there(demo: Results, lora: Results) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,49 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from demo_model import ROOT
+from lora_folders import LIGHT, TARGET, served_lora
 
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import write_bytes, write_json
-from lockstep.backends import build
-from lockstep.config import load
-from lockstep.export.run import with_adapters
 from lockstep.runtime.target import open_model
 from lockstep.targets import Results
-from lockstep.weights.check_adapters import resolve_adapters
 from real_server import RealServer
 from shared import Shared
-
-CONFIG = load.load(ROOT / "config" / "adapters.yaml")
-TARGET = "demo-lora/fp32/all"
-LIGHT = {
-    None: " travels faster than anything else",
-    "captain": " the lamps, for we sail with the tide.",
-    "shakespeare": " doth outrun all that we mortals know.",
-}
 
 
 @pytest.fixture(scope="module")
 def results(demo: Results, shared: Shared) -> Results:
-    """A results tree of config/adapters.yaml in fp32, two adapters at a time in one place each."""
-
-    def make(folder: Path) -> None:
-        tree = Results(folder)
-        shutil.copytree(demo.root / "demo-llama", folder / "demo-lora")
-        path = tree.assembly("demo-lora", "fp32")
-        assembly = Assembly.load(path)
-        files = {graph.file: (path.parent / graph.file).read_bytes() for _, graph in assembly.graphs()}
-        made, adapted = with_adapters(files, assembly, {"max_adapters": 2, "max_lora_rank": 8})
-        for name, data in made.items():
-            write_bytes(path.parent / name, data)
-        adapted.save(path)
-        build(path, "onnxruntime", tree.engines("demo-lora", "fp32", "onnxruntime"))
-        folders = CONFIG.adapter_folders("demo-lora", [ROOT])
-        sources = {name: str(place) for name, place in folders.items()}
-        checkpoint = tree.checkpoint("demo-lora")
-        resolve_adapters(sources, folders, checkpoint, 8, None, tree.adapters("demo-lora"))
-        write_json(tree.config(), CONFIG.dump())
-
-    return Results(shared.folder("lora-served", make))
+    return served_lora(demo, shared)
 
 
 @pytest.fixture(scope="module")

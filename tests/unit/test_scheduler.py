@@ -1,22 +1,30 @@
 """The page pool and the scheduler: what is given out comes back, whatever happens; everybody gets on; cuts stay."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError
 from lockstep.runtime import scheduler as policy
 from lockstep.runtime.scheduler import Scheduled, Scheduler, Status
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
+from lockstep.step.residency import Residency
 
 CHUNK = 2 * PAGE_SIZE
 
 
 def make(
-    num_slots=3, pages=20, max_num_tokens=512, shares=True, admission="guaranteed", chunk_size=CHUNK, threshold=CHUNK
+    num_slots=3,
+    pages=20,
+    max_num_tokens=512,
+    shares=True,
+    admission="guaranteed",
+    chunk_size=CHUNK,
+    threshold=CHUNK,
+    places=0,
 ):
-    tables = PageTables(PagePool(pages, 1), num_slots, shares=shares)
-    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission, threshold)
+    tables, residency = PageTables(PagePool(pages, 1), num_slots, shares=shares), Residency(num_slots, places)
+    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission, threshold, residency if places else None)
 
 
 def step(scheduler):
@@ -247,6 +255,7 @@ requests = st.lists(
 @pytest.fixture
 def lookahead_stays(monkeypatch):
     monkeypatch.setattr(policy, "LOOKAHEAD", policy.LOOKAHEAD)
+    monkeypatch.setattr(policy, "PATIENCE", policy.PATIENCE)
 
 
 @pytest.mark.usefixtures("lookahead_stays")
@@ -331,3 +340,126 @@ def test_what_is_swapped_out_does_not_take_the_pages_back_that_others_were_short
     assert scheduler.num_swaps >= 1
     assert sorted(ends, key=ends.get) == requests  # the youngest gives way
     scheduler.check()
+
+
+def test_a_request_whose_adapter_has_no_place_lets_those_behind_it_pass():
+    scheduler = make(num_slots=4, pages=99, places=1)
+    names = ["a", "b", "b", None, "a", "c"]
+    requests = [Scheduled(4, 30 + number, adapter=name) for number, name in enumerate(names)]
+    for request in requests:
+        scheduler.add(request)
+    running = lambda: {requests.index(request) for request, _ in step(scheduler).shares}
+    assert running() == {0, 3, 4}
+    scheduler.finish(requests[0])
+    assert running() == {3, 4}, "the other one holds the place"
+    scheduler.finish(requests[4])
+    assert running() == {1, 2, 3}, "in their order"
+    scheduler.finish(requests[1])
+    scheduler.finish(requests[2])
+    assert running() == {3, 5}
+    run(scheduler)
+    scheduler.check()
+
+
+@pytest.mark.parametrize("admission", ["guaranteed", "optimistic"])
+def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
+    """Without an end come requests of the adapter that is there; and of none, which go on."""
+    scheduler = make(num_slots=4, pages=99, places=1, admission=admission)
+    add = lambda adapter: (scheduler.add(request := Scheduled(4, 8, adapter=adapter)), request)[1]
+    running, number = [add("a"), add("a")], 0
+    late = add("b")
+    while late.status is Status.WAITING:
+        number += 1
+        assert number < 2 * policy.PATIENCE
+        made = step(scheduler)
+        for request, _ in made.shares:
+            if request.num_computed >= request.max_tokens:
+                scheduler.finish(request)
+                running.append(add(request.adapter))
+        if number % 8 == 4:
+            running.append(add("a"))
+        if number == 20:
+            running.append(add(None))
+    assert number > policy.PATIENCE, "others passed it before"
+    assert running[0].status is Status.FINISHED
+    scheduler.check()
+
+
+@pytest.mark.usefixtures("lookahead_stays")
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 200),  # prompt
+            st.integers(1, 60),  # new
+            st.sampled_from([None, "a", "b", "c"]),
+            st.sampled_from([0, 0, 0, 1, 2]),  # further choices
+            st.sampled_from([0, 0, 1, 9, 25]),  # steps until it is aborted; 0: never
+        ),
+        min_size=4,
+        max_size=14,
+    ),
+    st.integers(2, 5),
+    st.integers(1, 3),
+    st.integers(12, 30),
+    st.booleans(),
+    st.sampled_from(["guaranteed", "optimistic"]),
+    st.integers(0, 3),
+    st.sampled_from([0, 3, 256]),
+    st.booleans(),
+)
+def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
+    given_requests, num_slots, places, pages, shares, admission, every, patience, forks
+):
+    policy.LOOKAHEAD, policy.PATIENCE = 16, patience
+    scheduler = make(num_slots, pages, 512, shares, admission, places=places)
+    residency, waiting, aborts, added, count, passed = scheduler._residency, list(given_requests), {}, [], 0, 0
+    while waiting or scheduler.num_running or scheduler.num_waiting:
+        count += 1
+        assert count < 4000
+        if waiting and (count % (every + 1) == 0 or not (scheduler.num_running or scheduler.num_waiting)):
+            prompt, new, adapter, choices, abort = waiting.pop()
+            siblings = [Scheduled(prompt, prompt + new - 1, adapter=adapter) for _ in range(choices * forks)]
+            request = Scheduled(prompt, prompt + new - 1, siblings=siblings, adapter=adapter)
+            try:
+                scheduler.add(request)
+            except InputError:
+                continue
+            added.append(request)
+            if abort:
+                aborts[request] = abort
+        made = step(scheduler)
+        residency.loading.clear()
+        assert made.shares or not (scheduler.num_running or scheduler.num_waiting), "everybody waits"
+        held = {request.adapter for request, _ in made.shares} - {None}
+        assert len(held) <= places
+        for request, _ in made.shares:
+            there = residency._resident.get(request.adapter, -1)
+            assert residency.places[request.slot] == there and (there >= 0) == (request.adapter is not None)
+        queued = [each for each in added if each.status is Status.WAITING]
+        swapped = [each for each in added if each.status is Status.SWAPPED]
+        there = {adapter for adapter, place in residency._resident.items() if (residency.places == place).any()}
+        first = next((each for each in queued if each.adapter is None or each.adapter in there), None)
+        ahead = queued[: queued.index(first)] if first is not None else []
+        full = len(there) == places and not forks  # further choices may end within `step`, and make room
+        if first is not None and not swapped and full and (first.adapter is None or patience > count):
+            # Those ahead of it have no place, so it waits for a slot or for pages, for nothing else.
+            assert all(each.adapter not in there for each in ahead)
+            tokens = first.max_tokens
+            if admission == "optimistic":
+                tokens = min(tokens, first.num_prompt_tokens + policy.LOOKAHEAD)
+            room = len(scheduler._free_slots) > len(first.siblings)
+            assert not room or scheduler._pages_for(first, tokens) > scheduler.tables.pool.num_available
+            passed += bool(ahead)
+        for request, _ in made.shares:
+            if request.num_computed >= request.max_tokens:
+                scheduler.finish(request)
+        for request in [request for request in aborts if request.status is not Status.FINISHED]:
+            aborts[request] -= 1
+            if not aborts[request]:
+                for each in [request, *request.siblings]:
+                    if each.status is not Status.FINISHED:
+                        scheduler.finish(each)
+        scheduler.check()
+    event("others were passed" if passed else "nobody was passed")
+    assert (residency.places == -1).all() and scheduler.tables.pool.num_available == pages

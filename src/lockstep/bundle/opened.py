@@ -55,7 +55,8 @@ _NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json
 @dataclass(frozen=True)
 class Opened:
     """What `runtime.Model.open` takes. limits: max_batch_size, max_seq_len, max_num_tokens, max_input_len.
-    adapters: the manifest of the model's adapters; None where it has none."""
+    adapters: the manifest of the model's adapters; None where it has none. checkpoint: its manifest; None for a
+    bundle."""
 
     target: Target
     limits: Mapping[str, int]
@@ -63,6 +64,7 @@ class Opened:
     assembly: Path
     weights: Path
     adapters: Path | None = None
+    checkpoint: Path | None = None
 
 
 @contextlib.contextmanager

@@ -72,5 +72,6 @@ def _of_target(name: str, tree: Results) -> Runnable:
         tree.assembly(target.model, target.precision),
         tree.weights(target.model, target.precision),
         tree.adapters(target.model) if config.models[target.model].adapters else None,
+        tree.checkpoint(target.model),
     )
     return Runnable(place, config.interpreter(target.backend))

@@ -19,6 +19,7 @@ from lockstep.targets import MOST_RANKS
 
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
+    from lockstep.serve.adapter_folders import AdapterFolders
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECONDS = click.FloatRange(min=0)
@@ -66,6 +67,12 @@ class _Bytes(click.ParamType):
     "--fold-token-ids",
     is_flag=True,
     help="Triton's API: take ids beyond the vocabulary modulo its size, for benchmarks that send random ones.",
+)
+@click.option(
+    "--allow-adapter-loading",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Let requests name folders in it as adapters, which are checked and loaded on first use.  [default: none]",
 )
 @click.option("--served-model-name", metavar="NAME", help="The model's name in requests.  [default: as in TARGET]")
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="API keys, one a line; requests must bring one.")
@@ -215,7 +222,9 @@ def _serve(found: Any, given: dict[str, Any]) -> None:
         "prefix_caching": not given["no_prefix_caching"],
         "admission": given["admission"],
         "grammar_seconds": given["grammar_timeout"],
+        "checkpoint": None if place.checkpoint is None else str(place.checkpoint),
     }
+    folders = _adapter_folders(place, given["allow_adapter_loading"])
     limits = ServiceLimits(
         max_queue=given["max_queue"],
         max_queue_tokens=given["max_queue_tokens"],
@@ -228,7 +237,7 @@ def _serve(found: Any, given: dict[str, Any]) -> None:
     log = None if given["request_log"] is None else RequestLog(given["request_log"], name)
     python = given["python"] or found.python
     tokenizer = Tokenizer.open(place.assembly)
-    service = Service(name, tokenizer, python, asked, limits, prefix, template, request_log=log)
+    service = Service(name, tokenizer, python, asked, limits, prefix, template, request_log=log, folders=folders)
     if given["until_stdin_ends"]:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     address = Address(given["host"], 8000 if given["port"] is None and given["unix"] is None else given["port"])
@@ -236,6 +245,25 @@ def _serve(found: Any, given: dict[str, Any]) -> None:
     triton = Triton(service, given["fold_token_ids"])
     with contextlib.closing(log) if log else contextlib.nullcontext():
         serve(service, address, access, given["drain"], click.echo, given["grpc_port"], triton, given["unix"])
+
+
+def _adapter_folders(place: Opened, root: Path | None) -> AdapterFolders | None:
+    """What `--allow-adapter-loading` allows. Raises InputError for a model that cannot take adapters."""
+    from lockstep.artifacts.assembly import Assembly
+    from lockstep.serve.adapter_folders import AdapterFolders
+
+    if root is None:
+        return None
+    if Assembly.load(place.assembly).adapters is None:
+        raise InputError(
+            "--allow-adapter-loading: expected a model whose graphs take adapters, found one without; give "
+            f"{place.target.model} `adapters` in the config and run snakemake"
+        )
+    if place.checkpoint is None:
+        raise InputError(
+            "--allow-adapter-loading: expected a target, whose checkpoint adapters are checked against, found a bundle"
+        )
+    return AdapterFolders(root)
 
 
 def _end_with_stdin() -> None:

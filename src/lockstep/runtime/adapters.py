@@ -60,6 +60,18 @@ class Adapters:
         self._writer.prepare(adapter)
         self.known[adapter.name] = adapter
 
+    def remove(self, name: str) -> None:
+        """Forget an adapter, which no request is computed with. Raises InputError for a name that is no adapter's."""
+        self.check(name)
+        self.residency.drop(name)
+        self._writer.forget(self.known.pop(name))
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the file of an adapter of the largest rank: two matrices of numbers of 8 bytes a module, and names."""
+        numbers = sum(each.a.shape[0] + each.b.shape[1] for each in self._arrays) * self._slots.max_lora_rank
+        return 8 * numbers + (1 << 20)
+
     def check(self, name: str | None) -> None:
         """Raise InputError for a name that is no adapter's."""
         if name is not None and name not in self.known:
@@ -100,6 +112,9 @@ class _HostWriter:
 
     def write(self, adapter: LoadedAdapter, place: int) -> None:
         write_adapter(adapter, place, self._rank, self._arrays)
+
+    def forget(self, adapter: LoadedAdapter) -> None:
+        """Nothing: nothing was kept."""
 
 
 def unknown_adapter(name: str, known: Mapping[str, object] | Sequence[str]) -> InputError:

@@ -6,17 +6,19 @@ at multiples of `chunk_size`, while `max_num_tokens` lasts: each as many as ther
 at most `long_prefill_token_threshold` tokens. The first prompt in order always brings a chunk.
 
 The order is by priority, lower first, then arrival; a request gains one level of priority on those that come `AGEING`
-steps after it, so none waits for ever. Waiting requests are admitted in this order, when a slot, pages and a place for
-its adapter are free:
-for all tokens that the request may come to ("guaranteed": what runs ends), or for its prompt and a little more
+steps after it, so none waits for ever. Waiting requests are admitted in this order, when a slot and pages are free: for
+all tokens that the request may come to ("guaranteed": what runs ends), or for its prompt and a little more
 ("optimistic": when the pool runs out the youngest request is swapped out, and comes back before others are admitted).
+
+A request whose adapter has no place lets those behind it pass, for they need none, or one that is there. Once it has
+waited for a place for `PATIENCE` steps, no request with an adapter passes it any more, so that a place becomes free.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,7 +26,7 @@ from lockstep.errors import InputError
 from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.residency import Residency
 
-AGEING = 256  # steps
+AGEING = PATIENCE = 256  # steps
 LOOKAHEAD = 256  # tokens behind those that a request holds, for which an optimistic admission wants pages
 Admission = Literal["guaranteed", "optimistic"]
 
@@ -48,7 +50,8 @@ class Scheduled:
     num_prompt_tokens: must be computed before its first new token. max_tokens: held at most, prompt and answer.
     num_computed: tokens that the cache holds. prefix: keys of its whole chunks.
     siblings: its further choices. published: chunks of its prompt that others can reuse. adapter: what it is computed
-    with, None for the base alone.
+    with, None for the base alone. blocked: the step from which on it was first in order but for a place for its
+    adapter, 0 for none.
     """
 
     num_prompt_tokens: int
@@ -62,6 +65,7 @@ class Scheduled:
     published: int = 0
     order: tuple[int, int] = (0, 0)
     adapter: str | None = None
+    blocked: int = 0
 
     @property
     def decodes(self) -> bool:
@@ -121,7 +125,7 @@ class Scheduler:
         self.num_swaps = 0
         self._free_slots = list(range(num_slots))  # a heap: low slots first, so that rows that decode lie together
         self._num_slots = num_slots
-        self._waiting: list[tuple[tuple[int, int], Scheduled]] = []  # a heap
+        self._waiting: dict[str | None, list[tuple[tuple[int, int], Scheduled]]] = {}  # by adapter, a heap
         self._num_waiting = 0
         self._running: list[Scheduled] = []  # in order
         self._swapped: list[Scheduled] = []  # in order
@@ -160,12 +164,12 @@ class Scheduler:
         if held:
             request.status = Status.HELD
         else:
-            heapq.heappush(self._waiting, (request.order, request))
+            self._wait(request)
 
     def unhold(self, request: Scheduled) -> None:
         """Admit a request that was held as soon as there is room."""
         request.status = Status.WAITING
-        heapq.heappush(self._waiting, (request.order, request))
+        self._wait(request)
 
     def finish(self, request: Scheduled) -> None:
         """Forget a request, wherever it stands: its slot and pages are free. A prompt with further choices takes these
@@ -214,8 +218,9 @@ class Scheduler:
         step = Step()
         if self.admission == "optimistic":  # what runs goes before what comes: `victim` has seen to the pages
             self.tables.reserve({each.slot: each.num_computed + 1 for each in self._running if each.decodes})
-        if self._swap_in(step):
-            self._admit(step)
+        all_in, held = self._swap_in(step)
+        if all_in:
+            self._admit(step, held)
         step.shares = [(each, 1) for each in self._running if each.num_computed >= each.num_prompt_tokens]
         left, decoding = self.max_num_tokens - len(step.shares), bool(step.shares)
         if len(step.shares) < len(self._running):
@@ -290,24 +295,47 @@ class Scheduler:
             stop = end - 1
         return max(first, stop) - start
 
-    def _admit(self, step: Step) -> None:
-        while self._waiting:
-            request = self._waiting[0][1]
-            if request.status is not Status.WAITING:  # it was aborted
-                heapq.heappop(self._waiting)
-                continue
-            if len(self._free_slots) <= len(request.siblings) or not self._has_place(request):
+    def _wait(self, request: Scheduled) -> None:
+        heapq.heappush(self._waiting.setdefault(request.adapter, []), (request.order, request))
+
+    def _first_waiting(self, but: Collection[str | None]) -> Scheduled | None:
+        """The first in order of those that wait, but for those of some adapters."""
+        firsts = []
+        for adapter in [*self._waiting]:
+            queue = self._waiting[adapter]
+            while queue and queue[0][1].status is not Status.WAITING:  # it was aborted
+                heapq.heappop(queue)
+            if not queue:
+                del self._waiting[adapter]
+            elif adapter not in but:
+                firsts.append(queue[0])
+        return min(firsts)[1] if firsts else None
+
+    def _admit(self, step: Step, held: bool) -> None:
+        """held: a request has waited for a place for so long that no further one may take or keep any."""
+        passed: set[str | None] = set()
+        while (request := self._first_waiting(passed)) is not None:
+            if len(self._free_slots) <= len(request.siblings):
                 return
+            if held and request.adapter is not None or not self._has_place(request):
+                passed.add(request.adapter)
+                held |= self._is_blocked_for_long(request)
+                continue
             found = self.tables.pool.find(request.prefix) if self.tables.shares is not None else []
             if not self._take(request, found):
                 # Where a prefix is copied, it may be the prefix itself that is in the way.
                 if not found or self.tables.shares or not self._take(request, found := []):
                     return
-            heapq.heappop(self._waiting)
+            heapq.heappop(self._waiting[request.adapter])
             self._num_waiting -= 1
             request.num_computed = len(found) * PAGE_SIZE
             request.published = request.num_computed // self.chunk_size
             step.admitted.append((request, found))
+
+    def _is_blocked_for_long(self, request: Scheduled) -> bool:
+        """Note that a request is let down by nothing but a place for its adapter; whether that is so for long."""
+        request.blocked = request.blocked or self._steps
+        return self._steps - request.blocked >= PATIENCE
 
     def _take(self, request: Scheduled, found: list[int]) -> bool:
         """Give a request its slots and pages, if there are enough; else release what was found for it."""
@@ -342,22 +370,25 @@ class Scheduler:
         """Tokens of a prompt whose pages its choices share."""
         return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
 
-    def _swap_in(self, step: Step) -> bool:
-        """Bring requests back while there is room; False when one is left, before which none is admitted."""
-        while self._swapped:
-            request = self._swapped[0]
+    def _swap_in(self, step: Step) -> tuple[bool, bool]:
+        """Bring requests back while there is room. Gives whether none is left that others have to wait for, and whether
+        one has waited for long for a place for its adapter, before which others may pass."""
+        held, passed = False, set[str | None]()
+        for request in [*self._swapped]:
             tokens = min(request.max_tokens, request.num_computed + LOOKAHEAD)
             if not self._free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
-                return False
-            if not self._has_place(request):
-                return False
-            del self._swapped[0]
+                return False, held
+            if request.adapter in passed or held and request.adapter is not None or not self._has_place(request):
+                passed.add(request.adapter)
+                held |= self._is_blocked_for_long(request)
+                continue
+            self._swapped.remove(request)
             request.slot, request.status = heapq.heappop(self._free_slots), Status.RUNNING
             self._claim(request)
             self.tables.reserve({request.slot: tokens})
             self._insert(request)
             step.swapped_in.append(request)
-        return True
+        return True, held
 
     def _has_place(self, request: Scheduled) -> bool:
         """Whether the request's adapter is resident, or can be."""

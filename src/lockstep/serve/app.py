@@ -32,6 +32,19 @@ from lockstep.serve.triton_infer import Triton
 _OPEN = ("/", "/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")  # without a key
 
 
+class LoadAdapterBody(msgspec.Struct):
+    """POST /v1/load_lora_adapter, as vLLM has it."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(msgspec.Struct):
+    """POST /v1/unload_lora_adapter, as vLLM has it."""
+
+    lora_name: str
+
+
 class _Answer:
     """A response of one stream, whose client may go away at any time: then all that it waits for ends."""
 
@@ -90,6 +103,16 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         service.adapter_of(request.path_params["name"])
         return _json(_model(service, request.path_params["name"]))
 
+    async def load_adapter(request: Request) -> Any:
+        body = decoded(await read_body(request, access), LoadAdapterBody)
+        await service.load_adapter(body.lora_name, body.lora_path)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
+
+    async def unload_adapter(request: Request) -> Any:
+        body = decoded(await read_body(request, access), UnloadAdapterBody)
+        service.unload_adapter(body.lora_name)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
+
     async def live(request: Request) -> Any:
         return _json(_health(service), 200 if service.is_live else 503)
 
@@ -124,6 +147,8 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
             route("/v1/chat/completions", chat_completions, "POST"),
             route("/v1/models", models),
             route("/v1/models/{name:path}", model),
+            route("/v1/load_lora_adapter", load_adapter, "POST"),
+            route("/v1/unload_lora_adapter", unload_adapter, "POST"),
             route("/health", live),
             route("/health/live", live),
             route("/health/ready", ready),
@@ -169,7 +194,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "lockstep",
         "max_model_len": service.ready["max_seq_len"],
-        "root": service.ready["identity"] if adapter is None else service.ready["adapters"][adapter],
+        "root": service.ready["identity"] if adapter is None else service.adapter_digest(adapter),
         **({} if adapter is None else {"parent": service.name}),
     }
 

@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckError, InputError, LockstepError
+from lockstep.runtime.adapters import Adapters
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.model import Model
 from lockstep.runtime.prefix import root_key
 from lockstep.runtime.request import Request, Token
+from lockstep.serve.adapter_loader import AdapterLoader
 from lockstep.serve.frames import Connection, Frame, finite, request_of
 from lockstep.step.sampling import Logprobs
 
 TICK = 1.0  # seconds between the signs of life of an idle engine
+_SOON = 0.005  # seconds between looks at what is being read
 _ERRORS = {error.__name__: error for error in (InputError, CheckError)}
 
 
@@ -59,12 +62,13 @@ def _serve(connection: Connection) -> None:
     frames: list[Frame] = []
     while not frames:
         frames = connection.receive(60)
-    engine, ready = _open(frames.pop(0))
+    asked = frames.pop(0)
+    engine, adapters, ready = _open(asked)
     connection.send(ready)
-    _Loop(connection, engine).run(frames)
+    _Loop(connection, engine, AdapterLoader(adapters, asked.get("checkpoint")) if adapters else None).run(frames)
 
 
-def _open(asked: Frame) -> tuple[Engine, Frame]:
+def _open(asked: Frame) -> tuple[Engine, Adapters | None, Frame]:
     limits = asked["limits"]
     began = time.monotonic()
     model = Model.open(
@@ -78,6 +82,7 @@ def _open(asked: Frame) -> tuple[Engine, Frame]:
         chunk_size=asked["chunk_size"],
         adapters_json=asked.get("adapters"),
     )
+    lost = _load_again(model, asked)
     model.warm_up()
     grammars = Compiler(asked["assembly"], model.vocab_size, model.eos_token_ids, asked["grammar_seconds"])
     engine = Engine(
@@ -111,15 +116,31 @@ def _open(asked: Frame) -> tuple[Engine, Frame]:
         "prompt_logprobs": model.gives_all_logits,
         "page_nbytes": pool.page_nbytes,
         "adapters": {name: adapter.sha256 for name, adapter in model.adapters.known.items()} if model.adapters else {},
+        "lost_adapters": lost,
     }
-    return engine, ready
+    return engine, model.adapters, ready
+
+
+def _load_again(model: Model, asked: Frame) -> dict[str, str]:
+    """Load the adapters that the engine before had loaded; gives those that cannot be, with a line that says why."""
+    lost = {}
+    for name, folder, digest in asked.get("loaded", ()):
+        try:
+            assert model.adapters is not None  # whose graphs took them
+            adapter = AdapterLoader(model.adapters, asked.get("checkpoint")).read(name, folder)
+            if adapter.sha256 != digest:
+                raise InputError(f"adapter {name!r}: {folder}: expected sha256 {digest}, found {adapter.sha256}")
+            model.adapters.add(adapter)
+        except InputError as error:
+            lost[name] = str(error)
+    return lost
 
 
 class _Loop:
     """Frames between steps."""
 
-    def __init__(self, connection: Connection, engine: Engine):
-        self._connection, self._engine = connection, engine
+    def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
+        self._connection, self._engine, self._loader = connection, engine, loader
         self._ids: dict[int, int] = {}  # of a request in the engine -> as the API process calls it
         self._numbers: dict[int, int] = {}  # and back
         self._left: dict[int, int] = {}  # choices that have not ended
@@ -149,10 +170,20 @@ class _Loop:
             elif time.monotonic() - said >= TICK:
                 said = time.monotonic()
                 connection.send({"type": "tick", **self._counters()})
-            frames = connection.receive(0.0 if engine.has_work else TICK)
+            loads = self._loader is not None and self._loader.under_way
+            frames = connection.receive(0.0 if engine.has_work else _SOON if loads else TICK)
+            if loads:
+                self._take_loaded()
 
     def _take(self, frame: Frame) -> None:
         id = frame["id"]
+        if frame["type"] in ("load", "unload"):
+            assert self._loader is not None  # nobody asks where graphs take none
+            if frame["type"] == "load":
+                self._loader.start(id, frame["name"], frame["folder"])
+            else:
+                self._loader.adapters.remove(frame["name"])
+            return
         if frame["type"] == "abort":
             if (number := self._numbers.get(id)) is not None:
                 choice = frame.get("choice")
@@ -166,6 +197,19 @@ class _Loop:
             self._refuse(id, str(error))
             return
         self._ids[number], self._numbers[id], self._left[number] = id, number, request.n
+
+    def _take_loaded(self) -> None:
+        """Have requests be computed with adapters that were read meanwhile."""
+        assert self._loader is not None
+        for id, adapter in self._loader.poll():
+            try:
+                if isinstance(adapter, str):
+                    raise InputError(adapter)
+                self._loader.adapters.add(adapter)
+                said = {"type": "loaded", "id": id, "sha256": adapter.sha256}
+            except InputError as error:
+                said = {"type": "not_loaded", "id": id, "message": str(error)}
+            self._connection.send(said)
 
     def _refuse(self, id: int, message: str, param: str | None = None) -> None:
         self._connection.send({"type": "refused", "id": id, "message": message, "param": param})

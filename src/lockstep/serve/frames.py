@@ -1,9 +1,10 @@
 """What API process and engine process say to each other: frames over a socket, each a length (4 bytes, big-endian) and
 a JSON object in UTF-8. Standard library alone: the engine's Python may have no more.
 
-To the engine: "open" (first), "add", "abort". From it: "ready" or "failed" (first), then "step" (tokens of one step,
-log-probabilities of prompts that ask for them) and "tick" (an idle engine, each second), both with its counters, and
-"refused" for a request that it cannot take, with "param" where one field of the request's body is why.
+To the engine: "open" (first), "add", "abort", "load" and "unload" (an adapter). From it: "ready" or "failed" (first),
+then "step" (tokens of one step, log-probabilities of prompts that ask for them) and "tick" (an idle engine, each
+second), both with its counters, "refused" for a request that it cannot take, with "param" where one field of the
+request's body is why, and "loaded" or "not_loaded" behind a "load".
 """
 
 from __future__ import annotations

@@ -76,6 +76,14 @@ class EngineLink:
         """Send a request; one to a process that is gone is lost, and brought to the next one."""
         self._writer.write(packed_add(number, request))
 
+    def load(self, number: int, name: str, folder: str) -> None:
+        """Have an adapter read, checked and taken; "loaded" or "not_loaded" comes back under this number."""
+        self._writer.write(packed({"type": "load", "id": number, "name": name, "folder": folder}))
+
+    def unload(self, name: str) -> None:
+        """Have an adapter forgotten, which no request that was sent is computed with."""
+        self._writer.write(packed({"type": "unload", "id": -1, "name": name}))
+
     def abort(self, number: int, choice: int | None = None) -> None:
         """End a request, or one choice of it."""
         self._writer.write(packed({"type": "abort", "id": number, **({} if choice is None else {"choice": choice})}))

@@ -53,6 +53,13 @@ class Residency:
         """The adapters that have a place, the one used longest ago first."""
         return list(self._resident)
 
+    def drop(self, adapter: str) -> None:
+        """Free the place of an adapter, if it has one, which nobody holds."""
+        place = self._resident.get(adapter)
+        if place is not None:
+            assert not (self.places == place).any()
+            self.forget(place)
+
     def forget(self, place: int) -> None:
         """What lies at a place is no adapter: writing it failed."""
         self._resident = OrderedDict((name, at) for name, at in self._resident.items() if at != place)

@@ -71,6 +71,10 @@ class AdapterWriter(Protocol):
         """Write an adapter to its place in all arrays, before the next step: see `write_adapter`."""
         ...
 
+    def forget(self, adapter: LoadedAdapter) -> None:
+        """An adapter is not written any more."""
+        ...
+
 
 def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
     """The adapters of a manifest by name, read into memory. Raises InputError where a file is absent or has changed."""
@@ -88,7 +92,11 @@ def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
 
 
 def _read(name: str, adapter: Adapter, folder: Path) -> LoadedAdapter:
-    data = np.fromfile(folder / WEIGHTS, np.uint8)
+    return adapter_of_bytes(name, adapter, np.fromfile(folder / WEIGHTS, np.uint8), folder)
+
+
+def adapter_of_bytes(name: str, adapter: Adapter, data: np.ndarray, folder: Path) -> LoadedAdapter:
+    """An adapter whose file of matrices holds `data`, uint8."""
 
     def array(place: TensorPlace) -> np.ndarray:
         raw = data[place.offset : place.offset + place.length]

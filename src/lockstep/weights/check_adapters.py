@@ -6,6 +6,7 @@ Everything that would change what the base computes beyond `x A^T B^T` at its li
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -26,6 +27,7 @@ from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
 from lockstep.errors import InputError
+from lockstep.weights.adapters import LoadedAdapter, adapter_of_bytes
 from lockstep.weights.scan import count_non_finite
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
@@ -86,6 +88,24 @@ def resolve_adapters(
         adapters[name] = replace(checked, source=sources[name], folder=recorded, commit=commit)
     AdaptersManifest(adapters).save(out)
     return out
+
+
+def read_folder(folder: Path, name: str, checkpoint: CheckpointManifest, most_bytes: int) -> LoadedAdapter:
+    """Check an adapter's folder and read it. most_bytes: of its file of matrices. Raises InputError, one line, for one
+    that is no plain LoRA of this checkpoint, is too large, or changes meanwhile."""
+    where, path = f"adapter {name!r}", folder / WEIGHTS
+    if path.is_file() and (size := path.stat().st_size) > most_bytes:
+        raise InputError(
+            f"{where}: {path}: expected at most {most_bytes} bytes, which an adapter of max_lora_rank has, found {size}"
+        )
+    try:
+        adapter = check_folder(folder, checkpoint, where)
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{where}: {folder}: expected a folder that can be read, found {error.strerror}") from None
+    if hashlib.sha256(data).hexdigest() != next(file.sha256 for file in adapter.files if file.path == WEIGHTS):
+        raise InputError(f"{where}: {path}: expected a file that stays as it is, found one that changed; try again")
+    return adapter_of_bytes(name, adapter, np.frombuffer(data, np.uint8), folder)
 
 
 def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Adapter:

@@ -46,6 +46,11 @@ class ResidentAdapters:
             if each.module in adapter.modules:
                 at = self._place(each, place, adapter.modules[each.module][0].shape[0], at)
 
+    def forget(self, adapter: LoadedAdapter) -> None:
+        """Free the memory of an adapter."""
+        self._stream.synchronize()  # a copy from there may be under way
+        del self._packed[adapter.name]
+
     def _clear(self, each: LoraArrays, place: int) -> None:
         (size, columns), (_, out), unit, rank = each.a.shape, each.b.shape, each.a.dtype.itemsize, self._rank
         first = place * rank

@@ -1,0 +1,55 @@
+"""Folders of adapters in, adapters that were checked and read out; in a thread, so that steps go on meanwhile."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.errors import InputError
+from lockstep.runtime.adapters import Adapters
+from lockstep.weights.adapters import LoadedAdapter
+from lockstep.weights.check_adapters import read_folder
+
+
+class AdapterLoader:
+    """Reads adapters for `adapters`, held against the checkpoint of this manifest. One at a time, in the order in which
+    they are asked for."""
+
+    def __init__(self, adapters: Adapters, checkpoint_json: str | None):
+        self.adapters = adapters
+        self.under_way = 0  # that were started, and not polled yet
+        self._checkpoint, self._most_bytes = checkpoint_json, adapters.most_bytes
+        self._asked: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
+        self._read: queue.SimpleQueue[tuple[int, LoadedAdapter | str]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, number: int, name: str, folder: str) -> None:
+        """Begin to read a folder; `poll` gives it under this number."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        self.under_way += 1
+        self._asked.put((number, name, folder))
+
+    def poll(self) -> Iterator[tuple[int, LoadedAdapter | str]]:
+        """(number, adapter) of those that were read since; in place of one that cannot be used, a line."""
+        while not self._read.empty():
+            self.under_way -= 1
+            yield self._read.get()
+
+    def read(self, name: str, folder: str) -> LoadedAdapter:
+        """Check and read a folder at once. Raises InputError."""
+        assert self._checkpoint is not None  # nobody asks otherwise
+        return read_folder(Path(folder), name, CheckpointManifest.load(self._checkpoint), self._most_bytes)
+
+    def _work(self) -> None:
+        while True:
+            number, name, folder = self._asked.get()
+            try:
+                found: LoadedAdapter | str = self.read(name, folder)
+            except InputError as error:
+                found = str(error)
+            self._read.put((number, found))
