@@ -260,7 +260,9 @@ def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypa
     with pytest.raises(CheckError, match=r"expected rank 0 \(GPU 0\) at a sum, found that rank 1 waited 30 s for it"):
         model.step_tokens([Advance(0, np.array([3]), 6)])
     line = capfd.readouterr().err.splitlines()[0]
-    assert codes[0] == 1 and line.startswith("lockstep: error: tensor_parallel: expected rank 0 (GPU 0) at a sum, found")
+    assert codes[0] == 1 and line.startswith(
+        "lockstep: error: tensor_parallel: expected rank 0 (GPU 0) at a sum, found"
+    )
     assert line.endswith("it hangs still, so this process ends")
 
 
