@@ -117,7 +117,9 @@ def test_ranks_read_the_file_that_one_rank_reads(results: tuple[Results, str]) -
     assert seen >= 2 * 3 * 4
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", pytest.param("cohere", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_neox", *(pytest.param(name, marks=pytest.mark.long) for name in ("phi3", "cohere"))]
+)
 def test_integers_and_scales_are_split_where_the_weight_is(family: str) -> None:
     """By rows, sections of a fused weight among them, or by whole groups."""
     assembly, full = split(family, "w4a16")[1], whole_precision(family)[1]

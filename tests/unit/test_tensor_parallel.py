@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from hypothesis import strategies as st
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, write_json
+from lockstep.artifacts.reports import ServedReport
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
@@ -29,10 +33,11 @@ from lockstep.export.reference_runner import Walk
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.runtime import Advance, Model
-from lockstep.targets import Results
-from lockstep.verify import validate
+from lockstep.targets import Results, Target
+from lockstep.verify import golden, validate
 from lockstep.weights import Weights, convert, slot_array
 from lockstep.weights.ranks import RankWeights
+from real_server import RealServer
 from shared import Shared
 
 # Both sides are fp32 on the same weights: what differs is the order of sums of a few hundred products. 1e-6 to 1e-5 of
@@ -276,8 +281,8 @@ def test_a_rank_reads_whole_rows_where_they_lie(tiny: Results) -> None:
             assert (own.location(slot.name) is None) == (shard is not None)
 
 
-def test_validation_and_the_golden_check_run_the_ranks(shared: Shared, tmp_path: Path) -> None:
-    """The demo at two ranks; and with two ranks' parts of one weight exchanged both refuse it."""
+def test_validation_runs_the_ranks(shared: Shared, tmp_path: Path) -> None:
+    """The demo at two ranks; with two ranks' parts of one weight exchanged it is refused."""
     results = Results(shared.folder("demo-ranks", _make_demo))
     name, limits = "demo-llama", DEMO_CONFIG.limits.model_dump()
     tolerance = DEMO_CONFIG.tolerance(name, "fp32").model_dump()
@@ -290,6 +295,42 @@ def test_validation_and_the_golden_check_run_the_ranks(shared: Shared, tmp_path:
     write_json(wrong, value)
     with pytest.raises(CheckError, match=r"layer 0 \(block entry, attention\): hidden: expected an error"):
         checked(wrong, tmp_path / "wrong.json")
+
+
+@pytest.mark.long
+def test_the_demo_is_golden_and_served_on_two_ranks(references: Results, shared: Shared, tmp_path: Path) -> None:
+    """With prefix reuse, under load, behind an engine that was killed; and by the command with its option."""
+    from lockstep.serve import check as served  # loads what a server needs
+
+    results, name = Results(shared.folder("demo-ranks", _make_demo)), "demo-llama"
+    target, limits = Target(name, "fp32", "all", "onnxruntime"), DEMO_CONFIG.limits.model_dump()
+    tolerance = DEMO_CONFIG.tolerance(name, "fp32").model_dump()
+    assembly, weights = results.assembly(name, "fp32"), results.weights(name, "fp32")
+    engines, out = results.engines(name, "fp32", "onnxruntime"), tmp_path / "golden.json"
+    reference = references.reference(name, "all")
+    checked = assembly, weights, engines, reference, target, tolerance, limits, out, tmp_path / "speed.json"
+    golden.check(*checked, [prompt.expected["all"] for prompt in DEMO_CONFIG.models[name].golden.prompts])
+    assert read_json(out)["result"] == "pass"
+    arguments = {"limits": limits, "target": target, "tolerance": tolerance, "out": tmp_path / "served.json"}
+    served.check(assembly, weights, engines, reference, out, threads=1, **arguments)
+    report = ServedReport.load(tmp_path / "served.json")
+    assert report.batch_invariant and report.tokens_differing == 0 and report.prefix_hit_tokens >= 64
+
+
+def test_serve_takes_the_number_of_ranks_that_a_target_was_exported_for(shared: Shared, tmp_path: Path) -> None:
+    tree = tmp_path / "results"
+    shutil.copytree(shared.folder("demo-ranks", _make_demo), tree)
+    write_json(Results(tree).config(), DEMO_CONFIG.dump())
+    with RealServer(tree, "--tensor-parallel", 2) as server:
+        body = {"model": "demo-llama", "prompt": "San Francisco is a", "max_tokens": 4, "temperature": 0}
+        assert server.request("POST", "/v1/completions", body)[0] == 200
+    command = [sys.executable, "-m", "lockstep", "serve", "demo-llama/fp32/all", "--results", str(tree)]
+    ended = subprocess.run([*command, "--tensor-parallel", "4"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "lockstep: error: --tensor-parallel: expected 2, for demo-llama/fp32/all/onnxruntime was exported for so many, "
+        "found 4; set tensor_parallel: 4 for demo-llama in the config and run snakemake\n",
+    )
 
 
 def _make_demo(folder: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -226,8 +230,61 @@ def test_a_rank_that_does_not_come_is_named(open_model) -> None:
     model = open_model()
     model.step([Advance(0, np.arange(6), 0)])
     model._executor.ranks[0].exchange._host_lost[0] = 2  # as the kernel writes it
-    with pytest.raises(CheckError, match=r"expected rank 1 \(GPU 1\) at a sum, found that rank 0 waited 60 s for it"):
+    with pytest.raises(CheckError, match=r"expected rank 1 \(GPU 1\) at a sum, found that rank 0 waited 30 s for it"):
         model.step([Advance(0, np.array([3]), 6)])
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypatch, capfd) -> None:
+    """The first rank's never comes back, so nobody would see what the second one notes."""
+    from lockstep.backends.tensorrt import cuda, rank_watch
+
+    model, released, codes = open_model(), threading.Event(), []
+
+    def end(code: int) -> None:  # what would end this process
+        codes.append(code)
+        released.set()
+
+    monkeypatch.setattr(rank_watch, "_GRACE", 0.2)
+    monkeypatch.setattr(rank_watch, "_TICK", 0.05)
+    monkeypatch.setattr(rank_watch.os, "_exit", end)
+    model.step([Advance(0, np.arange(6), 0)])
+    wait = cuda.Event.wait
+
+    def hang(event: cuda.Event) -> None:
+        wait(event)
+        model._executor.ranks[1].exchange._host_lost[0] = 1  # as the kernel writes it
+        assert released.wait(20)
+
+    monkeypatch.setattr(cuda.Event, "wait", hang)
+    with pytest.raises(CheckError, match=r"expected rank 0 \(GPU 0\) at a sum, found that rank 1 waited 30 s for it"):
+        model.step_tokens([Advance(0, np.array([3]), 6)])
+    line = capfd.readouterr().err.splitlines()[0]
+    assert codes[0] == 1 and line.startswith(
+        "lockstep: error: tensor_parallel: expected rank 0 (GPU 0) at a sum, found"
+    )
+    assert line.endswith("it hangs still, so this process ends")
+
+
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_a_step_that_ended_is_no_device_that_hangs(open_model, monkeypatch, capfd) -> None:
+    """A rank was given up, the step said so, and the caller goes on without the model."""
+    from lockstep.backends.tensorrt import rank_watch
+
+    codes: list[int] = []
+    monkeypatch.setattr(rank_watch, "_GRACE", 0.1)
+    monkeypatch.setattr(rank_watch, "_TICK", 0.02)
+    monkeypatch.setattr(rank_watch.os, "_exit", codes.append)
+    model = open_model()
+    model._executor.ranks[0].exchange._host_lost[0] = 2
+    with pytest.raises(CheckError, match="expected rank 1"):
+        model.step([Advance(0, np.arange(6), 0)])
+    time.sleep(0.5)
+    assert not codes and not capfd.readouterr().err
+    watch = weakref.ref(model._executor._watch)
+    del model
+    gc.collect()
+    assert watch() is None, "the thread holds no model"
 
 
 def test_ranks_that_differ_are_told_when_asked_for(open_model, gpu, monkeypatch: pytest.MonkeyPatch) -> None:

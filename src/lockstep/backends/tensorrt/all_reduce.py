@@ -21,7 +21,9 @@ _SOURCE = Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
 _BLOCKS = 128  # all_reduce.cu, BLOCKS
 _UNIT = 16  # bytes
 _GIVEN_UP = 0xFFFFFFFF
-_SECONDS = 60  # that a rank waits for another one
+# That a rank waits for another one: less than the server waits for a sign of life (serve's --stall), so that the rank
+# is named first.
+_SECONDS = 30
 # Bytes above which each of more than two ranks adds up its part, and sends that to all, instead of all of all: fewer
 # bytes, one more wait. Above it, on four H200, NCCL was faster than one shot.
 _ONE_SHOT = 1 << 20

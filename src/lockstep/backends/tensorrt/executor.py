@@ -14,9 +14,11 @@ back, so that the device does not wait for the host; prompts that arrive meanwhi
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from lockstep.backends.tensorrt.all_reduce import connect
 from lockstep.backends.tensorrt.attention import LARGEST_BATCH, make_tables, padded
 from lockstep.backends.tensorrt.rank import Plan, Rank, engine_of, most_exchanged
 from lockstep.backends.tensorrt.rank_device import Device
+from lockstep.backends.tensorrt.rank_watch import RankWatch
 from lockstep.backends.tensorrt.resident_adapters import ResidentAdapters
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import Advance
@@ -35,6 +38,7 @@ from lockstep.weights.adapters import AdapterWriter, LoraArrays
 CHECK_RANKS = "LOCKSTEP_CHECK_RANKS"  # of the environment: set, each step's results are compared between ranks
 _ROUNDS = 20  # of what is timed
 _WEIGHTS_BOUND = 192  # tokens: a pass of fewer takes as long as the weights take to be read (7B shape, H200, fp16)
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -50,6 +54,18 @@ class _Flight:
     def tokens(self) -> np.ndarray:
         """The first rank's."""
         return self.fetched[0][0]
+
+
+def _waits(method: Callable[..., _T]) -> Callable[..., _T]:
+    """Of a method of GpuExecutor that waits for devices: where one of several hangs meanwhile, the process ends."""
+
+    @functools.wraps(method)
+    def watched(executor: GpuExecutor, *arguments: Any, **more: Any) -> _T:
+        watch: RankWatch | None = getattr(executor, "_watch", None)
+        with contextlib.nullcontext() if watch is None else watch.waiting():
+            return method(executor, *arguments, **more)
+
+    return watched
 
 
 class GpuExecutor:
@@ -82,6 +98,7 @@ class GpuExecutor:
             Rank(each, device, self.tables, num_slots, max_seq_len, max_num_tokens, exchange)
             for each, device, exchange in zip(networks, devices, exchanges, strict=True)
         ]
+        self._watch = RankWatch([rank.exchange for rank in self.ranks if rank.exchange]) if network.others else None
         self._checks_ranks = bool(network.others and os.environ.get(CHECK_RANKS))
         self._last: list[Plan] = []  # that were put on the streams
         self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
@@ -92,6 +109,10 @@ class GpuExecutor:
         devices[0].use()
 
     def __del__(self) -> None:
+        self._drain()
+
+    @_waits
+    def _drain(self) -> None:
         for rank in getattr(self, "ranks", ()):
             rank.stream.drain()  # what is freed now may be at work still
 
@@ -149,6 +170,7 @@ class GpuExecutor:
                 attention.restore(slot, pages, rank.stream)
         self._synchronize()
 
+    @_waits
     def _synchronize(self) -> None:
         for rank in self._each():
             rank.stream.synchronize()
@@ -180,6 +202,7 @@ class GpuExecutor:
         """Take a step that is checked already; [len(advances), vocab_size] float32, in the order of the list."""
         return self.tokens_and_logits(advances, range(len(advances)))[1]
 
+    @_waits
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
         """As `logits`, but just the tokens come back that `set_sampling` asks for, [len(advances)] int64; -1 where the
         largest logit is NaN or infinite.
@@ -198,6 +221,7 @@ class GpuExecutor:
         self._in_flight = launched
         return found[slots].astype(np.int64)
 
+    @_waits
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """As `tokens`, and the logits behind some of the requests: see `Executor.tokens_and_logits`."""
         flight, rows = self._put(advances)
