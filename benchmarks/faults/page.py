@@ -12,7 +12,7 @@ from benchmarks.faults.gates import GATES
 from benchmarks.faults.models import MODELS
 from lockstep.artifacts.files import read_json
 
-RECORDS = ("faults.json", "faults-tensorrt.json")
+RECORDS = ("faults.json", "faults-quantized.json", "faults-tensorrt.json")
 _LONGEST = 160  # characters of a message
 
 _HEAD = """# Planted faults
@@ -48,16 +48,26 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     ]
-    lines += ["| backend | faults | planted | harmful | caught | score |", "|---|---:|---:|---:|---:|---:|"]
     lines += [
-        f"| {r['backend']} | {r['distinct']} | {r['planted']} | {r['harmful']} | {r['harmful_caught']} | "
-        f"{100 * r['score']:.1f} % |"
+        "| backend | precisions | faults | planted | harmful | caught | score |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {r['backend']} | {', '.join(r['tolerance'])} | {r['distinct']} | {r['planted']} | {r['harmful']} | "
+        f"{r['harmful_caught']} | {100 * r['score']:.1f} % |"
         for r in records
     ]
-    lines += ["", "Each fault is planted in fp32 and fp16 where both make sense. Models:", ""]
+    lines += ["", "Each fault is planted in all of these precisions where it makes sense. Models:", ""]
     lines += [f"- `{name}`: {model.about}" for name, model in MODELS.items()]
     for record in records:
-        lines += ["", f"## {record['backend']}", "", *_by_gate(record), "", *_table(record)]
+        lines += [
+            "",
+            f"## {record['backend']} in {', '.join(record['tolerance'])}",
+            "",
+            *_by_gate(record),
+            "",
+            *_table(record),
+        ]
     return "\n".join(lines) + "\n"
 
 

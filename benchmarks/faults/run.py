@@ -31,6 +31,7 @@ from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, thread_count
 from lockstep.config.backends import backends
 from lockstep.config.types import Tolerances
 from lockstep.pipeline import worker
+from lockstep.targets import is_quantized
 
 PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16")
 _PACKAGES = ("onnx", "onnxruntime", "polygraphy", "torch", "transformers")
@@ -239,8 +240,11 @@ def _row(fault: Fault, precision: str, record: Mapping[str, Any], validated: str
 def _report(backend: str, judged: Mapping[str, float], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     harmful = [row for row in rows if row["harmful"]]
     caught = sum(bool(row["caught_by"]) for row in harmful)
+    names = ["faults", *([backend] if backend != "onnxruntime" else [])]
+    if all(map(is_quantized, judged)):  # a record of its own, beside that of the others
+        names.append("quantized")
     return {
-        "benchmark": "faults" if backend == "onnxruntime" else f"faults-{backend}",
+        "benchmark": "-".join(names),
         "backend": backend,
         "tolerance": dict(judged),
         "distinct": len({row["fault"] for row in rows}),

@@ -143,10 +143,12 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     from lockstep.artifacts.files import sha256_file, write_bytes
     from lockstep.backends.base import Built
     from lockstep.backends.profiles import LIMITS
+    from lockstep.onnx_tools.dequantized import dequantize_products
 
     if out.suffix != ".engine":
         return real(backend, graph, out, options)
     model = onnx.load(graph)
+    dequantize_products(model, str(out))
     model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
     write_bytes(out, model.SerializeToString())
     if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none

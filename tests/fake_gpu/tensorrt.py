@@ -16,7 +16,7 @@ from fake_gpu.device import POISON, Fault, Gpu
 from lockstep.backends.profiles import profiles
 from lockstep.onnx_tools.sessions import open_session
 
-KINDS = enum.Enum("DataType", "FLOAT HALF INT32 INT8 UINT8 BOOL BF16 INT64")
+KINDS = enum.Enum("DataType", "FLOAT HALF INT32 INT8 UINT8 BOOL BF16 INT64 INT4")
 MODES = enum.Enum("TensorIOMode", "INPUT OUTPUT")
 
 
@@ -40,9 +40,8 @@ class Engine:
         return MODES.INPUT if any(value.name == name for value in self.model.graph.input) else MODES.OUTPUT
 
     def get_tensor_dtype(self, name):
-        return {1: KINDS.FLOAT, 10: KINDS.HALF, 7: KINDS.INT64 if self.wide else KINDS.INT32}[
-            self.values[name].type.tensor_type.elem_type
-        ]
+        integers = {7: KINDS.INT64 if self.wide else KINDS.INT32, 3: KINDS.INT8, 22: KINDS.INT4}
+        return {1: KINDS.FLOAT, 10: KINDS.HALF, **integers}[self.values[name].type.tensor_type.elem_type]
 
     def get_tensor_shape(self, name):
         return tuple(-1 if dim.dim_param else dim.dim_value for dim in self.values[name].type.tensor_type.shape.dim)
@@ -171,9 +170,8 @@ class Context:
         self.ready = True
         context, captured = weakref.ref(self), gpu.capturing(stream)
         shapes, addresses, memory, allocator = dict(self.shapes), dict(self.addresses), self.memory, self.allocator
-        dtype = lambda name: {KINDS.FLOAT: "f4", KINDS.HALF: "f2", KINDS.INT32: "i4", KINDS.INT64: "i8"}[
-            engine.get_tensor_dtype(name)
-        ]
+        kinds = {KINDS.FLOAT: "f4", KINDS.HALF: "f2", KINDS.INT32: "i4", KINDS.INT64: "i8", KINDS.INT8: "i1"}
+        dtype = lambda name: kinds[engine.get_tensor_dtype(name)]
 
         def run() -> None:
             if captured and (context() is None or context().shapes != shapes):
@@ -188,7 +186,7 @@ class Context:
                     dtype(value.name),
                 )
                 places.append((addresses[value.name], addresses[value.name] + array.nbytes))
-                feeds[value.name] = array.astype(np.int64) if array.dtype.kind == "i" else array
+                feeds[value.name] = array.astype(np.int64) if array.dtype in (np.int32, np.int64) else array
             for value, found in zip(engine.session.get_outputs(), engine.session.run(None, feeds)):
                 if allocator is None:
                     to = addresses[value.name]

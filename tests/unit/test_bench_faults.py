@@ -128,7 +128,7 @@ def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(graphs
         "found 2 that passed all: scale-1.01 (engine, fp32), scale-1.01 (graph, fp32)"
     )
     page = (docs / "faults.md").read_text()
-    assert "| onnxruntime | 1 | 2 | 2 | 0 | 0.0 % |" in page
+    assert "| onnxruntime | fp32 | 1 | 2 | 2 | 0 | 0.0 % |" in page
     assert "| scale-1.01 | scores scaled by 1.01 | demo | engine | fp32 |" in page and "| yes | none |" in page
     assert str(tmp_path) not in page
 

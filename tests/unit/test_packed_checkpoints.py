@@ -342,12 +342,14 @@ def test_graphs_of_other_weights_are_refused(shared, tmp_path):
          "weights are quantised; found 'w8a16'"),
         ({"precisions": ["w4a16"], "group_size": 32}, "models.m.group_size: expected 16, or none: {path} says how "
          "weights are quantised; found 32"),
+        ({"precisions": ["w4a16"], "backends": ["onnxruntime", "tensorrt_rtx"]}, "models.m.backends: expected none of "
+         "tensorrt_rtx, which takes no zero points of the weights' own ({path}), with w4a16; found one"),
         ({"adapters": {"a": {"source": "x"}}}, "models.m.adapters: expected none for a checkpoint that is quantised "
          "already ({path}); found 1"),
     ],
 )  # fmt: skip
 def test_a_config_that_asks_for_something_else_is_refused(shared, settings, message):
-    folder, _ = source(shared, GPTQ)
+    folder, _ = source(shared, ZEROS)
     model = {"source": str(folder), "golden": {"prompts": [{"text": "a"}]}, **settings}
     line = error_of(load.load({"models": {"m": model}}).check_sources)
     assert line == f"config: {message.format(path=folder / 'config.json')}"

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from demo_model import CONFIG, DEMO, ROOT
@@ -28,7 +29,7 @@ from test_tensorrt_compat import uses_of
 
 from calls import call
 from lockstep import processes
-from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.backends import EngineSet, build, get_backend
 from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt import compat
@@ -39,10 +40,15 @@ from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
 from lockstep.backends.tensorrt_rtx.monotonic_heap import shared_object
 from lockstep.config.load import load
 from lockstep.errors import CheckError, InputError
+from lockstep.export.quantize import quantize
+from lockstep.onnx_tools.dequantized import dequantize_products, sign_of
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.signature import dtype_name
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance import against
 from lockstep.provenance.reproduce import make_again, reproduce
 from lockstep.targets import Results, Target
+from lockstep.weights.groups import pack
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="TensorRT-RTX is not installed"
@@ -110,6 +116,59 @@ def test_a_set_has_an_engine_of_each_graph_and_says_what_it_is_for(assemblies, e
     assert manifest.backend_version == engines.backend.version()
     # Without weights: the demo's are 7 MB in fp32.
     assert all((engine_sets[precision].parent / f"{name}.engine").stat().st_size < 2 << 20 for name in engines.names())
+
+
+@pytest.mark.parametrize("precision", ["w4a16", pytest.param("w8a16", marks=pytest.mark.long)])
+def test_quantised_weights_are_inputs_of_signed_integers(shared, tmp_path, precision):
+    config = json.loads((DEMO / "config.json").read_text())
+    files, assembly = quantize(*shared.assembled(config, "fp32"), precision, 16)
+    for name, data in files.items():
+        write_bytes(tmp_path / "graphs" / name, data)
+    assembly.save(tmp_path / "graphs" / "assembly.json")
+    engines = build(tmp_path / "graphs" / "assembly.json", BACKEND, tmp_path / "engines" / "engines.json", OPTIONS)
+    assert len(list(engines.parent.glob("*.engine"))) == 6
+    again = tmp_path / "again.engine"
+    built = Compiler()
+    built.build(tmp_path / "graphs" / "middle.onnx", again, OPTIONS)
+    built.end()
+    assert again.read_bytes() == (engines.parent / "middle.engine").read_bytes()
+    assert again.stat().st_size < 4 << 20
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_form_for_this_library_says_what_matmulnbits_says(bits):
+    """The same bytes but for the sign, as ONNX packs them; in ONNX Runtime the same product, and zero points of their
+    own are refused."""
+    random, rows, columns, group = np.random.default_rng(bits), 24, 64, 16
+    integers = random.integers(0, 1 << bits, (rows, columns // group, group)).astype(np.uint8)
+    data, scales = pack(integers, bits), random.standard_normal((rows, columns // group)).astype(np.float32)
+    shapes = {"x": (TensorProto.FLOAT, ["n", columns]), "w": (TensorProto.UINT8, data.shape)}
+    shapes |= {"s": (TensorProto.FLOAT, scales.shape)}
+    inputs = [helper.make_tensor_value_info(name, *shape) for name, shape in shapes.items()]
+    out = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", rows])]
+    sizes = {"K": columns, "N": rows, "bits": bits, "block_size": group}
+    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], "product", domain="com.microsoft", **sizes)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", inputs, out), opset_imports=opsets, ir_version=10)
+    given = {"x": random.standard_normal((3, columns)).astype(np.float32), "s": scales}
+    expected = open_session(model.SerializeToString()).run(None, {**given, "w": data})[0]
+    dequantize_products(model, "here")
+    weight = next(value for value in model.graph.input if value.name == "w")
+    kind = dtype_name(weight.type.tensor_type.elem_type)
+    signed = (data ^ np.uint8(sign_of(kind, "uint8"))).tobytes()
+    model.graph.input.remove(weight)
+    model.graph.initializer.append(
+        helper.make_tensor("w", weight.type.tensor_type.elem_type, [rows, columns], signed, raw=True)
+    )
+    found = onnx.numpy_helper.to_array(model.graph.initializer[0]).astype(np.int64)
+    assert kind == f"int{bits}" and np.array_equal(found, integers.reshape(rows, columns).astype(int) - (1 << bits - 1))
+    assert np.abs(open_session(model.SerializeToString()).run(None, given)[0] - expected).max() < 1e-3
+    node.input.append("z")
+    refused = helper.make_model(helper.make_graph([node], "g", inputs, out), opset_imports=opsets, ir_version=10)
+    with pytest.raises(
+        CheckError, match="here: expected quantised weights whose zero points are the middle, found 'z'"
+    ):
+        dequantize_products(refused, "here")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import shutil
 import numpy as np
 import onnx
 import pytest
-from demo_model import GOLDEN, LIMITS, TOLERANCES
+from demo_model import CONFIG, GOLDEN, LIMITS, TOLERANCES
+from test_quantization import demo as quantized_demo
 
 import fake_gpu
 from lockstep.artifacts.files import read_json, sha256_file, write_json
@@ -20,6 +21,7 @@ from lockstep.targets import Target
 from lockstep.verify import compare, golden
 
 MODEL, BACKEND, VERSION = "demo-llama", "tensorrt_rtx", "1.7.1.116"
+QUANTIZED = CONFIG.tolerances["w8a16"].model_dump()
 SIZES = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 
 
@@ -108,6 +110,20 @@ def test_engines_are_compared_with_their_graphs_on_each_of_their_profiles(demo, 
     assert [number for number in gpu.profiles if number] == [number for number in profiles if number]
     assert max(profiles) == 2 and report["versions"][BACKEND] == VERSION
     assert report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision]
+
+
+def test_quantised_weights_come_with_their_sign(shared, gpu, tmp_path):
+    """w8a16: MatMulNBits counts integers from 128, this library from 0. By the golden check, and by the comparison,
+    which brings weights in its own way."""
+    results = quantized_demo(shared, "w8a16")
+    assembly, weights = results.assembly("model", "w8a16"), results.weights("model", "w8a16")
+    path = build(assembly, BACKEND, tmp_path / "engines" / "engines.json", SIZES)
+    golden.check(
+        assembly, weights, path, results.quantized_reference("model", "w8a16", 2), Target("model", "w8a16", 2, BACKEND),
+        QUANTIZED, LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
+    )  # fmt: skip
+    compare.run(assembly, weights, path, QUANTIZED["block"], {}, tmp_path / "compare.json")
+    assert read_json(tmp_path / "compare.json")["relative_error"] <= 16 * 2**-24
 
 
 def test_an_engine_that_computes_something_else_is_found_by_the_comparison(demo, engines, gpu, tmp_path):

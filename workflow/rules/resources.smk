@@ -7,9 +7,16 @@ from lockstep.artifacts.fetched import folder_of
 from lockstep.pipeline import resources as needs
 from lockstep.targets import MOST_RANKS
 
+
+def bytes_of(folder, files):
+    """Of weights in 16 bits, as which those that are quantised already count: references hold their numbers."""
+    packing = read_shape(Path(folder)).packing
+    return sum(map(os.path.getsize, files)) * 16 // (packing.bits if packing else 16)
+
+
 # Bytes of weights by model, looked up once. A checkpoint that a job brings is added when it is there.
 WEIGHT_BYTES = {
-    model: sum(map(os.path.getsize, files)) for model, files in WEIGHT_FILES.items()
+    model: bytes_of(FOLDERS[model], files) for model, files in WEIGHT_FILES.items()
 }
 
 
@@ -18,8 +25,8 @@ def weight_bytes(model):
         source = PLACE.source(model)
         if not source.is_file():
             return needs.UNKNOWN_BYTES
-        files = folder_of(source).glob("*.safetensors")
-        WEIGHT_BYTES[model] = sum(map(os.path.getsize, files))
+        folder = folder_of(source)
+        WEIGHT_BYTES[model] = bytes_of(folder, folder.glob("*.safetensors"))
     return WEIGHT_BYTES[model]
 
 

@@ -120,18 +120,18 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def named_dtype(name: str) -> np.dtype:
-    """The NumPy type of a graph's dtype, `ml_dtypes.bfloat16` for "bfloat16".
+    """The NumPy type of a graph's dtype, `ml_dtypes.bfloat16` for "bfloat16" and `ml_dtypes.int4` for "int4".
 
-    Raises InputError for bfloat16 where `ml_dtypes` is not installed.
+    Raises InputError for these where `ml_dtypes` is not installed.
     """
     import numpy as np
 
-    if name != "bfloat16":
+    if name not in ("bfloat16", "int4"):
         return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError:
         raise InputError(
-            "bf16 weights need the package ml_dtypes, which is not installed; install it or use fp16 or fp32 weights"
+            f"{name} needs the package ml_dtypes, which is not installed; install it or use fp16 or fp32 weights"
         ) from None
-    return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(getattr(ml_dtypes, name))

@@ -37,6 +37,7 @@ class BackendSettings:
     part of a block's tolerance that its fp32 engines must keep beside their own graphs. unpinned: top level modules of
     packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
     runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters.
+    zero_points: of checkpoints that were quantised with other ones than the middle.
     missing: why its engines cannot be built here, None where they can, or where only its interpreter can tell.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
     can. Neither loads the library.
@@ -51,6 +52,7 @@ class BackendSettings:
     unpinned: tuple[str, ...] = ()
     runs_ranks: bool = False
     runs_adapters: bool = False
+    zero_points: bool = True
     missing: Callable[[], str | None] = lambda: None
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
 

@@ -281,7 +281,7 @@ class Config(Section):
                 place = _place(model.source, folders, results.source(name))
                 if place:
                     found[name] = place
-                    problems += _shape_problems(name, model, self.limits, place)
+                    problems += _shape_problems(name, model, self.limits, place, self._settings)
             except InputError as error:
                 problems.append(Problem(("models", name, "source"), str(error)))
         if problems:
@@ -290,7 +290,7 @@ class Config(Section):
 
     def check_model(self, name: str, place: Path, where: str = "config") -> None:
         """As `check_sources` for one model, with the folder of its checkpoint or its config.json at hand."""
-        problems = [*_shape_problems(name, self.models[name], self.limits, place)]
+        problems = [*_shape_problems(name, self.models[name], self.limits, place, self._settings)]
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
 
@@ -498,7 +498,9 @@ def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: P
     return fetched.folder if fetched and (fetched.folder / "config.json").is_file() else None
 
 
-def _group_problems(name: str, model: ModelConfig, shape: CheckpointShape, path: Path) -> Iterator[Problem]:
+def _group_problems(
+    name: str, model: ModelConfig, shape: CheckpointShape, path: Path, settings_of: Callable[[str], BackendSettings]
+) -> Iterator[Problem]:
     """`group_size` against the rows, and of a checkpoint that is quantised already against its own."""
     where, packing = ("models", name, "group_size"), shape.packing
     already = largest_group(packing.group_size) if packing and packing.group_size else None
@@ -514,9 +516,14 @@ def _group_problems(name: str, model: ModelConfig, shape: CheckpointShape, path:
                 place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
                 text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
                 yield Problem(("models", name, *place, index), f"{text} quantised; found {precision!r}")
+            elif packing and packing.zero_points and is_quantized(precision) and not settings_of(backend).zero_points:
+                text = f"expected none of {backend}, which takes no zero points of the weights' own ({path})"
+                yield Problem(("models", name, "backends"), f"{text}, with {precision}; found one")
 
 
-def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) -> Iterator[Problem]:
+def _shape_problems(
+    name: str, model: ModelConfig, limits: Limits, place: Path, settings_of: Callable[[str], BackendSettings]
+) -> Iterator[Problem]:
     """`layers` and `limits` against the depth and the positions in a `config.json`, or that of a folder."""
     shape, path = read_shape(place), place / "config.json" if place.is_dir() else place
     depth, positions = shape.num_hidden_layers, shape.max_position_embeddings
@@ -529,7 +536,7 @@ def _shape_problems(name: str, model: ModelConfig, limits: Limits, place: Path) 
                 where, f"expected each target once; found {layers}, which is all of this model's layers, beside all"
             )
     if any(map(is_quantized, _all_precisions(model))):
-        yield from _group_problems(name, model, shape, path)
+        yield from _group_problems(name, model, shape, path, settings_of)
     if shape.packing and model.adapters:
         text = f"expected none for a checkpoint that is quantised already ({path}); found {len(model.adapters)}"
         yield Problem(("models", name, "adapters"), text)

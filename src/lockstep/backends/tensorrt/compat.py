@@ -172,6 +172,8 @@ class Library:
             types[self.api.DataType.BF16] = "bfloat16"
         if self.has("int64"):
             types[self.api.DataType.INT64] = "int64"
+        if self.has("int4"):
+            types[self.api.DataType.INT4] = "int4"
         return types
 
     # --- build

@@ -56,10 +56,11 @@ class DeviceWeights:
         return stores[device]
 
     def put(
-        self, weights: Tensors, names: Sequence[str], shape: tuple[int, ...], dtype: np.dtype, where: str
+        self, weights: Tensors, names: Sequence[str], shape: tuple[int, ...], dtype: np.dtype, where: str, sign: int = 0
     ) -> cuda.Array:
-        """The tensors `names`, one after another, as one array of `shape`; uploaded if they are not there yet."""
-        key = tuple(map(weights.identity, names))
+        """The tensors `names`, one after another, as one array of `shape`; uploaded if they are not there yet. sign:
+        what each byte is changed by on its way (`onnx_tools.dequantized`)."""
+        key = (sign, *map(weights.identity, names))
         array = self._arrays.get(key)
         if array is not None:
             return array.reshape(*shape)
@@ -73,7 +74,7 @@ class DeviceWeights:
         array = self._arrays[key] = cuda.empty(shape, dtype, "weights")
         flat, start = array.reshape(math.prod(shape)), 0
         for part in parts:
-            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part))
+            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part, sign))
             start += part.size
         return array
 
@@ -87,21 +88,23 @@ class _Uploader:
         self._pool = ThreadPoolExecutor(min(_UPLOADERS, os.cpu_count() or 1))
         self._own = threading.local()
 
-    def upload(self, array: cuda.Array, part: np.ndarray) -> list[Future]:
+    def upload(self, array: cuda.Array, part: np.ndarray, sign: int) -> list[Future]:
         """array: 1-D, of as many numbers as `part`. Each piece holds the memory that it is copied to."""
         copies, start = [], 0
         for values in _pieces(part):
-            copies.append(self._pool.submit(self._copy, array[start : start + values.size], values))
+            copies.append(self._pool.submit(self._copy, array[start : start + values.size], values, sign))
             start += values.size
         return copies
 
-    def _copy(self, array: cuda.Array, values: np.ndarray) -> None:
+    def _copy(self, array: cuda.Array, values: np.ndarray, sign: int) -> None:
         own = self._own
         if not hasattr(own, "stream"):
             self._device.use()
             own.stream, own.host = cuda.Stream(), cuda.pinned((_PIECE,), np.uint8)
         host = own.host[: values.nbytes].view(values.dtype)
         np.copyto(host.reshape(values.shape), values)
+        if sign:
+            host ^= np.uint8(sign)
         own.stream.upload(array, host)
         own.stream.synchronize()
 

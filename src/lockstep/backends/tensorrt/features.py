@@ -42,6 +42,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "bf16": Feature((10, 0), None, ("DataType.BF16",)),
     "int64": Feature((10, 0), None, ("DataType.INT64",)),  # earlier, int64 inputs become int32
+    "int4": Feature((10, 0), None, ("DataType.INT4",)),
     "cache_miss_error": Feature((10, 0), None, ("BuilderFlag.ERROR_ON_TIMING_CACHE_MISS",)),
     # Timing caches whose entries can be read: which tactic was chosen for what.
     "editable_cache": Feature(

@@ -21,6 +21,7 @@ from lockstep.backends.tensorrt.compat import Library
 from lockstep.backends.tensorrt.device_weights import DeviceWeights, Uploads
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.dequantized import sign_of
 from lockstep.step.executable import Run
 from lockstep.weights import Tensors
 
@@ -95,10 +96,13 @@ class TensorRTProgram:
         self.device.use()
         store = DeviceWeights.of(weights, self.device)
         arrays = {
-            slot: store.put(weights, names, *self.slots[slot], f"{self.path}: slot {slot}")
+            slot: store.put(weights, names, *self.slots[slot], f"{self.path}: slot {slot}", self._sign(slot))
             for slot, names in slots.items()
         }
         return TensorRTExecutable(self, arrays, store.uploads)
+
+    def _sign(self, slot: str) -> int:
+        return sign_of(self.tensors[slot].dtype.name, self.slots[slot][1].name)
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The first profile that takes these input shapes. Raises CheckError where none does."""

@@ -31,13 +31,14 @@ _PLAN = ".engine"
 
 
 class TensorRTRTXBackend:
-    """TensorRT-RTX 1.7 and later. Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays it."""
+    """TensorRT-RTX 1.7 and later. Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays it.
+    w8a16 and w4a16 are dequantised to float32 in the engine."""
 
     library = TENSORRT_RTX
     name = "tensorrt_rtx"
     suffixes = (_PLAN,)
     revision = 4
-    precisions = ("fp32", "fp16", "bf16")
+    precisions = ("fp32", "fp16", "bf16", "w8a16", "w4a16")
     batch_invariant = False
     takes_long = False
     rank_devices = False

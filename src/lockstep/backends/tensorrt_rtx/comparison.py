@@ -18,6 +18,7 @@ from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.program import TensorRTProgram
 from lockstep.backends.tensorrt_rtx.backend import TensorRTRTXBackend
 from lockstep.onnx_tools.comparator import metadata
+from lockstep.onnx_tools.dequantized import sign_of
 
 
 def open_engine(
@@ -50,9 +51,10 @@ class EngineRunner(BaseRunner):
         program, library = self._program, self._program.library
         # A context of its own for these shapes, as a step has: with the kernels that are compiled for them.
         context, scratch = program.device.context(library, program.engine, self._profile, str(program.path), True)
-        given = {**_upload(program, feed_dict), **self._weights}
+        given = _upload(program, feed_dict)
         for name, array in given.items():
             library.set_input_shape(context, name, array.shape)
+        given |= self._weights
         outputs = [tensor for tensor in program.tensors.values() if not tensor.is_input]
         made = {tensor.name: cuda.empty(library.shape(context, tensor.name), tensor.dtype) for tensor in outputs}
         found = {name: np.empty(array.shape, array.dtype) for name, array in made.items()}
@@ -69,10 +71,14 @@ class EngineRunner(BaseRunner):
 
 
 def _upload(program: TensorRTProgram, arrays: Mapping[str, np.ndarray]) -> dict[str, cuda.Array]:
-    """Copies on the device, of the engine's dtypes."""
+    """Copies on the device, of the engine's dtypes; integers of quantised weights with their sign."""
     found, stream = {}, program.device.stream
     for name, array in arrays.items():
-        host = np.ascontiguousarray(array, program.tensors[name].dtype)
+        dtype = program.tensors[name].dtype
+        if sign := sign_of(dtype.name, array.dtype.name):
+            host = np.ascontiguousarray(array) ^ np.uint8(sign)
+        else:
+            host = np.ascontiguousarray(array, dtype)
         found[name] = cuda.empty(host.shape, host.dtype)
         stream.upload(found[name], host)
     stream.synchronize()

@@ -28,6 +28,7 @@ from lockstep.backends.tensorrt.contract import check_contract, check_types, ten
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX, RTXLibrary
 from lockstep.backends.tensorrt_rtx.monotonic_heap import FIRST, LAST, shared_object
 from lockstep.errors import CheckError, InputError, LockstepError
+from lockstep.onnx_tools.dequantized import dequantize_products
 
 _WORKSPACE = 4 << 30  # bytes that a kernel may use while it runs
 _LEVEL = 3  # TensorRT's default
@@ -108,9 +109,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any]) -> None:
-    """Build one engine in this process. What the library is given is held to the graph before: names, types, sizes and
-    profiles of inputs and outputs, and the type of each value."""
+    """Build one engine in this process, products with quantised weights in the form of `onnx_tools.dequantized`. What
+    the library is given is held to the graph before: names, types, sizes and profiles of inputs and outputs, and the
+    type of each value."""
     where, model = str(out), onnx.load(graph)
+    dequantize_products(model, where)
     builder = library.create_builder()
     library.use_one_thread(builder)
     types, bounds = tensor_types(model), profiles(model, options)

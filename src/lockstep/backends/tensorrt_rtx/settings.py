@@ -49,7 +49,8 @@ def _cannot_run(options: Mapping[str, Any]) -> str | None:
 
 
 SETTINGS = BackendSettings(
-    precisions=("fp32", "fp16", "bf16"),
+    precisions=("fp32", "fp16", "bf16", "w8a16", "w4a16"),
+    zero_points=False,
     section=TensorRTRTXConfig,
     takes_limits=True,
     gpus=1,
