@@ -1,4 +1,4 @@
-# Snakemake with the workflow, and `lockstep serve`: every package of envs/requirements.txt and envs/kubernetes.txt.
+# Snakemake with the workflow, and `lockstep serve`: every package of envs/requirements.txt, envs/kubernetes.txt and envs/openvino.txt.
 #
 #   docker build --tag lockstep:0.1.0 .
 #   docker build --tag lockstep:0.1.0 --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=... .
@@ -17,8 +17,9 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_INPUT=1
 WORKDIR /opt/lockstep
 RUN python -m venv /opt/venv
 # First what seldom changes. There is no compiler here: all that is native comes as a wheel.
-COPY envs/requirements.txt envs/kubernetes.txt envs/
+COPY envs/requirements.txt envs/kubernetes.txt envs/openvino.txt envs/
 RUN /opt/venv/bin/python -m pip install ${TORCH} -r envs/requirements.txt -r envs/kubernetes.txt
+RUN /opt/venv/bin/python -m pip install --no-deps -r envs/openvino.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN /opt/venv/bin/python -m pip install --no-deps --no-build-isolation --editable .

@@ -84,13 +84,15 @@ def refer(results: Results, precision: str, layers: int | str, asked: dict[str, 
     )
 
 
-def check(results: Results, precision: str, layers: int | str, limits: dict[str, int], out: Path) -> dict[str, Any]:
-    """The golden report."""
+def check(
+    results: Results, precision: str, layers: int | str, limits: dict[str, int], out: Path, engines: Path | None = None
+) -> dict[str, Any]:
+    """The golden report. engines: of another backend than ONNX Runtime."""
     name = "model"
     golden.check(
         results.assembly(name, precision),
         results.weights(name, precision),
-        results.engines(name, precision, "onnxruntime"),
+        engines or results.engines(name, precision, "onnxruntime"),
         results.quantized_reference(name, precision, layers),
         Target(name, precision, layers, "onnxruntime"),
         TOLERANCES[precision],
@@ -129,15 +131,30 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, tmp_path, precis
     assert f"{drift.tokens_differing} of {drift.tokens} tokens differ" in drift.words()
 
 
+FAMILY_ASKED = {"max_new_tokens": 4, "prompts": ["San Francisco is a", "Light"], "long_prompt": 40}
+
+
+def random_source(shared: Shared, family: str) -> Path:
+    """A checkpoint of the family with random weights."""
+
+    def make(folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(dict(FAMILIES[family].config)))
+        make_random_checkpoint(folder / "config.json", 0, folder / "source")
+
+    return shared.folder(f"random/{family}", make) / "source"
+
+
+def random_family(shared: Shared, family: str, precision: str) -> Results:
+    source = random_source(shared, family)
+    graphs = functools.partial(unproven, shared, dict(FAMILIES[family].config), source, precision)
+    make = lambda root: made(source, precision, (2, "all"), FAMILY_ASKED, root, graphs)
+    return Results(shared.folder(f"quantized-{family}/{precision}", make))
+
+
 @pytest.mark.parametrize("family", RANDOM)
 def test_random_families_say_what_their_dequantised_weights_say(shared, tmp_path, family):
-    config = dict(FAMILIES[family].config)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    source = make_random_checkpoint(tmp_path / "config.json", 0, tmp_path / "source")
-    asked = {"max_new_tokens": 4, "prompts": ["San Francisco is a", "Light"], "long_prompt": 40}
     for precision in PRECISIONS:
-        graphs = functools.partial(unproven, shared, config, source, precision)
-        results = made(source, precision, (2, "all"), asked, tmp_path / precision, graphs)
+        results = random_family(shared, family, precision)
         for layers in (2, "all"):
             validated(results, precision, layers, tmp_path)
             assert check(results, precision, layers, LIMIT, tmp_path)["result"] == "pass"

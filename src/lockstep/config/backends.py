@@ -40,7 +40,8 @@ class BackendSettings:
     zero_points: of checkpoints that were quantised with other ones than the middle.
     missing: why its engines cannot be built here, None where they can, or where only its interpreter can tell.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
-    can. Neither loads the library.
+    can. lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
+    config is read. None of these loads the library.
     """
 
     precisions: tuple[str, ...]
@@ -55,6 +56,7 @@ class BackendSettings:
     zero_points: bool = True
     missing: Callable[[], str | None] = lambda: None
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
+    lacks_here: Callable[[str], str | None] = lambda precision: None
 
     @property
     def has_interpreter(self) -> bool:

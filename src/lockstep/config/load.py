@@ -452,6 +452,9 @@ def _model_problems(
                 allowed, why = ", ".join(settings.precisions), f" ({settings.lacks})" if settings.lacks else ""
                 text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
                 yield Problem((*here, *place, index), text)
+            elif reason := settings.lacks_here(precision):
+                text = f"expected a precision of this machine for backend {backend} ({reason}); found {precision!r}"
+                yield Problem((*here, *place, index), text)
             elif own and precision in model.precisions_of(backend)[:index]:
                 yield Problem((*here, *place, index), f"expected each item once; found {precision!r} again")
     if model.adapters and model.tensor_parallel > 1:

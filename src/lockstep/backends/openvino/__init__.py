@@ -1,0 +1,1 @@
+"""OpenVINO on CPUs. Only `library` imports the package."""

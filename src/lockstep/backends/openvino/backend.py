@@ -1,0 +1,236 @@
+"""The OpenVINO backend on a CPU. Engine: the graph in OpenVINO's own form, with its weights as inputs, a few kilobytes.
+
+When an engine is bound its weights become constants on the mapped checkpoint, and it is compiled for the CPU here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+
+from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.dtypes import named_dtype
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
+from lockstep.artifacts.files import write_bytes
+from lockstep.artifacts.signature import IO
+from lockstep.backends.base import Built, CanonicalBytes
+from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_count
+from lockstep.backends.openvino import ir, layers
+from lockstep.backends.openvino.cpu import why_not
+from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace, tensor_on, type_name
+from lockstep.backends.openvino.quantized import group_size
+from lockstep.errors import CheckError, InputError
+from lockstep.step.executable import Run
+from lockstep.step.network import Network
+from lockstep.weights import Tensors, slot_array
+
+_SUFFIX = ".ir.zip"
+
+
+class OpenVINOBackend:
+    """OpenVINO's CPU plugin. Precision is the graph's: bf16 graphs multiply in bf16, and what is float32 in them stays
+    it."""
+
+    name = "openvino"
+    suffixes = (".zip",)
+    revision = 1
+    precisions = ("fp32", "bf16", "w8a16", "w4a16")
+    takes_long = False
+    rank_devices = False
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Where it was measured: OpenVINO's kernels are others on CPUs with AMX and on those without AVX-512."""
+        flags = describe_cpu()["isa"]
+        return "avx512f" in flags and "amx_tile" not in flags
+
+    def version(self) -> str:
+        return VERSION
+
+    def describe_device(self) -> dict[str, Any]:
+        return {"type": "cpu", **describe_cpu()}
+
+    def device_key(self, device: Mapping[str, Any]) -> Any:
+        """Engines are the same bytes on every CPU, but what has been checked of them is what they compute on one."""
+        return cpu_key(device)
+
+    def default_options(self) -> dict[str, Any]:
+        return {"opset": None, "fuse_projections": False}
+
+    def options_key(self, options: Mapping[str, Any]) -> Any:
+        return dict(options)
+
+    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
+        return assembly.engine_graphs()
+
+    def file(self, name: str) -> str:
+        return name + _SUFFIX
+
+    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
+        _require(manifest.precision, str(folder))
+
+    def keeps(self, name: str, entry: EngineFile) -> bool:
+        return True
+
+    def finish(self, names: Sequence[str]) -> dict[str, Any]:
+        return {}
+
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
+        out_path.parent.mkdir(parents=True, exist_ok=True)
+        model = ir.convert(onnx.load(graph_path, load_external_data=False), str(graph_path))
+        write_bytes(out_path, ir.to_bytes(model, out_path.parent))
+        return Built()
+
+    def load(
+        self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
+    ) -> OpenVINOProgram:
+        """low_memory changes nothing: OpenVINO reads matrices in an order of its own and has them once."""
+        return OpenVINOProgram(engine_path, slots, thread_count(threads))
+
+    def choices(self, engine_path: Path) -> dict[str, Any]:
+        return layers.operators(ir.from_file(engine_path))
+
+    def layer_information(self, engine_path: Path) -> dict[str, Any]:
+        return layers.layers(ir.from_file(engine_path))
+
+    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
+        return CanonicalBytes(engine_path.read_bytes())  # canonical already: see `ir`
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def executor(
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
+    ) -> None:
+        return None
+
+
+BACKEND = OpenVINOBackend
+
+
+class Declared(NamedTuple):
+    """An input or output of a compiled model; dimensions are numbers, or "any"."""
+
+    dtype: np.dtype
+    shape: Sequence[int | str]
+
+
+class OpenVINOProgram:
+    """An engine file; `bind` compiles it."""
+
+    def __init__(self, engine_path: Path, slots: Sequence[IO], threads: int):
+        self._path, self._threads = engine_path, threads
+        self._slots = {slot.name: slot for slot in slots}
+        self._model = ir.from_file(engine_path)
+        self._group_size = group_size(self._model)
+        inputs = {value.any_name: value.element_type for value in self._model.inputs}
+        if missing := sorted(set(self._slots) - set(inputs)):
+            raise CheckError(
+                f"{engine_path}: expected weight inputs {sorted(self._slots)}, found none for {missing}; build the "
+                "engines again"
+            )
+        if any(kind == openvino.Type.bf16 for kind in inputs.values()):
+            _require("bf16", str(engine_path))
+
+    def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OpenVINOExecutable:
+        if set(slots) != set(self._slots):
+            raise CheckError(
+                f"{self._path}: expected weights for the slots {sorted(self._slots)}, found {sorted(slots)}; export "
+                "and build again"
+            )
+        model, held = self._model.clone(), []
+        for parameter in model.get_parameters():
+            slot = parameter.output(0).get_any_name()
+            if slot in slots:
+                assert weights is not None  # the caller's part: see Program.bind
+                array = self._array(weights, slot, slots[slot])
+                held.append(array)
+                tensor = tensor_on(array, list(parameter.get_output_shape(0)), parameter.get_element_type())
+                replace(parameter.output(0), openvino.op.Constant(tensor, True).output(0))
+                model.remove_parameter(parameter)
+        names = [value.any_name for value in model.inputs], [value.any_name for value in model.outputs]
+        try:
+            compiled = CORE.compile_model(model, "CPU", self._properties())
+        except RuntimeError as error:
+            raise CheckError(f"{self._path}: OpenVINO {VERSION} cannot load this engine: {one_line(error)}") from error
+        return OpenVINOExecutable(compiled, names, held, str(self._path))
+
+    def _properties(self) -> dict[str, Any]:
+        """One request at a time, on all threads. Types are the model's; activations are int8 in products with quantised
+        weights only, in the groups in which `quantized` cut them."""
+        return {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": self._group_size,
+            "INFERENCE_NUM_THREADS": self._threads,
+            "NUM_STREAMS": 1,
+            "ENABLE_CPU_PINNING": False,
+        }
+
+    def _array(self, weights: Tensors, slot: str, names: Sequence[str]) -> np.ndarray:
+        """What the slot takes: a view of the checkpoint where it is one tensor."""
+        shape, dtype = self._slots[slot].sizes, self._slots[slot].numpy_dtype
+        arrays = [weights[name] for name in names]
+        found = [list(array.shape) for array in arrays]
+        fits = found == [list(shape)] if len(arrays) == 1 else sum(array.size for array in arrays) == math.prod(shape)
+        if not fits or any(array.dtype != dtype for array in arrays):
+            raise CheckError(
+                f"{self._path}: slot {slot}: expected weights {dtype.name} {list(shape)}, found "
+                f"{arrays[0].dtype.name} {', '.join(map(str, found))}; are graphs and weights of one model and "
+                "precision?"
+            )
+        return slot_array(weights, names, shape)
+
+
+class OpenVINOExecutable:
+    """A compiled model. Holds the arrays that were given to it: it reads some of them in place."""
+
+    def __init__(
+        self, compiled: Any, names: tuple[Sequence[str], Sequence[str]], held: Sequence[np.ndarray], where: str
+    ):
+        self._compiled, self._held, self.where = compiled, held, where
+        # In the engine's order: compiled, a value that is two outputs has the names of both.
+        self.inputs = {name: _declared(value) for name, value in zip(names[0], compiled.inputs, strict=True)}
+        self.outputs = {name: _declared(value) for name, value in zip(names[1], compiled.outputs, strict=True)}
+
+    def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
+        request = self._compiled.create_infer_request()
+        for given, declared, place in (
+            (inputs, self.inputs, request.set_input_tensor),
+            (outputs, self.outputs, request.set_output_tensor),
+        ):
+            if set(given) != set(declared):
+                raise CheckError(f"{self.where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
+            for index, name in enumerate(declared):
+                array = given[name]
+                if not array.flags.c_contiguous:
+                    raise CheckError(
+                        f"{self.where}: expected a contiguous array for {name!r}, found strides {array.strides}"
+                    )
+                if array.dtype != declared[name].dtype:
+                    raise CheckError(
+                        f"{self.where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}"
+                    )
+                place(index, tensor_on(array))
+        infer = request.infer
+
+        def call(held: object = (*inputs.values(), *outputs.values())) -> None:
+            """`held` keeps the memory alive: a request holds addresses."""
+            infer(share_outputs=True)
+
+        return call
+
+
+def _declared(value: Any) -> Declared:
+    shape = [dim.get_length() if dim.is_static else "any" for dim in value.partial_shape]
+    return Declared(named_dtype(type_name(value.element_type)), shape)
+
+
+def _require(precision: str, where: str) -> None:
+    """Raises InputError where the CPU here does not compute in the precision."""
+    if reason := why_not(precision):
+        raise InputError(f"{where}: backend openvino: {precision}: {reason}; use fp32, or another machine")

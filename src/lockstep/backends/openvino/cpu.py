@@ -1,0 +1,15 @@
+"""Which precisions the CPU here computes in, asked without the library."""
+
+from __future__ import annotations
+
+from lockstep.backends.onnxruntime.cpu import describe_cpu
+
+_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # the last on AArch64
+
+
+def why_not(precision: str) -> str | None:
+    """Why the CPU here does not compute in a precision; None where it does."""
+    if precision != "bf16":
+        return None
+    flags = describe_cpu()["isa"]
+    return None if any(flag in flags for flag in _BF16) else "this CPU has no bf16 instructions (avx512_bf16, amx_bf16)"

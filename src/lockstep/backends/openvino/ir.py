@@ -1,0 +1,110 @@
+"""An engine file: a graph in OpenVINO's intermediate representation (IR), whose weights are inputs.
+
+In: an ONNX graph. Out: a ZIP archive of `model.xml` and `model.bin`, the two files of an IR. The second holds the
+graph's own constants, such as shapes and RoPE frequencies: some hundred bytes. The same graph gives the same bytes on
+every machine.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import helper
+
+from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace
+from lockstep.backends.openvino.quantized import compress, expand
+from lockstep.errors import CheckError
+
+XML, BIN = "model.xml", "model.bin"
+_DATE = (1980, 1, 1, 0, 0, 0)  # the first that an archive can hold
+_opset = openvino.opset13
+
+
+def convert(graph: onnx.ModelProto, where: str) -> Any:
+    """The graph as a model of OpenVINO. Changes `graph`. Raises CheckError where OpenVINO refuses it."""
+    weights = expand(graph)
+    _plain_products(graph.graph)
+    try:
+        model = CORE.read_model(graph.SerializeToString())
+    except RuntimeError as error:
+        raise CheckError(f"{where}: OpenVINO {VERSION} cannot build this graph: {one_line(error)}") from error
+    _name_outputs(model, [value.name for value in graph.graph.output])
+    _join_transposes(model)
+    compress(model, weights)
+    return model
+
+
+def to_bytes(model: Any, folder: Path) -> bytes:
+    """The engine's bytes. Renames the model's nodes; folder: for files that are gone afterwards."""
+    for number, node in enumerate(model.get_ordered_ops()):  # OpenVINO counts in names what the process made before
+        node.set_friendly_name(f"{node.get_type_name()}_{number}")
+    archive = io.BytesIO()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".ir.", suffix=".tmp") as made:
+        paths = [Path(made) / name for name in (XML, BIN)]
+        openvino.serialize(model, *map(str, paths))
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:
+            for path in paths:
+                file.writestr(zipfile.ZipInfo(path.name, _DATE), path.read_bytes())
+    return archive.getvalue()
+
+
+def from_file(path: Path) -> Any:
+    """The model of an engine file. Raises CheckError where it is none."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return CORE.read_model(file.read(XML), file.read(BIN))
+    except (zipfile.BadZipFile, KeyError, RuntimeError) as error:
+        raise CheckError(
+            f"{path}: expected an engine of OpenVINO {VERSION}, found none ({one_line(error)}); build the engines again"
+        ) from error
+
+
+def _plain_products(graph: onnx.GraphProto) -> None:
+    """Write each Gemm as MatMul, Transpose and Add: OpenVINO reads its factors and its absent bias as nodes, too."""
+    nodes = []
+    for node in graph.node:
+        settings = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+        plain = settings.get("alpha", 1.0) == settings.get("beta", 1.0) == 1.0 and not settings.get("transA")
+        if node.op_type != "Gemm" or not plain:
+            nodes.append(node)
+            continue
+        x, weight, *bias = node.input
+        out = node.output[0]
+        if settings.get("transB"):
+            weight = f"{out}/transposed"
+            nodes.append(helper.make_node("Transpose", [node.input[1]], [weight], perm=[1, 0]))
+        product = f"{out}/product" if bias else out
+        nodes.append(helper.make_node("MatMul", [x, weight], [product]))
+        if bias:
+            nodes.append(helper.make_node("Add", [product, *bias], [out]))
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _name_outputs(model: Any, names: Sequence[str]) -> None:
+    """Give each output its name alone. OpenVINO leaves out what only passes a value on: one may have several names,
+    be several outputs, or be an input."""
+    for output, name in zip(model.outputs, names, strict=True):
+        result = output.get_node()
+        source = result.input_value(0)
+        if source.get_node().get_type_name() == "Parameter" or set(names) & source.get_names() != {name}:
+            source = _opset.convert(source, source.get_element_type()).output(0)
+            result.input(0).replace_source_output(source)
+        source.set_names({name})
+
+
+def _join_transposes(model: Any) -> None:
+    """Let products read weights as they lie: a transposed copy of each would be made otherwise."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "MatMul" or node.get_attributes()["transpose_b"]:
+            continue
+        turned = node.input_value(1).get_node()
+        if turned.get_type_name() == "Transpose" and turned.input_value(0).get_node().get_type_name() == "Parameter":
+            replace(node.output(0), _opset.matmul(node.input_value(0), turned.input_value(0), False, True).output(0))

@@ -1,0 +1,67 @@
+"""The one import of OpenVINO, which sends nothing, and the names of its element types.
+
+Importing `openvino` reports the import to Google Analytics where the package `openvino-telemetry` is installed, which
+pip brings along. It is kept from being found; OpenVINO then has a stub of its own in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, cast
+
+_TELEMETRY = "openvino_telemetry"
+_before = sys.modules.get(_TELEMETRY)
+sys.modules[_TELEMETRY] = cast(ModuleType, None)  # an import of it raises ImportError
+try:
+    import openvino
+finally:
+    if _before is None:
+        del sys.modules[_TELEMETRY]
+    else:
+        sys.modules[_TELEMETRY] = _before
+
+import numpy as np  # noqa: E402
+
+VERSION = openvino.__version__.partition("-")[0]  # without the build and its branch
+# By the names of graphs and NumPy.
+TYPES: Mapping[str, Any] = {
+    "float32": openvino.Type.f32,
+    "bfloat16": openvino.Type.bf16,
+    "float16": openvino.Type.f16,
+    "int64": openvino.Type.i64,
+    "int32": openvino.Type.i32,
+    "bool": openvino.Type.boolean,
+    "uint8": openvino.Type.u8,
+}
+_NAMES = {kind.to_string(): name for name, kind in TYPES.items()}
+CORE = openvino.Core()
+
+
+def type_name(kind: Any) -> str:
+    """What graphs and NumPy call an element type of OpenVINO; its own name where they have none."""
+    return _NAMES.get(kind.to_string(), kind.to_string())
+
+
+def tensor_on(array: np.ndarray, shape: list[int] | None = None, kind: Any = None) -> Any:
+    """A tensor on the memory of a contiguous array, without a copy. shape, kind: of the same bytes, where they are not
+    the array's."""
+    plain = array.view(np.uint16) if array.dtype.name == "bfloat16" else array  # a type that OpenVINO does not know
+    return openvino.Tensor(
+        plain, openvino.Shape(shape or list(array.shape)), kind if kind is not None else TYPES[array.dtype.name]
+    )
+
+
+def one_line(error: Exception) -> str:
+    """What OpenVINO says, without its source lines."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
+    return " ".join(kept or lines)
+
+
+def replace(old: Any, new: Any) -> None:
+    """Let all that reads the output `old` read `new`, under its names."""
+    new.set_names(old.get_names())
+    for target in list(old.get_target_inputs()):
+        target.replace_source_output(new)

@@ -1,0 +1,102 @@
+"""Products with quantised weights: a graph with `MatMulNBits` in, OpenVINO's model of compressed weights out.
+
+OpenVINO has no such operator. It knows a product whose weight is integers, less their zero point, times scales, and
+keeps the integers as they are; the zero point has to be of their type. With int8 activations such a product is fast and
+exact but for them (the plugin's dynamic quantisation), so activations are cut in two int8 parts, as ONNX Runtime's
+backend does. Both parts of a row are two rows at least: one alone has a kernel of its own, which gives other bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from lockstep.artifacts.quantized import data_name
+from lockstep.backends.onnxruntime.two_parts import split_activations
+from lockstep.backends.openvino.library import openvino, replace, tensor_on
+
+_opset = openvino.opset13
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A quantised weight [rows, columns]; full: the input that stands for it until `compress`. data, scales: slots."""
+
+    full: str
+    data: str
+    scales: str
+    rows: int
+    columns: int
+    group_size: int
+    bits: int
+
+
+def expand(graph: onnx.ModelProto) -> list[Weight]:
+    """Let products read full weights, each an input, in place; gives what these stand for."""
+    split_activations(graph)
+    weights: list[Weight] = []
+    nodes = []
+    for node in graph.graph.node:
+        if node.op_type != "MatMulNBits":
+            nodes.append(node)
+            continue
+        size = {entry.name: entry.i for entry in node.attribute}
+        x, data, scales = node.input[:3]
+        weight = Weight(f"{data}/full", data, scales, size["N"], size["K"], size["block_size"], size["bits"])
+        weights.append(weight)
+        nodes.append(helper.make_node("Gemm", [x, weight.full], [node.output[0]], transB=1))
+    if weights:
+        slots = {name for weight in weights for name in (weight.data, weight.scales)}
+        kept = [value for value in graph.graph.input if value.name not in slots]
+        added = [
+            helper.make_tensor_value_info(weight.full, TensorProto.FLOAT, [weight.rows, weight.columns])
+            for weight in weights
+        ]
+        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in kept]
+        del graph.graph.node[:], graph.graph.input[:]
+        graph.graph.node.extend(nodes)
+        graph.graph.input.extend([*kept, *added])
+    return weights
+
+
+def compress(model: Any, weights: list[Weight]) -> None:
+    """Put integers and scales, inputs of the slots' names, in the place of the full weights."""
+    inputs = {parameter.output(0).get_any_name(): parameter for parameter in model.get_parameters()}
+    for weight in weights:
+        full, groups = inputs[weight.full], weight.columns // weight.group_size
+        kind = openvino.Type.u4 if weight.bits == 4 else openvino.Type.u8
+        data = _input(weight.data, kind, [weight.rows, groups, weight.group_size])
+        scales = _input(weight.scales, openvino.Type.f32, [weight.rows, groups, 1])
+        middle = np.array([128 if weight.bits == 8 else 8], np.uint8)
+        zero = openvino.op.Constant(tensor_on(middle, [1, 1, 1], kind), False)
+        number = _opset.subtract(_to_float(data), _to_float(zero))
+        shape = np.array([weight.rows, weight.columns], np.int64)
+        dequantized = _opset.reshape(_opset.multiply(number, scales), shape, False)
+        model.add_parameters([data, scales])
+        replace(full.output(0), dequantized.output(0))
+        model.remove_parameter(full)
+
+
+def group_size(model: Any) -> int:
+    """Of the weights of a model; 0 where none is quantised."""
+    sizes = {
+        value.get_partial_shape()[2].get_length()
+        for value in model.inputs
+        if value.any_name.endswith(data_name("")) and value.element_type in (openvino.Type.u4, openvino.Type.u8)
+    }
+    return max(sizes, default=0)
+
+
+def _input(name: str, kind: Any, shape: list[int]) -> Any:
+    parameter = openvino.op.Parameter(kind, openvino.PartialShape(shape))
+    parameter.output(0).set_names({name})
+    return parameter
+
+
+def _to_float(value: Any) -> Any:
+    return _opset.convert(value, openvino.Type.f32)
