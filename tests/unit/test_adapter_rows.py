@@ -21,7 +21,7 @@ OPTIONS = {"opset": 17, "fuse_projections": True}
 NAMES = ("llama, llama3 rope", "phi3", "gpt2", "qwen2")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", NAMES)
 def test_the_rewritten_graph_computes_the_same(shared: Shared, family: str, precision: str) -> None:
     """`prepare` runs both on random numbers."""
@@ -57,7 +57,7 @@ def test_rows_in_another_order_are_found(shared: Shared, monkeypatch: pytest.Mon
         prepare.prepare(onnx.load_from_string(files[graph.file]), graph.signature.slots, OPTIONS, True)
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:]] + [NAMES[0]])
 def test_a_graph_without_room_is_that_of_the_model_without_adapters(shared: Shared, family: str) -> None:
     before, plain = shared.assembled(dict(FAMILIES[family].config), "fp32")
     files, assembly = with_adapters(before, plain, ROOM)
