@@ -171,8 +171,6 @@ def test_a_model_that_is_opened_by_its_targets_name_has_its_adapters(results: Re
 
 
 def test_what_does_not_know_adapters_says_so(results: Results, tmp_path: Path) -> None:
-    made = run("bundle", TARGET, "--results", str(results.root), "--out", str(tmp_path / "bundle"))
-    assert made.returncode == 2 and "bundle: expected a model without adapters" in made.stderr
     made = run("bisect", TARGET, "--results", str(results.root), "--prompt", "Light")
     assert made.returncode == 2 and "bisect: expected a model without adapters" in made.stderr
     assert list(tmp_path.iterdir()) == []

@@ -23,7 +23,7 @@ from lockstep.step.advance import Advance
 from lockstep.targets import Results
 from shared import Shared
 
-FORMS = [("8.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
+FORMS = [("8.6.0", "fp16", "fused"), ("10.9.0", "fp32", "traced")]
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}  # of logits, largest 20: sums in another order; fp16: roundings between engines
 SIZES = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 Open = Callable[..., Model]
@@ -34,7 +34,7 @@ def lora(demo: Results, shared: Shared) -> Results:
     return shared_lora(demo, shared)
 
 
-@pytest.fixture(params=FORMS, ids=lambda form: "-".join(form))
+@pytest.fixture(params=[FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.long)], ids="-".join)
 def form(request: pytest.FixtureRequest) -> tuple[str, str, str]:
     return request.param
 
@@ -137,11 +137,11 @@ def test_loading_an_adapter_waits_for_nothing_and_builds_nothing(
     assert not waited and model.in_flight and len(gpu.profiles) == contexts
 
 
+@pytest.mark.long  # fp32: draws near a tie differ with the last bits of logits
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(
     lora: Results, form: tuple[str, str, str], open_model: Open
 ) -> None:
-    if form[1] == "fp16":
-        pytest.skip("draws near a tie differ with the last bits of logits")
     given = [Request([5, 6], 6, sampling=Sampling(0.8, seed=n), adapter=name) for n, name in enumerate((*NAMES, None))]
     found = []
     for model in (opened(lora, form[1], **SIZES), open_model()):
@@ -183,7 +183,7 @@ def test_nothing_is_captured_behind_the_warm_up(open_model: Open, monkeypatch: p
     assert not captures
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
 def test_the_benchmark_measures_all_its_parts(
     gpu: fake_gpu.Gpu, shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from lockstep.artifacts.typed import Document
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names an adapter's files
 IDS = "adapter_ids"  # the input of a block: each token's place among the resident adapters, -1 for none
 A_SUFFIX, B_SUFFIX = ".lora_A", ".lora_B"  # of the inputs that their matrices are written to
+BETWEEN = " + "  # the parts of an engine's slot, in its name
 MOST_ADAPTERS = 256  # resident together
 # Parts of 128: sums over the ranks of all places may be cut at multiples of it, and an adapter shall lie in one piece.
 RANKS = (8, 16, 32, 64, 128)
@@ -29,6 +30,11 @@ LORA_SLOTS = record(
         "classes": mapping(mapping(record({"lora_A": NAME, "lora_B": NAME, "in": SIZE, "out": SIZE}), NAME), NAME),
     }
 )
+
+
+def rows_of(slot: str) -> list[str]:
+    """The inputs lora_A, transposed, that are the last rows of an engine's slot, in order: they end its name."""
+    return [part for part in slot.split(BETWEEN) if part.endswith(A_SUFFIX)]
 
 
 def fetched_manifest(adapter_sources: Path, name: str) -> Path:

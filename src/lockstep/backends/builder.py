@@ -21,7 +21,7 @@ from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.backends.base import Backend, Built, get_backend
-from lockstep.backends.graphs import BaseGraph, RotaryGraph, graph_file
+from lockstep.backends.graphs import BaseGraph, RotaryGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
 from lockstep.onnx_tools.prepare import prepare
 from lockstep.onnx_tools.rope import rotary
@@ -119,7 +119,8 @@ def _build_one(
     graph.signature.check(signature_of(canonical.graph), str(graph_path), "export again")
     cut = rotary(canonical, graph.variant) if isinstance(graph, RotaryGraph) else None
     base = without_adapters(canonical) if isinstance(graph, BaseGraph) else None
-    prepared = None if cut else prepare(base or canonical, graph.signature.slots, options)
+    rows = isinstance(graph, RowsGraph)
+    prepared = None if cut else prepare(base or canonical, graph.signature.slots, options, rows)
     rewritten = cut or (prepared.model if prepared else base)
     if rewritten is None:
         built = library.build(graph_path, file, options)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_file
@@ -92,9 +93,10 @@ class EngineSet:
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         """{slot of the engine `name`: tensors} from the assembly's {slot: tensors}: a fused slot takes its parts' one
-        after another."""
+        after another; rows of it that adapters are written to have none."""
         parts = self.manifest.engines[name].parts or {slot: [slot] for slot in slots}
-        return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in parts.items()}
+        own = {slot: [part for part in names if part not in rows_of(slot)] for slot, names in parts.items()}
+        return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in own.items()}
 
 
 def _same(where: Path, what: str, recorded: object, found: object, advice: str) -> None:

@@ -33,6 +33,18 @@ class BaseGraph(GraphFile):
     block: str
 
 
+@dataclass(frozen=True)
+class RowsGraph(GraphFile):
+    """The graph of a block that takes adapters, which is to be built with their first products as rows of weights
+    (onnx_tools/adapter_rows.py)."""
+
+
+def with_rows(assembly: Assembly, name: str, graph: GraphFile) -> GraphFile:
+    """A `RowsGraph` of a block that takes adapters; any other graph as it is."""
+    takes = assembly.adapters is not None and name in assembly.adapters.classes
+    return RowsGraph(graph.file, graph.sha256, graph.signature) if takes else graph
+
+
 def base_graphs(assembly: Assembly) -> Iterator[tuple[str, BaseGraph]]:
     """(engine name, graph) of all blocks that take adapters."""
     for name in sorted(assembly.adapters.classes) if assembly.adapters else ():

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import COMPUTE_NAMES
@@ -49,6 +50,7 @@ _ABOUT = record(
         "weights": one_of("inside", "apart"),
     }
 )
+ADAPTERS_JSON = "adapters/adapters.json"
 _NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")
 
 
@@ -95,7 +97,12 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
             assert weights is not None  # said above
             manifest = _bind(manifest, Path(weights))
         yield Opened(
-            target, about["limits"], folder / "engines" / "engines.json", folder / "graphs" / "assembly.json", manifest
+            target,
+            about["limits"],
+            folder / "engines" / "engines.json",
+            folder / "graphs" / "assembly.json",
+            manifest,
+            _adapters(archive, folder),
         )
 
 
@@ -167,6 +174,22 @@ def _check_named(archive: Archive, folder: Path, target: Target) -> None:
     for name in [*names, *texts]:
         if name not in archive.members:
             raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; {_REMEDY}")
+
+
+def _adapters(archive: Archive, folder: Path) -> Path | None:
+    """The manifest of the bundle's adapters, whose files are all of the bundle; None where it has none."""
+    path = folder / ADAPTERS_JSON
+    if ADAPTERS_JSON not in archive.members:
+        return None
+    for name, adapter in AdaptersManifest.load(path).adapters.items():
+        for file in adapter.files:
+            member = archive.members.get(f"adapters/{adapter.folder}/{file.path}")
+            if member is None or member.sha256 != file.sha256:
+                raise InputError(
+                    f"{archive.path}: {ADAPTERS_JSON}: adapter {name!r}: expected its {file.path} in the bundle, found "
+                    f"none; {_REMEDY}"
+                )
+    return path
 
 
 def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
@@ -19,7 +20,7 @@ from lockstep.provenance.record import read_record, record_path
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
 from lockstep.targets import Results, Target
 
-WEIGHTS = "weights"
+WEIGHTS, ADAPTERS = "weights", "adapters"
 
 
 def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path, with_weights: bool = False) -> Path:
@@ -28,12 +29,9 @@ def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path,
 
     Raises InputError where something is not there, or is not what was recorded.
     """
-    if Assembly.load(results.assembly(target.model, target.precision)).adapters is not None:
-        raise InputError(
-            f"bundle: expected a model without adapters, found that {target.model} has some; bundle the same model "
-            "without `adapters` in its config"
-        )
     entries = [*_engines(results, target), *_graphs(results, target), *_weights(results, target, with_weights)]
+    if Assembly.load(results.assembly(target.model, target.precision)).adapters is not None:
+        entries += _adapters(results.adapters(target.model))
     # What opens it knows backends, and not the names that this config has for devices.
     backend = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).backend
     about = {
@@ -80,6 +78,19 @@ def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
     if inside:
         for file, name in zip(manifest.files, names):
             yield _file(f"{WEIGHTS}/{name}", path.parent / file.path, file.sha256)
+
+
+def _adapters(path: Path) -> Iterator[Entry]:
+    """The manifest of the model's adapters, in which each has a folder by its number, and their files."""
+    manifest, moved = AdaptersManifest.load(path), {}
+    for number, (name, adapter) in enumerate(sorted(manifest.adapters.items())):
+        # A bundle names no place of the machine that it was made on.
+        source = adapter.source if adapter.commit else name
+        moved[name] = replace(adapter, folder=str(number), source=source)
+        for file in adapter.files:
+            yield _file(f"{ADAPTERS}/{number}/{file.path}", manifest.folder_of(path, name) / file.path, file.sha256)
+    bare = AdaptersManifest(moved).to_json()
+    yield Entry.of_bytes(f"{ADAPTERS}/adapters.json", dump_json({**bare, SEAL: sha256_json(bare)}).encode())
 
 
 def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:

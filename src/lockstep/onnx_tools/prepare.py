@@ -18,6 +18,7 @@ import onnx
 
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.adapter_rows import shrink_in_rows, slot_rows
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
 from lockstep.onnx_tools.signature import io_of
@@ -34,16 +35,19 @@ _BLOCK = 1_048_583
 
 @dataclass(frozen=True)
 class Prepared:
-    """model is what is built; slots are its weight inputs; parts: {slot: [slots of the
-    assembly]}."""
+    """model is what is built; slots are its weight inputs; parts: {slot: [slots of the assembly, and inputs that
+    adapters are written to]}."""
 
     model: onnx.ModelProto
     slots: Sequence[IO]
     parts: dict[str, list[str]]
 
 
-def prepare(model: onnx.ModelProto, slots: Sequence[IO], options: Mapping[str, Any]) -> Prepared | None:
-    """The form that `options` ask for; None when that is the graph as it is.
+def prepare(
+    model: onnx.ModelProto, slots: Sequence[IO], options: Mapping[str, Any], adapter_rows: bool = False
+) -> Prepared | None:
+    """The form that `options` ask for; None when that is the graph as it is. adapter_rows: with adapters' first
+    products as rows of weights (adapter_rows.py).
 
     Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the
     rewritten graph computes something else.
@@ -54,6 +58,8 @@ def prepare(model: onnx.ModelProto, slots: Sequence[IO], options: Mapping[str, A
         if options.get("fuse_projections")
         else (lowered, {slot.name: [slot.name] for slot in slots})
     )
+    if adapter_rows:
+        fused, parts = shrink_in_rows(fused, parts)
     if fused is model:
         return None
     declared = {value.name: value for value in fused.graph.input}
@@ -68,7 +74,7 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
     canonical, rewritten = widened(model), widened(prepared.model)
     feeds = _random_inputs(canonical)
     expected = _run(canonical, feeds)
-    weights = {slot: np.concatenate([feeds[part] for part in parts]) for slot, parts in prepared.parts.items()}
+    weights = {slot: slot_rows(feeds, parts, slot) for slot, parts in prepared.parts.items()}
     rest = {value.name: feeds[value.name] for value in rewritten.graph.input if value.name not in weights}
     found = _run(rewritten, {**rest, **weights})
     relative = max(

@@ -69,7 +69,8 @@ class Adapters:
     @property
     def most_bytes(self) -> int:
         """Of the file of an adapter of the largest rank: two matrices of numbers of 8 bytes a module, and names."""
-        numbers = sum(each.a.shape[0] + each.b.shape[1] for each in self._arrays) * self._slots.max_lora_rank
+        sizes = (each.a.shape[each.a_by_rows] + each.b.shape[1] for each in self._arrays)
+        numbers = sum(sizes) * self._slots.max_lora_rank
         return 8 * numbers + (1 << 20)
 
     def check(self, name: str | None) -> None:

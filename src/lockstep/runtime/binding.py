@@ -17,7 +17,7 @@ from lockstep.backends import EngineSet
 from lockstep.backends.base import Program
 from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.errors import InputError
-from lockstep.step.executable import Executable
+from lockstep.step.executable import Executable, HasAdapterRows
 from lockstep.step.host import check_engine
 from lockstep.step.network import Block, Kind, Network, Piece, layer_count
 from lockstep.step.ranks import RankAttention, RankBlock
@@ -61,8 +61,10 @@ def open_network(
         if ranks is not None and (sharded := ranks.classes.get(part.graph)):
             return Block.whole(_of_ranks(engines, weights, part, sharded, programs), signature)
         run = programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
-        arrays = empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype), engines.backend.empty)
-        block = Block.whole(run, signature, arrays)
+        rows = run.adapter_rows if isinstance(run, HasAdapterRows) else {}
+        arrays = empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype), engines.backend.empty, rows)
+        own = replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in rows))
+        block = Block.whole(run, own, {**arrays, **rows})
         if (base := base_engine(part.graph)) not in bases:
             return block
         plain = bases[base].bind(weights, engines.tensors(base, part.slots))
@@ -101,7 +103,8 @@ def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
     layers = assembly.layers[: len(network.layers)]
     pairs = [(layer.block, block) for layer, (block, _) in zip(layers, network.layers, strict=True)]
     pairs.append((layers[-1].exit, network.exit))
-    return [each for part, block in pairs for each in arrays_of(slots, part, block.adapters)]
+    by_rows = lambda block: block.run.adapter_rows if isinstance(block.run, HasAdapterRows) else ()
+    return [each for part, block in pairs for each in arrays_of(slots, part, block.adapters, by_rows(block))]
 
 
 def adapted_modules(assembly: Assembly) -> set[str]:

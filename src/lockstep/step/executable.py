@@ -42,6 +42,15 @@ class DeviceExecutable(Executable, Protocol):
 
 
 @runtime_checkable
+class HasAdapterRows(Executable, Protocol):
+    """An engine whose weights have rows that adapters are written to: by input lora_A of its graph an array
+    [max_adapters * max_lora_rank, in_features], A transposed."""
+
+    @property
+    def adapter_rows(self) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
 class HostExecutable(Executable, Protocol):
     """An engine on NumPy arrays, which declares what it takes and gives. `where`: its file, for errors."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,25 +37,35 @@ class LoadedAdapter:
 
 @dataclass(frozen=True)
 class LoraArrays:
-    """What one linear layer of one block reads, arrays of its backend: a [in_features, max_adapters * max_lora_rank], b
-    [max_adapters * max_lora_rank, out_features]."""
+    """What one linear layer of one block reads, arrays of its backend: a [in_features, max_adapters * max_lora_rank],
+    or if `a_by_rows` the other way round, b [max_adapters * max_lora_rank, out_features]."""
 
     module: str
     a: Any
     b: Any
+    a_by_rows: bool = False
 
 
 def empty_arrays(
-    slots: LoraSlots | None, part: Part, dtype: np.dtype, empty: Callable[[Sequence[int], np.dtype], Any] = np.zeros
+    slots: LoraSlots | None,
+    part: Part,
+    dtype: np.dtype,
+    empty: Callable[[Sequence[int], np.dtype], Any] = np.zeros,
+    but: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Arrays for the inputs of a block that adapters are written to, as `empty` makes them of a shape and a dtype."""
-    return {name: empty(shape, dtype) for name, shape in (slots.shapes(part.graph) if slots else ())}
+    """Arrays for the inputs of a block that adapters are written to, as `empty` makes them of a shape and a dtype. but:
+    inputs that have one."""
+    shapes = slots.shapes(part.graph) if slots else ()
+    return {name: empty(shape, dtype) for name, shape in shapes if name not in but}
 
 
-def arrays_of(slots: LoraSlots, part: Part, inputs: Mapping[str, Any]) -> list[LoraArrays]:
-    """Where the adapters of each linear layer of a block go, among these inputs."""
+def arrays_of(
+    slots: LoraSlots, part: Part, inputs: Mapping[str, Any], by_rows: Collection[str] = ()
+) -> list[LoraArrays]:
+    """Where the adapters of each linear layer of a block go, among these inputs. by_rows: those lora_A that lie the
+    other way round."""
     return [
-        LoraArrays(part.slots[weight][0].removesuffix(".weight"), inputs[slot.a], inputs[slot.b])
+        LoraArrays(part.slots[weight][0].removesuffix(".weight"), inputs[slot.a], inputs[slot.b], slot.a in by_rows)
         for weight, slot in slots.classes.get(part.graph, {}).items()
     ]
 

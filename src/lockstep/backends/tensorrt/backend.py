@@ -20,7 +20,7 @@ from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes, Program
-from lockstep.backends.graphs import RotaryGraph, base_graphs
+from lockstep.backends.graphs import RotaryGraph, base_graphs, with_rows
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt.attention_kinds import ATTENTIONS, can_fuse
@@ -110,8 +110,8 @@ class TensorRTBackend:
         return {key: value for key, value in options.items() if key != "tactics"}
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        """Of variants that fused attention can run only the rotary encoding is needed. Blocks that take adapters are
-        built without room for them too."""
+        """Of variants that fused attention can run only the rotary encoding is needed. Blocks that take adapters have
+        these's first products as rows of weights, and are built without room for them too."""
         if options.get("attention") not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
         fused = {
@@ -124,7 +124,7 @@ class TensorRTBackend:
         for name, graph in assembly.engine_graphs():
             variant, _, phase = name.rpartition(".")
             if variant not in fused:
-                yield name, graph
+                yield name, with_rows(assembly, name, graph)
             elif phase == "decode":
                 yield (f"{variant}.rotary", RotaryGraph(graph.file, graph.sha256, graph.signature, variants[variant]))
         yield from base_graphs(assembly)

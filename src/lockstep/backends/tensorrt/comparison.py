@@ -18,6 +18,7 @@ from polygraphy.common import TensorMetadata
 from polygraphy.cuda import cuda as polygraphy_cuda
 from polygraphy.exception import PolygraphyException
 
+from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.cuda import check
@@ -80,7 +81,14 @@ class EngineRunner(TrtRunner):
         return metadata(self._declared)
 
     def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        feeds = cast({**feed_dict, **self._weights}, self._types)
+        rows = {slot: rows_of(slot) for slot in self._weights}
+        weights = {
+            slot: np.concatenate([array, *(feed_dict[name].T for name in rows[slot])])
+            for slot, array in self._weights.items()
+        }
+        in_rows = {name for names in rows.values() for name in names}
+        given = {name: array for name, array in feed_dict.items() if name not in in_rows}
+        feeds = cast({**given, **weights}, self._types)
         TENSORRT.log.clear()
         try:
             return super().infer_impl(feeds)

@@ -56,22 +56,33 @@ class DeviceWeights:
         return stores[device]
 
     def put(
-        self, weights: Tensors, names: Sequence[str], shape: tuple[int, ...], dtype: np.dtype, where: str, sign: int = 0
+        self,
+        weights: Tensors,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        where: str,
+        sign: int = 0,
+        room: bool = False,
     ) -> cuda.Array:
         """The tensors `names`, one after another, as one array of `shape`; uploaded if they are not there yet. sign:
-        what each byte is changed by on its way (`onnx_tools.dequantized`)."""
+        what each byte is changed by on its way (`onnx_tools.dequantized`). room: the shape has room for more behind
+        them, which is the caller's alone."""
         key = (sign, *map(weights.identity, names))
-        array = self._arrays.get(key)
+        array = None if room else self._arrays.get(key)
         if array is not None:
             return array.reshape(*shape)
         parts = [weights[name] for name in names]
-        if sum(part.size for part in parts) != math.prod(shape) or any(part.dtype != dtype for part in parts):
+        size = sum(part.size for part in parts)
+        fits = size <= math.prod(shape) if room else size == math.prod(shape)
+        if not fits or any(part.dtype != dtype for part in parts):
             found = ", ".join(f"{part.dtype.name} {list(part.shape)}" for part in parts)
             raise CheckError(
                 f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are "
                 f"graphs and weights of one model and precision?"
             )
-        array = self._arrays[key] = cuda.empty(shape, dtype, "weights")
+        array = cuda.empty(shape, dtype, "weights")
+        self._arrays.setdefault(key, array)  # what lies in a larger array lies there for all
         flat, start = array.reshape(math.prod(shape)), 0
         for part in parts:
             self.uploads.add(self._uploader.upload(flat[start : start + part.size], part, sign))

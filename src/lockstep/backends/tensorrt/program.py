@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.compat import Library
@@ -96,10 +97,24 @@ class TensorRTProgram:
         self.device.use()
         store = DeviceWeights.of(weights, self.device)
         arrays = {
-            slot: store.put(weights, names, *self.slots[slot], f"{self.path}: slot {slot}", self._sign(slot))
+            slot: store.put(
+                weights,
+                names,
+                *self.slots[slot],
+                f"{self.path}: slot {slot}",
+                self._sign(slot),
+                room=bool(rows_of(slot)),
+            )
             for slot, names in slots.items()
         }
-        return TensorRTExecutable(self, arrays, store.uploads)
+        rows: dict[str, cuda.Array] = {}
+        for slot, array in arrays.items():
+            if inputs := rows_of(slot):
+                first = sum(len(weights[name]) for name in slots[slot])
+                count = (array.shape[0] - first) // len(inputs)
+                places = range(first, array.shape[0], count)
+                rows |= {name: array[at : at + count] for name, at in zip(inputs, places, strict=True)}
+        return TensorRTExecutable(self, arrays, store.uploads, rows)
 
     def _sign(self, slot: str) -> int:
         return sign_of(self.tensors[slot].dtype.name, self.slots[slot][1].name)
@@ -129,11 +144,19 @@ class TensorRTProgram:
 
 
 class TensorRTExecutable:
-    """An engine with the addresses of its weights. Wait for `uploads`, which bring them there, before the first run."""
+    """An engine with the addresses of its weights. Wait for `uploads`, which bring them there, before the first run.
+    adapter_rows: see `HasAdapterRows`."""
 
-    def __init__(self, program: TensorRTProgram, weights: Mapping[str, cuda.Array], uploads: Uploads):
+    def __init__(
+        self,
+        program: TensorRTProgram,
+        weights: Mapping[str, cuda.Array],
+        uploads: Uploads,
+        adapter_rows: Mapping[str, cuda.Array] | None = None,
+    ):
         self.program = program
         self.uploads = uploads
+        self.adapter_rows = adapter_rows or {}
         self._weights = weights
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:

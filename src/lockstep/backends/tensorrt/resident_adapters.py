@@ -28,7 +28,7 @@ class ResidentAdapters:
                 stream.fill_zero(array.address, array.nbytes, array.nbytes, 1)
 
     def prepare(self, adapter: LoadedAdapter) -> None:
-        """Keep an adapter as `write` copies it: its A transposed, its B with the scale, in the arrays' dtype."""
+        """Keep an adapter as `write` copies it: as it lies in the arrays, its B with the scale, in their dtype."""
         packed = self._packed[adapter.name] = self._pack(adapter)
         if packed.size > self._staging.shape[0]:
             self._stream.synchronize()  # the old array is freed now
@@ -52,23 +52,32 @@ class ResidentAdapters:
         del self._packed[adapter.name]
 
     def _clear(self, each: LoraArrays, place: int) -> None:
-        (size, columns), (_, out), unit, rank = each.a.shape, each.b.shape, each.a.dtype.itemsize, self._rank
-        first = place * rank
-        self._stream.fill_zero(each.a.address + first * unit, columns * unit, rank * unit, size)
-        self._stream.fill_zero(each.b.address + first * out * unit, rank * out * unit, rank * out * unit, 1)
+        for to, pitch, width, rows in self._pieces(each, place, self._rank):
+            self._stream.fill_zero(to, pitch, width, rows)
 
     def _place(self, each: LoraArrays, place: int, rank: int, at: int) -> int:
         """Copy a module's two matrices from `at`; gives the address behind them."""
-        (size, columns), (_, out), unit = each.a.shape, each.b.shape, each.a.dtype.itemsize
-        first = place * self._rank
-        self._stream.copy_rows(each.a.address + first * unit, columns * unit, at, rank * unit, rank * unit, size)
-        at += size * rank * unit
-        nbytes = rank * out * unit
-        self._stream.copy_rows(each.b.address + first * out * unit, nbytes, at, nbytes, nbytes, 1)
-        return at + nbytes
+        for to, pitch, width, rows in self._pieces(each, place, rank):
+            self._stream.copy_rows(to, pitch, at, width, width, rows)
+            at += width * rows
+        return at
+
+    def _pieces(self, each: LoraArrays, place: int, rank: int) -> list[tuple[int, int, int, int]]:
+        """Of A and of B where `rank` rows or columns of a place lie: (address, bytes from one row to the next, bytes of
+        a row, rows); rows that lie one behind another are one."""
+        first, unit = place * self._rank, each.a.dtype.itemsize
+
+        def by_rows(array: cuda.Array) -> tuple[int, int, int, int]:
+            row = array.shape[1] * unit
+            return array.address + first * row, rank * row, rank * row, 1
+
+        if each.a_by_rows:
+            return [by_rows(each.a), by_rows(each.b)]
+        size, columns = each.a.shape
+        return [(each.a.address + first * unit, columns * unit, rank * unit, size), by_rows(each.b)]
 
     def _pack(self, adapter: LoadedAdapter) -> np.ndarray:
-        """One after another the matrices [in_features, rank] and [rank, out_features] of each module."""
+        """One after another the matrices of each module, as they lie in the arrays."""
         dtype = self._arrays[0].a.dtype
         matrices = list(self._matrices(adapter, dtype))
         packed, at = cuda.pinned((sum(matrix.size for matrix in matrices),), dtype), 0
@@ -81,5 +90,5 @@ class ResidentAdapters:
         for each in self._arrays:
             if each.module in adapter.modules:
                 a, b = adapter.modules[each.module]
-                yield a.T
+                yield a if each.a_by_rows else a.T
                 yield scaled(b, adapter.scale, dtype).T

@@ -24,8 +24,10 @@ from polygraphy.backend.base import BaseRunner
 from polygraphy.comparator import Comparator
 from polygraphy.exception import PolygraphyException
 
+from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.assembly import Assembly, GraphFile, Part
 from lockstep.artifacts.reports import PASS, ComparedEngine, ComparedRun, ComparisonReport, OutputError
+from lockstep.artifacts.signature import IO
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, RotaryGraph, graph_file
 from lockstep.errors import CheckError, InputError
@@ -164,7 +166,12 @@ class _Pair:
                 tensors = {slot.name: [slot.name] for slot in slots}
         self._layer, self._slots = layer, tensors
         self._signature = signature_of(self._model.graph, tensors)
-        place = lambda slots, tensors: {slot.name: slot_array(source, tensors[slot.name], slot.sizes) for slot in slots}
+
+        def place(slots: Sequence[IO], tensors: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+            """What each slot takes, but for rows that adapters are written to."""
+            shape = lambda slot: (-1, *slot.sizes[1:]) if rows_of(slot.name) else slot.sizes
+            return {slot.name: slot_array(source, tensors[slot.name], shape(slot)) for slot in slots}
+
         session = open_session(self._model.SerializeToString(), threads)
         self._graph = BoundRunner("graph", self._signature.inputs, session, place(slots, tensors))
         built = engines.tensors(name, tensors)

@@ -1,0 +1,73 @@
+"""Adapters' first products as rows of weights, and graphs without room for adapters, of several families."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from families import FAMILIES
+
+from lockstep.artifacts.adapters import A_SUFFIX, IDS, rows_of
+from lockstep.errors import CheckError
+from lockstep.export.run import with_adapters
+from lockstep.onnx_tools import adapter_rows, prepare
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.without_adapters import without_adapters
+from shared import Shared
+
+ROOM = {"max_adapters": 2, "max_lora_rank": 8}
+OPTIONS = {"opset": 17, "fuse_projections": True}
+# Three products as one; fused q, k, v; transposed weights, which stay; biases.
+NAMES = ("llama, llama3 rope", "phi3", "gpt2", "qwen2")
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", NAMES)
+def test_the_rewritten_graph_computes_the_same(shared: Shared, family: str, precision: str) -> None:
+    """`prepare` runs both on random numbers."""
+    files, assembly = with_adapters(*shared.assembled(dict(FAMILIES[family].config), precision), ROOM)
+    assert assembly.adapters is not None
+    found = 0
+    for name in assembly.adapters.classes:
+        graph = assembly.classes[name]
+        model = onnx.load_from_string(files[graph.file])
+        made = prepare.prepare(model, graph.signature.slots, OPTIONS, True)
+        assert made is not None
+        taken = {part for slot in made.parts for part in rows_of(slot)}
+        inputs = {value.name for value in made.model.graph.input}
+        every = {slot.a for slot in assembly.adapters.classes[name].values()}
+        assert taken | {part for part in inputs if part.endswith(A_SUFFIX) and part not in made.parts} == every
+        for slot, parts in made.parts.items():
+            assert (
+                [part for part in parts if part in taken] == rows_of(slot) == parts[len(parts) - len(rows_of(slot)) :]
+            )
+        products = lambda graph: sum(node.op_type == "Gemm" for node in graph.node)
+        fused = prepare.prepare(model, graph.signature.slots, OPTIONS)
+        assert fused is not None and products(made.model.graph) == products(fused.model.graph) - len(taken)
+        found += len(taken)
+    assert (found == 0) == (family == "gpt2")
+
+
+def test_rows_in_another_order_are_found(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, assembly = with_adapters(*shared.assembled(dict(FAMILIES["qwen2"].config), "fp32"), ROOM)
+    rows = lambda feeds, parts, slot: adapter_rows.slot_rows(feeds, parts, slot)[::-1]
+    monkeypatch.setattr(prepare, "slot_rows", rows)
+    graph = assembly.classes["middle"]
+    with pytest.raises(CheckError, match="expected the rewritten graph to give the same"):
+        prepare.prepare(onnx.load_from_string(files[graph.file]), graph.signature.slots, OPTIONS, True)
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:]] + [NAMES[0]])
+def test_a_graph_without_room_is_that_of_the_model_without_adapters(shared: Shared, family: str) -> None:
+    before, plain = shared.assembled(dict(FAMILIES[family].config), "fp32")
+    files, assembly = with_adapters(before, plain, ROOM)
+    assert assembly.adapters is not None
+    for name in assembly.adapters.classes:
+        made = without_adapters(onnx.load_from_string(files[assembly.classes[name].file]))
+        original = onnx.load_from_string(before[plain.classes[name].file])
+        assert [value.name for value in made.graph.input] == [value.name for value in original.graph.input]
+        assert [node.op_type for node in made.graph.node] == [node.op_type for node in original.graph.node]
+        assert IDS not in made.SerializeToString().decode("latin-1")
+        feeds = prepare._random_inputs(original)
+        outputs = [open_session(model.SerializeToString()).run(None, dict(feeds)) for model in (original, made)]
+        assert all(map(np.array_equal, *outputs))

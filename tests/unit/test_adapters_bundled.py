@@ -1,0 +1,105 @@
+"""Bundles of a model with adapters: packed from a finished run, opened where nothing of it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from demo_model import LIMITS, ROOT
+from lora_folders import LIGHT, shared_lora
+from recorded import recorded
+
+from lockstep.artifacts.adapters import AdaptersManifest
+from lockstep.artifacts.files import SEAL, dump_json, sha256_json
+from lockstep.bundle import pack as packing
+from lockstep.bundle.archive import Entry
+from lockstep.errors import InputError
+from lockstep.targets import Results, Target
+from real_server import RealServer
+from shared import Shared
+
+TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def results(demo: Results, shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A finished run of the demo with three adapters."""
+    lora = shared_lora(demo, shared)
+    made = recorded(lora, tmp_path_factory.mktemp("adapted") / "results")
+    path = lora.adapters("demo-llama")
+    manifest = AdaptersManifest.load(path)
+    moved = {
+        name: replace(each, folder=str(manifest.folder_of(path, name).resolve()))
+        for name, each in manifest.adapters.items()
+    }
+    AdaptersManifest(moved).save(made.adapters("demo-llama"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def bundle(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packing.pack(results, TARGET, LIMITS, tmp_path_factory.mktemp("bundle") / "lora.tar", True)
+
+
+def generate(bundle: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lockstep", "generate", "--bundle", str(bundle), "--prompt", "Light"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+def test_a_bundle_has_the_adapters(bundle: Path, results: Results, tmp_path: Path) -> None:
+    again = packing.pack(results, TARGET, LIMITS, tmp_path / "again.tar", True)
+    assert again.read_bytes() == bundle.read_bytes(), "the same bytes each time"
+    assert str(ROOT).encode() not in bundle.read_bytes()
+    made = generate(bundle, "--max-new-tokens", "16", "--adapter", "captain")
+    assert made.returncode == 0 and made.stdout.strip() == LIGHT["captain"].strip(), made.stderr
+    made = generate(bundle, "--adapter", "pirate")
+    assert made.returncode == 2 and "expected one of captain, random, shakespeare; found 'pirate'" in made.stderr
+
+
+def test_a_server_on_a_bundle_has_them_too(bundle: Path, tmp_path: Path) -> None:
+    with RealServer(tmp_path, "--bundle", bundle, target=None) as server:
+        names = [entry["id"] for entry in server.get("/v1/models")["data"]]
+        assert names == [f"demo-llama{adapter}" for adapter in ("", ":captain", ":random", ":shakespeare")]
+        body = {"model": "demo-llama:shakespeare", "prompt": "Light", "max_tokens": 16, "temperature": 0}
+        status, _, data = server.request("POST", "/v1/completions", body)
+        assert status == 200 and json.loads(data)["choices"][0]["text"].startswith(LIGHT["shakespeare"])
+    command = [sys.executable, "-m", "lockstep", "serve", "--bundle", str(bundle), "--allow-adapter-loading", str(ROOT)]
+    made = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert made.returncode == 2 and "expected a target, whose checkpoint adapters are checked against" in made.stderr
+
+
+def test_a_bundle_whose_adapters_lie_elsewhere_is_refused(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = packing._adapters
+
+    def outside(path: Path) -> Iterator[Entry]:
+        for entry in entries(path):
+            if entry.name.endswith("adapters.json"):
+                moved = {n: replace(each, folder=str(ROOT)) for n, each in AdaptersManifest.load(path).adapters.items()}
+                bare = AdaptersManifest(moved).to_json()
+                entry = Entry.of_bytes(entry.name, dump_json({**bare, SEAL: sha256_json(bare)}).encode())
+            yield entry
+
+    monkeypatch.setattr(packing, "_adapters", outside)
+    made = generate(packing.pack(results, TARGET, LIMITS, tmp_path / "lora.tar", True))
+    assert made.returncode == 2 and "adapter 'captain': expected its adapter_config.json in the bundle" in made.stderr
+
+
+def test_an_adapter_that_changed_is_not_packed(results: Results, tmp_path: Path) -> None:
+    tree = Results(shutil.copytree(results.root, tmp_path / "results"))
+    path = tree.adapters("demo-llama")
+    manifest = AdaptersManifest.load(path)
+    folder = shutil.copytree(manifest.folder_of(path, "captain"), tmp_path / "captain")
+    changed = {**manifest.adapters, "captain": replace(manifest.adapters["captain"], folder=str(folder))}
+    AdaptersManifest(changed).save(path)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"adapters/0/adapter_config.json: expected .* found others"):
+        packing.pack(tree, TARGET, LIMITS, tmp_path / "lora.tar", True)
+    assert not (tmp_path / "lora.tar").exists()
