@@ -34,7 +34,7 @@ def runtime(gpu: Gpu) -> ModuleType:
         cudaFree=gpu.free,
         cudaMallocHost=gpu.malloc_host,
         cudaFreeHost=gpu.free_host,
-        cudaMemGetInfo=lambda: (ERRORS.cudaSuccess, gpu.total - gpu.used, gpu.total),
+        cudaMemGetInfo=lambda: (ERRORS.cudaSuccess, gpu.unused, gpu.total),
         cudaMemset=gpu.memset,
         cudaMemset2DAsync=gpu.memset_rows,
         cudaMemcpy=gpu.copy_now,

@@ -38,13 +38,15 @@ class Gpu:
     """The memory and streams of `devices` devices, which share their addresses.
 
     total: bytes of memory; faults: what was wrong where nothing could be raised; names: of devices that are no "fake";
-    unreachable: pairs of devices without access to each other.
+    unreachable: pairs of devices without access to each other; room: bytes that a device has yet, of those that have
+    less than the others.
     """
 
     def __init__(self) -> None:
         self.devices, self._current = 1, threading.local()
         self.names: dict[int, bytes] = {}
         self.unreachable: list[set[int]] = []
+        self.room: dict[int, int] = {}
         self.sums: set[tuple[int, int]] = set()  # (rank, launch) of sums that are made, and not yet sent
         self._enabled: set[tuple[int, int]] = set()
         self._homes: dict[int, int] = {0: 0}  # devices of streams
@@ -91,10 +93,17 @@ class Gpu:
         """Allocations on the device that live."""
         return sum(block is not None for block in self._blocks.values())
 
+    @property
+    def unused(self) -> int:
+        """Bytes of the current device that nobody has."""
+        return min(self.total - self.used, self.room.get(self.device, self.total))
+
     def malloc(self, nbytes: int):
         with self.lock:
-            if self.used + nbytes > self.total:
+            if nbytes > self.unused:
                 return ERRORS.cudaErrorMemoryAllocation, 0
+            if self.device in self.room:
+                self.room[self.device] -= nbytes
             address, self._next = self._next, self._next + nbytes // 4096 * 4096 + 8192
             self._starts.append(address)
             self._blocks[address] = np.full(nbytes, POISON, np.uint8)

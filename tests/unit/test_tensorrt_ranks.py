@@ -328,9 +328,10 @@ def test_ranks_may_share_the_first_gpu_for_checks(open_model, reference, gpu, mo
 
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
-def test_too_little_memory_names_the_gpu(open_model, gpu) -> None:
-    gpu.total = gpu.used + (3 << 20)
-    with pytest.raises(CheckError, match=r"MiB of free GPU memory for .* on GPU \d; lower"):
+@pytest.mark.parametrize("number", [0, 1])
+def test_too_little_memory_on_one_of_two_names_that_gpu(open_model, gpu, number: int) -> None:
+    gpu.room[number] = 1 << 20
+    with pytest.raises(CheckError, match=rf"MiB of free GPU memory for .* on GPU {number}; lower"):
         open_model("all")
 
 
