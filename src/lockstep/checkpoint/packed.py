@@ -61,11 +61,14 @@ def packed_weights(
     if by_row:
         _refuse_others(packing, tensors, folder)
     own = {suffix for suffix in (*roles.values(), *optional.values()) if suffix != "weight"}
-    modules = sorted({stem for stem, _, suffix in (name.rpartition(".") for name in tensors) if suffix in own})
+    modules: dict[str, str] = {}  # the first tensor that is found of each
+    for name in tensors:
+        stem, _, suffix = name.rpartition(".")
+        if suffix in own:
+            modules.setdefault(stem, name)
     found = {}
-    for module in modules:
+    for module, present in sorted(modules.items()):
         parts = {role: f"{module}.{suffix}" for role, suffix in roles.items()}
-        present = next(name for name in tensors if name.startswith(f"{module}.") and name.rpartition(".")[2] in own)
         for name in parts.values():
             if name not in tensors:
                 raise InputError(
