@@ -40,7 +40,7 @@ class Layout:
                 "version": "gemm", "modules_to_not_convert": None,
             }  # fmt: skip
         weights = {
-            "num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
+            "num_bits": self.bits, "type": "int", "symmetric": not self.zero_points, "dynamic": False, "actorder": None,
             "group_size": None if self.group_size == -1 else self.group_size,
             "strategy": "channel" if self.group_size == -1 else "group",
         }  # fmt: skip
@@ -62,6 +62,8 @@ LAYOUTS = (
     Layout("pack-quantized", 4, 16),
     Layout("pack-quantized", 8, -1),
     Layout("int-quantized", 8, -1),
+    Layout("pack-quantized", 4, 16, zero_points=True),
+    Layout("int-quantized", 8, -1, zero_points=True),
 )
 
 
@@ -127,6 +129,12 @@ def tensors_of(module: str, weight: np.ndarray, layout: Layout) -> tuple[dict[st
         made = {"weight_packed": words(integers, bits, 1), "weight_scale": scales, "weight_shape": shape}
     else:
         made = {"weight": (integers - (1 << bits - 1)).astype(np.int8), "weight_scale": scales}
+    if layout.zero_points and "quantized" in layout.name:
+        if layout.name == "int-quantized":
+            made["weight_zero_point"] = (zeros - (1 << bits - 1)).astype(np.int8)
+        else:
+            padded = np.pad(zeros, ((0, -rows % (32 // bits)), (0, 0)))
+            made["weight_zero_point"] = words(padded, bits, 0)
     named = {f"{module}.{suffix}": np.ascontiguousarray(array) for suffix, array in made.items()}
     return named, numbers_of(integers, scales, zeros)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import error_of
 from demo_model import DEMO, LIMITS
-from packed_checkpoints import GPTQ, LAYOUTS, Layout, label, write_packed, write_settings
+from packed_checkpoints import GPTQ, LAYOUTS, Layout, label, tensors_of, write_packed, write_settings
 from safetensors.numpy import load_file, save_file
 from test_quantization import ASKED, check, damaged, refer, validated
 
@@ -22,6 +22,7 @@ from lockstep.artifacts.assembly import Assembly, FileEntry
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.quantized import data_name, zero_points_name
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
@@ -32,7 +33,9 @@ from lockstep.export import export
 from lockstep.export.quantize import quantize
 from lockstep.targets import Results
 from lockstep.verify import golden
-from lockstep.weights import Weights, convert
+from lockstep.weights import Weights, convert, packed
+from lockstep.weights.groups import dequantize, pack
+from lockstep.weights.packed import Packed, pack_zero_points
 from shared import Shared
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
@@ -93,6 +96,30 @@ def test_the_integers_of_a_checkpoint_stay_what_they_are(shared, tmp_path, layou
     convert(results.checkpoint("model"), precision, again, results.assembly("model", precision))
     first = results.weights("model", precision).with_suffix(".safetensors")
     assert sha256_file(first) == sha256_file(tmp_path / "weights.safetensors")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["gptq", "gptq_v2", "awq", "pack-quantized", "int-quantized"])
+def test_long_groups_become_several_in_blocks_of_any_size(monkeypatch, name, bits):
+    """Groups of 48 as groups of 16; blocks of 8 rows, the last one shorter."""
+    layout = Layout(name, 4 if name == "awq" else 8 if name == "int-quantized" else bits, 48, zero_points=True)
+    weight = np.random.default_rng(bits).standard_normal((40, 144)).astype(np.float32)
+    tensors, numbers = tensors_of("m", weight, layout)
+    packing = packing_of({"quantization_config": layout.config()})
+    suffixes = {"qweight": "data", "weight_packed": "data", "weight": "data", "scales": "scales", "g_idx": "order"}
+    suffixes |= {"weight_scale": "scales", "qzeros": "zero_points", "weight_zero_point": "zero_points"}
+    suffixes |= {"weight_shape": "shape"}
+    parts = {suffixes[key.partition(".")[2]]: array for key, array in tensors.items()}
+    held = Packed(packing, weight.shape, parts)
+    held.check()
+    monkeypatch.setattr(packed, "_BLOCK", 24 * 144)
+    found = []
+    for rows in held.blocks():
+        assert rows.stop - rows.start == (24 if rows.start == 0 else 16)
+        data = pack(held.integers(rows).reshape(-1, 9, 16), layout.bits)
+        zeros = pack_zero_points(held.zero_points(rows, 16), layout.bits)
+        found.append(dequantize(data, held.scales(rows, 16), 16, zeros))
+    assert np.array_equal(np.concatenate(found), numbers)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -185,7 +212,7 @@ def _second(settings: dict[str, Any]) -> None:
         (PACK, {"format": "float-quantized"}, "found 'float-quantized'"),
         (PACK, {"kv_cache_scheme": {"num_bits": 8}}, "expected none as quantization_config.kv_cache_scheme"),
         (PACK, {"config_groups": {}}, "expected an object of groups as quantization_config.config_groups, found {}"),
-        (PACK, _weights(symmetric=False), "weights.symmetric, found False"),
+        (PACK, _weights(symmetric="no"), "weights.symmetric, found 'no'"),
         (PACK, _weights(type="float"), "expected int or None as quantization_config.config_groups.group_0.weights.type"),  # noqa: E501
         (PACK, _weights(actorder="group"), "weights.actorder, found 'group'"),
         (PACK, _weights(strategy="tensor"), "expected group or channel as "),
@@ -246,7 +273,7 @@ def _zero_point(tensors: dict[str, np.ndarray]) -> None:
         (GPTQ, _set("qzeros", lambda a: a.T), "expected I32 or U32 [9, 50], found I32 [50, 9]"),
         (GPTQ, _set("g_idx", lambda a: a[:-1]), "expected I32 or U32 [144], found I32 [143]"),
         (GPTQ, _float_too, f"expected '{PROJ}.weight' packed or in floating point, found both"),
-        (PACK, _zero_point, "expected none beside symmetric integers in order, as symmetric in config.json says"),
+        (PACK, _zero_point, "expected none of this name, as symmetric in config.json says"),
         (PACK, _set("weight_scale", lambda a: a.astype(np.int8)), "expected F64 or F32 or F16 or BF16 [400, 9], found I8"),  # noqa: E501
         (INT8, _set("weight_scale", lambda a: a[:, 0]), "[400, 1], found F16 [400]"),
     ],
@@ -353,6 +380,15 @@ def test_a_config_that_asks_for_something_else_is_refused(shared, settings, mess
     model = {"source": str(folder), "golden": {"prompts": [{"text": "a"}]}, **settings}
     line = error_of(load.load({"models": {"m": model}}).check_sources)
     assert line == f"config: {message.format(path=folder / 'config.json')}"
+
+
+def test_random_weights_of_a_quantised_config_are_refused(shared):
+    path = source(shared, GPTQ)[0] / "config.json"
+    model = {"source": f"random:{path}", "golden": {"prompts": [{"text": "a"}]}}
+    line = error_of(load.load({"models": {"m": model}}).check_sources)
+    assert line.endswith(
+        f"expected a model in floating point in {path}, for random weights are; found quantization_config"
+    )
 
 
 def test_a_config_need_not_name_the_group_size(shared):

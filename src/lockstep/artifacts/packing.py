@@ -9,7 +9,9 @@ a scale and a zero point for each group of a row:
 - AWQ, version gemm: `qweight` int32 [in_features, out_features / 8], `qzeros` int32 [num_groups, out_features / 8],
   `scales` [num_groups, out_features]; the eight numbers of a word stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
 - compressed-tensors: `weight_packed` int32 [out_features, in_features * bits / 32] (pack-quantized) or `weight` int8
-  (int-quantized, naive-quantized), `weight_scale` [out_features, num_groups]. Symmetric: there are no zero points.
+  (int-quantized, naive-quantized), both signed, `weight_scale` [out_features, num_groups]; where they are not
+  symmetric `weight_zero_point`, as signed: int32 [out_features * bits / 32 (rounded up), num_groups], or int8
+  [out_features, num_groups].
 """
 
 from __future__ import annotations
@@ -138,7 +140,11 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
     style = group.get("format") or settings.get("format")
     if style not in ("pack-quantized", *_PLAIN_INT8):
         raise Wrong(f"{KEY}.format", ", ".join(("pack-quantized", *_PLAIN_INT8)), style)
-    known: dict[str, tuple[Any, ...]] = {"type": ("int", None), "symmetric": (True, None), "dynamic": (False, None)}
+    known: dict[str, tuple[Any, ...]] = {
+        "type": ("int", None),
+        "symmetric": (True, False, None),
+        "dynamic": (False, None),
+    }
     for key, choices in {**known, "actorder": (None, False, "weight", "static")}.items():
         if weights.get(key) not in choices:
             raise Wrong(f"{KEY}.{where}.{key}", " or ".join(map(str, choices)), weights[key])
@@ -149,7 +155,8 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
     if style in _PLAIN_INT8 and bits != 8:
         raise Wrong(f"{KEY}.{where}.num_bits", f"8 with {style}", bits)
     group_size = _group_size(weights, where) if strategy == "group" else None
-    return Packing("int8" if style in _PLAIN_INT8 else "packed", bits, group_size, zero_points=False)
+    layout = "int8" if style in _PLAIN_INT8 else "packed"
+    return Packing(layout, bits, group_size, zero_points=weights.get("symmetric") is False)
 
 
 def _bits(settings: Mapping[str, Any], key: str, where: str = "") -> int:

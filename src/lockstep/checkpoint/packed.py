@@ -27,6 +27,7 @@ _ROLES = {
     "packed": {"data": "weight_packed", "scales": "weight_scale", "shape": "weight_shape"},
     "int8": {"data": "weight", "scales": "weight_scale"},
 }
+_ZERO_POINTS = {"zero_points": "weight_zero_point"}  # of these two, where they have some
 _OPTIONAL = {"gptq": {"order": "g_idx"}, "gptq_v2": {"order": "g_idx"}}
 # What speaks of a layout that config.json does not.
 _REFUSED = {"weight_zero_point": "symmetric", "weight_g_idx": "actorder", "weight_global_scale": "num_bits"}
@@ -54,14 +55,20 @@ def packed_weights(
     file of `folder`, for parts that are absent or do not fit together."""
     if packing is None:
         return {}
-    roles, optional = _ROLES[packing.layout], _OPTIONAL.get(packing.layout, {})
-    _refuse_others(packing, tensors, folder)
+    by_row = packing.layout in ("packed", "int8")
+    roles = _ROLES[packing.layout] | (_ZERO_POINTS if by_row and packing.zero_points else {})
+    optional = _OPTIONAL.get(packing.layout, {})
+    if by_row:
+        _refuse_others(packing, tensors, folder)
     own = {suffix for suffix in (*roles.values(), *optional.values()) if suffix != "weight"}
-    modules = sorted({stem for stem, _, suffix in (name.rpartition(".") for name in tensors) if suffix in own})
+    modules: dict[str, str] = {}  # the first tensor that is found of each
+    for name in tensors:
+        stem, _, suffix = name.rpartition(".")
+        if suffix in own:
+            modules.setdefault(stem, name)
     found = {}
-    for module in modules:
+    for module, present in sorted(modules.items()):
         parts = {role: f"{module}.{suffix}" for role, suffix in roles.items()}
-        present = next(name for name in tensors if name.startswith(f"{module}.") and name.rpartition(".")[2] in own)
         for name in parts.values():
             if name not in tensors:
                 raise InputError(
@@ -107,14 +114,12 @@ def quantized_tensors(packing: Packing, packed: Mapping[str, PackedWeight], fold
 
 
 def _refuse_others(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path) -> None:
-    if packing.layout not in ("packed", "int8"):
-        return
     for name, place in sorted(tensors.items()):
         key = _REFUSED.get(name.rpartition(".")[2])
-        if key is not None:
+        if key is not None and not (key == "symmetric" and packing.zero_points):
             raise InputError(
-                f"{folder / place.file}: tensor {shorten(name)}: expected none beside symmetric integers in order, as "
-                f"{key} in config.json says; use a checkpoint with symmetric weights and without activation order"
+                f"{folder / place.file}: tensor {shorten(name)}: expected none of this name, as {key} in config.json "
+                f"says; does config.json (quantization_config) belong to these weights?"
             )
 
 
@@ -142,7 +147,7 @@ def _weight(
     shape = lambda inner: (rows, inner) if by_row else (inner, rows)
     expected_shapes: dict[str, tuple[Iterable[str], tuple[int, ...]]] = {
         "scales": (FLOAT_DTYPES, shape(groups)),
-        "zero_points": (_INTS, (groups, rows // word)),
+        "zero_points": (dtypes, _zero_points_shape(packing, rows, groups)),
         "order": (_INTS, (columns,)),
         "shape": ((*_INTS, "I64"), (2,)),
     }
@@ -152,6 +157,13 @@ def _weight(
             if tensors[name].dtype not in allowed or tensors[name].shape != wanted:
                 _refuse(name, tensors[name], folder, f"{' or '.join(allowed)} {list(wanted)}")
     return PackedWeight((rows, columns), place, parts)
+
+
+def _zero_points_shape(packing: Packing, rows: int, groups: int) -> tuple[int, int]:
+    if packing.layout == "int8":
+        return rows, groups
+    words = -(-rows * packing.bits // 32)
+    return (words, groups) if packing.layout == "packed" else (groups, words)
 
 
 def _refuse(name: str, place: TensorPlace, folder: Path, expected: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import model_config
-from lockstep.artifacts.packing import Packing, packing_of
+from lockstep.artifacts.packing import KEY, Packing, packing_of
 from lockstep.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -151,7 +151,10 @@ def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | 
             "expected a model's config.json; found"
             f" {found or 'none at ' + ' and '.join(map(str, places)) + _hint(source.config, hub=False)}"
         )
-    vocabulary = model_config.setting(_read_object(path), ("vocab_size",))
+    value = _read_object(path)
+    if value.get(KEY) is not None:
+        raise InputError(f"expected a model in floating point in {path}, for random weights are; found {KEY}")
+    vocabulary = model_config.setting(value, ("vocab_size",))
     if not path.with_name("tokenizer.json").is_file() and vocabulary is not None and vocabulary < BYTES:
         raise InputError(
             f"expected a vocab_size of {BYTES} or more in {path}, a token for each byte, or a "

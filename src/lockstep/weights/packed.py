@@ -64,8 +64,13 @@ class Packed:
         if "zero_points" not in self.arrays:
             groups = self.shape[1] // (group_size or self.packing.group_size or self.shape[1])
             return np.full((rows.stop - rows.start, groups), 1 << self.packing.bits - 1, np.int16)
+        array, bits = self.arrays["zero_points"], self.packing.bits
+        if self.packing.layout == "int8":
+            return self._repeated(array[rows].astype(np.int16) + 128, group_size)
+        if self.packing.layout == "packed":
+            return self._repeated(_numbers(array.T, bits).T[rows].astype(np.int16), group_size)
         order = _AWQ_ORDER if self.packing.layout == "awq" else None
-        stored = _numbers(self.arrays["zero_points"][:, self._words(rows)], self.packing.bits, order).T
+        stored = _numbers(array[:, self._words(rows)], bits, order).T
         return self._repeated(stored.astype(np.int16) + (self.packing.layout == "gptq"), group_size)
 
     def numbers(self, rows: slice) -> np.ndarray:
