@@ -89,8 +89,26 @@ def decode(
     "--model", metavar="FOLDER|SHAPE", default="llama-1024x8", show_default=True, help="As for decode, but one."
 )
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
-@click.option("--prompt", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a timed prompt.")
+@click.option("--prompt", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of a timed prompt.")
 @click.option("--group", "groups", multiple=True, type=int, default=(32, 128), show_default=True, help="Group sizes.")
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    type=click.Choice(["onnxruntime", "openvino"]),
+    default=("onnxruntime", "openvino"),
+    show_default=True,
+    help="Beside ONNX Runtime's fp32.",
+)
+@click.option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    type=click.Choice(["fp32", "bf16", "w8a16", "w4a16"]),
+    default=("fp32", "bf16", "w8a16", "w4a16"),
+    show_default=True,
+    help="Of each backend that has it.",
+)
 @_CONTEXT
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Decode steps of a round.")
 @_THREADS
@@ -98,7 +116,7 @@ def decode(
 @_ROUNDS
 @_DOCS
 def small_weights(docs: Path | None, **settings: Any) -> None:
-    """A decode step in w8a16 and w4a16 beside fp32, in turn, and the bandwidth of memory."""
+    """A decode step in bf16, w8a16 and w4a16 beside fp32, in turn, and the bandwidth of memory."""
     from benchmarks.small_weights import run
 
     _deliver(run(**settings), docs)

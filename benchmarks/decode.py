@@ -68,16 +68,16 @@ def run(
     return {"context": context, "steps": steps, "rounds": rounds, "batch": measured}
 
 
-def prepare(folder: Path, precision: str, work: Path, group_size: int = 32) -> dict[str, Path]:
+def prepare(folder: Path, precision: str, work: Path, group_size: int = 32, backend: str = _BACKEND) -> dict[str, Path]:
     """Take the checkpoint through resolve, export, convert and build below `work`; gives the paths of what they
     made."""
     results, name = Results(work), folder.name
     checkpoint, weights = results.checkpoint(name), results.weights(name, precision)
-    assembly, engines = results.assembly(name, precision), results.engines(name, precision, _BACKEND)
+    assembly, engines = results.assembly(name, precision), results.engines(name, precision, backend)
     lockstep.resolve_checkpoint(str(folder.resolve()), folder.resolve(), checkpoint)
     lockstep.export_graphs(checkpoint, precision, assembly, group_size=group_size)
     lockstep.convert_weights(checkpoint, precision, weights, assembly)
-    lockstep.build_engines(assembly, _BACKEND, engines)
+    lockstep.build_engines(assembly, backend, engines)
     return {"weights": weights, "assembly": assembly, "engines": engines}
 
 

@@ -1,14 +1,15 @@
-"""How fast do small weights decode on a CPU: w8a16 and w4a16 beside fp32, in one process, in turn.
+"""How fast do small weights decode on a CPU: bf16, w8a16 and w4a16 beside fp32, in one process, in turn.
 
-In: a checkpoint folder or a shape, batch sizes, group sizes. Out: seconds of a decode step and of a prompt of each,
-the ratio to fp32 round by round, and what bounds it: the bytes of weights that a step reads over the bandwidth of
-memory, which is measured in the same run.
+In: a checkpoint folder or a shape, batch sizes, group sizes, backends. Out: seconds of a decode step and of a prompt of
+each, the ratio to ONNX Runtime's fp32 round by round, and what bounds it: the bytes of weights that a step reads over
+the bandwidth of memory, which is measured in the same run.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +25,12 @@ from benchmarks.export import SHAPES, shape_names
 from benchmarks.measure import in_turn, ratios, spread, surroundings, thread_count
 from lockstep.artifacts.files import read_json
 from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE
+from lockstep.config.backends import backends as known_backends
 
 PACKAGES = ("numpy", "onnxruntime")
-FULL = "fp32"
+BACKENDS = ("onnxruntime", "openvino")
+FULL = "fp32"  # of ONNX Runtime, as all without another backend's name
+PRECISIONS = ("fp32", "bf16", "w8a16", "w4a16")
 Clock = Callable[[], float]
 _READ_BYTES = 1 << 29  # more than any cache holds
 
@@ -37,15 +41,18 @@ def run(
     groups: Sequence[int],
     context: int = 64,
     steps: int = 32,
-    prompt: int = 256,
+    prompt: int = 512,
     rounds: int = 5,
     threads: int | None = None,
     cpu_time: bool = False,
+    backends: Sequence[str] = BACKENDS,
+    precisions: Sequence[str] = PRECISIONS,
 ) -> dict[str, Any]:
     """Measure at each batch size; `context` tokens are in the cache when the `steps` timed steps of a round begin.
-    prompt: tokens of one that is timed, too. cpu_time: take one thread, and its CPU seconds, which other work on the
-    machine moves less; the bandwidth is still of wall time."""
-    threads, clock = (1, time.thread_time) if cpu_time else (threads, time.perf_counter)
+    prompt: tokens of one that is timed, too. cpu_time: take one thread, and the process's CPU seconds, which other work
+    on the machine moves less; the bandwidth is still of wall time. backends, precisions: those to measure, beside ONNX
+    Runtime's fp32; a precision that a backend or the CPU lacks is in the record with the reason."""
+    threads, clock = (1, time.process_time) if cpu_time else (threads, time.perf_counter)
     count = thread_count(threads)
     os.environ[THREADS_VARIABLE] = str(count)  # of the builds too: a process has one pool
     with tempfile.TemporaryDirectory() as work:
@@ -54,24 +61,43 @@ def run(
             if model in shape_names()
             else Path(model)
         )
-        made = {FULL: prepare(folder, FULL, Path(work) / FULL)}
-        for group in groups:
-            for precision in ("w8a16", "w4a16"):
-                name = f"{precision}, groups of {group}"
-                made[name] = prepare(folder, precision, Path(work) / name.replace(", ", "-"), group)
+        made, lacking = _made(folder, Path(work), groups, backends, precisions)
         sizes = {name: _bytes_of_a_step(paths) for name, paths in made.items()}
         measured = {str(batch): _measure(made, batch, context, steps, rounds, count, clock) for batch in batches}
         prompts = _prompts(made, prompt, rounds, count, clock)
         bandwidth = _bandwidth(count)
+    used = ["openvino"] if any(name.startswith("openvino") for name in made) else []
     bounds = {name: round(size / bandwidth, 6) for name, size in sizes.items()}
     return {
         "benchmark": "small_weights", "model": folder.name, "context": context, "steps": steps, "rounds": rounds,
-        "seconds_of": "the CPU time of one thread" if cpu_time else "wall time",
+        "seconds_of": "CPU time, one thread" if cpu_time else "wall time",
         "megabytes_of_weights_a_step": {name: round(size / 1e6, 1) for name, size in sizes.items()},
         "memory_gigabytes_per_s": round(bandwidth / 1e9, 1), "seconds_to_read_the_weights": bounds, "batch": measured,
-        "prompt": {"tokens": prompt, **prompts},
-        **surroundings(*PACKAGES, threads=threads),
+        "prompt": {"tokens": prompt, **prompts}, "not_measured": lacking, "cpu_name": _cpu_name(),
+        **surroundings(*PACKAGES, *used, threads=threads),
     }  # fmt: skip
+
+
+def _made(
+    folder: Path, work: Path, groups: Sequence[int], backends: Sequence[str], precisions: Sequence[str]
+) -> tuple[dict[str, dict[str, Path]], dict[str, str]]:
+    """The contestants' files by name, ONNX Runtime's fp32 first; and why others are none."""
+    made = {FULL: prepare(folder, FULL, work / FULL)}
+    lacking: dict[str, str] = {}
+    for backend in backends:
+        own, settings = "" if backend == BACKENDS[0] else f"{backend} ", known_backends()[backend]
+        for precision in precisions:
+            reason = settings.missing() or settings.lacks_here(precision)
+            if precision not in settings.precisions:
+                reason = settings.lacks
+            if reason:
+                lacking[own + precision] = reason
+                continue
+            for group in groups if precision.startswith("w") else groups[:1]:
+                name = f"{precision}, groups of {group}" if precision.startswith("w") else precision
+                if own + name not in made:
+                    made[own + name] = prepare(folder, precision, work / name.replace(", ", "-"), group, backend)
+    return made, lacking
 
 
 def _prompts(
@@ -120,6 +146,12 @@ def _bytes_of_a_step(paths: Mapping[str, Path]) -> int:
     parts = [layer["block"] for layer in assembly["layers"]] + [assembly["layers"][-1]["exit"]]
     names = {name for part in parts for tensors in part["slots"].values() for name in tensors}
     return sum(weights[name]["length"] for name in names)
+
+
+def _cpu_name() -> str:
+    """What the CPU calls itself."""
+    found = re.search("^model name\\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found.group(1) if found else "unknown"
 
 
 def _bandwidth(threads: int) -> float:

@@ -19,7 +19,7 @@ import pytest
 from checkpoints import error_of
 from demo_model import CONFIG, DEMO, LIMITS
 from families import FAMILIES
-from test_quantization import FAMILY_ASKED, LIMIT, RANDOM, check, product, random_family, random_source  # fmt: skip
+from test_quantization import FAMILY_ASKED, FAULTS, LIMIT, RANDOM, check, damaged, product, random_family, random_source
 from test_quantization import demo as quantized_demo
 from test_runtime_engine import argmax, ids, with_logits
 
@@ -213,7 +213,8 @@ def test_products_read_weights_in_their_own_type(opened, precision):
         weight = node.input_value(1).get_node()
         assert read(weight, "layerType") == "Const"
         assert weight.get_output_element_type(0).to_string() == PRODUCTS[precision]
-        assert read(node, "runtimePrecision") == PRODUCTS[precision]
+        if precision not in QUANTIZED:  # of those it names the weights' type, or the activations'
+            assert read(node, "runtimePrecision") == PRODUCTS[precision]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -338,6 +339,22 @@ def test_a_graph_that_openvino_refuses_is_one_line(tmp_path):
     line = refusal(get_backend(BACKEND).build, tmp_path / "g.onnx", tmp_path / "g.ir.zip", {})
     assert line.startswith(f"{tmp_path}/g.onnx: OpenVINO ") and "NoSuchOperator" in line
     assert not (tmp_path / "g.ir.zip").exists()
+
+
+def test_weights_with_zero_points_are_refused(tmp_path):
+    graph = product(np.zeros((4, 2, 16), np.uint8), np.ones((4, 2), np.float32), 32, 8)
+    graph.graph.node[0].input.append("zero_points")
+    onnx.save(graph, tmp_path / "g.onnx")
+    line = refusal(get_backend(BACKEND).build, tmp_path / "g.onnx", tmp_path / "g.ir.zip", {})
+    assert line.startswith(f"{tmp_path}/g.onnx: MatMulNBits: expected integers and scales that are inputs, and no zero")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_engines_on_other_weights_than_the_reference_fail(opened, tmp_path, fault):
+    results, _, engines = opened("w4a16")
+    results = damaged(results, tmp_path / "results", fault)
+    with pytest.raises(CheckError, match="expected a logit error of at most 0.02, found 0|expected token"):
+        check(results, "w4a16", 2, LIMITS, tmp_path, engines)
 
 
 def test_outputs_of_one_value_keep_their_names(tmp_path):

@@ -28,7 +28,7 @@ _opset = openvino.opset13
 
 def convert(graph: onnx.ModelProto, where: str) -> Any:
     """The graph as a model of OpenVINO. Changes `graph`. Raises CheckError where OpenVINO refuses it."""
-    weights = expand(graph)
+    weights = expand(graph, where)
     _plain_products(graph.graph)
     try:
         model = CORE.read_model(graph.SerializeToString())

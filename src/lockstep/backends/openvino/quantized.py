@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 from lockstep.artifacts.quantized import data_name
 from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.openvino.library import openvino, replace, tensor_on
+from lockstep.errors import CheckError
 
 _opset = openvino.opset13
 
@@ -35,8 +36,9 @@ class Weight:
     bits: int
 
 
-def expand(graph: onnx.ModelProto) -> list[Weight]:
-    """Let products read full weights, each an input, in place; gives what these stand for."""
+def expand(graph: onnx.ModelProto, where: str) -> list[Weight]:
+    """Let products read full weights, each an input, in place; gives what these stand for. Raises CheckError for a
+    product whose weight is computed, or has zero points."""
     split_activations(graph)
     weights: list[Weight] = []
     nodes = []
@@ -45,7 +47,12 @@ def expand(graph: onnx.ModelProto) -> list[Weight]:
             nodes.append(node)
             continue
         size = {entry.name: entry.i for entry in node.attribute}
-        x, data, scales = node.input[:3]
+        x, data, scales, *more = node.input
+        if more or not {data, scales} <= {value.name for value in graph.graph.input}:
+            raise CheckError(
+                f"{where}: {node.name or 'MatMulNBits'}: expected integers and scales that are inputs, and no zero "
+                f"points, found {', '.join(node.input)}; export again"
+            )
         weight = Weight(f"{data}/full", data, scales, size["N"], size["K"], size["block_size"], size["bits"])
         weights.append(weight)
         nodes.append(helper.make_node("Gemm", [x, weight.full], [node.output[0]], transB=1))
