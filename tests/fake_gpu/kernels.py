@@ -31,6 +31,12 @@ def write_cache(gpu: Gpu, tokens: int, k: SimpleNamespace, unit: int) -> None:
                 gpu.bytes(to + place * size, size)[:] = gpu.bytes(source + start * size, size)
 
 
+def adapter_mask(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
+    ids = _integers(gpu, k.ids, k.wide, tokens)
+    mask = gpu.array(k.mask, (tokens, k.columns), NUMBERS[k.kind])
+    mask[:] = ids[:, None] == np.arange(k.columns) // k.rank
+
+
 def rotate(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     """What Rotate.launch says."""
     rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.WIDE, tokens)
@@ -222,6 +228,7 @@ def all_gather(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 
 
 KERNELS: dict[str, Callable] = {
+    "adapter_mask": adapter_mask,
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "rotate": rotate,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import sha256_json
 from lockstep.artifacts.manifests import NAME, SIZE
@@ -16,6 +18,7 @@ from lockstep.artifacts.schema import integer, mapping, record
 from lockstep.artifacts.typed import Document
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names an adapter's files
+_MASK = "adapter_mask."
 IDS = "adapter_ids"  # the input of a block: each token's place among the resident adapters, -1 for none
 A_SUFFIX, B_SUFFIX = ".lora_A", ".lora_B"  # of the inputs that their matrices are written to
 BETWEEN = " + "  # the parts of an engine's slot, in its name
@@ -30,6 +33,21 @@ LORA_SLOTS = record(
         "classes": mapping(mapping(record({"lora_A": NAME, "lora_B": NAME, "in": SIZE, "out": SIZE}), NAME), NAME),
     }
 )
+
+
+def mask_name(rank: int) -> str:
+    """The input of an engine that takes a mask in place of `IDS` (onnx_tools/adapter_mask.py)."""
+    return f"{_MASK}{rank}"
+
+
+def mask_rank(name: str) -> int:
+    """The room of each adapter in a mask's columns; 0 for another input."""
+    return int(name.removeprefix(_MASK)) if name.startswith(_MASK) else 0
+
+
+def mask_of(ids: np.ndarray, columns: int, rank: int, dtype: np.dtype) -> np.ndarray:
+    """The mask [num_tokens, columns] of adapter ids [num_tokens]."""
+    return (ids[:, None] == np.arange(columns) // rank).astype(dtype)
 
 
 def rows_of(slot: str) -> list[str]:

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lockstep.artifacts.adapters import IDS, mask_of, mask_rank
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.adapter_mask import ids_as_mask
 from lockstep.onnx_tools.adapter_rows import shrink_in_rows, slot_rows
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
@@ -47,7 +49,7 @@ def prepare(
     model: onnx.ModelProto, slots: Sequence[IO], options: Mapping[str, Any], adapter_rows: bool = False
 ) -> Prepared | None:
     """The form that `options` ask for; None when that is the graph as it is. adapter_rows: with adapters' first
-    products as rows of weights (adapter_rows.py).
+    products as rows of weights (adapter_rows.py), chosen by a mask (adapter_mask.py).
 
     Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the
     rewritten graph computes something else.
@@ -59,7 +61,7 @@ def prepare(
         else (lowered, {slot.name: [slot.name] for slot in slots})
     )
     if adapter_rows:
-        fused, parts = shrink_in_rows(fused, parts)
+        fused, parts = shrink_in_rows(ids_as_mask(fused), parts)
     if fused is model:
         return None
     declared = {value.name: value for value in fused.graph.input}
@@ -75,7 +77,7 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
     feeds = _random_inputs(canonical)
     expected = _run(canonical, feeds)
     weights = {slot: slot_rows(feeds, parts, slot) for slot, parts in prepared.parts.items()}
-    rest = {value.name: feeds[value.name] for value in rewritten.graph.input if value.name not in weights}
+    rest = {value.name: _feed(value, feeds) for value in rewritten.graph.input if value.name not in weights}
     found = _run(rewritten, {**rest, **weights})
     relative = max(
         _TOLERANCE[array.dtype.name] for array in (*feeds.values(), *expected.values()) if array.dtype.kind == "f"
@@ -89,6 +91,14 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
                 f"graph {model.graph.name}: output {name}: expected the rewritten graph to give "
                 f"the same within {allowed:.1e}, found {error:.1e}; please report it"
             )
+
+
+def _feed(value: onnx.ValueInfoProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+    rank = mask_rank(value.name)
+    if not rank:
+        return feeds[value.name]
+    kind = value.type.tensor_type
+    return mask_of(feeds[IDS], kind.shape.dim[1].dim_value, rank, onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
 
 
 def _random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from polygraphy.common import TensorMetadata
 from polygraphy.cuda import cuda as polygraphy_cuda
 from polygraphy.exception import PolygraphyException
 
-from lockstep.artifacts.adapters import rows_of
+from lockstep.artifacts.adapters import IDS, mask_of, mask_rank, rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.cuda import check
@@ -75,7 +75,9 @@ class EngineRunner(TrtRunner):
         polygraphy_cuda.G_CUDA = CudaPython()  # what `polygraphy.cuda.wrapper()` gives to all
         super().__init__(engine, name=name, optimization_profile=profile)
         self._where, self._declared, self._weights = where, inputs, weights
-        self._types = {tensor.name: tensor.dtype for tensor in TENSORRT.tensors(engine)}
+        tensors = TENSORRT.tensors(engine)
+        self._types = {tensor.name: tensor.dtype for tensor in tensors}
+        self._masks = {tensor.name: (tensor.shape[1], tensor.dtype) for tensor in tensors if mask_rank(tensor.name)}
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._declared)
@@ -88,6 +90,8 @@ class EngineRunner(TrtRunner):
         }
         in_rows = {name for names in rows.values() for name in names}
         given = {name: array for name, array in feed_dict.items() if name not in in_rows}
+        for name, (columns, dtype) in self._masks.items():
+            given[name] = mask_of(given.pop(IDS), columns, mask_rank(name), dtype)
         feeds = cast({**given, **weights}, self._types)
         TENSORRT.log.clear()
         try:

@@ -37,6 +37,16 @@ __device__ void write_cache(const T* key, const T* value, T* keys, T* values, co
     for (int i = threadIdx.x; i < value_size; i += blockDim.x) values[place * value_size + i] = value[from * value_size + i];
 }
 
+// One block a token: 1 in the columns of its adapter, else 0. kind: as `number`'s.
+extern "C" __global__ void adapter_mask(const void* ids, int wide, void* mask, int kind, int columns, int rank) {
+    long long id = integer(ids, wide, blockIdx.x), first = (long long)blockIdx.x * columns;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
+        bool own = i / rank == id;
+        if (kind == 0) ((float*)mask)[first + i] = own ? 1.0f : 0.0f;
+        else ((unsigned short*)mask)[first + i] = own ? (kind == 1 ? 0x3c00 : 0x3f80) : 0;
+    }
+}
+
 #define WRITE(NAME, T) \
 extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values, const int* rows, const void* positions, int wide, \
                                 int capacity, int heads, int key_size, int value_size) { \
@@ -58,6 +68,14 @@ class Kernels:
         self.wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
         self._advance = module["advance"]
+        self._adapter_mask = module["adapter_mask"]
+
+    def adapter_mask(self, stream: Stream, ids: Array, mask: Array, rank: int) -> None:
+        """ids [num_tokens] -> mask [num_tokens, max_adapters * rank]: 1 in the columns of a token's adapter, else 0."""
+        tokens, columns = mask.shape
+        self._adapter_mask.launch(
+            stream, tokens, min(128, columns), ids, self.wide, mask, NUMBERS[mask.dtype.name], columns, rank
+        )
 
     def write_cache(
         self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array

@@ -14,6 +14,7 @@ from typing import cast
 
 import numpy as np
 
+from lockstep.artifacts.adapters import IDS, mask_rank
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.all_reduce import Exchange
@@ -81,6 +82,7 @@ class Rank:
         self._kernels = Kernels(wide=integer.itemsize == 8)
         self._buffers: dict[tuple, cuda.Array] = {}
         self.state = DecodeState(num_slots, max_seq_len, integer)
+        self._mask = _mask_of_engines(network)
         self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
         self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
         self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
@@ -106,7 +108,7 @@ class Rank:
         """Return the tokens that the profile is tuned for in which a layer's block takes so many."""
         piece = self.network.layers[-1][0].pieces[0]
         program = engine_of(piece).program
-        inputs = [io for io in piece.signature.inputs if io.name in program.dynamic]
+        inputs = [io for io in piece.signature.inputs if io.name in program.dynamic]  # none of adapters
         shapes = {io.name: tuple(num_tokens if isinstance(size, str) else size for size in io.shape) for io in inputs}
         profile = program.profile_for(shapes)
         return max(program.tensors[io.name].profiles[profile][1][io.shape.index("num_tokens")] for io in inputs)
@@ -157,7 +159,7 @@ class Rank:
             attention.begin(chunks, self.stream)
         if adapted not in self._prompt_blocks:
             self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
-        calls = self._prompt_calls(self._prompt_blocks[adapted], inputs, chunks)
+        calls = self._prompt_calls(self._prompt_blocks[adapted], inputs, chunks, adapted)
         while (plan := next(calls, None)) is not None:
             yield plan
             self.device.use()
@@ -166,17 +168,17 @@ class Rank:
         """Rows of one token; nothing is put on the stream."""
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
-        values, network = inputs.values(), self.network
+        values, network = self._values(inputs, adapted), self.network
 
         def prepare(name: str, block: Block) -> list[tuple[str, Call]]:
             return [
                 ("sum", functools.partial(self._end.sum, step.values))
                 if isinstance(step, _Sum)
-                else (name, engine_of(step.piece).prepare(step.inputs, step.outputs, own=True))
+                else (name, engine_of(step.piece).prepare(_by_engine(step), step.outputs, own=True))
                 for step in self._steps(block.for_rows(adapted), values, dims, "decode")
             ]
 
-        calls = prepare("embedding", network.embedding)
+        calls = self._mask_calls(inputs, values, adapted) + prepare("embedding", network.embedding)
         for index, (block, kind) in enumerate(network.layers):
             calls += prepare("block", block)
             self._add_attention(kind, values, total)
@@ -190,7 +192,21 @@ class Rank:
         calls.append(("next token", self._next_token(logits, inputs)))
         return Plan([call for _, call in calls], [name for name, _ in calls], logits, whole)
 
-    def _prompt_calls(self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks) -> Iterator[Plan]:
+    def _values(self, inputs: Inputs, adapted: bool) -> dict[str, cuda.Array]:
+        """What blocks read, by name: for `adapter_ids` their mask."""
+        values = inputs.values()
+        if adapted and self._mask is not None:
+            columns, _, dtype = self._mask
+            values[IDS] = self._buffer("adapter mask", (inputs.token_ids.shape[0], columns), dtype)
+        return values
+
+    def _mask_calls(self, inputs: Inputs, values: Mapping[str, cuda.Array], adapted: bool) -> list[tuple[str, Call]]:
+        if not adapted or self._mask is None:
+            return []
+        kernels, stream, ids, mask, rank = self._kernels, self.stream, inputs.adapter_ids, values[IDS], self._mask[1]
+        return [("adapters", lambda: kernels.adapter_mask(stream, ids, mask, rank))]
+
+    def _prompt_calls(self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool) -> Iterator[Plan]:
         total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
         a_pass = blocks.begin(total, num_requests, inputs.num_decoding)
         decoding, prompts = inputs.rows[: inputs.num_decoding], inputs.rows[inputs.num_decoding :]
@@ -203,6 +219,8 @@ class Rank:
             plan.names.append(name)
             return plan
 
+        for name, call in self._mask_calls(inputs, self._values(inputs, adapted), adapted):
+            yield add(name, call)
         for name, call in a_pass.embedding():
             yield add(name or "embedding", call)
         for index, (_, kind) in enumerate(self.network.layers):
@@ -230,7 +248,7 @@ class Rank:
     def _bind_prompts(self, adapted: bool) -> Iterator[BoundBlock]:
         """The blocks of a pass of prompts, bound to buffers for the largest."""
         arrays, network, largest = self._prompts.arrays, self.network, self._largest_pass
-        values = arrays.values()
+        values = self._values(arrays, adapted)
         dims = {"num_tokens": largest, "num_requests": self._num_slots}
         for block, kind in ((network.embedding, None), *network.layers, (network.exit, None)):
             parts: list[BoundPiece | BoundSum] = []
@@ -239,9 +257,11 @@ class Rank:
                     parts.append(BoundSum(self._end.sum, step.values, step.dim))
                 else:
                     engine = engine_of(step.piece)
-                    dynamic = engine.program.dynamic
-                    shapes = tuple((io.name, io.shape) for io in step.piece.signature.inputs if io.name in dynamic)
-                    parts.append(BoundPiece(engine.bind(step.inputs, step.outputs), engine.program, shapes))
+                    given, dynamic = _by_engine(step), engine.program.dynamic
+                    declared = {io.name: io.shape for io in step.piece.signature.inputs}
+                    mask = lambda name: ("num_tokens", *given[name].shape[1:])
+                    shapes = tuple((name, declared.get(name) or mask(name)) for name in given if name in dynamic)
+                    parts.append(BoundPiece(engine.bind(given, step.outputs), engine.program, shapes))
             if kind is not None:
                 self._add_attention(kind, values, largest)
             yield BoundBlock(parts, dict(values))
@@ -312,6 +332,22 @@ class Rank:
     def _end(self) -> Exchange:
         assert self.exchange is not None  # sums and gathers are of several ranks
         return self.exchange
+
+
+def _by_engine(step: _Run) -> Mapping[str, cuda.Array]:
+    """The inputs as the engine names them: the mask of adapters by its rank."""
+    masks = [name for name in engine_of(step.piece).program.tensors if mask_rank(name)]
+    return {masks[0] if masks and name == IDS else name: array for name, array in step.inputs.items()}
+
+
+def _mask_of_engines(network: Network) -> tuple[int, int, np.dtype] | None:
+    """(columns, room of each adapter, dtype) of the mask that blocks take; None where none takes adapters."""
+    for block in (*(block for block, _ in network.layers), network.exit):
+        for piece in block.pieces:
+            for name, tensor in engine_of(piece).program.tensors.items():
+                if rank := mask_rank(name):
+                    return int(tensor.shape[1]), rank, tensor.dtype
+    return None
 
 
 def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> list[cuda.Array]:
