@@ -258,9 +258,11 @@ class Rank:
                 else:
                     engine = engine_of(step.piece)
                     given, dynamic = _by_engine(step), engine.program.dynamic
-                    declared = {io.name: io.shape for io in step.piece.signature.inputs}
-                    mask = lambda name: ("num_tokens", *given[name].shape[1:])
-                    shapes = tuple((name, declared.get(name) or mask(name)) for name in given if name in dynamic)
+                    declared: dict[str, tuple[int | str, ...]] = {
+                        io.name: io.shape for io in step.piece.signature.inputs
+                    }
+                    declared |= {name: ("num_tokens", *given[name].shape[1:]) for name in given if mask_rank(name)}
+                    shapes = tuple((name, declared[name]) for name in given if name in dynamic)
                     parts.append(BoundPiece(engine.bind(given, step.outputs), engine.program, shapes))
             if kind is not None:
                 self._add_attention(kind, values, largest)
