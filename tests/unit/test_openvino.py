@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -34,6 +35,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Engine, Model, Request
 from lockstep.targets import Results, Target
 from lockstep.verify import compare, golden
+from lockstep.verify.bisect.run import bisect
 from lockstep.weights import Weights, convert
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of
 from network import Recorder
@@ -408,6 +410,18 @@ def test_what_reproduce_compares_is_json(opened):
     found = [backend.choices(file), backend.layer_information(file)]
     assert json.loads(json.dumps(found)) == found and found[0]["operators"]["MatMul"] == 7
     assert backend.canonical_bytes(file).data == file.read_bytes()
+
+
+@bf16
+def test_bisect_follows_bf16_engines(opened, tmp_path):
+    """Their graphs are computed in float32 beside them."""
+    results, name, engines = opened("bf16")
+    shutil.copytree(results.root, tmp_path / "results")
+    shutil.copytree(engines.parent, Results(tmp_path / "results").engines(name, "bf16", BACKEND).parent)
+    tolerance = CONFIG.tolerances["bf16"].model_dump()
+    report = bisect(Results(tmp_path / "results"), Target(name, "bf16", 2, BACKEND), tolerance, prompt="Light")
+    found = json.dumps(report)
+    assert '"embedding"' in found and "cannot run" not in found
 
 
 def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):

@@ -6,11 +6,12 @@ A stage in, its outputs out, as NumPy arrays on every backend.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 
 from lockstep.backends import EngineSet, Program
-from lockstep.step.executable import DeviceExecutable
+from lockstep.step.executable import DeviceExecutable, HostExecutable
 from lockstep.verify.bisect.stages import Arrays, Stage
 from lockstep.weights import Weights
 
@@ -52,6 +53,9 @@ class Engines:
         )
         if isinstance(executable, DeviceExecutable):
             return executable.run_once(inputs, like)
-        outputs = {name: np.empty_like(array) for name, array in like.items()}
-        executable.prepare({name: np.ascontiguousarray(array) for name, array in inputs.items()}, outputs)()
-        return outputs
+        engine = cast(HostExecutable, executable)
+        # of the engine's types: bf16 graphs are computed in fp32 beside it, for ONNX Runtime has no bf16
+        given = {name: np.ascontiguousarray(array, engine.inputs[name].dtype) for name, array in inputs.items()}
+        outputs = {name: np.empty(array.shape, engine.outputs[name].dtype) for name, array in like.items()}
+        executable.prepare(given, outputs)()
+        return {name: array.astype(like[name].dtype, copy=False) for name, array in outputs.items()}
