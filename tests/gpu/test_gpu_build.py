@@ -6,6 +6,7 @@ import numpy as np
 import onnx.parser
 import pytest
 
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.signature import IO
 from lockstep.backends import get_backend
@@ -42,11 +43,15 @@ def build(graph, tactics="free", **changes):
         "tactics": tactics,
         **changes,
     }
-    backend.start(
-        graph.parent,
-        {"options": options, "backend_version": backend.version(), "device": backend.describe_device()},
-        ["block"],
+    manifest = EngineSetManifest(
+        backend="tensorrt",
+        backend_version=backend.version(),
+        builder_revision=backend.revision,
+        precision="fp16",
+        device=backend.describe_device(),
+        options=options,
     )
+    backend.start(graph.parent, manifest, ["block"])
     built = backend.build(graph, graph.parent / "block.engine", options)
     return {**backend.finish(["block"]), **built.about, "note": built.note}
 
