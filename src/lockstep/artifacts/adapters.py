@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import sha256_json
 from lockstep.artifacts.manifests import NAME, SIZE
@@ -43,11 +41,6 @@ def mask_name(rank: int) -> str:
 def mask_rank(name: str) -> int:
     """The room of each adapter in a mask's columns; 0 for another input."""
     return int(name.removeprefix(_MASK)) if name.startswith(_MASK) else 0
-
-
-def mask_of(ids: np.ndarray, columns: int, rank: int, dtype: np.dtype) -> np.ndarray:
-    """The mask [num_tokens, columns] of adapter ids [num_tokens]."""
-    return (ids[:, None] == np.arange(columns) // rank).astype(dtype)
 
 
 def rows_of(slot: str) -> list[str]:

@@ -61,3 +61,8 @@ def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
     del graph.value_info[:]
     onnx.checker.check_model(copy, full_check=True)
     return copy
+
+
+def mask_of(ids: np.ndarray, columns: int, rank: int, dtype: np.dtype) -> np.ndarray:
+    """The mask [num_tokens, columns] of adapter ids [num_tokens]."""
+    return (ids[:, None] == np.arange(columns) // rank).astype(dtype)

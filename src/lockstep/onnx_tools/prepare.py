@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lockstep.artifacts.adapters import IDS, mask_of, mask_rank
+from lockstep.artifacts.adapters import IDS, mask_rank
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.adapter_mask import ids_as_mask
+from lockstep.onnx_tools.adapter_mask import ids_as_mask, mask_of
 from lockstep.onnx_tools.adapter_rows import shrink_in_rows, slot_rows
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower

@@ -18,11 +18,12 @@ from polygraphy.common import TensorMetadata
 from polygraphy.cuda import cuda as polygraphy_cuda
 from polygraphy.exception import PolygraphyException
 
-from lockstep.artifacts.adapters import IDS, mask_of, mask_rank, rows_of
+from lockstep.artifacts.adapters import IDS, mask_rank, rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.cuda import check
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.adapter_mask import mask_of
 from lockstep.onnx_tools.comparator import metadata, one_line
 
 
