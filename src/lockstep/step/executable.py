@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from lockstep.errors import CheckError
+
 Run = Callable[[], None]
 
 
@@ -62,3 +64,15 @@ class HostExecutable(Executable, Protocol):
 
     @property
     def outputs(self) -> Mapping[str, Declared]: ...
+
+
+def check_bound(given: Mapping[str, np.ndarray], declared: Mapping[str, Declared], where: str) -> None:
+    """Raises CheckError unless these are contiguous arrays of the names and dtypes that an engine on the host declares:
+    a library would copy another one without a word, and write to the copy."""
+    if set(given) != set(declared):
+        raise CheckError(f"{where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
+    for name, array in given.items():
+        if not array.flags.c_contiguous:
+            raise CheckError(f"{where}: expected a contiguous array for {name!r}, found strides {array.strides}")
+        if array.dtype != declared[name].dtype:
+            raise CheckError(f"{where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}")

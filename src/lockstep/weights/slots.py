@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.artifacts.dtypes import graph_dtype
 from lockstep.artifacts.quantized import is_scales
 from lockstep.artifacts.signature import IO
-from lockstep.errors import InputError
+from lockstep.errors import CheckError, InputError
 from lockstep.weights.reader import Tensors, Weights
 
 
@@ -88,6 +88,17 @@ def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
     return len(shape) == len(expected) and all(
         isinstance(want, str) or want == found for found, want in zip(shape, expected)
     )
+
+
+def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.dtype, where: str) -> None:
+    """Raises CheckError unless one array is what a slot of an engine takes, or several are, one after another."""
+    found = [list(array.shape) for array in arrays]
+    fits = found == [list(shape)] if len(arrays) == 1 else sum(array.size for array in arrays) == math.prod(shape)
+    if not fits or any(array.dtype != dtype for array in arrays):
+        raise CheckError(
+            f"{where}: expected weights {dtype.name} {list(shape)}, found {arrays[0].dtype.name} "
+            f"{', '.join(map(str, found))}; are graphs and weights of one model and precision?"
+        )
 
 
 def slot_array(weights: Tensors, names: Sequence[str], shape: Sequence[int]) -> np.ndarray:

@@ -7,7 +7,6 @@ inputs 1.8 times slower; sessions with thread pools of their own 8 times slower,
 from __future__ import annotations
 
 import errno
-import math
 import os
 import shutil
 import tempfile
@@ -31,9 +30,9 @@ from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools import saved_graph
-from lockstep.step.executable import Run
+from lockstep.step.executable import Run, check_bound
 from lockstep.step.network import Network
-from lockstep.weights import Tensors, slot_array
+from lockstep.weights import Tensors, check_arrays, slot_array
 
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -166,15 +165,7 @@ class OnnxRuntimeProgram:
         return OnnxRuntimeExecutable(_session(model.SerializeToString(), settings, failure), values, str(self._path))
 
     def _check(self, slot: str, arrays: Sequence[np.ndarray]) -> None:
-        shape, dtype = self._slots[slot]
-        found = [list(array.shape) for array in arrays]
-        fits = found == [list(shape)] if len(arrays) == 1 else sum(array.size for array in arrays) == math.prod(shape)
-        if not fits or any(array.dtype != dtype for array in arrays):
-            raise CheckError(
-                f"{self._path}: slot {slot}: expected weights {dtype.name} {list(shape)}, found "
-                f"{arrays[0].dtype.name} {', '.join(map(str, found))}; are graphs and weights of one model "
-                f"and precision?"
-            )
+        check_arrays(arrays, *self._slots[slot], f"{self._path}: slot {slot}")
 
 
 def _numpy_type(value: str) -> np.dtype:
@@ -205,17 +196,8 @@ class OnnxRuntimeExecutable:
             (inputs, self.inputs, binding.bind_ortvalue_input),
             (outputs, self.outputs, binding.bind_ortvalue_output),
         ):
-            if set(given) != set(declared):
-                raise CheckError(f"{self.where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
+            check_bound(given, declared, self.where)
             for name, array in given.items():
-                if not array.flags.c_contiguous:  # ONNX Runtime would copy it without a word, and write to the copy
-                    raise CheckError(
-                        f"{self.where}: expected a contiguous array for {name!r}, found strides {array.strides}"
-                    )
-                if array.dtype != declared[name].dtype:
-                    raise CheckError(
-                        f"{self.where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}"
-                    )
                 bind(name, ort.OrtValue.ortvalue_from_numpy(array))
         run = self._session.run_with_iobinding
 

@@ -5,7 +5,6 @@ When an engine is bound its weights become constants on the mapped checkpoint, a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +24,9 @@ from lockstep.backends.openvino.cpu import why_not
 from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace, tensor_on, type_name
 from lockstep.backends.openvino.quantized import group_size
 from lockstep.errors import CheckError, InputError
-from lockstep.step.executable import Run
+from lockstep.step.executable import Run, check_bound
 from lockstep.step.network import Network
-from lockstep.weights import Tensors, slot_array
+from lockstep.weights import Tensors, check_arrays, slot_array
 
 _SUFFIX = ".ir.zip"
 
@@ -174,15 +173,7 @@ class OpenVINOProgram:
     def _array(self, weights: Tensors, slot: str, names: Sequence[str]) -> np.ndarray:
         """What the slot takes: a view of the checkpoint where it is one tensor."""
         shape, dtype = self._slots[slot].sizes, self._slots[slot].numpy_dtype
-        arrays = [weights[name] for name in names]
-        found = [list(array.shape) for array in arrays]
-        fits = found == [list(shape)] if len(arrays) == 1 else sum(array.size for array in arrays) == math.prod(shape)
-        if not fits or any(array.dtype != dtype for array in arrays):
-            raise CheckError(
-                f"{self._path}: slot {slot}: expected weights {dtype.name} {list(shape)}, found "
-                f"{arrays[0].dtype.name} {', '.join(map(str, found))}; are graphs and weights of one model and "
-                "precision?"
-            )
+        check_arrays([weights[name] for name in names], shape, dtype, f"{self._path}: slot {slot}")
         return slot_array(weights, names, shape)
 
 
@@ -203,19 +194,9 @@ class OpenVINOExecutable:
             (inputs, self.inputs, request.set_input_tensor),
             (outputs, self.outputs, request.set_output_tensor),
         ):
-            if set(given) != set(declared):
-                raise CheckError(f"{self.where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
+            check_bound(given, declared, self.where)
             for index, name in enumerate(declared):
-                array = given[name]
-                if not array.flags.c_contiguous:
-                    raise CheckError(
-                        f"{self.where}: expected a contiguous array for {name!r}, found strides {array.strides}"
-                    )
-                if array.dtype != declared[name].dtype:
-                    raise CheckError(
-                        f"{self.where}: {name!r}: expected {declared[name].dtype.name}, found {array.dtype.name}"
-                    )
-                place(index, tensor_on(array))
+                place(index, tensor_on(given[name]))
         infer = request.infer
 
         def call(held: object = (*inputs.values(), *outputs.values())) -> None:
