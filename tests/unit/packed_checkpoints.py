@@ -148,7 +148,7 @@ def write_packed(source: Path, folder: Path, layout: Layout) -> dict[str, np.nda
     stored: dict[str, np.ndarray] = {}
     numbers: dict[str, np.ndarray] = {}
     for name, array in load_file(source / "model.safetensors").items():
-        if "_proj." in name:
+        if name.endswith("_proj.weight"):
             parts, numbers[name] = tensors_of(name.removesuffix(".weight"), array.astype(np.float32), layout)
             stored |= parts
         else:

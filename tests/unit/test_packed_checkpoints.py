@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 from checkpoints import error_of
 from demo_model import DEMO, LIMITS
+from families import FAMILIES
 from packed_checkpoints import GPTQ, LAYOUTS, Layout, label, tensors_of, write_packed, write_settings
 from safetensors.numpy import load_file, save_file
 from test_quantization import ASKED, check, damaged, refer, validated
 
+from lockstep import make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly, FileEntry
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
-from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.quantized import data_name, zero_points_name
 from lockstep.backends import build
@@ -31,9 +33,11 @@ from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export
 from lockstep.export.quantize import quantize
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
 from lockstep.targets import Results
 from lockstep.verify import golden
-from lockstep.weights import Weights, convert, packed
+from lockstep.weights import Weights, convert, packed, slot_array
 from lockstep.weights.groups import dequantize, pack
 from lockstep.weights.packed import Packed, pack_zero_points
 from shared import Shared
@@ -146,6 +150,38 @@ def test_engines_say_what_the_checkpoint_says(shared, tmp_path, layout):
     # The same weights: nothing has moved but sums in another order, with and without a cache.
     assert drift.max_weight_error == 0 and drift.tokens_differing == 0 and drift.max_logit_error < 1e-4
     assert abs(drift.perplexity / drift.full_perplexity - 1) < 1e-6
+
+
+def test_ranks_take_their_part_of_the_zero_points(tmp_path):
+    """Which stand two in a byte: a rank takes an even number of groups of a row."""
+    config = {**FAMILIES["llama"].config, "hidden_size": 64, "intermediate_size": 128}
+    write_json(tmp_path / "config.json", config)
+    write_packed(make_random_checkpoint(tmp_path / "config.json", 0, tmp_path / "full"), tmp_path / "packed", ZEROS)
+    resolve("packed", tmp_path / "packed", tmp_path / "checkpoint.json")
+    already = CheckpointManifest.load(tmp_path / "checkpoint.json").quantization
+    files, whole = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2)
+    split = quantize(files, whole, "w4a16", 16, already)[1]
+    split.save(tmp_path / "assembly.json")
+    convert(tmp_path / "checkpoint.json", "w4a16", tmp_path / "weights.json", tmp_path / "assembly.json")
+    weights, axes = Weights.open(tmp_path / "weights.json"), set()
+    exact = dict(weights.dequantized())
+    for part, old in ((split.layers[1].block, whole.layers[1].block), (split.layers[1].exit, whole.layers[1].exit)):
+        sharded, full = split.tensor_parallel.classes[part.graph], whole.tensor_parallel.classes[old.graph]
+        sizes = {slot.name: slot.sizes for slot in split.classes[part.graph].signature.slots}
+        for slot in [slot for slot in old.slots if data_name(slot) in part.slots]:
+            for rank in range(2):
+                data, scales, zeros = (
+                    sharded.take_weight(name, slot_array(weights, part.slots[name], sizes[name]), rank)
+                    for name in already.parts(slot)
+                )
+                own = full.take_weight(slot, exact[old.slots[slot][0]], rank)
+                assert np.array_equal(dequantize(data, scales, 16, zeros), own) and zeros.nbytes < data.nbytes
+            axes.add(full.weights[slot].axis)
+    assert axes == {0, 1}
+    config["intermediate_size"] = 96  # three groups for each rank
+    files, whole = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2)
+    with pytest.raises(InputError, match="group_size: expected a size that divides the 48 numbers of a row of .*down"):
+        quantize(files, whole, "w4a16", 16, already)
 
 
 def test_export_takes_bits_and_groups_from_the_checkpoint(shared, tmp_path):
