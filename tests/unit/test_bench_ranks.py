@@ -66,6 +66,7 @@ def run(python: Path, shape: Path, work: Path, docs: Path, *ranks: int) -> Any:
 
 
 @pytest.mark.exports
+@pytest.mark.long
 def test_one_command_measures_every_number_of_ranks_that_the_gpus_allow(scripts: tuple[Path, Path], tmp_path: Path):
     """What one call has measured the next leaves as it is; four ranks on two GPUs are left out."""
     python, shape = scripts

@@ -184,6 +184,7 @@ def test_nothing_is_captured_behind_the_warm_up(open_model: Open, monkeypatch: p
 
 
 @pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+@pytest.mark.long
 def test_the_benchmark_measures_all_its_parts(
     gpu: fake_gpu.Gpu, shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
