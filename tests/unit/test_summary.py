@@ -6,7 +6,9 @@ import csv
 import html
 import json
 import xml.etree.ElementTree as xml
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reports import blocks, comparison, golden, golden_prompt, speed, validation
@@ -17,7 +19,8 @@ from lockstep.artifacts.manifest_files import content, record_path
 from lockstep.artifacts.reports import Report, TokenDifference
 from lockstep.artifacts.summary import Reproduction, Summary
 from lockstep.errors import CheckError
-from lockstep.report import plots, summary
+from lockstep.pipeline.step import Step
+from lockstep.report import plots, renew, summary
 from lockstep.targets import Results, Target
 from lockstep.verify.metrics import finish
 
@@ -183,6 +186,22 @@ def test_a_summary_is_stale_when_a_verdict_is_another(results: Results) -> None:
     assert summary.is_stale(results)
     results.summary().write_text("{")
     assert not summary.is_stale(results), "who reads it says that it is damaged"
+
+
+def test_a_report_that_goes_while_the_summary_is_made_is_not_run(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snakemake deletes what a job is to make before the job begins, whatever runs beside it."""
+    gone, run = results.golden("m", "fp16", "all", "onnxruntime"), renew.run
+
+    def run_beside_another_job(step: Step, make: Callable[[], Any]) -> None:
+        gone.unlink(missing_ok=True)
+        run(step, make)
+
+    monkeypatch.setattr(renew, "run", run_beside_another_job)
+    renew.summarise(results, TARGETS)
+    assert [row.golden for row in Summary.load(results.summary()).targets] == ["pass", "not run"]
+    assert str(gone) not in json.loads(record_path(results.summary()).read_text())["inputs"]
 
 
 def test_plots_are_the_same_bytes_each_time(results: Results) -> None:

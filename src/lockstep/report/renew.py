@@ -6,23 +6,31 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lockstep.errors import LockstepError
+from lockstep.errors import InputError, LockstepError
 from lockstep.provenance.run import from_rule, run
 from lockstep.report import summary
 from lockstep.report.since_lock import since_lock
 from lockstep.targets import Results, Target
 
+_TRIES = 5  # a job beside this one may delete a report, which it is to make again, while its digest is taken
+
 
 def summarise(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Path:
     """Write the summary of what is there, as the rule does; gives its path. not_run: see `summary.write`."""
-    made = results.summary()
-    shown = [str(path) for target in targets for path in summary.sources(results, target) if path.is_file()]
     outputs = [str(path) for path in summary.outputs(results, targets)]
     not_run = dict(summary.known_not_run(results) if not_run is None else not_run)
     options = {"targets": list(map(str, targets)), "not_run": not_run}
-    step = from_rule("summary", {}, {"shown": shown}, options, outputs)
-    run(step, lambda: write(results, targets, not_run=not_run))
-    return made
+    for left in reversed(range(_TRIES)):
+        shown = [str(path) for target in targets for path in summary.sources(results, target) if path.is_file()]
+        step = from_rule("summary", {}, {"shown": shown}, options, outputs)
+        try:
+            run(step, lambda: write(results, targets, not_run=not_run))
+        except (InputError, FileNotFoundError):
+            if not left:
+                raise
+        else:
+            break
+    return results.summary()
 
 
 def write(
