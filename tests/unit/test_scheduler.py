@@ -59,6 +59,16 @@ def run(scheduler, limit=10_000):
     return steps
 
 
+def abort_due(scheduler, aborts):
+    """Count a step; end the requests, with their choices, whose number of steps (`aborts`) is over."""
+    for request in [request for request in aborts if request.status is not Status.FINISHED]:
+        aborts[request] -= 1
+        if not aborts[request]:
+            for each in [request, *request.siblings]:
+                if each.status is not Status.FINISHED:
+                    scheduler.finish(each)
+
+
 def keys(*names):
     return [name.encode() for name in names]
 
@@ -312,12 +322,7 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
                 cuts.setdefault(request, []).append((end - share, end))
             if end >= request.max_tokens:
                 scheduler.finish(request)
-        for request in [request for request in aborts if request.status is not Status.FINISHED]:
-            aborts[request] -= 1
-            if not aborts[request]:
-                for each in [request, *request.siblings]:
-                    if each.status is not Status.FINISHED:
-                        scheduler.finish(each)
+        abort_due(scheduler, aborts)
         scheduler.check()
     for request, found in cuts.items():
         assert all(start % CHUNK == 0 for start, _ in found)
@@ -454,12 +459,7 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
         for request, _ in made.shares:
             if request.num_computed >= request.max_tokens:
                 scheduler.finish(request)
-        for request in [request for request in aborts if request.status is not Status.FINISHED]:
-            aborts[request] -= 1
-            if not aborts[request]:
-                for each in [request, *request.siblings]:
-                    if each.status is not Status.FINISHED:
-                        scheduler.finish(each)
+        abort_due(scheduler, aborts)
         scheduler.check()
     event("others were passed" if passed else "nobody was passed")
     assert (residency.places == -1).all() and scheduler.tables.pool.num_available == pages
