@@ -81,6 +81,7 @@ class Rank:
         integer = engine_of(network.embedding).program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=integer.itemsize == 8)
         self._buffers: dict[tuple, cuda.Array] = {}
+        self._tuned: dict[int, int] = {}  # each step with prompts asks for three
         self.state = DecodeState(num_slots, max_seq_len, integer)
         self._mask = _mask_of_engines(network)
         self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
@@ -106,6 +107,11 @@ class Rank:
 
     def tuned_for(self, num_tokens: int) -> int:
         """Return the tokens that the profile is tuned for in which a layer's block takes so many."""
+        if num_tokens not in self._tuned:
+            self._tuned[num_tokens] = self._tuned_for(num_tokens)
+        return self._tuned[num_tokens]
+
+    def _tuned_for(self, num_tokens: int) -> int:
         piece = self.network.layers[-1][0].pieces[0]
         program = engine_of(piece).program
         inputs = [io for io in piece.signature.inputs if io.name in program.dynamic]  # none of adapters
