@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from shared import WORKER, Shared, shared_root
 
+WORKFLOW = Path(__file__).parent / "workflow"
 MOST_WORKERS = 8  # each holds torch and ONNX Runtime: up to 2 GB
 if WORKER in os.environ:
     # One test a core: more threads would fight for them. Before torch is imported, and for the processes that tests
@@ -58,6 +60,9 @@ def _missing() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # First what takes long: a process that is done with its part takes tests from the end of another's, where then are
+    # short ones, and none whose fixtures it would make a second time.
+    items.sort(key=lambda item: not item.path.is_relative_to(WORKFLOW))
     for item in items:
         if "shared" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.exports)
