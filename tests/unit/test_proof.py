@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 
 import numpy as np
 import onnx
@@ -25,18 +24,14 @@ CONFIG = FAMILIES["gemma2"].config
 PREFILL, DECODE = "attention.prefill.onnx", "attention.decode.onnx"
 
 
-TRACED = {}  # what `assemble` made: the tests change copies of it
-
-
-def assembled(meta, config, precision):
-    key = json.dumps([config, precision], sort_keys=True)
-    if key not in TRACED:
-        TRACED[key] = assemble(meta, config, precision)
-    return TRACED[key]
+@pytest.fixture(scope="module")
+def assembled(shared):
+    """`assemble` for what other tests may have traced already; the tests change copies of it."""
+    return lambda meta, config, precision: shared.assembled(config, precision)
 
 
 @pytest.fixture(scope="module")
-def small():
+def small(assembled):
     meta = meta_model(CONFIG, "fp32")
     return make_small(CONFIG, meta, *assembled(meta, CONFIG, "fp32"), assembled)
 
@@ -181,18 +176,18 @@ def forget_rows_from(row):
 
 
 @pytest.fixture(scope="module")
-def wide():
+def wide(assembled):
     """A model with a window of 300 of all its positions: no prompt of the near walk gets there."""
     config = {**CONFIG, "sliding_window": 300, "max_position_embeddings": 131072}
     meta = meta_model(config, "fp32")
-    return make_small(config, meta, *assemble(meta, config, "fp32"), assemble)
+    return make_small(config, meta, *assembled(meta, config, "fp32"), assembled)
 
 
 @pytest.fixture(scope="module")
-def llama():
+def llama(assembled):
     config = {**FAMILIES["llama, yarn rope"].config, "max_position_embeddings": 131072}
     meta = meta_model(config, "fp32")
-    return make_small(config, meta, *assemble(meta, config, "fp32"), assemble)
+    return make_small(config, meta, *assembled(meta, config, "fp32"), assembled)
 
 
 def test_long_contexts_of_the_split_form_itself_pass(wide, llama):
@@ -258,7 +253,7 @@ def test_a_wrong_weight_is_caught(small, fault):
     assert measure(with_slots(small, fault)).error > 10 * TOLERANCE
 
 
-def test_a_fault_in_the_export_is_a_refusal_that_says_so(small):
+def test_a_fault_in_the_export_is_a_refusal_that_says_so(assembled):
     def faulty(meta, config, precision):
         files, assembly = assembled(meta, config, precision)
         model = onnx.ModelProto.FromString(files[PREFILL])

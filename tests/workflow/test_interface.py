@@ -55,23 +55,22 @@ def test_the_table_names_each_target_with_its_engine_and_result(demo: Checkout) 
     assert rows[0][4] == rows[1][4], "a layer count has no engines of its own"
 
 
-def test_another_config_in_another_folder(fresh: Checkout, filled_cache: Path, tmp_path: Path) -> None:
+def test_another_config_in_another_folder_whose_first_run_fails_has_a_summary_there(
+    fresh: Checkout, filled_cache: Path, tmp_path: Path
+) -> None:
     """Only the models of that config, and all results in that folder."""
-    config = {
-        "models": {
-            "mine": {
-                "source": "resources/demo-llama",
-                "layers": [1],
-                "golden": {"max_new_tokens": 4, "prompts": [{"text": "Light"}]},
-            }
-        }
-    }
-    path, out = tmp_path / "my.yaml", tmp_path / "out"
+    golden = {"max_new_tokens": 4, "prompts": [{"text": "Light", "expected": {1: "nonsense"}}]}
+    config = {"models": {"mine": {"source": "resources/demo-llama", "layers": [1], "golden": golden}}}
+    path, results = tmp_path / "my.yaml", tmp_path / "out" / "results"
     path.write_text(yaml.safe_dump(config))
     cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs, engines and weights already
-    fresh.finish("--configfile", str(path), "--directory", str(out), "--config", f"cache={cache}")
-    assert (out / "results" / "mine" / "fp32" / "golden" / "onnxruntime" / "1.json").is_file()
-    assert not (out / "results" / "demo-llama").exists() and not fresh.results.exists()
+    asked = ("--configfile", str(path), "--directory", str(results.parent), "--config", f"cache={cache}")
+    assert fresh.snakemake("--cores", "2", *asked, check=False).returncode == 1
+    (row,) = json.loads((results / "summary.json").read_text())["targets"]
+    assert row["golden"] == "fail" and "nonsense" in row["reason"]
+    assert (results / "mine" / "fp32" / "golden" / "onnxruntime" / "1.failed.json").is_file()
+    assert not (results / "demo-llama").exists() and not fresh.results.exists()
+    fresh.call("lockstep", "verify", "--results", str(results))
 
 
 MISTAKES = {
@@ -196,21 +195,6 @@ def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout)
     demo.edit_config(lambda config: config["models"]["demo-llama"]["golden"]["prompts"][0].pop("expected"))
     demo.finish()
     assert set(rows(demo).values()) == {"pass"} and "golden:" not in demo.call("lockstep", "summary").stdout
-
-
-def test_a_first_run_that_fails_has_a_summary_of_what_has_run(
-    fresh: Checkout, filled_cache: Path, tmp_path: Path
-) -> None:
-    def change(config: dict) -> None:
-        golden = {"max_new_tokens": 4, "prompts": [{"text": "Light", "expected": {2: "nonsense"}}]}
-        config["models"]["demo-llama"].update(layers=[2], precisions=["fp16"], golden=golden)
-
-    fresh.edit_config(change)
-    cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs and engines already
-    assert fresh.snakemake("--cores", "2", "--config", f"cache={cache}", check=False).returncode == 1
-    (row,) = json.loads((fresh.results / "summary.json").read_text())["targets"]
-    assert row["golden"] == "fail" and "nonsense" in row["reason"]
-    fresh.call("lockstep", "verify")
 
 
 def test_a_check_that_fails_by_hand_is_a_row_and_is_made_again(demo: Checkout) -> None:
