@@ -36,7 +36,8 @@ class BackendSettings:
     the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. fp32_part: the
     part of a block's tolerance that its fp32 engines must keep beside their own graphs. unpinned: top level modules of
     packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
-    runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters.
+    runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
+    precisions.
     zero_points: of checkpoints that were quantised with other ones than the middle.
     missing: why its engines cannot be built here, None where they can, or where only its interpreter can tell.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
@@ -52,7 +53,7 @@ class BackendSettings:
     fp32_part: float = 1.0
     unpinned: tuple[str, ...] = ()
     runs_ranks: bool = False
-    runs_adapters: bool = False
+    runs_adapters: tuple[str, ...] = ()
     zero_points: bool = True
     missing: Callable[[], str | None] = lambda: None
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None

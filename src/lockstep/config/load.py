@@ -442,10 +442,12 @@ def _model_problems(
             able = ", ".join(name for name, each in backends().items() if each.runs_adapters)
             text = f"expected none for backend {backend}; adapters run on {able}; found {len(model.adapters)}"
             yield Problem((*here, "adapters"), text)
-        quantized = [precision for precision in model.precisions_of(backend) if is_quantized(precision)]
-        if model.adapters and quantized:
-            text = f"expected none with {quantized[0]}; found {len(model.adapters)}"
-            yield Problem((*here, "adapters"), text)
+        elif model.adapters:
+            other = [each for each in model.precisions_of(backend) if each not in settings.runs_adapters]
+            if other and other[0] in settings.precisions:
+                able = ", ".join(settings.runs_adapters)
+                text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
+                yield Problem((*here, "adapters"), f"{text}{len(model.adapters)}")
         place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
         for index, precision in enumerate(model.precisions_of(backend)):
             if precision not in settings.precisions:
@@ -540,9 +542,6 @@ def _shape_problems(
             )
     if any(map(is_quantized, _all_precisions(model))):
         yield from _group_problems(name, model, shape, path, settings_of)
-    if shape.packing and model.adapters:
-        text = f"expected none for a checkpoint that is quantised already ({path}); found {len(model.adapters)}"
-        yield Problem(("models", name, "adapters"), text)
     if positions is not None and limits.max_seq_len > positions:
         text = f"expected at most {positions} ({shape.limited_by} in {path}); found {limits.max_seq_len}"
         yield Problem(("limits", "max_seq_len"), text)

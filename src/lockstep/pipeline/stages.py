@@ -147,6 +147,10 @@ def fetches_adapters(config: Config, model: str) -> bool:
     return bool(_adapters_on_hub(config, model)["sources"])
 
 
+def _quantized_adapted_reference(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
+    return _adapted_reference(config, model, layers)
+
+
 def _adapted_reference(config: Config, model: str, layers: int | str) -> dict[str, Any]:
     prompts = {name: [prompt.text for prompt in each] for name, each in config.adapter_prompts(model).items()}
     return {"golden": {"max_new_tokens": config.models[model].golden.max_new_tokens, "prompts": prompts}}
@@ -154,7 +158,7 @@ def _adapted_reference(config: Config, model: str, layers: int | str) -> dict[st
 
 def _adapted(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
     prompts = [prompt for each in config.adapter_prompts(model).values() for prompt in each]
-    expected = [prompt.expected.get(layers) for prompt in prompts]
+    expected = [None if is_quantized(precision) else prompt.expected.get(layers) for prompt in prompts]
     return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
 
 
@@ -252,10 +256,19 @@ _TABLE = (
     Stage(
         "adapted_reference", makes="adapted_reference", reads=("checkpoint", "adapters"),
         code="verify.golden.adapted_reference", job=f"{_JOBS}:adapted_reference", options=_adapted_reference,
-        needed=_has_adapters, is_check=True, help="Tokens and logits of transformers with each adapter.",
+        needed=lambda config, target: _has_adapters(config, target) and not is_quantized(target.precision),
+        is_check=True, help="Tokens and logits of transformers with each adapter.",
+    ),
+    Stage(
+        "quantized_adapted_reference", makes="quantized_adapted_reference", reads=("checkpoint", "weights", "adapters"),
+        code="verify.golden.adapted_reference", job=f"{_JOBS}:quantized_adapted_reference", only_quantized=True,
+        needed=lambda config, target: _has_adapters(config, target) and is_quantized(target.precision), is_check=True,
+        options=_quantized_adapted_reference,
+        help="Tokens and logits of transformers on the dequantised weights with each adapter.",
     ),
     Stage(
         "adapted", makes="adapted", reads=("assembly", "weights", "engines", "adapters", "adapted_reference"),
+        reads_quantized={"adapted_reference": "quantized_adapted_reference"},
         code="verify.golden.adapted", job=f"{_JOBS}:adapted", options=_adapted, is_check=True, is_judged=True,
         needed=lambda config, target: config.is_run(target) and _has_adapters(config, target),
         pinned=pinned.pin_adapted, is_named=True,

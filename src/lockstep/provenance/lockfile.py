@@ -21,6 +21,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.provenance.shapes import LOCK, misfit
+from lockstep.targets import is_quantized
 
 MADE, TERMS = "made with", "checks"
 
@@ -83,9 +84,11 @@ def collect(results: Path, model: str) -> dict[str, Any]:
     # Engines of some precisions are not compared; of those that cannot run here nothing is checked.
     left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden", "adapted"}
     if not any(section.stage == "adapters" for section in found):
-        left_out |= {"adapters", "adapted_reference", "adapted"}
+        left_out |= {name for name, entry in STAGES.items() if "adapters" in (name, *entry.reads)}
     precisions = {"", *(section.record["names"].get("precision", "") for section in found)}
     left_out |= {name for name, entry in STAGES.items() if not any(map(entry.is_of, precisions))}
+    if precisions - {""} and all(map(is_quantized, precisions - {""})):
+        left_out.add("adapted_reference")
     for stage in (name for name, entry in STAGES.items() if (entry.pinned or entry.is_check) and name not in left_out):
         if stage not in {section.stage for section in found}:
             raise InputError(

@@ -10,6 +10,7 @@ from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.assembly import Assembly, Layer, Part
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.graph_files import AttentionVariant
+from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import Signature
 from lockstep.artifacts.tensor_parallel import Piece as ShardedPiece
 from lockstep.artifacts.tensor_parallel import ShardedClass, TensorParallel, attention_shards
@@ -111,7 +112,7 @@ def adapted_modules(assembly: Assembly) -> set[str]:
     """The linear layers of the whole model that take adapters, as the checkpoint names them."""
     classes = assembly.adapters.classes if assembly.adapters else {}
     return {
-        part.slots[weight][0].removesuffix(".weight")
+        module_of(part.slots[weight][0])
         for layer in assembly.layers
         for part in (layer.block, layer.exit)
         for weight in classes.get(part.graph, {})

@@ -81,7 +81,7 @@ SETTINGS = BackendSettings(
     section=TensorRTConfig,
     takes_limits=True,
     runs_ranks=True,
-    runs_adapters=True,
+    runs_adapters=("fp32", "fp16", "bf16"),
     gpus=1,
     # 8.6 on an H200: keys behind a RoPE angle of 250 rad are off by 6e-5 of their magnitude.
     fp32_part=1.0,
