@@ -22,11 +22,9 @@ def make(
     chunk_size=CHUNK,
     threshold=CHUNK,
     places=0,
-    mixed=None,
 ):
     tables, residency = PageTables(PagePool(pages, 1), num_slots, shares=shares), Residency(num_slots, places)
-    residency = residency if places else None
-    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission, threshold, residency, mixed)
+    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission, threshold, residency if places else None)
 
 
 def step(scheduler):
@@ -151,52 +149,6 @@ def test_beside_those_that_decode_a_prompt_brings_what_the_threshold_lets_it(thr
         assert shares[0][2] == 1, "the first decodes in each step"
         found.append([count for request, start, count in shares if start < request.num_prompt_tokens])
     assert [counts for counts in found if counts] == expected
-
-
-def prompts_of_steps(scheduler):
-    """By step what each prompt brings, beside a request that decodes in each."""
-    return [
-        [count for request, start, count in shares if start < request.num_prompt_tokens]
-        for shares in run(scheduler)
-        if any(start < request.num_prompt_tokens for request, start, _ in shares)
-    ]
-
-
-def test_few_prompts_come_in_shorter_steps_beside_those_that_decode():
-    scheduler = make(num_slots=5, pages=99, max_num_tokens=8 * CHUNK, threshold=None, mixed=2 * CHUNK + 40)
-    scheduler.add(Scheduled(3 * CHUNK, 4 * CHUNK))
-    assert [count for _, count in step(scheduler).shares] == [3 * CHUNK], "nobody decodes"
-    for _ in range(2):
-        scheduler.add(Scheduled(3 * CHUNK, 3 * CHUNK + 9))
-    assert prompts_of_steps(scheduler) == [[2 * CHUNK], [CHUNK, CHUNK], [2 * CHUNK]]
-
-
-def test_more_prompts_than_a_step_takes_come_in_whole_steps():
-    scheduler = make(num_slots=5, pages=99, max_num_tokens=8 * CHUNK, threshold=None, mixed=2 * CHUNK + 40)
-    scheduler.add(Scheduled(2, 4 * CHUNK))
-    step(scheduler)
-    for _ in range(3):
-        scheduler.add(Scheduled(3 * CHUNK, 3 * CHUNK + 9))
-    # 9 chunks wait, then 2, behind which there is nothing to hurry for
-    assert prompts_of_steps(scheduler) == [[3 * CHUNK, 3 * CHUNK, CHUNK], [2 * CHUNK]]
-
-
-def test_prompts_that_wait_for_a_slot_count_as_more_than_a_step_takes():
-    scheduler = make(num_slots=3, pages=99, max_num_tokens=8 * CHUNK, threshold=None, mixed=CHUNK + 40)
-    scheduler.add(Scheduled(2, 4 * CHUNK))
-    step(scheduler)
-    for _ in range(3):
-        scheduler.add(Scheduled(2 * CHUNK, 2 * CHUNK + 4))
-    assert prompts_of_steps(scheduler) == [[2 * CHUNK, 2 * CHUNK], [CHUNK], [CHUNK]]
-
-
-def test_a_shorter_step_has_room_for_a_chunk_whatever_decodes():
-    scheduler = make(num_slots=9, pages=99, max_num_tokens=8 * CHUNK, threshold=None, mixed=4)
-    for _ in range(6):
-        scheduler.add(Scheduled(2, 90))
-    step(scheduler)
-    scheduler.add(Scheduled(3 * CHUNK, 3 * CHUNK + 2))
-    assert prompts_of_steps(scheduler) == [[CHUNK], [CHUNK], [CHUNK]]
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -328,13 +280,12 @@ def lookahead_stays(monkeypatch):
     st.integers(0, 3),
     st.sampled_from([16, 64, 256]),
     st.sampled_from([None, 1, CHUNK, 3 * CHUNK - 1]),
-    st.sampled_from([None, 2 * CHUNK]),
 )
 def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
-    given_requests, num_slots, pages, max_num_tokens, shares, admission, every, lookahead, threshold, mixed
+    given_requests, num_slots, pages, max_num_tokens, shares, admission, every, lookahead, threshold
 ):
     policy.LOOKAHEAD = lookahead
-    scheduler = make(num_slots, pages, max_num_tokens, shares, admission, threshold=threshold, mixed=mixed)
+    scheduler = make(num_slots, pages, max_num_tokens, shares, admission, threshold=threshold)
     waiting, aborts, cuts, count = list(given_requests), {}, {}, 0
     while waiting or scheduler.num_running or scheduler.num_waiting:
         count += 1
@@ -361,8 +312,7 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
         prompts = [each for each in made.shares if each[0].num_computed <= each[0].num_prompt_tokens]
         if prompts and threshold is None:  # what is left of the budget is less than the first could have used
             head, share = prompts[0]
-            least = min(max_num_tokens, max(mixed, decoding + CHUNK)) if decoding and mixed else max_num_tokens
-            rest, room = head.num_prompt_tokens - head.num_computed, least - decoding
+            rest, room = head.num_prompt_tokens - head.num_computed, max_num_tokens - decoding
             assert rest <= 1 or share > room - CHUNK or share == 1
         for request, share in made.shares:
             end = request.num_computed

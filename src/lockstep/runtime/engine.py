@@ -25,9 +25,6 @@ from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs, Sampled, Sampler, Sampling, log_probabilities
 from lockstep.targets import Limits
 
-# Of a step in which requests decode, on a GPU. A 7B step of fp16 takes 19 ms of 513 to 768 tokens, 26 of 1024 and 51 of
-# 2048 (H200): as long a token, and others wait less.
-_MIXED_TOKENS = 768
 _PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothing else
 
 
@@ -104,7 +101,6 @@ class Engine:
             admission,
             long_prefill_token_threshold,
             model.adapters.residency if model.adapters is not None else None,
-            None if model.engines.backend.batch_invariant else _MIXED_TOKENS,
         )
         self._longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
         # What is reused must have been cut as it would be now, and lie in pages that slots can share or copy.
@@ -336,8 +332,9 @@ class Engine:
             for number, row in zip(wanted, logits):
                 rows[number] = row
         else:
-            # A GPU computes rows that decode and prompts in one pass, unless the rows are under way already.
-            more = goes_on and not self._scheduler.leaves_prompts(step)
+            # A GPU computes rows that decode and prompts in one pass, unless the rows are under way already: that is
+            # worth waiting for beside a full step of prompts.
+            more = goes_on and not self._scheduler.fills_next(step)
             rows = model.step_tokens(advances, more).tolist()
         ended = time.perf_counter()
         seconds, self._began = ended - began, ended if model.in_flight else None

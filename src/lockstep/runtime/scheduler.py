@@ -3,8 +3,7 @@ tokens, no device.
 
 Each step, in this order: running requests that decode bring one token each; prompts, in order, bring whole chunks, cut
 at multiples of `chunk_size`, while `max_num_tokens` lasts: each as many as there is room for, but while others decode
-at most `long_prefill_token_threshold` tokens, and no more than `max_mixed_tokens` come together with those that decode
-while the prompts that are there would fit in one step. The first prompt in order always brings a chunk.
+at most `long_prefill_token_threshold` tokens. The first prompt in order always brings a chunk.
 
 The order is by priority, lower first, then arrival; a request gains one level of priority on those that come `AGEING`
 steps after it, so none waits for ever. Waiting requests are admitted in this order, when a slot and pages are free: for
@@ -101,11 +100,8 @@ class Scheduler:
         admission: Admission = "guaranteed",
         long_prefill_token_threshold: int | None = None,
         residency: Residency | None = None,
-        max_mixed_tokens: int | None = None,
     ):
-        """max_num_tokens: of one step. residency: of the adapters; None where there are none. max_mixed_tokens: of a
-        step in which requests decode, all its tokens, where no more prompts wait than `max_num_tokens` takes; None: no
-        other limit than that.
+        """max_num_tokens: of one step. residency: of the adapters; None where there are none.
         long_prefill_token_threshold: tokens that one prompt brings at most to a step beside requests that decode,
         rounded down to whole chunks, at least one; None: whatever there is room for.
 
@@ -125,7 +121,6 @@ class Scheduler:
             )
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.tables, self.max_num_tokens, self._residency = tables, max_num_tokens, residency
-        self.max_mixed_tokens = max_mixed_tokens
         self.chunk_size, self.admission = chunk_size, admission
         self.num_swaps = 0
         self._free_slots = list(range(num_slots))  # a heap: low slots first, so that rows that decode lie together
@@ -227,7 +222,7 @@ class Scheduler:
         if all_in:
             self._admit(step, held)
         step.shares = [(each, 1) for each in self._running if each.num_computed >= each.num_prompt_tokens]
-        left, decoding = self._tokens_for(len(step.shares)) - len(step.shares), bool(step.shares)
+        left, decoding = self.max_num_tokens - len(step.shares), bool(step.shares)
         if len(step.shares) < len(self._running):
             for request in self._running:
                 if not request.decodes:
@@ -239,24 +234,15 @@ class Scheduler:
                         break
         return step
 
-    def _tokens_for(self, decoding: int) -> int:
-        """Tokens of a step in which so many requests decode. Few prompts come in shorter steps, which delay the others
-        less and take no longer together; where more wait than fit in one step, whole steps end sooner."""
-        if not decoding or self.max_mixed_tokens is None or self._num_waiting:
-            return self.max_num_tokens
-        left = sum(each.num_prompt_tokens - each.num_computed for each in self._running if not each.decodes)
-        if left > self.max_num_tokens:
-            return self.max_num_tokens
-        return min(self.max_num_tokens, max(self.max_mixed_tokens, decoding + self.chunk_size))
-
-    def leaves_prompts(self, step: Step) -> bool:
-        """Whether prompts that run have tokens left behind `step`, which the step after it brings."""
+    def fills_next(self, step: Step) -> bool:
+        """Whether prompts that run have more tokens left behind `step` than the step after it has room for."""
         taken = {id(request): count for request, count in step.shares}
-        return any(
-            each.num_computed + taken.get(id(each), 0) < each.num_prompt_tokens
+        left = [
+            each.num_prompt_tokens - each.num_computed - taken.get(id(each), 0)
             for each in self._running
             if not each.decodes
-        )
+        ]
+        return sum(left) >= self.max_num_tokens - len(self._running)
 
     def computed(self, step: Step) -> list[tuple[Scheduled, int, list[int]]]:
         """A step was taken. Gives (request, first token, pages) of each chunk that can be reused from now on, where its
