@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from fake_gpu.device import Fault, Gpu, Waits
+from lockstep.step import greedy
 from lockstep.step.sampling import PARAMETERS, Sampling, draw
 
 NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
@@ -143,11 +144,34 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
             names = ("temperature", "top_k", "top_p", "min_p", "seed")
             sampling = Sampling(**{name: terms[name].item() for name in names})
             found = draw(logits[row].astype(np.float32), sampling, int(terms["choice"]), int(held[row]) + 1)
-        if not 0 <= held[row] < k.limit:
-            raise Fault(f"advance: position {held[row]} of slot {slot}, at most {k.limit - 1} expected")
-        gpu.array(k.found_tokens, (slot + 1,), "i4")[slot] = found
-        _integers(gpu, k.tokens, k.wide, slot + 1)[slot] = max(found, 0)
-        _integers(gpu, k.positions, k.wide, slot + 1)[slot] = (held[row] + 1) % k.limit
+        _set_next(gpu, k, slot, found, int(held[row]))
+
+
+def _set_next(gpu: Gpu, k: SimpleNamespace, slot: int, found: int, held: int) -> None:
+    if not 0 <= held < k.limit:
+        raise Fault(f"position {held} of slot {slot}, at most {k.limit - 1} expected")
+    gpu.array(k.found_tokens, (slot + 1,), "i4")[slot] = found
+    _integers(gpu, k.tokens, k.wide, slot + 1)[slot] = max(found, 0)
+    _integers(gpu, k.positions, k.wide, slot + 1)[slot] = (held + 1) % k.limit
+
+
+def largest(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
+    """What Kernels.largest says, by the host's definition."""
+    slots, part = gpu.array(k.slots, (count,), "i4"), gpu.array(k.part, (count, k.size), NUMBERS[k.kind])
+    for row in np.flatnonzero(slots >= 0).tolist():
+        (token,), (logit,) = greedy.largest(part[row : row + 1], k.first)
+        told = k.told + 8 * row
+        gpu.array(told, (1,), "f4")[0], gpu.array(told + 4, (1,), "i4")[0] = logit, token
+
+
+def choose(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
+    """What Kernels.choose says, by the host's definition."""
+    slots, held = gpu.array(k.slots, (count,), "i4").copy(), _integers(gpu, k.held, k.wide, count).copy()
+    told = gpu.array(k.told, (count, k.ranks), "i8").copy().view("i4").reshape(count, k.ranks, 2)
+    found = greedy.most_likely_of_ranks([(told[:, rank, 1], told[:, rank, 0].view("f4")) for rank in range(k.ranks)])
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            _set_next(gpu, k, slot, int(found[row]), int(held[row]))
 
 
 def words(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
@@ -261,6 +285,8 @@ KERNELS: dict[str, Callable] = {
     "rotate": rotate,
     "decode_attention": decode_attention,
     "advance": advance,
+    "largest": largest,
+    "choose": choose,
     "words": words,
 }
 for _unit in (2, 16):
