@@ -136,8 +136,9 @@ def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tupl
             raise InputError(f"{entry.name}: expected a target of quantised weights, found {asked[0]}")
     if "backend" in entry.wildcards:
         needed = [target for target in chosen if entry.needed(config, target)]
-        if not needed and (reason := config.cannot_run(chosen[0].backend)):
-            raise InputError(f"{entry.name}: {chosen[0]}: {reason}; these engines can be built here, not run")
+        if not needed and (reason := config.why_not_run(chosen[0])):
+            built = "; these engines can be built here, not run" if config.is_built(chosen[0]) else ""
+            raise InputError(f"{entry.name}: {chosen[0]}: {reason}{built}")
         chosen = needed or chosen
     return list(dict.fromkeys(tuple(getattr(target, field) for field in entry.wildcards) for target in chosen))
 

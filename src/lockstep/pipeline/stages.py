@@ -209,7 +209,8 @@ _TABLE = (
     ),
     Stage(
         "build", makes="engines", reads=("assembly",), code="backends", job=f"{_JOBS}:build", options=_build,
-        pinned=pinned.pin_engines, is_cached=True, is_reproduced=True, continues=True, owns_folder=True,
+        needed=lambda config, target: config.is_built(target), pinned=pinned.pin_engines, is_cached=True,
+        is_reproduced=True, continues=True, owns_folder=True,
         help="assembly.json -> the engine set of one backend.",
     ),
     Stage(

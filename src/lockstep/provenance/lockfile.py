@@ -61,11 +61,14 @@ def write_lock(results: Path, model: str, out: Path) -> Path:
     """Write the lock of the finished model `model` to `out`. Raises InputError where something was not made or not
     checked yet.
 
-    Engines of other devices that stand in `out` already stay, as long as they are of these graphs.
+    Engines of other devices that stand in `out` already stay, as long as they are of these graphs; so does all of
+    engines that are not built here because this processor does not compute in their precision.
     """
     lock = collect(results, model)
     if out.is_file():
-        _keep_devices(read_lock(out), lock)
+        before = read_lock(out)
+        _keep_devices(before, lock)
+        _keep_not_built(before, lock)
     write_bytes(out, dump_json(lock).encode())
     return out
 
@@ -76,6 +79,33 @@ def _keep_devices(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
         if old.get("graphs") == parts.get("graphs"):
             for backend, devices in parts.get("engines", {}).items():
                 parts["engines"][backend] = {**old.get("engines", {}).get(backend, {}), **devices}
+
+
+def _keep_not_built(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
+    from lockstep.config.backends import backends  # loads pydantic, which verify does without
+
+    for precision, parts in lock["precisions"].items():
+        old = before.get("precisions", {}).get(precision, {})
+        for backend in old.get("engines", {}).keys() - parts.get("engines", {}).keys():
+            settings = backends().get(backend)
+            if old["graphs"] != parts.get("graphs") or settings is None or not settings.lacks_here(precision):
+                continue
+            for kind in ("engines", "golden"):
+                if backend in old.get(kind, {}):
+                    parts.setdefault(kind, {})[backend] = old[kind][backend]
+            for stage, terms in before.get(TERMS, {}).items():
+                kept = {name: of for name, of in terms.items() if _is_of(name, precision, backend)}
+                if kept:
+                    lock[TERMS].setdefault(stage, {}).update(kept)
+            lock[MADE] = {
+                **{name: of for name, of in before[MADE].items() if name.endswith(f"/{backend}")},
+                **lock[MADE],
+            }
+
+
+def _is_of(name: str, precision: str, backend: str) -> bool:
+    """Whether the terms of a check under this name are of engines in `precision` for `backend`."""
+    return name.startswith(f"{precision}/") and name.endswith(f"/{backend}")
 
 
 def collect(results: Path, model: str) -> dict[str, Any]:
