@@ -19,7 +19,7 @@ from lockstep.backends.tensorrt.compat import Library, Tensor
 from lockstep.backends.tensorrt.cut_engine import Shape, unpack
 from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
 from lockstep.backends.tensorrt.products import SCALES_TIMES, Multiplier, Products, SmallWeight
-from lockstep.backends.tensorrt.program import Bound, Context, Shapes, TensorRTExecutable, TensorRTProgram
+from lockstep.backends.tensorrt.program import Bound, Context, Shapes, TensorRTExecutable, TensorRTProgram, run_once
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.cut_products import Product
@@ -153,7 +153,7 @@ class CutProgram:
                 self._contexts = {known: each for known, each in self._contexts.items() if known[0]}
             pieces = []
             for piece in self.pieces:
-                given = {name: self._filled(name, sizes) for name in piece.tensors if name in piece.dynamic}
+                given = {name: self.filled(name, sizes) for name in piece.tensors if name in piece.dynamic}
                 pieces.append((piece.context_for(given, own), given))
             self._contexts[key] = CutContext(pieces, sizes)
         return self._contexts[key]
@@ -172,7 +172,8 @@ class CutProgram:
             if isinstance(dim, str)
         }
 
-    def _filled(self, name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def filled(self, name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of an input, of an output or of what crosses a cut, with sizes for its names."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.declared(name))
 
 
@@ -242,7 +243,7 @@ class CutExecutable:
 
     def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """See `TensorRTExecutable.run_once`."""
-        return TensorRTExecutable.run_once(self, inputs, like)  # type: ignore[arg-type]
+        return run_once(self, self.program.device, self.program.tensors, inputs, like)
 
 
 def _slots(step: tuple[Product, ...]) -> list[str]:

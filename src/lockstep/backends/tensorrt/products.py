@@ -1,7 +1,8 @@
 """Products of activations with weights on a device, which stand between the pieces of a block: see `cut_program`.
 
-Up to eight rows are multiplied by a kernel that reads the weight as it is stored (small_weights.cu); more, and weights
-of shapes that the kernel does not take, by cuBLAS, a small weight made fp16 before, in memory that all of them share.
+A few rows are multiplied by a kernel that reads the weight as it is stored (small_weights.cu), eight at a time; more,
+and weights of shapes that the kernel does not take, by cuBLAS, a small weight made fp16 before, in memory that all of
+them share.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from lockstep.backends.tensorrt.cublas import Gemm
 
 SOURCE = Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
 SCALES_TIMES = 256.0  # what the kernels expect scales to be multiplied by
-MOST_ROWS, _MOST_OUTPUTS = 8, 3  # of a launch of the kernel
+_ROWS, _MOST_OUTPUTS = 8, 3  # of a launch of the kernel
+# Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
+MOST_ROWS = {4: 32, 8: 16, 16: 8}
 _WIDE = 8192  # out_features from which warps take two tiles
 _DEQUANTIZE_THREADS = 256
 
@@ -73,19 +76,23 @@ class Products:
         gemv = self._kernel(f"gemv_{weight.bits}_{tiles}_{warps}")
         ends = (starts[1:] + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
         sizes = total, weight.in_features, weight.group_size or weight.in_features
-        few = MOST_ROWS if weight.fits_kernel else 0
+        few = MOST_ROWS[weight.bits] if weight.fits_kernel else 0
         dequantize = None if weight.bits == 16 else self._kernel(f"dequantize_{weight.bits}")
         blocks = -(-numbers // 8 // _DEQUANTIZE_THREADS)
 
         def multiply(rows: int, x: cuda.Array, outs: Sequence[cuda.Array]) -> None:
             if rows <= few:
-                to = [*outs, *[outs[-1]] * (_MOST_OUTPUTS - len(outs))]
-                arguments: tuple[cuda.Array | int, ...] = (weight.data, weight.scales, x, *to, *ends, *sizes, rows)
-                gemv.launch(self._stream, -(-total // (16 * tiles)), 32 * warps, *arguments)
+                for first in range(0, rows, _ROWS):
+                    piece = slice(first, min(first + _ROWS, rows))
+                    to = [out[piece] for out in outs]
+                    to += [to[-1]] * (_MOST_OUTPUTS - len(to))
+                    given: tuple[cuda.Array | int, ...]
+                    given = weight.data, weight.scales, x[piece], *to, *ends, *sizes, piece.stop - first
+                    gemv.launch(self._stream, -(-total // (16 * tiles)), 32 * warps, *given)
                 return
             if dequantize is not None:
-                given = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
-                dequantize.launch(self._stream, blocks, _DEQUANTIZE_THREADS, *given)
+                made = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
+                dequantize.launch(self._stream, blocks, _DEQUANTIZE_THREADS, *made)
             for part, out in zip(parts, outs, strict=True):
                 self._gemm(part, rows, x, out)
 

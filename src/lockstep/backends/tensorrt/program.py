@@ -18,7 +18,7 @@ import numpy as np
 from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.compat import Library
+from lockstep.backends.tensorrt.compat import Library, Tensor
 from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.errors import CheckError
@@ -205,17 +205,38 @@ class TensorRTExecutable:
 
     def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs for `inputs`, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
-        self.uploads.wait()
-        self.program.device.use()
-        stream, tensors = self.program.device.stream, self.program.tensors
-        host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
-        given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
-        made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-        found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-        for name in host:
-            stream.upload(given[name], host[name])
-        self.prepare(given, made)()
-        for name in made:
-            stream.download(found[name], made[name])
-        stream.synchronize()
-        return {name: array.astype(like[name].dtype) for name, array in found.items()}
+        return run_once(self, self.program.device, self.program.tensors, inputs, like)
+
+
+class _Prepares(Protocol):
+    """An engine that runs on a device's arrays."""
+
+    uploads: Uploads
+
+    def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
+        """See `TensorRTExecutable.prepare`."""
+        ...
+
+
+def run_once(
+    executable: _Prepares,
+    device: Device,
+    tensors: Mapping[str, Tensor],
+    inputs: Mapping[str, np.ndarray],
+    like: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """The outputs of an engine, whose tensors these are, for arrays of the host: see `DeviceExecutable`."""
+    executable.uploads.wait()
+    device.use()
+    stream = device.stream
+    host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
+    given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
+    made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+    found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+    for name in host:
+        stream.upload(given[name], host[name])
+    executable.prepare(given, made)()
+    for name in made:
+        stream.download(found[name], made[name])
+    stream.synchronize()
+    return {name: array.astype(like[name].dtype) for name, array in found.items()}
