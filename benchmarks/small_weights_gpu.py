@@ -63,12 +63,13 @@ def run(folder: Path, work: Path, out: Path, precisions: tuple[str, ...] = PRECI
             record["failed"][precision] = code
         if own.is_file():
             record[precision] = read_json(own)
-        full = record.get("fp16", {}).get("decode", {})
-        mine = record.get(precision, {}).get("decode", {})
-        record.setdefault("times_as_fast_as_fp16", {})[precision] = {
-            batch: round(full[batch]["median"] / mine[batch]["median"], 2) for batch in mine if batch in full
-        }
+        record["times_as_fast_as_fp16"] = {each: _times(record, each) for each in precisions if each in record}
         write_json(out, record)
+
+
+def _times(record: dict[str, Any], precision: str) -> dict[str, float]:
+    full, mine = (record.get(each, {}).get("decode", {}) for each in ("fp16", precision))
+    return {batch: round(full[batch]["median"] / mine[batch]["median"], 2) for batch in mine if batch in full}
 
 
 def measure(folder: Path, work: Path, precision: str) -> None:

@@ -59,19 +59,19 @@ class Products:
 
     def __init__(self, stream: cuda.Stream):
         self._stream, self._module, self._gemm = stream, cuda.compile_kernels(SOURCE), Gemm(stream)
-        self._scratch = cuda.empty((1,), "f2")
+        # For a weight as fp16: the last is as large as any that is bound; captured graphs may use those before.
+        self._scratch = [cuda.empty((1,), "f2")]
+        self._largest = 1
         self._kernels: dict[str, cuda.Kernel] = {}
 
     def bind(self, weight: SmallWeight) -> Multiplier:
-        """A product with `weight`, captured graphs of which hold as long as it does."""
+        """A product with `weight`; captured graphs of it hold as long as it does, and these `Products`."""
         total, numbers = sum(weight.out_features), sum(weight.out_features) * weight.in_features
-        if weight.bits < 16 and math.prod(self._scratch.shape) < numbers:
-            self._scratch = cuda.empty((numbers,), "f2", "a weight as fp16")
-        whole = weight.data if weight.bits == 16 else self._scratch
-        whole, starts = whole.reshape(total, weight.in_features), [0]
+        if weight.bits < 16:
+            self._largest = max(self._largest, numbers)
+        starts = [0]
         for size in weight.out_features:
             starts.append(starts[-1] + size)
-        parts = [whole[low:high] for low, high in zip(starts, starts[1:])]
         tiles, warps = (2, 8) if total >= _WIDE else (1, 16)
         gemv = self._kernel(f"gemv_{weight.bits}_{tiles}_{warps}")
         ends = (starts[1:] + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
@@ -90,13 +90,21 @@ class Products:
                     given = weight.data, weight.scales, x[piece], *to, *ends, *sizes, piece.stop - first
                     gemv.launch(self._stream, -(-total // (16 * tiles)), 32 * warps, *given)
                 return
+            whole = weight.data
             if dequantize is not None:
+                whole = self._room().reshape(total, weight.in_features)
                 made = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
                 dequantize.launch(self._stream, blocks, _DEQUANTIZE_THREADS, *made)
-            for part, out in zip(parts, outs, strict=True):
-                self._gemm(part, rows, x, out)
+            for low, high, out in zip(starts, starts[1:], outs):
+                self._gemm(whole[low:high], rows, x, out)
 
         return multiply
+
+    def _room(self) -> cuda.Array:
+        """Made with the first call, when all products are bound."""
+        if math.prod(self._scratch[-1].shape) < self._largest:
+            self._scratch.append(cuda.empty((self._largest,), "f2", "a weight as fp16"))
+        return self._scratch[-1]
 
     def _kernel(self, name: str) -> cuda.Kernel:
         if name not in self._kernels:
