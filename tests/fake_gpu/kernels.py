@@ -276,6 +276,38 @@ def _segments(gpu: Gpu, count: int, k: SimpleNamespace) -> list[tuple[int, list[
     return [(int(adapters[n]), rows[starts[n] : starts[n + 1]].tolist()) for n in range(count)]
 
 
+def _weight(gpu: Gpu, k: SimpleNamespace, bits: int) -> np.ndarray:
+    """[out_features, in_features] float32 of small_weights.cu's forms, `2^8` times as large where it has scales."""
+    if bits == 16:
+        return gpu.array(k.weight, (k.out_features, k.in_features), "f2").astype(np.float32)
+    data = gpu.bytes(k.weight, k.out_features * k.in_features * bits // 8).reshape(k.out_features, -1)
+    numbers = data if bits == 8 else np.stack([data & 15, data >> 4], -1).reshape(k.out_features, -1)
+    scales = gpu.array(k.scales, (k.out_features, k.in_features // k.group_size), "f2").astype(np.float32)
+    groups = numbers.reshape(*scales.shape, -1).astype(np.float32) - (1 << bits - 1)
+    return (groups * scales[..., None]).reshape(k.out_features, k.in_features)
+
+
+def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, tiles: int) -> None:
+    """What small_weights.cu says."""
+    columns = 128 // bits
+    if blocks != -(-k.out_features // (16 * tiles)) or not 1 <= k.rows <= 8:
+        raise Fault(f"gemv: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
+    if k.in_features % columns or (bits < 16 and k.group_size % columns) or k.weight % 16 or k.x % 16:
+        raise Fault(f"gemv: rows of {k.in_features} numbers in groups of {k.group_size}, {bits} bits")
+    x = gpu.array(k.x, (k.rows, k.in_features), "f2").astype(np.float32)
+    found = x @ _weight(gpu, k, bits).astype(np.float16).astype(np.float32).T / (1 if bits == 16 else 256)
+    ends = [0, k.first_end, k.second_end, k.out_features]
+    for low, high, out in zip(ends, ends[1:], (k.first_out, k.second_out, k.third_out)):
+        gpu.array(out, (k.rows, high - low), "f2")[:] = found[:, low:high].astype(np.float16)
+
+
+def dequantize(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int) -> None:
+    """What small_weights.cu says."""
+    if blocks * 256 < k.out_features * k.in_features // 8:
+        raise Fault(f"dequantize: {blocks} blocks for [{k.out_features}, {k.in_features}]")
+    gpu.array(k.out, (k.out_features, k.in_features), "f2")[:] = _weight(gpu, k, bits) / 256
+
+
 KERNELS: dict[str, Callable] = {
     "sgmv_shrink": sgmv_shrink,
     "sgmv_expand": sgmv_expand,
@@ -291,3 +323,10 @@ KERNELS: dict[str, Callable] = {
 }
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
+for _bits in (4, 8, 16):
+    for _tiles, _warps in ((1, 16), (2, 8)):
+        KERNELS[f"gemv_{_bits}_{_tiles}_{_warps}"] = lambda gpu, blocks, k, bits=_bits, tiles=_tiles: gemv(
+            gpu, blocks, k, bits, tiles
+        )
+for _bits in (4, 8):
+    KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)

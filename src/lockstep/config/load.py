@@ -337,14 +337,19 @@ class Config(Section):
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
 
-    def tolerance(self, model: str, precision: str) -> Tolerance:
-        """What passes for targets of a model in a precision: its own where it has one, else that of all models."""
+    def tolerance(self, model: str, precision: str, backend: str | None = None) -> Tolerance:
+        """What passes for targets of a model in a precision: its own where it has one, else that of all models. Of a
+        backend that rounds activations to fp16, at least what passes in fp16. None: of graphs."""
         own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
-        return self.tolerances[precision].model_copy(update=own)
+        found = self.tolerances[precision].model_copy(update=own)
+        if backend is None or precision not in self._settings(backend).fp16_activations:
+            return found
+        half = self.tolerance(model, "fp16").model_dump()
+        return found.model_copy(update={name: max(size, getattr(found, name)) for name, size in half.items()})
 
     def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
         """The largest error of an engine beside its graph, relative to its output: see `BackendSettings`."""
-        return self._settings(backend).compare_tolerance(precision, self.tolerance(model, precision).block)
+        return self._settings(backend).compare_tolerance(precision, self.tolerance(model, precision, backend).block)
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on

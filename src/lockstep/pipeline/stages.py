@@ -86,8 +86,8 @@ def _source(config: Config, model: str) -> dict[str, Any]:
     return {"source": config.models[model].source}
 
 
-def _tolerance(config: Config, model: str, precision: str) -> dict[str, Any]:
-    return {"tolerance": config.tolerance(model, precision).model_dump()}
+def _tolerance(config: Config, model: str, precision: str, backend: str | None = None) -> dict[str, Any]:
+    return {"tolerance": config.tolerance(model, precision, backend).model_dump()}
 
 
 def _validate(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
@@ -110,11 +110,11 @@ def _golden(config: Config, model: str, precision: str, layers: int | str, backe
     # What the config expects the checkpoint says; of quantised weights the drift report shows what became of it.
     prompts = config.models[model].golden.prompts
     expected = [None if is_quantized(precision) else prompt.expected.get(layers) for prompt in prompts]
-    return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
+    return {"expected": expected, **_tolerance(config, model, precision, backend), "limits": config.limits.model_dump()}
 
 
 def _served(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
-    return {**_tolerance(config, model, precision), "limits": config.limits.model_dump()}
+    return {**_tolerance(config, model, precision, backend), "limits": config.limits.model_dump()}
 
 
 def _export(config: Config, model: str, precision: str) -> dict[str, Any]:
@@ -158,8 +158,13 @@ def _adapted_reference(config: Config, model: str, layers: int | str) -> dict[st
 
 def _adapted(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
     prompts = [prompt for each in config.adapter_prompts(model).values() for prompt in each]
+<<<<<<< HEAD
     expected = [None if is_quantized(precision) else prompt.expected.get(layers) for prompt in prompts]
     return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
+=======
+    expected = [prompt.expected.get(layers) for prompt in prompts]
+    return {"expected": expected, **_tolerance(config, model, precision, backend), "limits": config.limits.model_dump()}
+>>>>>>> q8
 
 
 def _has_adapters(config: Config, target: Target) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from lockstep.artifacts.activations import with_activations
 from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.assembly import Assembly, Layer, Part
 from lockstep.artifacts.dtypes import named_dtype
@@ -15,7 +16,7 @@ from lockstep.artifacts.signature import Signature
 from lockstep.artifacts.tensor_parallel import Piece as ShardedPiece
 from lockstep.artifacts.tensor_parallel import ShardedClass, TensorParallel, attention_shards
 from lockstep.backends import EngineSet
-from lockstep.backends.base import Program
+from lockstep.backends.base import HasActivations, Program
 from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.errors import InputError
 from lockstep.step.executable import Executable, HasAdapterRows
@@ -39,7 +40,7 @@ def open_network(
     Raises InputError for a layer count that the model does not have, or a tensor that the weights lack or hold in
     another shape.
     """
-    assembly, weights = engines.assembly, Weights.open(weights_json)
+    assembly, weights = _as_run(engines), Weights.open(weights_json)
     count = layer_count(assembly, layers)
     ranks = assembly.tensor_parallel
     if weights.precision != assembly.precision:
@@ -75,6 +76,14 @@ def open_network(
     if ranks is not None:
         kinds = {name: _heads_of_ranks(kind, ranks, name) for name, kind in kinds.items()}
     return _network(assembly, chosen, bound, kinds)
+
+
+def _as_run(engines: EngineSet) -> Assembly:
+    """The assembly with the activations that the engines have."""
+    backend, assembly = engines.backend, engines.assembly
+    if not isinstance(backend, HasActivations):
+        return assembly
+    return with_activations(assembly, backend.activations(assembly.precision))
 
 
 def _network(
@@ -123,7 +132,7 @@ def _network_of_rank(
     engines: EngineSet, weights: Weights, chosen: Sequence[Layer], ranks: TensorParallel, rank: int
 ) -> Network:
     """What one rank of several runs, on its own device: its heads, its pieces with its part of the weights."""
-    assembly = engines.assembly
+    assembly = _as_run(engines)
     load = lambda name: engines.load(name, rank=rank)
     programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
 
