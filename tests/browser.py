@@ -54,11 +54,24 @@ class Browser:
         )
         for fd in (theirs_in, theirs_out, *fds):
             os.close(fd)
-        self._rest, self._number, self.said = b"", 0, []
-        target = self._ask("Target.createTarget", url="about:blank")["targetId"]
+        self._rest, self._number = b"", 0
+        self._session: str | None = None  # None: what is asked is asked of the browser, not of its page
+        self._context: str | None = None
+        self.said: list[str] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Close the page and open an empty one, which knows nothing of what any before has stored."""
+        self._session = None
+        if self._context:
+            self._ask("Target.disposeBrowserContext", browserContextId=self._context)
+        self._context = self._ask("Target.createBrowserContext")["browserContextId"]
+        page = {"url": "about:blank", "browserContextId": self._context}
+        target = self._ask("Target.createTarget", **page)["targetId"]
         self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._ask(f"{domain}.enable")
+        self.said = []
 
     def open(self, url: str) -> None:
         self._ask("Page.navigate", url=url)
@@ -121,7 +134,7 @@ class Browser:
     def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
-        if hasattr(self, "_session"):
+        if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         answer = self._read(lambda found: found.get("id") == message["id"])

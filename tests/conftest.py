@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -26,6 +27,14 @@ for number in (signal.SIGINT, signal.SIGHUP):
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` stands for: a process for each core that this one may use."""
     return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What is there by now is walked by no later collection: with torch and thousands of tests in the process each
+    takes half a second, and hundreds of tests ask for one or make many objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import math
 import resource
@@ -28,15 +27,6 @@ from lockstep.load.report import LoadReport
 from lockstep.load.sse import EventReader
 from lockstep.runtime.tokenizer import Tokenizer
 from scripted_server import ScriptedServer, Step, words
-
-
-@pytest.fixture(autouse=True)
-def no_pauses() -> Iterator[None]:
-    """In a process that holds thousands of tests, a collection takes a good part of a second: client and server, which
-    are both in it, would stand still."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -29,16 +29,23 @@ def server() -> Iterator[ScriptedServer]:
         yield server
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     command = find()
     if command is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
-    browser = Browser(command, tmp_path / "profile")
+    browser = Browser(command, tmp_path_factory.mktemp("browser") / "profile")
     try:
         yield browser
     finally:
         browser.close()
+
+
+@pytest.fixture
+def browser(started: Browser) -> Browser:
+    """With an empty page."""
+    started.renew()
+    return started
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from lockstep.export.tracer import NOT_PER_LAYER, build_config
 
 WINDOW = 4096  # tokens: far.py looks at both sides of it
 _VOCABULARY = 160
+_SMALL_VOCABULARY = 512  # stays as it is, so that a model that is small already need not be traced a second time
 _INTERMEDIATE = 96
 _KV_HEADS = (2, 4)  # more than one, so that heads taken in a wrong order show; some classes want a multiple of four
 # query heads for each key head: another number than those above, so that the two are not mistaken for each other
@@ -85,14 +86,15 @@ class _Section:
 
     def shrink(self, depth: int, kv_heads: int | None, experts: bool, inner: bool) -> None:
         self._depth(depth)
+        vocabulary = _vocabulary(self.get("vocab_size") or _VOCABULARY)
         for key, value in list(self.settings.items()):
             if isinstance(value, int) and not isinstance(value, bool):
                 if "vocab_size" in key and key != "type_vocab_size":
-                    self.set(key, min(value, _VOCABULARY))
+                    self.set(key, _vocabulary(value))
                 elif _WINDOWS.search(key) and key != "max_window_layers" and value > 0:
                     self.set(key, min(value, WINDOW))
             if key.endswith(("token_id", "token_ids")):
-                self.set(key, _each(value, lambda number: number % _VOCABULARY if number >= 0 else number))
+                self.set(key, _each(value, lambda number: number % vocabulary if number >= 0 else number))
             if inner and _INNER.search(key):
                 self.set(key, _each(value, lambda number: min(number, _INTERMEDIATE)))
         if experts:
@@ -152,6 +154,10 @@ class _Section:
                 and not _INNER.search(key)
             ):
                 self.set(key, min(size, hidden))
+
+
+def _vocabulary(size: int) -> int:
+    return size if size <= _SMALL_VOCABULARY else _VOCABULARY
 
 
 def _each(value: Any, change: Any) -> Any:

@@ -37,6 +37,7 @@ async def run(
     sending. Times in the records count from the start of the run.
     """
     turn = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
+    was_frozen = gc.get_freeze_count() > 0  # by the program that this runs in
     gc.collect()
     gc.freeze()  # what is there by now is not looked through again while times are taken
     start = clock() + _AHEAD
@@ -53,7 +54,8 @@ async def run(
     finally:
         for task in (*tasks, watch):
             task.cancel()
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
     return Observed(sorted(records, key=lambda record: record.number), lags)
 
 
