@@ -158,13 +158,8 @@ def _adapted_reference(config: Config, model: str, layers: int | str) -> dict[st
 
 def _adapted(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
     prompts = [prompt for each in config.adapter_prompts(model).values() for prompt in each]
-<<<<<<< HEAD
     expected = [None if is_quantized(precision) else prompt.expected.get(layers) for prompt in prompts]
-    return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
-=======
-    expected = [prompt.expected.get(layers) for prompt in prompts]
     return {"expected": expected, **_tolerance(config, model, precision, backend), "limits": config.limits.model_dump()}
->>>>>>> q8
 
 
 def _has_adapters(config: Config, target: Target) -> bool:

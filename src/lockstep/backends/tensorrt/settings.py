@@ -81,13 +81,9 @@ SETTINGS = BackendSettings(
     section=TensorRTConfig,
     takes_limits=True,
     runs_ranks=True,
-<<<<<<< HEAD
     runs_adapters=("fp32", "fp16", "bf16"),
-=======
-    runs_adapters=True,
     zero_points=False,
     fp16_activations=("w8a16", "w4a16"),
->>>>>>> q8
     gpus=1,
     # 8.6 on an H200: keys behind a RoPE angle of 250 rad are off by 6e-5 of their magnitude.
     fp32_part=1.0,
