@@ -516,6 +516,11 @@ def batches(
 @click.option("--graphs-only", is_flag=True, help="Export into the scratch folder, and measure nothing.")
 @click.option("--no-forms", is_flag=True, help="Leave out the forms of an adapter's products.")
 @click.option(
+    "--vllm",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="A record of benchmarks/vllm_adapters.py on the same machine, to be put beside.",
+)
+@click.option(
     "--write",
     "docs",
     type=click.Path(file_okay=False, path_type=Path),
@@ -531,6 +536,7 @@ def adapters_gpu(
     options: dict[str, Any],
     graphs_only: bool,
     no_forms: bool,
+    vllm: Path | None,
     docs: Path | None,
     rounds: int,
 ) -> None:
@@ -552,6 +558,7 @@ def adapters_gpu(
         "taking": str(work / "graphs" / "assembly.json"),
         "work": str(work),
         "out": str(out),
+        "vllm": str(vllm.absolute()) if vllm else None,
     }
     worker.call(python, "benchmarks.adapters_gpu:measure", **names, rounds=rounds, options=options, forms=not no_forms)
     click.echo(out)

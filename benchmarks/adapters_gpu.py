@@ -4,6 +4,8 @@ the same model whose graphs take none, in turn; how long one takes to load; and 
 In: assemblies of a shape in fp16, one of which takes adapters; a scratch folder. Out: a record. In the scratch folder
 it is written after each part, so that a run that is cut short says what it came to.
 
+Beside the forms: kernels of our own, segmented by adapter (sgmv.py), of all products of a decoder layer.
+
 The forms, of q, k and v of one layer beside the layers alone: as they are exported, two thin products for each layer
 and the resident adapters' columns of which a token's own are kept; with one first product for the three; with one of
 each, whose second matrix is block diagonal; the same two with the first product as further rows of the layers' own
@@ -23,7 +25,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import batches
+from benchmarks import batches, sgmv
 from benchmarks.gpu import random_weights
 from benchmarks.measure import in_turn, spread
 from lockstep import Advance, Model, Sampling, build_engines
@@ -54,9 +56,11 @@ def run(
     rounds: int = 3,
     options: Mapping[str, Any] | None = None,
     forms: bool = True,
+    vllm: str | None = None,
 ) -> None:
     """Measure everything. plain, taking: assemblies of one shape, the second with room for adapters of RANK of all
-    linear layers. options: of the builds. forms: measure those too."""
+    linear layers. options: of the builds. forms: measure those too. vllm: a record of vllm_adapters.py on the same
+    machine, which is kept beside."""
     assembly = Assembly.load(taking)
     assert assembly.adapters is not None
     work.mkdir(parents=True, exist_ok=True)
@@ -109,7 +113,22 @@ def run(
     if forms:
         hidden = assembly.hidden_size
         note(forms={str(t): found for t, found in _forms(hidden, assembly.adapters, work / "forms", rounds).items()})
+        note(sgmv=sgmv.measure(groups(assembly), min(assembly.adapters.max_adapters, ROWS)))
+    if vllm:
+        note(vllm=of_vllm(read_json(Path(vllm))))
     write_json(out, record)
+
+
+def of_vllm(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a record of vLLM: its version, the same numbers, and the way it was started."""
+    lora, plain = found["lora"], found.get("plain", {})
+    steps = lora["decode_step"]["milliseconds"] | (
+        {_WITHOUT: plain["decode_step"]["milliseconds"][_NONE]} if "decode_step" in plain else {}
+    )
+    kept = {key: found[key] for key in ("rows", "context", "max_adapters", "rank", "adapter_bytes", "small_bytes")}
+    return {"version": lora["version"], **kept, "start": lora["start"], "decode_step": {"milliseconds": steps}} | (
+        {"load": lora["load"]} if "load" in lora else {}
+    )
 
 
 def _add(model: Model, assembly: Assembly, name: str, rank: int) -> None:
@@ -134,6 +153,19 @@ def _modules(assembly: Assembly) -> dict[str, tuple[int, int]]:
         part.slots[weight][0].removesuffix(".weight"): (slot.in_features, slot.out_features)
         for part in parts
         for weight, slot in assembly.adapters.classes.get(part.graph, {}).items()
+    }
+
+
+def groups(assembly: Assembly) -> dict[str, tuple[int, list[int]]]:
+    """Of a Llama's first decoder layer the linear layers that read the same values: in_features, out_features of
+    each."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for module, size in _modules(assembly).items():
+        sizes.setdefault(module.rpartition(".")[2], size)
+    same = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+    return {
+        "_".join(name.removesuffix("_proj") for name in names): (sizes[names[0]][0], [sizes[name][1] for name in names])
+        for names in same
     }
 
 

@@ -29,7 +29,9 @@ from lockstep import Advance, CheckError, InputError, Model
 from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
+from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype
 from lockstep.artifacts.files import read_json, write_json
+from lockstep.artifacts.quantized import is_scales, scales_name
 from lockstep.backends.builder import COSTS
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.layers import differences
@@ -37,6 +39,7 @@ from lockstep.backends.tensorrt.tactics import CACHE, RECORD
 from lockstep.pipeline import worker
 from lockstep.verify.metrics import difference
 
+_DTYPES = {graph_dtype(name): name for name in DTYPE_BITS}  # safetensors' name of each
 PARTS = "parts.json"  # of the record, while it is made
 CONTEXT, PREFILL, WARM, STEPS = 512, 2048, 8, 64
 LIMITS = {"max_batch_size": 16, "max_num_tokens": PREFILL, "max_seq_len": PREFILL}
@@ -210,19 +213,22 @@ def ready_seconds(python: str | None, engines: Path, assembly: Path, weights: Pa
 
 
 def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Path:
-    """A file of random numbers (standard deviation 0.02, gains of 1) under a weights manifest. alike: all layers take
-    the first one's numbers, which lie in the file once: for shapes that are larger than the disk."""
+    """A file of random numbers (standard deviation 0.02, gains of 1) under a weights manifest; of quantised weights
+    random integers. alike: all layers take the first one's numbers, which lie in the file once: for shapes that are
+    larger than the disk."""
     folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, list[int]] = {}
+    dtypes: dict[str, str] = {}
     parts = [assembly.embedding, *(layer.block for layer in assembly.layers), assembly.layers[-1].exit]
     for part in parts:
         for slot in assembly.classes[part.graph].signature.slots:
             (name,) = part.slots[slot.name]
-            shapes[name] = list(slot.sizes)
+            shapes[name], dtypes[name] = list(slot.sizes), slot.dtype
     random, tensors, offset, digest = np.random.default_rng(0), {}, 0, hashlib.sha256()
     pool = (
         random.standard_normal(min(1 << 26, 2 * max(map(math.prod, shapes.values()))), np.float32) * np.float32(0.02)
     ).astype(np.float16)
+    bytes_pool = np.frombuffer(random.bytes(pool.size), np.uint8)
     path = folder / "weights.bin"
     with open(path, "wb") as file:
 
@@ -237,28 +243,35 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
             if role in places and places[role]["shape"] == shape:
                 tensors[name] = places[role]
                 continue
-            count = math.prod(shape)
+            count, dtype = math.prod(shape), np.dtype(dtypes[name])
+            length = dtype.itemsize * count
             places[role] = tensors[name] = {
                 "file": 0,
                 "offset": offset,
-                "length": 2 * count,
-                "dtype": "F16",
+                "length": length,
+                "dtype": _DTYPES[dtype.name],
                 "shape": shape,
             }
-            offset += 2 * count
+            offset += length
             if len(shape) == 1:
-                write(np.ones(count, np.float16))
+                write(np.ones(count, dtype))
+                continue
+            if is_scales(name):
+                assert assembly.quantization is not None  # which has scales
+                bits = assembly.quantization.bits[name.removesuffix(scales_name(""))]
+                steps = 2**bits / 12**0.5  # the standard deviation of the integers
+                write((random.uniform(0.5, 1.5, count) * 0.02 / steps).astype(dtype))
                 continue
             while count:  # pieces of one pool, from random places: as fast as the disk, and no two matrices alike
                 start = int(random.integers(0, pool.size // 2))
-                piece = pool[start : start + count]
-                write(piece)
+                piece = (bytes_pool if dtype == np.uint8 else pool)[start : start + count]
+                write(np.ascontiguousarray(piece, dtype))
                 count -= piece.size
     remember(path, digest.hexdigest())
     files = [{"path": path.name, "size": offset, "sha256": digest.hexdigest()}]
-    write_json(
-        folder / "weights.json", {"format": formats.WEIGHTS, "precision": "fp16", "files": files, "tensors": tensors}
-    )
+    manifest = {"format": formats.WEIGHTS, "precision": assembly.precision, "files": files, "tensors": tensors}
+    group = {"group_size": assembly.quantization.group_size} if assembly.quantization else {}
+    write_json(folder / "weights.json", {**manifest, **group})
     return folder / "weights.json"
 
 

@@ -127,6 +127,15 @@ class Results:
     def adapted_reference(self, model: str, layers: int | str) -> Path:
         return self.root / model / "adapted_reference" / f"{layers}.json"
 
+    def quantized_adapted_reference(self, model: str, precision: str, layers: int | str) -> Path:
+        return self.root / model / precision / "adapted_reference" / f"{layers}.json"
+
+    def adapted_reference_of(self, model: str, precision: str, layers: int | str) -> Path:
+        """The reference that adapters are held against: of quantised weights their own, else that of the model."""
+        if is_quantized(precision):
+            return self.quantized_adapted_reference(model, precision, layers)
+        return self.adapted_reference(model, layers)
+
     def adapted(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.root / model / precision / "adapted" / backend / f"{layers}.json"
 

@@ -34,7 +34,7 @@ from types import ModuleType
 
 import onnx
 
-from fake_gpu import cuda, cudnn, tensorrt
+from fake_gpu import cublas, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
 from lockstep.backends.tensorrt_rtx import gpu as rtx_gpu
 
@@ -52,6 +52,9 @@ BOUND = (
     "rank_device",
     "device_weights",
     "program",
+    "cublas",
+    "products",
+    "cut_program",
     "attention",
     "fused_attention",
     "staging",
@@ -98,6 +101,8 @@ def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     capability = rtx_gpu.compute_capability
     rtx_gpu.compute_capability = lambda: CAPABILITY
     backend.build = lambda self, graph, out, options: _build(self, build, graph, out, options)
+    fake_cublas = cublas.cublas(gpu)
+    importlib.import_module("lockstep.backends.tensorrt.cublas").load = lambda: fake_cublas
     _reload_in_polygraphy()
     try:
         yield gpu
@@ -143,14 +148,20 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     from lockstep.artifacts.files import sha256_file, write_bytes
     from lockstep.backends.base import Built
     from lockstep.backends.profiles import LIMITS
+    from lockstep.backends.tensorrt.cut_engine import pack
     from lockstep.onnx_tools.dequantized import dequantize_products
 
     if out.suffix != ".engine":
         return real(backend, graph, out, options)
     model = onnx.load(graph)
-    dequantize_products(model, str(out))
-    model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
-    write_bytes(out, model.SerializeToString())
+    limits = json.dumps({name: options[name] for name in LIMITS})
+    cut = backend.pieces(model, options) if hasattr(backend, "_tactics") else None
+    dequantize_products(model, str(out)) if cut is None else None
+    plans = []
+    for plan in [model] if cut is None else cut.pieces:
+        plan.metadata_props.add(key="limits", value=limits)
+        plans.append(plan.SerializeToString())
+    write_bytes(out, plans[0] if cut is None else pack(model, cut, plans, options))
     if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none
         return Built()
     product = {

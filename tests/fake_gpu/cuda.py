@@ -85,7 +85,7 @@ def nvrtc() -> ModuleType:
             )
         )
         if template := kernels.pop("NAME", None):
-            kernels |= dict.fromkeys(re.findall(r"^WRITE\((\w+)", source, re.MULTILINE), template)
+            kernels |= dict.fromkeys(re.findall(r"^(?:WRITE|GEMV)\((\w+)", source, re.MULTILINE), template)
         parameters = {
             name: ([(part.split()[-1].strip("*"), "*" in part) for part in text.split(",")], defined[program])
             for name, text in kernels.items()

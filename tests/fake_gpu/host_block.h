@@ -13,10 +13,14 @@
 #define __device__
 #define __global__
 #define __shared__ static
+#define __forceinline__ inline
 #define __launch_bounds__(threads)
 
 namespace host_block {
-constexpr int COUNT = 1024, STACK = 1 << 15;
+#ifndef BLOCK_THREADS
+#define BLOCK_THREADS 1024
+#endif
+constexpr int COUNT = BLOCK_THREADS, STACK = 1 << 15;
 struct Thread {
     ucontext_t first;
     jmp_buf at;

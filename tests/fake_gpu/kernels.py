@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from fake_gpu.device import Fault, Gpu, Waits
+from lockstep.step import greedy
 from lockstep.step.sampling import PARAMETERS, Sampling, draw
 
 NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
@@ -143,11 +144,34 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
             names = ("temperature", "top_k", "top_p", "min_p", "seed")
             sampling = Sampling(**{name: terms[name].item() for name in names})
             found = draw(logits[row].astype(np.float32), sampling, int(terms["choice"]), int(held[row]) + 1)
-        if not 0 <= held[row] < k.limit:
-            raise Fault(f"advance: position {held[row]} of slot {slot}, at most {k.limit - 1} expected")
-        gpu.array(k.found_tokens, (slot + 1,), "i4")[slot] = found
-        _integers(gpu, k.tokens, k.wide, slot + 1)[slot] = max(found, 0)
-        _integers(gpu, k.positions, k.wide, slot + 1)[slot] = (held[row] + 1) % k.limit
+        _set_next(gpu, k, slot, found, int(held[row]))
+
+
+def _set_next(gpu: Gpu, k: SimpleNamespace, slot: int, found: int, held: int) -> None:
+    if not 0 <= held < k.limit:
+        raise Fault(f"position {held} of slot {slot}, at most {k.limit - 1} expected")
+    gpu.array(k.found_tokens, (slot + 1,), "i4")[slot] = found
+    _integers(gpu, k.tokens, k.wide, slot + 1)[slot] = max(found, 0)
+    _integers(gpu, k.positions, k.wide, slot + 1)[slot] = (held + 1) % k.limit
+
+
+def largest(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
+    """What Kernels.largest says, by the host's definition."""
+    slots, part = gpu.array(k.slots, (count,), "i4"), gpu.array(k.part, (count, k.size), NUMBERS[k.kind])
+    for row in np.flatnonzero(slots >= 0).tolist():
+        (token,), (logit,) = greedy.largest(part[row : row + 1], k.first)
+        told = k.told + 8 * row
+        gpu.array(told, (1,), "f4")[0], gpu.array(told + 4, (1,), "i4")[0] = logit, token
+
+
+def choose(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
+    """What Kernels.choose says, by the host's definition."""
+    slots, held = gpu.array(k.slots, (count,), "i4").copy(), _integers(gpu, k.held, k.wide, count).copy()
+    told = gpu.array(k.told, (count, k.ranks), "i8").copy().view("i4").reshape(count, k.ranks, 2)
+    found = greedy.most_likely_of_ranks([(told[:, rank, 1], told[:, rank, 0].view("f4")) for rank in range(k.ranks)])
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            _set_next(gpu, k, slot, int(found[row]), int(held[row]))
 
 
 def words(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
@@ -227,14 +251,82 @@ def all_gather(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     state[0] = launch
 
 
+def sgmv_shrink(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
+    """What benchmarks/sgmv.cu says."""
+    for adapter, rows in _segments(gpu, blocks // k.columns, k):
+        a = gpu.array(k.a, (adapter + 1, k.columns, k.units * 8), "f2")[adapter].astype(np.float32)
+        x = gpu.array(k.x, (max(rows) + 1, k.units * 8), "f2")[rows].astype(np.float32)
+        gpu.array(k.shrunk, (max(rows) + 1, k.columns), "f4")[rows] = x @ a.T
+
+
+def sgmv_expand(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
+    """What benchmarks/sgmv.cu says, where it has 128 threads and a rank of 16."""
+    size = k.out_features
+    for adapter, rows in _segments(gpu, blocks // -(-size // 128), k):
+        b = gpu.array(k.b, (adapter + 1, size, 16), "f2")[adapter].astype(np.float32)
+        shrunk = gpu.array(k.shrunk, (max(rows) + 1, k.columns), "f4")[rows].reshape(len(rows), -1, 16)
+        layer = np.searchsorted([k.second, k.third], np.arange(size), side="right")
+        y = gpu.array(k.y, (max(rows) + 1, size), "f2")
+        y[rows] = (y[rows] + np.einsum("tcr,cr->tc", shrunk[:, layer], b)).astype(np.float16)
+
+
+def _segments(gpu: Gpu, count: int, k: SimpleNamespace) -> list[tuple[int, list[int]]]:
+    starts = gpu.array(k.starts, (count + 1,), "i4").tolist()
+    rows, adapters = (gpu.array(at, (size,), "i4") for at, size in ((k.rows, starts[-1]), (k.adapters, count)))
+    return [(int(adapters[n]), rows[starts[n] : starts[n + 1]].tolist()) for n in range(count)]
+
+
+def _weight(gpu: Gpu, k: SimpleNamespace, bits: int) -> np.ndarray:
+    """[out_features, in_features] float32 of small_weights.cu's forms, `2^8` times as large where it has scales."""
+    if bits == 16:
+        return gpu.array(k.weight, (k.out_features, k.in_features), "f2").astype(np.float32)
+    data = gpu.bytes(k.weight, k.out_features * k.in_features * bits // 8).reshape(k.out_features, -1)
+    numbers = data if bits == 8 else np.stack([data & 15, data >> 4], -1).reshape(k.out_features, -1)
+    scales = gpu.array(k.scales, (k.out_features, k.in_features // k.group_size), "f2").astype(np.float32)
+    groups = numbers.reshape(*scales.shape, -1).astype(np.float32) - (1 << bits - 1)
+    return (groups * scales[..., None]).reshape(k.out_features, k.in_features)
+
+
+def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, tiles: int) -> None:
+    """What small_weights.cu says."""
+    columns = 128 // bits
+    if blocks != -(-k.out_features // (16 * tiles)) or not 1 <= k.rows <= 8:
+        raise Fault(f"gemv: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
+    if k.in_features % columns or (bits < 16 and k.group_size % columns) or k.weight % 16 or k.x % 16:
+        raise Fault(f"gemv: rows of {k.in_features} numbers in groups of {k.group_size}, {bits} bits")
+    x = gpu.array(k.x, (k.rows, k.in_features), "f2").astype(np.float32)
+    found = x @ _weight(gpu, k, bits).astype(np.float16).astype(np.float32).T / (1 if bits == 16 else 256)
+    ends = [0, k.first_end, k.second_end, k.out_features]
+    for low, high, out in zip(ends, ends[1:], (k.first_out, k.second_out, k.third_out)):
+        gpu.array(out, (k.rows, high - low), "f2")[:] = found[:, low:high].astype(np.float16)
+
+
+def dequantize(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int) -> None:
+    """What small_weights.cu says."""
+    if blocks * 256 < k.out_features * k.in_features // 8:
+        raise Fault(f"dequantize: {blocks} blocks for [{k.out_features}, {k.in_features}]")
+    gpu.array(k.out, (k.out_features, k.in_features), "f2")[:] = _weight(gpu, k, bits) / 256
+
+
 KERNELS: dict[str, Callable] = {
+    "sgmv_shrink": sgmv_shrink,
+    "sgmv_expand": sgmv_expand,
     "adapter_mask": adapter_mask,
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "rotate": rotate,
     "decode_attention": decode_attention,
     "advance": advance,
+    "largest": largest,
+    "choose": choose,
     "words": words,
 }
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
+for _bits in (4, 8, 16):
+    for _tiles, _warps in ((1, 16), (2, 8)):
+        KERNELS[f"gemv_{_bits}_{_tiles}_{_warps}"] = lambda gpu, blocks, k, bits=_bits, tiles=_tiles: gemv(
+            gpu, blocks, k, bits, tiles
+        )
+for _bits in (4, 8):
+    KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)

@@ -24,6 +24,15 @@ models:
     tensor_parallel: {ranks}
     golden: {{prompts: [{{text: Light}}]}}
 """
+QUANTIZED = """
+models:
+  demo-llama:
+    source: resources/demo-llama
+    precisions: [w8a16, w4a16]
+    backends: [tensorrt]
+    group_size: 16
+    golden: {prompts: [{text: Light}]}
+"""
 ADAPTERS = """
     max_adapters: 2
     adapters:
@@ -47,19 +56,26 @@ def demo_with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return made(1, tmp_path_factory, ADAPTERS)
 
 
-def made(ranks: int, tmp_path_factory: pytest.TempPathFactory, more: str = "") -> Results:
+@pytest.fixture(scope="session")
+def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return made(1, tmp_path_factory, config=QUANTIZED)
+
+
+def made(ranks: int, tmp_path_factory: pytest.TempPathFactory | None, more: str = "", config: str = CONFIG) -> Results:
     """Checkpoint, weights and graphs of the demo for so many ranks. more: of the config, for the model."""
-    given = os.environ.get("LOCKSTEP_DEMOS")
-    name = "adapters" if more else str(ranks)
+    given, quantized = os.environ.get("LOCKSTEP_DEMOS"), config == QUANTIZED
+    name = "adapters" if more else "quantized" if quantized else str(ranks)
     folder = Path(given) / name if given else tmp_path_factory.mktemp("demo")
     results = Results(folder / "results")
-    if results.assembly("demo-llama", "fp16").is_file():
+    if results.assembly("demo-llama", "w4a16" if quantized else "fp16").is_file():
         return results
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(CONFIG.format(ranks=ranks) + more)
+    (folder / "config.yaml").write_text((config if quantized else config.format(ranks=ranks)) + more)
     python, own = os.environ.get("LOCKSTEP_PYTHON", sys.executable), {"PYTHONPATH": str(ROOT / "src")}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"} | own
-    for stage in ("resolve", "convert", *(["adapters"] if more else []), "export"):
+    # Which weights are quantised the export decides.
+    middle = ["export", "convert"] if quantized else ["convert", *(["adapters"] if more else []), "export"]
+    for stage in ("resolve", *middle):
         command = [
             python,
             "-m",

@@ -304,6 +304,38 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
         assert device.down(array).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize(("ranks", "columns"), [(2, 7), (2, 16001), (4, 8000)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ranks, columns):
+    """As `advance` of the whole logits, to the bit: equals across ranks, NaN, infinity, rows without a slot."""
+    from lockstep.backends.tensorrt.kernels import Kernels
+
+    device, kernels = OnDevice(), Kernels(wide)
+    logits = np.random.default_rng(0).uniform(-5, 5, (9, ranks * columns)).astype(np.float32)
+    logits[0, [3, columns + 1]] = 9  # of two ranks
+    logits[1, [-1, -3]] = 9  # of one
+    logits[2] = -3
+    logits[3, -2], logits[4, 1], logits[5] = np.nan, np.inf, -np.inf
+    logits = logits.astype(numbers(dtype))
+    integer = np.int64 if wide else np.int32
+    slots, held, limit = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32), np.arange(9).astype(integer), 7
+    told = np.zeros((9, ranks, 2), np.float32)
+    given = [device.up(array) for array in (slots, held)]
+    for rank in range(ranks):
+        part = device.up(np.ascontiguousarray(logits[:, rank * columns : (rank + 1) * columns]))
+        own = device.up(np.zeros((9, 2), np.float32))
+        kernels.largest(device.stream, part, rank * columns, given[0], own)
+        told[:, rank] = device.down(own)
+    outs = [[device.up(np.full(9, 77, kind)) for kind in (np.int32, integer, integer)] for _ in range(2)]
+    kernels.choose(device.stream, device.up(told.reshape(9, -1)), *given, limit, *outs[0])
+    greedy = device.up(np.zeros(9, SAMPLING))
+    kernels.advance(device.stream, device.up(logits), *given, limit, greedy, *outs[1])
+    first, second = ([device.down(array).tolist() for array in each] for each in outs)
+    assert first == second
+    assert first[0][8] == 3 and first[0][0] == ranks * columns - 3 and first[0][2:5] == [-1, -1, -1]
+
+
 class Drawing:
     """Rows of logits on the device, row i of slot i, and what the kernel finds of them."""
 

@@ -8,7 +8,8 @@ from test_gpu_run import PROMPTS, decode
 
 from lockstep import backends
 from lockstep.errors import CheckError
-from lockstep.runtime import Advance, Model, Tokenizer
+from lockstep.runtime import Advance, Model, Sampling, Tokenizer
+from lockstep.step.sampling import draw
 from lockstep.targets import Results
 
 pytestmark = pytest.mark.gpu
@@ -145,6 +146,21 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
     model.warm_up()
     assert np.array_equal(decode(model, prompts), expected)
     assert {"sum", "gather", "attention", "gaps"} < set(model._executor.breakdown(len(prompts)))
+    # What the ranks tell of their parts of the logits is what the whole logits say, gathered behind the same step.
+    for more in (False, True):
+        tokens = model.step_tokens([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)], more)
+        for _ in range(3):
+            advances = [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(len(prompts))]
+            tokens, logits = model.step_with_logits(advances, range(len(prompts)))
+            assert tokens.tolist() == logits.argmax(axis=1).tolist()
+    sampling = Sampling(temperature=0.8, seed=3)
+    model.set_sampling(0, sampling)  # gathers in the graph
+    for _ in range(4):
+        advances = [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(len(prompts))]
+        tokens, logits = model.step_with_logits(advances, range(len(prompts)))
+        assert tokens[1:].tolist() == logits[1:].argmax(axis=1).tolist()
+        assert tokens[0] == draw(logits[0], sampling, 0, model.length(0))
+    model.release(0)
     model.step_tokens([Advance(0, prompts[0], 0)])
     assert {"sum", "gather"} < set(model._executor.breakdown_prefill())
     assert np.array_equal(decode(model, prompts), expected)

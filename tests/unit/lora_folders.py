@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import write_bytes, write_json
+from lockstep.artifacts.quantized import module_of
 from lockstep.backends import build
 from lockstep.config import load
 from lockstep.export.run import with_adapters
@@ -42,7 +43,7 @@ def sizes(assembly: Assembly) -> dict[str, tuple[int, int]]:
     for layer in assembly.layers:
         for part in (layer.block, layer.exit):
             for weight, slot in assembly.adapters.classes.get(part.graph, {}).items():
-                found[part.slots[weight][0].removesuffix(".weight")] = (slot.out_features, slot.in_features)
+                found[module_of(part.slots[weight][0])] = (slot.out_features, slot.in_features)
     assert set(found) == adapted_modules(assembly)
     return found
 

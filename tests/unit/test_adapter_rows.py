@@ -68,6 +68,6 @@ def test_a_graph_without_room_is_that_of_the_model_without_adapters(shared: Shar
         assert [value.name for value in made.graph.input] == [value.name for value in original.graph.input]
         assert [node.op_type for node in made.graph.node] == [node.op_type for node in original.graph.node]
         assert IDS not in made.SerializeToString().decode("latin-1")
-        feeds = prepare._random_inputs(original)
+        feeds = prepare.random_inputs(original)
         outputs = [open_session(model.SerializeToString()).run(None, dict(feeds)) for model in (original, made)]
         assert all(map(np.array_equal, *outputs))

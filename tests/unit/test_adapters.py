@@ -523,6 +523,8 @@ def test_rank_stabilised_scales_and_half_precision_are_read(lora: Results) -> No
 
 # --- config and stages ---
 
+CHECKS = ("adapted_reference", "quantized_adapted_reference", "adapted")
+
 
 def config(**changes: Any) -> dict[str, Any]:
     value = yaml.safe_load((ROOT / "config" / "adapters.yaml").read_text())
@@ -540,6 +542,10 @@ def config(**changes: Any) -> dict[str, Any]:
         (
             {"backends": ["tensorrt_rtx"]},
             "adapters: expected none for backend tensorrt_rtx; adapters run on onnxruntime, tensorrt; found 2",
+        ),
+        (
+            {"backends": ["tensorrt"], "precisions": ["w8a16"]},
+            "precisions[0]: expected one of fp32, fp16, bf16 for backend tensorrt; found 'w8a16'",
         ),
         ({"max_lora_rank": 12}, "models.demo-lora.max_lora_rank"),
         ({"max_adapters": 0}, "models.demo-lora.max_adapters"),
@@ -586,8 +592,8 @@ def test_another_adapter_changes_nothing_that_graphs_weights_or_engines_are_made
             more, **taken
         ):
             changed.add(stage.name)
-        assert "adapters" not in stage.reads or stage.name in ("adapted_reference", "adapted")
-    assert changed == {"adapters", "adapted_reference", "adapted"}
+        assert "adapters" not in stage.reads or stage.name in CHECKS
+    assert changed == {"adapters", *CHECKS}
     assert STAGES["export"].options(one, model="demo-lora", precision="fp32") == {
         "adapters": {"max_adapters": 4, "max_lora_rank": 16, "targets": None}
     }

@@ -21,10 +21,12 @@ import pytest
 from click.testing import CliRunner
 from demo_model import CONFIG, GOLDEN, TOLERANCES
 from families import FAMILIES
+from lora_folders import shared_lora
 from onnx import helper, numpy_helper
 from reports import golden, golden_prompt
 from safetensors.numpy import load_file, save_file
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, TokenDifference
 from lockstep.backends import EngineSet, build
@@ -759,3 +761,26 @@ def test_memory_stays_below_the_weights_and_a_few_layers(tmp_path):
     # Measured: 4 to 5 layers: ONNX Runtime holds a graph's casts, an engine's folded constants and their repacked
     # copy. The model in float32 would be 16.
     assert wrong == "nothing" and int(allocated) < 7 * layer < weights
+
+
+# --- a model that takes adapters ---
+
+
+def test_a_model_with_adapters_is_followed_without_them(demo, shared, tmp_path):
+    """A fault in a graph with room for adapters is named as in one without, and the answer says what was followed."""
+    lora, results = shared_lora(demo, shared), Copy(tmp_path, demo)
+    for path in (lora.assembly("demo-llama", "fp32"), lora.engines("demo-llama", "fp32", "onnxruntime")):
+        shutil.copytree(path.parent, tmp_path / path.parent.relative_to(lora.root))
+    target = Target("demo-llama", "fp32", LAYERS, "onnxruntime")
+    weights, assembly = Weights.open(demo.weights("demo-llama", "fp32")), results.assembly("demo-llama", "fp32")
+    config = read_json(demo.checkpoint("demo-llama"))["config"]
+    ids, slots = Tokenizer.open(assembly).encode(PROMPT), Assembly.load(assembly).adapters
+    right = run.make_right(config, weights, LAYERS, ids, threads=1, adapters=slots)
+    ask = lambda: run.bisect(results, target, TOLERANCES["fp32"], prompt=PROMPT, right=right)
+    found = ask()
+    assert found["wrong"] == "nothing" and not found["faults"]
+    assert any("followed without one" in note for note in found["notes"])
+    assert not any("is not what an export gives now" in note for note in found["notes"])
+    fault = GRAPH_FAULTS["middle residual"]
+    plant_in_graph(results, fault)
+    check_named(ask(), "graph", fault)

@@ -319,7 +319,7 @@ MISTAKES = [
         "models:",
         "modles:",
         "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, "
-        "skip_missing_backends, require_run, check_server, backends, devices (and 1 more)",
+        "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, devices (and 1 more)",
     ),
 ]
 
@@ -336,22 +336,26 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
         (
             "",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, check_server, backends, devices; found an empty file",
+            "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
+            "devices; found an empty file",
         ),
         (
             "# only a comment\n",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, check_server, backends, devices; found an empty file",
+            "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
+            "devices; found an empty file",
         ),
         (
             "- a\n- b\n",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, check_server, backends, devices; found a list",
+            "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
+            "devices; found a list",
         ),
         (
             "just text\n",
             "expected a mapping of models, limits, tolerances, cache, "
-            "skip_missing_backends, require_run, check_server, backends, devices; found 'just text'",
+            "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
+            "devices; found 'just text'",
         ),
         ("models:\n", "models: expected a mapping; found nothing"),
         ("models: {}\n", "models: expected at least one item; found an empty mapping"),
@@ -390,7 +394,7 @@ def test_a_mapping_is_called_config_and_a_given_name_wins():
     with pytest.raises(
         InputError,
         match=r"^config: foo: unknown key, allowed: models, limits, tolerances, "
-        r"cache, skip_missing_backends, require_run, check_server, backends, devices$",
+        r"cache, skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, devices$",
     ):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
     with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):

@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "gpu"
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
-for _name in ("test_gpu_kernels", "test_gpu_run"):
+for _name in ("test_gpu_kernels", "test_gpu_run", "test_gpu_quantized"):
     _spec = importlib.util.spec_from_file_location(f"fake_{_name}", FOLDER / f"{_name}.py")
     _module = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_module)

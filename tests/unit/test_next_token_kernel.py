@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.step.greedy import largest, most_likely
 from lockstep.step.sampling import Sampling
 from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
 
@@ -27,6 +28,13 @@ extern "C" void run(int rows, const void* logits, int size, const int* slots, co
                     const void* samplings, int* found, void* tokens, void* positions, int wide) {
     launch(rows, [=] { advance(logits, 0, size, slots, held, limit, (const Sampling*)samplings, found, tokens,
                                positions, wide); });
+}
+extern "C" void tell(int rows, const void* part, int size, int first, const int* slots, void* told) {
+    launch(rows, [=] { largest(part, 0, size, first, slots, (Told*)told); });
+}
+extern "C" void decide(int rows, const void* told, int ranks, const int* slots, const void* held, int limit, int* found,
+                       void* tokens, void* positions, int wide) {
+    launch(rows, [=] { choose((const Told*)told, ranks, slots, held, limit, found, tokens, positions, wide); });
 }
 extern "C" void words(Wide* out, Wide block, Wide position, Wide seed, Wide choice) {
     philox(*(Wide(*)[4])out, block, position, seed, choice);
@@ -99,3 +107,36 @@ def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do(ke
     found = run(kernel, logits, record(samplings, [0] * 6), np.arange(1, 7))
     assert found.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
     assert SAMPLING.itemsize == 40  # struct Sampling
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("columns", [5, 1700])  # fewer than a block's threads, more
+def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(kernel, ranks, columns):
+    """Of equals the lowest id, within a rank and across; none for NaN and infinity; rows without a slot stay."""
+    random = np.random.default_rng(ranks)
+    logits = random.standard_normal((9, ranks * columns)).astype(np.float32)
+    logits[0, [3, columns + 1]] = 9  # of two ranks
+    logits[1, [-1, -3]] = 9  # of one
+    logits[2] = -3
+    logits[3, -2], logits[4, 1], logits[5] = np.nan, np.inf, -np.inf
+    logits[6, columns:] = -np.inf
+    slots, held = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32), np.arange(9, dtype=np.int64)
+    told = np.full((9, ranks, 2), -7, np.int32)
+    for rank in range(ranks):
+        part = np.ascontiguousarray(logits[:, rank * columns : (rank + 1) * columns])
+        own = np.full((9, 2), -7, np.int32)
+        kernel.tell(9, address(part), columns, rank * columns, address(slots), address(own))
+        ids, values = largest(part, rank * columns)
+        assert own[:, 1].tolist() == [token if slot >= 0 else -7 for token, slot in zip(ids.tolist(), slots)]
+        assert np.array_equal(own[:, 0].view(np.float32)[slots >= 0], values[slots >= 0])
+        told[:, rank] = own
+    found, tokens, positions = np.full(9, -5, np.int32), np.full(9, -5, np.int64), np.full(9, -5, np.int64)
+    outs = [address(array) for array in (found, tokens, positions)]
+    kernel.decide(9, address(told), ranks, address(slots), address(held), 7, *outs, 1)
+    with np.errstate(invalid="ignore"):
+        best = most_likely(logits)
+    expected = np.full((3, 9), -5)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[:, slot] = best[row], max(best[row], 0), row + 1 if row + 1 < 7 else 0
+    assert np.array_equal([found, tokens, positions], expected)

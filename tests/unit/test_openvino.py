@@ -32,6 +32,8 @@ from lockstep.backends.openvino import cpu
 from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
+from lockstep.pipeline.stages import all_steps
+from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
 from lockstep.targets import Results, Target
 from lockstep.verify import compare, golden
@@ -281,7 +283,7 @@ def test_bf16_is_refused_where_the_cpu_has_none(opened, tmp_path, monkeypatch):
     reason = "this CPU has no bf16 instructions (avx512_bf16, amx_bf16)"
     assert error_of(load.load, config_with(precisions=["fp32", "bf16"])) == (
         "config: models.m.precisions[1]: expected a precision of this machine for backend openvino "
-        f"({reason}); found 'bf16'"
+        f"({reason}), or skip_missing_precisions: true; found 'bf16'"
     )
     load.load(config_with(precisions=["fp32", "w4a16"], group_size=16))
     with pytest.raises(InputError, match="backend openvino: bf16: this CPU has no bf16 instructions"):
@@ -289,6 +291,31 @@ def test_bf16_is_refused_where_the_cpu_has_none(opened, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.zip"))
     with pytest.raises(InputError, match=r"\.ir\.zip: backend openvino: bf16: this CPU has no bf16 instructions"):
         model_of(opened, "bf16")
+
+
+def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch, tmp_path):
+    shown = {**config_with(precisions=["bf16", "fp32"], backends=["openvino", "onnxruntime"], layers=[2]),
+             "skip_missing_precisions": True}  # fmt: skip
+    shown["models"]["m"]["backend_precisions"] = {"onnxruntime": ["fp32"]}
+    monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx512_bf16"]})
+    here = load.load(shown)
+    assert here.not_run() == {} and all(map(here.is_run, here.targets()))
+    monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
+    reason = "this CPU has no bf16 instructions (avx512_bf16, amx_bf16)"
+    config = load.load(shown)
+    bf16, fp32, _ = config.targets()
+    assert str(bf16) == "m/bf16/2/openvino" and str(fp32) == "m/fp32/2/openvino"
+    assert config.not_run() == config.not_built() == {"bf16/openvino": reason}
+    made = all_steps(config, Results(tmp_path), config.targets())
+    assert not any(step.names.get("backend") and step.names["precision"] == "bf16" for step in made)
+    assert any(step.stage == "validate" and step.names["precision"] == "bf16" for step in made), (
+        "the graphs are checked"
+    )
+    assert {step.names["backend"] for step in made if step.stage == "golden"} == {"openvino", "onnxruntime"}
+    rows = {row.target: row for row in summary.collect(Results(tmp_path), config.targets(), config.not_run()).targets}
+    assert f"golden not run: {reason}" in (rows[bf16].reason or "") and reason not in (rows[fp32].reason or "")
+    with pytest.raises(InputError, match=r"models.m.backends\[0\]: expected to run its engines \(require_run: true\)"):
+        load.load({**shown, "require_run": True}).check_backends()
 
 
 def test_other_precisions_and_group_sizes_are_refused():

@@ -409,8 +409,6 @@ def test_graphs_of_other_weights_are_refused(shared, tmp_path):
          "tensorrt_rtx, which takes no zero points of the weights' own ({path}), with w4a16; found one"),
         ({"precisions": ["w4a16"], "backends": ["openvino"]}, "models.m.backends: expected none of openvino, which "
          "takes no zero points of the weights' own ({path}), with w4a16; found one"),
-        ({"adapters": {"a": {"source": "x"}}}, "models.m.adapters: expected none for a checkpoint that is quantised "
-         "already ({path}); found 1"),
     ],
 )  # fmt: skip
 def test_a_config_that_asks_for_something_else_is_refused(shared, settings, message):

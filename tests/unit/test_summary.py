@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from reports import blocks, comparison, golden, golden_prompt, speed, validation
 
+from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import content, record_path
@@ -74,6 +75,22 @@ def test_the_table_has_whole_words_on_any_terminal(
     head, first, _ = capsys.readouterr().out.splitlines()
     assert "largest logit error" in head and "decode tokens/s" in head
     assert first.split() == ["m", "2", "fp16", "onnxruntime", "abababababab", "pass", "-", "-", "2.5e-01", "1234", "0"]
+
+
+def test_drift_has_columns_where_a_target_has_any(results: Results, capsys: pytest.CaptureFixture) -> None:
+    quantized = Target("m", "w4a16", 2, "onnxruntime")
+    drift = Drift(2, "w4a16", 32, 0.5, 1.5, 0.25, 2.5, 40, 3, 90, 5.5, 5.0)
+    drift.save(results.drift("m", "w4a16", 2))
+    found = summary.collect(results, [TARGETS[0], quantized])
+    summary.print_table(found)
+    head, full, small, *_ = capsys.readouterr().out.splitlines()
+    assert "largest logit error  drift of logits  of tokens  of perplexity  prefill" in head
+    assert small.split()[-5:] == ["2.5e-01", "3", "+10.0%", "-", "-"]
+    assert full.split()[-5:] == ["-", "-", "-", "1234", "0"]
+    summary.write(results, [TARGETS[0], quantized])
+    assert "3 of 40 tokens differ" in results.report_page().read_text()
+    summary.write(results, TARGETS)
+    assert "drift" not in results.report_page().read_text()
 
 
 def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) -> None:

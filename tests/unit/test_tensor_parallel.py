@@ -32,7 +32,9 @@ from lockstep.export import export, parity
 from lockstep.export.reference_runner import Walk
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
-from lockstep.runtime import Advance, Model
+from lockstep.runtime import Advance, Model, Sampling
+from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
+from lockstep.step.sampling import draw
 from lockstep.targets import Results, Target
 from lockstep.verify import golden, validate
 from lockstep.weights import Weights, convert, slot_array
@@ -244,6 +246,39 @@ def test_a_request_has_the_same_bits_whatever_runs_beside_it(tiny: Results) -> N
     again = open_model(tiny, "fp32")
     again.step([Advance(3, prompts[2], 0)])
     assert np.array_equal(again.step([Advance(3, next_tokens[2], len(prompts[2]))])[0], decoded[2])
+
+
+def test_ranks_tell_their_own_tokens_and_gather_logits_where_they_are_asked_for(tiny: Results) -> None:
+    """A greedy step leaves the whole logits alone; one that gives logits, or draws, fills them."""
+    model, prompt = open_model(tiny, "fp32"), np.arange(3, 20)
+    expected = model.step([Advance(slot, prompt[slot:], 0) for slot in range(3)])
+    found = model.step_tokens([Advance(slot, prompt[slot:], 0) for slot in range(3)])
+    assert found.tolist() == most_likely(expected).tolist()
+    advances = lambda: [Advance(slot, found[slot : slot + 1], model.length(slot)) for slot in range(3)]
+    model.step_tokens(advances())
+    plan = model._executor._taken[0]
+    plan._logits[:] = -7
+    tokens = model.step_tokens(advances())
+    assert plan is model._executor._taken[0] and (plan._logits == -7).all()
+    assert tokens.tolist() == most_likely(plan.logits()).tolist()
+    plan._parts[-1][1, 2] = np.nan  # of one rank, one request
+    assert plan.most_likely().tolist() == [tokens[0], -1, tokens[2]]
+    plan._logits[:] = -7
+    model.set_sampling(1, Sampling(temperature=0.9, seed=4))
+    drawn = model.step_tokens(advances())
+    assert (plan._logits != -7).all()
+    assert drawn[1] == draw(plan._logits[1], Sampling(temperature=0.9, seed=4), 0, model.length(1))
+
+
+@given(st.lists(st.lists(st.sampled_from([-1.5, 0.0, 2.0, 2.5, np.inf, -np.inf, np.nan]), min_size=12, max_size=12)))
+def test_the_tokens_that_ranks_tell_are_those_of_the_whole_logits(rows: list[list[float]]) -> None:
+    """Of equals the lowest id, across ranks too; none where one of them has NaN or infinity."""
+    logits = np.array(rows, np.float32).reshape(len(rows), 12)
+    for degree in (2, 3, 4):
+        parts = np.split(logits, degree, axis=1)
+        found = [largest(part, rank * 12 // degree) for rank, part in enumerate(parts)]
+        with np.errstate(invalid="ignore"):
+            assert most_likely_of_ranks(found).tolist() == most_likely(logits).tolist()
 
 
 def test_an_export_is_the_same_bytes_again(tiny: Results, degree: int, tmp_path: Path) -> None:

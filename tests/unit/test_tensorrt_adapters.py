@@ -8,19 +8,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import adapters_gpu, batches
-from demo_model import LIMITS
+from benchmarks import adapters_gpu, batches, vllm_adapters
+from demo_model import LIMITS, ROOT
 from families import FAMILIES
 from lora_folders import NAMES, logits_of, opened, requests, shared_lora
 
 import fake_gpu
-from lockstep.artifacts.files import read_json, write_bytes
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.files import read_json, write_bytes, write_json
 from lockstep.backends import build
 from lockstep.export.run import with_adapters
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.runtime import Decoding, Model, Request, Sampling
 from lockstep.step.advance import Advance
 from lockstep.targets import Results
+from lockstep.verify.bisect.engines import Engines
+from lockstep.verify.bisect.explain import open_graphs
+from lockstep.verify.bisect.faults import walk_stages
+from lockstep.verify.bisect.stages import Tokens
+from lockstep.weights.check_adapters import check_folder
 from shared import Shared
 
 FORMS = [("8.6.0", "fp16", "fused"), ("10.9.0", "fp32", "traced")]
@@ -68,6 +74,19 @@ def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
             np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE[form[1]])
     assert model.adapters is not None and model.adapters.residency.loads > 4
     assert (model.adapters.places == -1).all()
+
+
+@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+def test_bisect_follows_a_request_through_the_engines_without_room(
+    lora: Results, form: tuple[str, str, str], open_model: Open
+) -> None:
+    model, precision = open_model(), form[1]
+    graphs = open_graphs(lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision), 2)
+    engines = Engines(model.engines, graphs.weights)
+    walked = walk_stages(graphs, engines, Tokens(np.arange(5, 14), 6), {"block": 4e-3, "logits": 0.1})
+    found = {row.stage.graph for row in walked.rows if row.against == "graph" and row.passed}
+    assert {"entry", "middle", "exit"} <= found and walked.finished
+    assert engines.name("middle") == "middle.base"
 
 
 def test_what_the_device_chooses_goes_ahead_with_the_adapter(
@@ -201,12 +220,38 @@ def test_the_benchmark_measures_all_its_parts(
             write_bytes(tmp_path / folder / name, data)
         of.save(tmp_path / folder / "assembly.json")
     paths = [tmp_path / folder / "assembly.json" for folder in ("plain", "taking")]
-    adapters_gpu.run(*paths, tmp_path / "work", tmp_path / "out.json", rounds=1)
+    same = {"min": 1.0, "median": 1.0, "max": 1.0}
+    lora = {"version": "0.23.0", "start": {}, "decode_step": {"milliseconds": {"no row": same, "each row": same}}}
+    sizes = dict.fromkeys(("rows", "context", "max_adapters", "rank", "adapter_bytes", "small_bytes"), 8)
+    write_json(tmp_path / "vllm.json", {**sizes, "lora": lora, "plain": lora, "errors": {}})
+    beside = str(tmp_path / "vllm.json")
+    adapters_gpu.run(*paths, tmp_path / "work", tmp_path / "out.json", rounds=1, vllm=beside)
     found = read_json(tmp_path / "out.json")
     assert set(found["decode_step"]["times_as_long"]) == {"no row", "room, no row", "one row", "each row"}
     assert {"block", "attention", "step"} < set(found["breakdown"]["each row"])
     assert {"alone", "thin products", "rows, thin products", "block diagonal", "gathered"} < set(found["forms"]["4"])
+    assert set(found["sgmv"]["groups"]) == {"q_k_v", "o", "gate_up", "down"}
+    assert set(found["vllm"]["decode_step"]["milliseconds"]) == {"no row", "each row", "graphs without room"}
     assert found["load"]["bytes"] and found["load"]["milliseconds"]["median"] > 0
+
+
+def test_vllms_adapters_are_of_the_shape_that_ours_are_of(demo: Results, tmp_path: Path) -> None:
+    """All linear layers, checked against a checkpoint; their bytes are those of an adapter that is loaded here."""
+    checkpoint = CheckpointManifest.load(demo.checkpoint("demo-llama"))
+    config = read_json(ROOT / "resources" / "demo-llama" / "config.json")
+    nbytes = vllm_adapters.write_adapter(config, tmp_path, 8, 0)
+    found = check_folder(tmp_path, checkpoint, "adapter 'a'")
+    linear = {name for name in checkpoint.tensors if name.endswith("_proj.weight")}
+    assert {f"{module}.weight" for module in found.modules} == linear and (found.rank, found.scale) == (8, 1)
+    assert 0 < nbytes - sum(place.length for m in found.modules.values() for place in (m.a, m.b)) < 20_000
+
+
+def test_vllm_is_looked_for_before_anything_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = str(ROOT / "resources" / "demo-llama" / "config.json")
+    with pytest.raises(SystemExit) as ended:
+        vllm_adapters.main(["--shape", shape, "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json")])
+    assert ended.value.code == 2 and not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.startswith("vllm_adapters: expected vLLM in ")
 
 
 def test_the_forms_that_are_measured_compute_the_same() -> None:

@@ -18,6 +18,8 @@ from lockstep.artifacts.files import read_json
 from lockstep.backends import build
 from lockstep.errors import CheckError
 from lockstep.runtime import Advance, Engine, Model, Request, Sampling
+from lockstep.step.greedy import most_likely
+from lockstep.step.sampling import draw
 from lockstep.targets import Results, Target
 from lockstep.verify import golden
 from shared import Shared
@@ -202,6 +204,74 @@ def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: tuple) -
     assert (gpu.launches - launches, gpu.plain - plain) == (form[3], 0)
     breakdown = model._executor.breakdown(1)
     assert {"embedding", "block", "attention", "sum", "exit", "gather", "next token"} < set(breakdown)
+
+
+def test_logits_are_gathered_where_they_are_asked_for(open_model, form: tuple) -> None:
+    """Of rows that decode and of prompts, whether the step was in flight before, or not; and where a token is drawn."""
+    model = open_model()
+    prompts = [Advance(0, np.arange(5), 0), Advance(1, np.arange(9, 30), 0)]
+    whole = lambda key: key[0] == "logits" and key[-1] != "part"
+
+    def clear() -> None:
+        for rank in model._executor._each():
+            for key, array in rank._buffers.items():
+                if whole(key):
+                    rank.stream.upload(array, np.full(array.shape, np.nan, array.dtype))
+            rank.stream.synchronize()
+
+    def gathered() -> bool:
+        found = []
+        for rank in model._executor._each():
+            for key, array in rank._buffers.items():
+                if whole(key):
+                    found.append(np.empty(array.shape, array.dtype))
+                    rank.stream.download(found[-1], array)
+            rank.stream.synchronize()
+        return any(np.isfinite(each).any() for each in found)
+
+    expected = most_likely(model.step(prompts))
+    for _ in range(2):
+        tokens = model.step_tokens(prompts)
+        assert tokens.tolist() == expected.tolist()
+        decoding = lambda more: model.step_tokens(
+            [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(2)], more
+        )
+        clear()
+        for number in range(4):
+            tokens = decoding(number < 3)
+        assert not gathered()
+        tokens, logits = model.step_with_logits(
+            [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(2)], [0, 1]
+        )
+        assert gathered() and tokens.tolist() == most_likely(logits).tolist()
+        tokens = decoding(True)
+        clear()
+        advances = [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(2)]
+        tokens, logits = model.step_with_logits([*advances, Advance(2, np.arange(40), 0)], [0, 2])
+        assert tokens[[0, 2]].tolist() == most_likely(logits).tolist()
+        sampling = Sampling(temperature=1.3, seed=6)
+        model.set_sampling(1, sampling)
+        advances = [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(2)]
+        tokens, logits = model.step_with_logits(advances, [0, 1])
+        assert tokens.tolist() == [logits[0].argmax(), draw(logits[1], sampling, 0, model.length(1))]
+        clear()
+        tokens = decoding(False)
+        assert gathered()
+        model.release(1)
+        model.release(2)
+        model.warm_up()
+
+
+def test_logits_that_are_none_end_their_request_alone(open_model, gpu) -> None:
+    model = open_model()
+    model.step_tokens([Advance(0, np.array([3, 4]), 0)])
+    for rank in model._executor.ranks:
+        (table,) = rank.network.embedding.run._weights.values()
+        gpu.array(table.address, table.shape, table.dtype)[9] = np.nan
+    advances = [Advance(0, np.array([5]), 2), Advance(1, np.array([9]), 0), Advance(2, np.array([5]), 0)]
+    tokens, logits = model.step_with_logits(advances, [0, 1, 2])
+    assert tokens.tolist() == [logits[0].argmax(), -1, logits[2].argmax()] and np.isnan(logits[1]).any()
+    assert model.step_tokens([Advance(slot, np.array([5]), 0) for slot in (1, 3)])[0] == logits[2].argmax()
 
 
 @pytest.mark.parametrize("fails", [1, 6])

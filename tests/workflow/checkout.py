@@ -42,16 +42,28 @@ class Checkout:
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, folder / part)
         made = cls(folder, variables)
-        made.leave_out_tensorrt_rtx()
+        made.take_demo()
         return made
 
-    def leave_out_tensorrt_rtx(self) -> None:
-        """Half of the demo's targets, which most tests have no use for: they take a run twice as long. As text, so that
-        lines keep their numbers' order and comments stay."""
+    def take_demo(self, *backends: str) -> None:
+        """The demo's config as it is in the repository, with ONNX Runtime in fp32 and fp16 and, of the others, only
+        `backends`: most tests have no use for the rest, with which a run takes four times as long. As text, so that
+        lines keep their order and comments stay."""
         path = self.folder / "config" / "config.yaml"
-        text, lines = path.read_text(), "    backend_precisions:\n      tensorrt_rtx: [fp16, bf16]\n"
-        assert "[onnxruntime, tensorrt_rtx]" in text and lines in text
-        path.write_text(text.replace("[onnxruntime, tensorrt_rtx]", "[onnxruntime]").replace(lines, ""))
+        self.take_whole_demo()
+        text = path.read_text()
+        others = [name for name in ("openvino", "tensorrt_rtx") if name not in backends]
+        rtx = "      tensorrt_rtx: [fp16, bf16]\n"
+        for line, kept in (
+            ("precisions: [fp32, fp16, w8a16]", "precisions: [fp32, fp16]"),
+            ("    group_size: 16 # divides its rows, of 144, 240 and 400 numbers\n", ""),
+            ("[onnxruntime, openvino, tensorrt_rtx]", f"[{', '.join(['onnxruntime', *backends])}]"),
+            ("    backend_precisions:\n", "    backend_precisions:\n" if backends else ""),
+            *((line, "") for line in ("      openvino: [bf16, w4a16]\n", rtx) if line.split(":")[0].strip() in others),
+        ):
+            assert text.count(line) == 1, line
+            text = text.replace(line, kept)
+        path.write_text(text)
 
     def take_whole_demo(self) -> None:
         """The demo's config as it is in the repository."""

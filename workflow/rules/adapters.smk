@@ -1,7 +1,8 @@
 # Adapters (LoRA) of a model: which bytes, what transformers says with each, and whether the engine set says the same.
 #
 # needs: folders that PEFT saved (ADAPTERS), checkpoint.json, weights.json, assembly.json, engines.json
-# makes: of models with adapters <model>/adapters.json, <model>/adapted_reference/<layers>.json,
+# makes: of models with adapters <model>/adapters.json, <model>/adapted_reference/<layers>.json, where weights are
+#        quantised <model>/<precision>/adapted_reference/<layers>.json,
 #        <model>/<precision>/adapted/<backend>/<layers>.json
 
 
@@ -83,6 +84,28 @@ rule adapted_reference:
         key=key_of("adapted_reference"),
     message:
         "Reference of {wildcards.model} with its adapters from transformers, layers: {wildcards.layers}"
+    script:
+        "../scripts/stage.py"
+
+
+rule quantized_adapted_reference:
+    input:
+        **inputs_of("quantized_adapted_reference"),
+    output:
+        output_of("quantized_adapted_reference"),
+    log:
+        log_of("quantized_adapted_reference", MODEL, PRECISION, LAYERS),
+    conda:
+        "../../envs/torch.yaml"
+    threads: compute_threads
+    resources:
+        mem_mb=memory("quantized_adapted_reference"),
+        runtime=minutes("quantized_adapted_reference"),
+    params:
+        options=options_of("quantized_adapted_reference"),
+        key=key_of("quantized_adapted_reference"),
+    message:
+        "Reference of {wildcards.model} in {wildcards.precision} with its adapters, layers: {wildcards.layers}"
     script:
         "../scripts/stage.py"
 

@@ -101,12 +101,13 @@ with guard():
     } | {(rule, None): stage_key(code) for rule, code in REPORT_STAGES.items()}
 
 TARGETS = CONFIG.targets()
-NOT_RUN = CONFIG.not_run()
+NOT_RUN, NOT_BUILT = CONFIG.not_run(), CONFIG.not_built()
 if workflow.is_main_process:
     for backend, reason in CONFIG.skipped_backends().items():
         logger.info(f"Left out: the targets of {backend}, for {reason}")
-    for backend, reason in NOT_RUN.items():
-        logger.info(f"Built, not run: the targets of {backend}, for {reason}")
+    for name, reason in NOT_RUN.items():
+        what = "Neither built nor run" if name in NOT_BUILT else "Built, not run"
+        logger.info(f"{what}: the targets of {name}, for {reason}")
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
 RANDOM = sorted(model for model, kind in KINDS.items() if kind is RandomSource)
 # Bytes of weights: a smaller model is computed before more threads would pay.

@@ -74,8 +74,8 @@ class LoraSlot:
 
 @dataclass(frozen=True)
 class LoraSlots:
-    """What graphs with adapters take. classes: by block class, {weight slot of a linear layer: where its adapters
-    go}."""
+    """What graphs with adapters take. classes: by block class, {weight slot of a linear layer, of a quantised one that
+    of its integers: where its adapters go}."""
 
     max_adapters: int
     max_lora_rank: int

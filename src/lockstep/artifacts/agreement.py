@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.dtypes import COMPUTE_NAMES, QUANTIZATIONS
+from lockstep.artifacts.quantized import is_data
 from lockstep.artifacts.schema import Wrong
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, heads_divide
@@ -72,6 +73,9 @@ def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
             where = f"adapters.classes.{name}.{slot}"
             shape = list(_named(weights, slot, where).shape)
             sizes = [entry.out_features, entry.in_features]
+            if assembly.quantization is not None and is_data(slot) and len(shape) == 3:
+                rows, groups, _ = (int(size) for size in shape)
+                shape = [rows, groups * assembly.quantization.group_size]
             _same(where, sorted(shape), sorted(sizes))
             for key in (entry.a, entry.b):
                 _same(f"{where}: dtype", _named(inputs, key, where).dtype, assembly.dtype)

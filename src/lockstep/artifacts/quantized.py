@@ -76,8 +76,17 @@ def zero_points_name(name: str) -> str:
     return name + _ZERO_POINTS
 
 
+def is_data(name: str) -> bool:
+    return name.endswith(_DATA)
+
+
 def is_scales(name: str) -> bool:
     return name.endswith(_SCALES)
+
+
+def module_of(tensor: str) -> str:
+    """The linear layer that a checkpoint's weight is of, quantised or not."""
+    return tensor.removesuffix(_DATA).removesuffix(".weight")
 
 
 def quantized_names(names: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,8 @@ class SummaryRow:
     was checked. engine_error: of the comparison of these engines.
     adapters: of the check of a model's adapters; None where it has none.
     reproduced: the level of sameness, "-" where it was not tried. reason: why the verdict is no pass. drift: of
-    quantised weights, in words.
+    quantised weights, in words. drift_logit_error: rms, in units of the logits. drift_tokens_differing: of the
+    likeliest tokens of the golden answers. drift_perplexity: relative to the checkpoint's, less 1.
     """
 
     model: str
@@ -43,6 +44,9 @@ class SummaryRow:
     decode_tokens_per_s: float | None
     adapters: str | None = None
     drift: str | None = None
+    drift_logit_error: float | None = None
+    drift_tokens_differing: int | None = None
+    drift_perplexity: float | None = None
 
     @property
     def target(self) -> Target:
@@ -51,7 +55,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Summary(Document):
-    """All targets. not_run: why engines do not run here, by backend."""
+    """All targets. not_run: why engines do not run here, by backend or `<precision>/<backend>`."""
 
     FORMAT: ClassVar[str] = formats.SUMMARY
     targets: tuple[SummaryRow, ...]

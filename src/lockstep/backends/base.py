@@ -163,6 +163,15 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class HasActivations(Protocol):
+    """A backend whose engines may have other activations than their graphs."""
+
+    def activations(self, precision: str) -> str:
+        """The dtype of activations in engines of this precision, by NumPy's name."""
+        ...
+
+
 def get_backend(name: str) -> Backend:
     """The backend of this name. Raises InputError for an unknown name or a library that is not installed."""
     known = sorted(path.parent.name for path in Path(__file__).parent.glob("*/backend.py"))

@@ -23,6 +23,7 @@ from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.backends.base import Backend, Built, get_backend
 from lockstep.backends.graphs import BaseGraph, RotaryGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
+from lockstep.onnx_tools.cut_products import has_quantized_products
 from lockstep.onnx_tools.prepare import prepare
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.signature import signature_of
@@ -120,7 +121,9 @@ def _build_one(
     cut = rotary(canonical, graph.variant) if isinstance(graph, RotaryGraph) else None
     base = without_adapters(canonical) if isinstance(graph, BaseGraph) else None
     rows = isinstance(graph, RowsGraph)
-    prepared = None if cut else prepare(base or canonical, graph.signature.slots, options, rows)
+    # A graph with quantised products, which opset 17 has not, is brought into form by the backend itself.
+    as_it_is = cut or has_quantized_products(canonical)
+    prepared = None if as_it_is else prepare(base or canonical, graph.signature.slots, options, rows)
     rewritten = cut or (prepared.model if prepared else base)
     if rewritten is None:
         built = library.build(graph_path, file, options)

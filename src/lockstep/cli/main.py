@@ -128,7 +128,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 
     python, tolerance = (
         config.interpreter(chosen.backend),
-        config.tolerance(chosen.model, chosen.precision).model_dump(),
+        config.tolerance(chosen.model, chosen.precision, chosen.backend).model_dump(),
     )
     ask = None if python is None else lambda **arguments: worker.ask(python, "bisect", **arguments)
     report = find(tree, chosen, tolerance, ask, prompt, threads)

@@ -123,7 +123,7 @@ def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tupl
     for text in targets:
         if not any(_matches(target, text) for target in chosen):
             config.parse_target(text)  # says which there are
-    if entry.name in ("fetch_adapters", "adapters", "adapted_reference", "adapted"):
+    if entry.name == "fetch_adapters" or "adapters" in (entry.name, *entry.reads):
         chosen = [target for target in chosen if config.models[target.model].adapters]
         if not chosen:
             raise InputError(f"{entry.name}: expected a model with adapters, found none; give its `adapters`")
@@ -136,8 +136,9 @@ def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tupl
             raise InputError(f"{entry.name}: expected a target of quantised weights, found {asked[0]}")
     if "backend" in entry.wildcards:
         needed = [target for target in chosen if entry.needed(config, target)]
-        if not needed and (reason := config.cannot_run(chosen[0].backend)):
-            raise InputError(f"{entry.name}: {chosen[0]}: {reason}; these engines can be built here, not run")
+        if not needed and (reason := config.why_not_run(chosen[0])):
+            built = "; these engines can be built here, not run" if config.is_built(chosen[0]) else ""
+            raise InputError(f"{entry.name}: {chosen[0]}: {reason}{built}")
         chosen = needed or chosen
     return list(dict.fromkeys(tuple(getattr(target, field) for field in entry.wildcards) for target in chosen))
 

@@ -36,8 +36,11 @@ class BackendSettings:
     the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. fp32_part: the
     part of a block's tolerance that its fp32 engines must keep beside their own graphs. unpinned: top level modules of
     packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
-    runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters.
-    zero_points: of checkpoints that were quantised with other ones than the middle.
+    runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
+    precisions.
+    zero_points: of checkpoints that were quantised with other ones than the middle. fp16_activations: precisions of
+    float32 graphs whose engines have float16 activations; they are held to the tolerances of fp16, where these are
+    larger.
     missing: why its engines cannot be built here, None where they can, or where only its interpreter can tell.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
     can. lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
@@ -52,8 +55,9 @@ class BackendSettings:
     fp32_part: float = 1.0
     unpinned: tuple[str, ...] = ()
     runs_ranks: bool = False
-    runs_adapters: bool = False
+    runs_adapters: tuple[str, ...] = ()
     zero_points: bool = True
+    fp16_activations: tuple[str, ...] = ()
     missing: Callable[[], str | None] = lambda: None
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
     lacks_here: Callable[[str], str | None] = lambda precision: None

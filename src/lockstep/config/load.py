@@ -89,9 +89,14 @@ class Config(Section):
         description="Leave out the targets of a backend whose package is not installed, and say so; else that is a "
         "mistake of the config.",
     )
+    skip_missing_precisions: Flag = Field(
+        default=False,
+        description="Build no engines in a precision that the processor here does not compute in, and show their "
+        "targets as not run, with the reason; else that is a mistake of the config.",
+    )
     require_run: Flag = Field(
         default=False,
-        description="Refuse targets whose engines can be built here, but not run, which else are shown as not run: "
+        description="Refuse targets whose engines cannot be run here, which else are shown as not run: "
         "`--config require_run=true`.",
     )
     check_server: Flag = Field(
@@ -115,6 +120,7 @@ class Config(Section):
         for name, model in self.models.items():
             unknown = list(_unknown_backends(name, model, self.devices))
             problems += unknown or _model_problems(name, model, self.limits, self.backend_of)
+            problems += [] if self.skip_missing_precisions or unknown else self._lacking_problems(name, model)
         if problems:
             raise Problems(problems)
         return self
@@ -151,6 +157,22 @@ class Config(Section):
             return None
         return {"backend": self.devices[name].backend, "hardware": self.devices[name].hardware}
 
+    def _lacking(self, precision: str, backend: str) -> str | None:
+        """Why the processor here does not compute in a precision; None where it does."""
+        return self._settings(backend).lacks_here(precision)
+
+    def _lacking_problems(self, name: str, model: ModelConfig) -> Iterator[Problem]:
+        for backend in model.backends:
+            own = backend in model.backend_precisions
+            place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
+            for index, precision in enumerate(model.precisions_of(backend)):
+                if reason := self._lacking(precision, backend):
+                    text = (
+                        f"expected a precision of this machine for backend {backend} ({reason}), or "
+                        f"skip_missing_precisions: true; found {precision!r}"
+                    )
+                    yield Problem(("models", name, *place, index), text)
+
     def check_device(self, name: str | None) -> str | None:
         """The device that a run is for, as `--config device=NAME` says. Raises InputError where there is none."""
         if name is not None and name not in self.devices:
@@ -166,10 +188,17 @@ class Config(Section):
         its jobs run where it is."""
         return None if backend in self.devices else self._settings(backend).cannot_run(self.build_options(backend))
 
+    def not_built(self) -> dict[str, str]:
+        """Why engines are not built here, by `<precision>/<backend>` of the targets: `skip_missing_precisions`."""
+        pairs = sorted({(one.precision, one.backend) for one in self.targets()})
+        reasons = {f"{precision}/{backend}": self._lacking(precision, backend) for precision, backend in pairs}
+        return {name: reason for name, reason in reasons.items() if reason}
+
     def not_run(self) -> dict[str, str]:
-        """Why engines cannot run here, by backend of the targets; those that can are left out."""
+        """Why engines are not run here, by backend of the targets, and as `not_built` where a precision is the reason;
+        those that are run are left out."""
         reasons = {backend: self.cannot_run(backend) for backend in sorted({one.backend for one in self.targets()})}
-        return {backend: reason for backend, reason in reasons.items() if reason}
+        return {backend: reason for backend, reason in reasons.items() if reason} | self.not_built()
 
     def check_backends(self, where: str = "config") -> None:
         """Raises InputError where a backend is not installed that the config does not skip then, and where it asks for
@@ -183,8 +212,14 @@ class Config(Section):
                 if reason := missing.get(backend):
                     text = f"expected backends that are installed, or skip_missing_backends: true; {backend}: {reason}"
                     problems.append(Problem(here, text))
-                elif self.require_run and backend not in skipped and (why := self.cannot_run(backend)):
-                    problems.append(Problem(here, f"expected to run its engines (require_run: true); {backend}: {why}"))
+                elif self.require_run and backend not in skipped:
+                    reasons = [
+                        self.cannot_run(backend),
+                        *(self._lacking(one, backend) for one in model.precisions_of(backend)),
+                    ]
+                    if why := next(filter(None, reasons), None):
+                        text = f"expected to run its engines (require_run: true); {backend}: {why}"
+                        problems.append(Problem(here, text))
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
 
@@ -193,9 +228,17 @@ class Config(Section):
         computes in, and they run here."""
         return target.precision in COMPARED_PRECISIONS and self.is_run(target)
 
+    def is_built(self, target: Target) -> bool:
+        """Whether its engines are built here: the processor computes in their precision."""
+        return self._lacking(target.precision, target.backend) is None
+
     def is_run(self, target: Target) -> bool:
-        """Whether its engines run here; else they are built, and no more."""
-        return self.cannot_run(target.backend) is None
+        """Whether its engines run here; else they are built, and no more, or not even that."""
+        return self.why_not_run(target) is None
+
+    def why_not_run(self, target: Target) -> str | None:
+        """Why its engines do not run here; None where they do."""
+        return self._lacking(target.precision, target.backend) or self.cannot_run(target.backend)
 
     def reference_terms(self, model: str) -> dict[str, Any]:
         """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long
@@ -294,14 +337,19 @@ class Config(Section):
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
 
-    def tolerance(self, model: str, precision: str) -> Tolerance:
-        """What passes for targets of a model in a precision: its own where it has one, else that of all models."""
+    def tolerance(self, model: str, precision: str, backend: str | None = None) -> Tolerance:
+        """What passes for targets of a model in a precision: its own where it has one, else that of all models. Of a
+        backend that rounds activations to fp16, at least what passes in fp16. None: of graphs."""
         own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
-        return self.tolerances[precision].model_copy(update=own)
+        found = self.tolerances[precision].model_copy(update=own)
+        if backend is None or precision not in self._settings(backend).fp16_activations:
+            return found
+        half = self.tolerance(model, "fp16").model_dump()
+        return found.model_copy(update={name: max(size, getattr(found, name)) for name, size in half.items()})
 
     def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
         """The largest error of an engine beside its graph, relative to its output: see `BackendSettings`."""
-        return self._settings(backend).compare_tolerance(precision, self.tolerance(model, precision).block)
+        return self._settings(backend).compare_tolerance(precision, self.tolerance(model, precision, backend).block)
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on
@@ -442,18 +490,17 @@ def _model_problems(
             able = ", ".join(name for name, each in backends().items() if each.runs_adapters)
             text = f"expected none for backend {backend}; adapters run on {able}; found {len(model.adapters)}"
             yield Problem((*here, "adapters"), text)
-        quantized = [precision for precision in model.precisions_of(backend) if is_quantized(precision)]
-        if model.adapters and quantized:
-            text = f"expected none with {quantized[0]}; found {len(model.adapters)}"
-            yield Problem((*here, "adapters"), text)
+        elif model.adapters:
+            other = [each for each in model.precisions_of(backend) if each not in settings.runs_adapters]
+            if other and other[0] in settings.precisions:
+                able = ", ".join(settings.runs_adapters)
+                text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
+                yield Problem((*here, "adapters"), f"{text}{len(model.adapters)}")
         place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
         for index, precision in enumerate(model.precisions_of(backend)):
             if precision not in settings.precisions:
                 allowed, why = ", ".join(settings.precisions), f" ({settings.lacks})" if settings.lacks else ""
                 text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
-                yield Problem((*here, *place, index), text)
-            elif reason := settings.lacks_here(precision):
-                text = f"expected a precision of this machine for backend {backend} ({reason}); found {precision!r}"
                 yield Problem((*here, *place, index), text)
             elif own and precision in model.precisions_of(backend)[:index]:
                 yield Problem((*here, *place, index), f"expected each item once; found {precision!r} again")
@@ -540,9 +587,6 @@ def _shape_problems(
             )
     if any(map(is_quantized, _all_precisions(model))):
         yield from _group_problems(name, model, shape, path, settings_of)
-    if shape.packing and model.adapters:
-        text = f"expected none for a checkpoint that is quantised already ({path}); found {len(model.adapters)}"
-        yield Problem(("models", name, "adapters"), text)
     if positions is not None and limits.max_seq_len > positions:
         text = f"expected at most {positions} ({shape.limited_by} in {path}); found {limits.max_seq_len}"
         yield Problem(("limits", "max_seq_len"), text)

@@ -22,6 +22,7 @@ from onnx import helper, numpy_helper
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lockstep.artifacts import quantized
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS, LoraSlot, LoraSlots
 from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
@@ -33,8 +34,9 @@ _ROWS = "logit_rows"
 
 
 def module_of(slot: str) -> str:
-    """The name of a linear layer within its decoder layer, from its weight slot: `self_attn.q_proj`."""
-    return slot.partition(".")[2].removesuffix(".weight")
+    """The name of a linear layer within its decoder layer, from its weight slot, of a quantised one that of its
+    integers: `self_attn.q_proj`."""
+    return quantized.module_of(slot.partition(".")[2])
 
 
 def fits(module: str, targets: Collection[str] | None) -> bool:

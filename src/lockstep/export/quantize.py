@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import onnx
 from onnx import helper
 
+from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.assembly import Assembly, GraphFile, Layer, Part, Uncut
 from lockstep.artifacts.dtypes import QUANTIZATIONS
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name, zero_points_name
@@ -70,7 +71,16 @@ def quantize(
     assembly = replace(
         assembly, precision=precision, classes=classes, layers=layers, batchful=uncut, tensor_parallel=ranks
     )
-    return made, replace(assembly, quantization=quantized)
+    adapters = assembly.adapters and _adapters_of(assembly.adapters, classes)
+    return made, replace(assembly, quantization=quantized, adapters=adapters)
+
+
+def _adapters_of(slots: LoraSlots, classes: Mapping[str, GraphFile]) -> LoraSlots:
+    """The same linear layers, by the slots that the rewritten graphs have."""
+    held = {name: {slot.name for slot in graph.signature.slots} for name, graph in classes.items()}
+    own = lambda name, slot: slot if slot in held[name] else data_name(slot)
+    named = {name: {own(name, slot): each for slot, each in found.items()} for name, found in slots.classes.items()}
+    return replace(slots, classes=named)
 
 
 def _of_ranks(

@@ -152,9 +152,11 @@ def _proven(
         check_tensors(meta, unpacked_places(tensors, packed), folder)
     files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel)
     prove(config, meta, files, assembly, assemble)
+    if adapters:
+        files, assembly = with_adapters(files, assembly, adapters, linear_layers(meta))
     if precision in QUANTIZATIONS:
         return quantize(files, assembly, precision, group_size, quantized)
-    return with_adapters(files, assembly, adapters, linear_layers(meta)) if adapters else (files, assembly)
+    return files, assembly
 
 
 def with_adapters(

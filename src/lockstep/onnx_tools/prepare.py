@@ -74,7 +74,7 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
     """Run both on the same random numbers. Raises CheckError naming the first output that differs by more than
     rounding."""
     canonical, rewritten = widened(model), widened(prepared.model)
-    feeds = _random_inputs(canonical)
+    feeds = random_inputs(canonical)
     expected = _run(canonical, feeds)
     weights = {slot: slot_rows(feeds, parts, slot) for slot, parts in prepared.parts.items()}
     rest = {value.name: _feed(value, feeds) for value in rewritten.graph.input if value.name not in weights}
@@ -101,16 +101,19 @@ def _feed(value: onnx.ValueInfoProto, feeds: Mapping[str, np.ndarray]) -> np.nda
     return mask_of(feeds[IDS], kind.shape.dim[1].dim_value, rank, onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
 
 
-def _random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     """Seeded values for all inputs, weights too; integers are positions, lengths, rows and ids that are valid at
     `_SIZES`."""
     random = np.random.default_rng(0)
     block = random.standard_normal(_BLOCK, np.float32)
+    integers = np.frombuffer(block.tobytes()[:_BLOCK], np.uint8)  # any
     feeds = {}
     for value in model.graph.input:
         shape = [dim.dim_value or _SIZES[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        if dtype.kind == "i":
+        if dtype == np.uint8:  # integers of quantised weights
+            feeds[value.name] = np.resize(np.roll(integers, random.integers(_BLOCK)), shape)
+        elif dtype.kind == "i":
             feeds[value.name] = np.arange(shape[0]) + (2 if value.name in ("position_ids", "past_lengths") else 0)
         else:  # rows of length one or so, whatever their number: nothing overflows in fp16
             scale = (

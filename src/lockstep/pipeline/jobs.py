@@ -190,6 +190,19 @@ def adapted_reference(job: Job) -> None:
     make_adapted_reference(job.path("checkpoint"), job.path("adapters"), layers, job.options["golden"], job.output)
 
 
+def quantized_adapted_reference(job: Job) -> None:
+    from lockstep.verify.golden.adapted_reference import make_adapted_reference
+
+    make_adapted_reference(
+        job.path("checkpoint"),
+        job.path("adapters"),
+        layer_count(job.names["layers"]),
+        job.options["golden"],
+        job.output,
+        job.path("weights"),
+    )
+
+
 def adapted(job: Job) -> None:
     from lockstep.verify.golden.adapted import check
 

@@ -40,6 +40,7 @@ NEEDS = {
     "served": Need(2500, 4.5, minutes_per_gb=30),
     "adapters": Need(1000),
     "adapted_reference": Need(2500, 4, minutes_per_gb=20),
+    "quantized_adapted_reference": Need(2500, 4, minutes_per_gb=20),
     "adapted": Need(2500, 4.5, minutes_per_gb=30),
 }
 

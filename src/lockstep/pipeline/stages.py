@@ -86,8 +86,8 @@ def _source(config: Config, model: str) -> dict[str, Any]:
     return {"source": config.models[model].source}
 
 
-def _tolerance(config: Config, model: str, precision: str) -> dict[str, Any]:
-    return {"tolerance": config.tolerance(model, precision).model_dump()}
+def _tolerance(config: Config, model: str, precision: str, backend: str | None = None) -> dict[str, Any]:
+    return {"tolerance": config.tolerance(model, precision, backend).model_dump()}
 
 
 def _validate(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
@@ -110,11 +110,11 @@ def _golden(config: Config, model: str, precision: str, layers: int | str, backe
     # What the config expects the checkpoint says; of quantised weights the drift report shows what became of it.
     prompts = config.models[model].golden.prompts
     expected = [None if is_quantized(precision) else prompt.expected.get(layers) for prompt in prompts]
-    return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
+    return {"expected": expected, **_tolerance(config, model, precision, backend), "limits": config.limits.model_dump()}
 
 
 def _served(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
-    return {**_tolerance(config, model, precision), "limits": config.limits.model_dump()}
+    return {**_tolerance(config, model, precision, backend), "limits": config.limits.model_dump()}
 
 
 def _export(config: Config, model: str, precision: str) -> dict[str, Any]:
@@ -147,6 +147,10 @@ def fetches_adapters(config: Config, model: str) -> bool:
     return bool(_adapters_on_hub(config, model)["sources"])
 
 
+def _quantized_adapted_reference(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:
+    return _adapted_reference(config, model, layers)
+
+
 def _adapted_reference(config: Config, model: str, layers: int | str) -> dict[str, Any]:
     prompts = {name: [prompt.text for prompt in each] for name, each in config.adapter_prompts(model).items()}
     return {"golden": {"max_new_tokens": config.models[model].golden.max_new_tokens, "prompts": prompts}}
@@ -154,8 +158,8 @@ def _adapted_reference(config: Config, model: str, layers: int | str) -> dict[st
 
 def _adapted(config: Config, model: str, precision: str, layers: int | str, backend: str) -> dict[str, Any]:
     prompts = [prompt for each in config.adapter_prompts(model).values() for prompt in each]
-    expected = [prompt.expected.get(layers) for prompt in prompts]
-    return {"expected": expected, **_tolerance(config, model, precision), "limits": config.limits.model_dump()}
+    expected = [None if is_quantized(precision) else prompt.expected.get(layers) for prompt in prompts]
+    return {"expected": expected, **_tolerance(config, model, precision, backend), "limits": config.limits.model_dump()}
 
 
 def _has_adapters(config: Config, target: Target) -> bool:
@@ -205,7 +209,8 @@ _TABLE = (
     ),
     Stage(
         "build", makes="engines", reads=("assembly",), code="backends", job=f"{_JOBS}:build", options=_build,
-        pinned=pinned.pin_engines, is_cached=True, is_reproduced=True, continues=True, owns_folder=True,
+        needed=lambda config, target: config.is_built(target), pinned=pinned.pin_engines, is_cached=True,
+        is_reproduced=True, continues=True, owns_folder=True,
         help="assembly.json -> the engine set of one backend.",
     ),
     Stage(
@@ -252,10 +257,19 @@ _TABLE = (
     Stage(
         "adapted_reference", makes="adapted_reference", reads=("checkpoint", "adapters"),
         code="verify.golden.adapted_reference", job=f"{_JOBS}:adapted_reference", options=_adapted_reference,
-        needed=_has_adapters, is_check=True, help="Tokens and logits of transformers with each adapter.",
+        needed=lambda config, target: _has_adapters(config, target) and not is_quantized(target.precision),
+        is_check=True, help="Tokens and logits of transformers with each adapter.",
+    ),
+    Stage(
+        "quantized_adapted_reference", makes="quantized_adapted_reference", reads=("checkpoint", "weights", "adapters"),
+        code="verify.golden.adapted_reference", job=f"{_JOBS}:quantized_adapted_reference", only_quantized=True,
+        needed=lambda config, target: _has_adapters(config, target) and is_quantized(target.precision), is_check=True,
+        options=_quantized_adapted_reference,
+        help="Tokens and logits of transformers on the dequantised weights with each adapter.",
     ),
     Stage(
         "adapted", makes="adapted", reads=("assembly", "weights", "engines", "adapters", "adapted_reference"),
+        reads_quantized={"adapted_reference": "quantized_adapted_reference"},
         code="verify.golden.adapted", job=f"{_JOBS}:adapted", options=_adapted, is_check=True, is_judged=True,
         needed=lambda config, target: config.is_run(target) and _has_adapters(config, target),
         pinned=pinned.pin_adapted, is_named=True,

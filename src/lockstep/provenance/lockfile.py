@@ -21,6 +21,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.provenance.shapes import LOCK, misfit
+from lockstep.targets import is_quantized
 
 MADE, TERMS = "made with", "checks"
 
@@ -60,11 +61,14 @@ def write_lock(results: Path, model: str, out: Path) -> Path:
     """Write the lock of the finished model `model` to `out`. Raises InputError where something was not made or not
     checked yet.
 
-    Engines of other devices that stand in `out` already stay, as long as they are of these graphs.
+    Engines of other devices that stand in `out` already stay, as long as they are of these graphs; so does all of
+    engines that are not built here because this processor does not compute in their precision.
     """
     lock = collect(results, model)
     if out.is_file():
-        _keep_devices(read_lock(out), lock)
+        before = read_lock(out)
+        _keep_devices(before, lock)
+        _keep_not_built(before, lock)
     write_bytes(out, dump_json(lock).encode())
     return out
 
@@ -77,15 +81,44 @@ def _keep_devices(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
                 parts["engines"][backend] = {**old.get("engines", {}).get(backend, {}), **devices}
 
 
+def _keep_not_built(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
+    from lockstep.config.backends import backends  # loads pydantic, which verify does without
+
+    for precision, parts in lock["precisions"].items():
+        old = before.get("precisions", {}).get(precision, {})
+        for backend in old.get("engines", {}).keys() - parts.get("engines", {}).keys():
+            settings = backends().get(backend)
+            if old["graphs"] != parts.get("graphs") or settings is None or not settings.lacks_here(precision):
+                continue
+            for kind in ("engines", "golden"):
+                if backend in old.get(kind, {}):
+                    parts.setdefault(kind, {})[backend] = old[kind][backend]
+            for stage, terms in before.get(TERMS, {}).items():
+                kept = {name: of for name, of in terms.items() if _is_of(name, precision, backend)}
+                if kept:
+                    lock[TERMS].setdefault(stage, {}).update(kept)
+            lock[MADE] = {
+                **{name: of for name, of in before[MADE].items() if name.endswith(f"/{backend}")},
+                **lock[MADE],
+            }
+
+
+def _is_of(name: str, precision: str, backend: str) -> bool:
+    """Whether the terms of a check under this name are of engines in `precision` for `backend`."""
+    return name.startswith(f"{precision}/") and name.endswith(f"/{backend}")
+
+
 def collect(results: Path, model: str) -> dict[str, Any]:
     """The lock of what is there. Raises InputError for a model that is not finished."""
     found = list(sections(results, model))
     # Engines of some precisions are not compared; of those that cannot run here nothing is checked.
     left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden", "adapted"}
     if not any(section.stage == "adapters" for section in found):
-        left_out |= {"adapters", "adapted_reference", "adapted"}
+        left_out |= {name for name, entry in STAGES.items() if "adapters" in (name, *entry.reads)}
     precisions = {"", *(section.record["names"].get("precision", "") for section in found)}
     left_out |= {name for name, entry in STAGES.items() if not any(map(entry.is_of, precisions))}
+    if precisions - {""} and all(map(is_quantized, precisions - {""})):
+        left_out.add("adapted_reference")
     for stage in (name for name, entry in STAGES.items() if (entry.pinned or entry.is_check) and name not in left_out):
         if stage not in {section.stage for section in found}:
             raise InputError(

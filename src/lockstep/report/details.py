@@ -121,7 +121,10 @@ def details(
     served = results.served(*names)
     is_served = served.is_file() or failed_path(served).is_file()
     adapted = results.adapted(*names)
-    of_adapters = {"adapters": results.adapters(model), "adapted_reference": results.adapted_reference(model, layers)}
+    of_adapters = {
+        "adapters": results.adapters(model),
+        "adapted_reference": results.adapted_reference_of(model, precision, layers),
+    }
     is_adapted = adapted.is_file() or failed_path(adapted).is_file()
     built = _loaded(EngineSetManifest.load, engines["engines"])
     if golden.result == NOT_RUN and cannot_run and not results.golden(*names).is_file():

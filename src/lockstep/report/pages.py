@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def _shown(make: Callable[[], str]) -> str:
 
 def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
     here = results.report_page()
-    headings = ["target", "result", "engines", "reproduced", "largest logit error", "tolerance", "why"]
+    headings = ["target", "result", "engines", "reproduced", "largest logit error", "tolerance", "drift", "why"]
     cells = [
         [
             link(results.target_page(row.target), here, str(row.target)),
@@ -98,12 +99,13 @@ def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
             text(row.reproduced),
             _number(row.max_logit_error, ".1e"),
             _number(row.logit_tolerance, "g"),
+            text(row.drift or ""),
             text(row.reason or ""),
         ]
         for row in rows
     ]
-    if not any(row.reason for row in rows):
-        headings, cells = headings[:-1], [cell[:-1] for cell in cells]
+    shown = [True] * 6 + [any(row.drift for row in rows), any(row.reason for row in rows)]
+    headings, cells = list(compress(headings, shown)), [list(compress(cell, shown)) for cell in cells]
     return table(headings, cells, numbers=(4, 5))
 
 

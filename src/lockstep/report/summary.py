@@ -31,11 +31,16 @@ COLUMNS = (
     ("adapters", "adapters", str),
     ("reproduced", "reproduced", str),
     ("max_logit_error", "largest logit error", "{:.1e}".format),
+    ("drift_logit_error", "drift of logits", "{:.1e}".format),
+    ("drift_tokens_differing", "of tokens", str),
+    ("drift_perplexity", "of perplexity", "{:+.1%}".format),
     ("prefill_tokens_per_s", "prefill tokens/s", "{:.0f}".format),
     ("decode_tokens_per_s", "decode tokens/s", "{:.0f}".format),
 )
 _WIDTH = 240  # more than any row needs: rich would cut words to the terminal's width
-_NUMBERS = ("max_logit_error", "prefill_tokens_per_s", "decode_tokens_per_s")
+_DRIFT = ("drift_logit_error", "drift_tokens_differing", "drift_perplexity")
+_NUMBERS = ("max_logit_error", *_DRIFT, "prefill_tokens_per_s", "decode_tokens_per_s")
+_WHERE_ANY = ("adapters", *_DRIFT)  # columns that are shown where a target has a value
 
 
 def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
@@ -53,7 +58,7 @@ def write(
     """Collect the checks of `targets`, write summary.json, summary.csv and the report's pages, and give the summary.
 
     since_lock: what differs from the lock, a line each, by model; models without a lock are left out. not_run: why
-    engines do not run here, by backend; None: as in the summary that is there.
+    engines do not run here, as `Config.not_run` gives it; None: as in the summary that is there.
     """
     not_run = known_not_run(results) if not_run is None else not_run
     found = _details(results, targets, not_run)
@@ -75,7 +80,7 @@ def write(
 
 
 def known_not_run(results: Results) -> Mapping[str, str]:
-    """Why engines do not run here, by backend, as the summary that is there says."""
+    """Why engines do not run here, as the summary that is there says."""
     try:
         return Summary.load(results.summary()).not_run
     except InputError:
@@ -91,7 +96,11 @@ def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, s
 
 def _details(results: Results, targets: Sequence[Target], not_run: Mapping[str, str]) -> dict[Target, Details]:
     remembered = functools.cache(content)
-    return {target: details(results, target, not_run.get(target.backend), remembered) for target in targets}
+    return {target: details(results, target, _why_not_run(target, not_run), remembered) for target in targets}
+
+
+def _why_not_run(target: Target, not_run: Mapping[str, str]) -> str | None:
+    return not_run.get(f"{target.precision}/{target.backend}") or not_run.get(target.backend)
 
 
 def _summary(found: Mapping[Target, Details], not_run: Mapping[str, str]) -> Summary:
@@ -135,7 +144,8 @@ def print_table(summary: Summary) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = [column for column in COLUMNS if column[0] != "adapters" or any(row.adapters for row in summary.targets)]
+    has = {key for key in _WHERE_ANY if any(getattr(row, key) is not None for row in summary.targets)}
+    columns = [column for column in COLUMNS if column[0] not in _WHERE_ANY or column[0] in has]
     for key, heading, _ in columns:
         table.add_column(heading, justify="right" if key in _NUMBERS else "left", no_wrap=True)
     for row in summary.targets:
@@ -146,9 +156,6 @@ def print_table(summary: Summary) -> None:
         if row.reason:
             style = _STYLES[row.verdict]
             console.print(f"{row.target}: {row.reason}", style=style, markup=False, highlight=False)
-    for row in summary.targets:
-        if row.drift:
-            console.print(f"{row.target}: drift: {row.drift}", markup=False, highlight=False)
 
 
 def print_verdict(summary: Summary) -> None:
@@ -165,7 +172,7 @@ _STYLES = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
 
 def _row(target: Target, found: Details) -> SummaryRow:
     checks, built, speed, golden = found.checks(), found.engines, found.speed, found.golden.report
-    comparison = found.compare.report if found.compare else None
+    comparison, drift = found.compare.report if found.compare else None, found.drift
     digest = golden.engine_digest if golden else built.digest if built else None
     device = built.device if built else {}
     return SummaryRow(
@@ -189,7 +196,10 @@ def _row(target: Target, found: Details) -> SummaryRow:
         prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
         decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
         adapters=found.adapted.result if found.adapted else None,
-        drift=found.drift.words() if found.drift else None,
+        drift=drift.words() if drift else None,
+        drift_logit_error=drift.rms_logit_error if drift else None,
+        drift_tokens_differing=drift.tokens_differing if drift else None,
+        drift_perplexity=drift.perplexity / drift.full_perplexity - 1 if drift else None,
     )
 
 

@@ -6,15 +6,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from lockstep.artifacts.activations import with_activations
 from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.assembly import Assembly, Layer, Part
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.graph_files import AttentionVariant
+from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import Signature
 from lockstep.artifacts.tensor_parallel import Piece as ShardedPiece
 from lockstep.artifacts.tensor_parallel import ShardedClass, TensorParallel, attention_shards
 from lockstep.backends import EngineSet
-from lockstep.backends.base import Program
+from lockstep.backends.base import HasActivations, Program
 from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.errors import InputError
 from lockstep.step.executable import Executable, HasAdapterRows
@@ -38,7 +40,7 @@ def open_network(
     Raises InputError for a layer count that the model does not have, or a tensor that the weights lack or hold in
     another shape.
     """
-    assembly, weights = engines.assembly, Weights.open(weights_json)
+    assembly, weights = _as_run(engines), Weights.open(weights_json)
     count = layer_count(assembly, layers)
     ranks = assembly.tensor_parallel
     if weights.precision != assembly.precision:
@@ -76,6 +78,14 @@ def open_network(
     return _network(assembly, chosen, bound, kinds)
 
 
+def _as_run(engines: EngineSet) -> Assembly:
+    """The assembly with the activations that the engines have."""
+    backend, assembly = engines.backend, engines.assembly
+    if not isinstance(backend, HasActivations):
+        return assembly
+    return with_activations(assembly, backend.activations(assembly.precision))
+
+
 def _network(
     assembly: Assembly, chosen: Sequence[Layer], bound: Callable[[Part], Block], kinds: Mapping[str, Kind]
 ) -> Network:
@@ -111,7 +121,7 @@ def adapted_modules(assembly: Assembly) -> set[str]:
     """The linear layers of the whole model that take adapters, as the checkpoint names them."""
     classes = assembly.adapters.classes if assembly.adapters else {}
     return {
-        part.slots[weight][0].removesuffix(".weight")
+        module_of(part.slots[weight][0])
         for layer in assembly.layers
         for part in (layer.block, layer.exit)
         for weight in classes.get(part.graph, {})
@@ -122,7 +132,7 @@ def _network_of_rank(
     engines: EngineSet, weights: Weights, chosen: Sequence[Layer], ranks: TensorParallel, rank: int
 ) -> Network:
     """What one rank of several runs, on its own device: its heads, its pieces with its part of the weights."""
-    assembly = engines.assembly
+    assembly = _as_run(engines)
     load = lambda name: engines.load(name, rank=rank)
     programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
 

@@ -62,6 +62,9 @@ class HostExecutor:
         self._room[slot] = 0
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
+        return self._take(advances).logits().astype(np.float32)
+
+    def _take(self, advances: Sequence[Advance]) -> Plan:
         self._taken = None  # its buffers are free before others are made
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
         grown = {slot: end for slot, end in ends.items() if end > self._room[slot]}
@@ -74,10 +77,13 @@ class HostExecutor:
         plan.run()
         plan.write_decoded(decoded)
         self._taken = plan, advances
-        return plan.logits.astype(np.float32)
+        return plan
 
     def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
-        return self._choose(advances, self.logits(advances))
+        plan = self._take(advances)
+        if any(advance.slot in self._samplings for advance in advances):
+            return self._choose(advances, plan.logits().astype(np.float32))
+        return plan.most_likely()
 
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         logits = self.logits(advances)

@@ -12,15 +12,18 @@ its request alone, to the bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO
+from lockstep.step.executable import Run
+from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.kv_cache import KVCache, Place
 from lockstep.step.network import Block, Kind, Network
+from lockstep.step.ranks import RankBlock
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Layout:
 
 class Plan:
     """Buffers and bound calls of a layout. Fill `token_ids`, `position_ids`, `adapter_ids`, `logit_rows`, then `run`,
-    then read `logits`."""
+    then ask for `logits`, or just for `most_likely`."""
 
     def __init__(self, network: Network, cache: KVCache, layout: Layout):
         self.layout, self.slices = layout, layout.slices()
@@ -102,8 +105,20 @@ class Plan:
             self._add_block(block, values)
             self._add_attention(index, kind, values)
         self._exit, self._before_exit = network.exit, dict(values)
-        self._add_block(network.exit, values)
-        self.logits = values["logits"]
+        self._add_exit(network.exit, values)
+
+    def logits(self) -> np.ndarray:
+        """After `run`: the logits [num_logits, vocab_size]."""
+        self._gather()
+        return self._logits
+
+    def most_likely(self) -> np.ndarray:
+        """After `run`: of each row of the logits the token `greedy.most_likely`. Ranks that have parts of the logits
+        tell their own tokens, and no logits are gathered."""
+        if not self._parts:
+            return most_likely(self._logits.astype(np.float32))
+        firsts = np.cumsum([0, *(part.shape[1] for part in self._parts)]).tolist()
+        return most_likely_of_ranks([largest(part, first) for part, first in zip(self._parts, firsts)])
 
     def run(self) -> None:
         for call in self._calls:
@@ -137,6 +152,19 @@ class Plan:
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._calls.append(block.run.prepare(inputs, outputs))
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
+
+    def _add_exit(self, block: Block, values: Mapping[str, np.ndarray]) -> None:
+        """The last call; what gives the logits is put together where they are asked for."""
+        outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
+        self._logits = outputs["logits"]
+        self._parts: Sequence[np.ndarray] = ()  # of the logits, by rank, where each has one
+        self._gather: Run = _nothing
+        if isinstance(block.run, RankBlock):
+            call, parts, self._gather = block.run.prepare_parts(_inputs(block, values), outputs)
+            self._parts = parts.get("logits", ())
+        else:
+            call = block.run.prepare(_inputs(block, values), outputs)
+        self._calls.append(call)
 
     def _add_attention(self, index: int, kind: Kind, values: dict[str, np.ndarray]) -> None:
         attention = self._buffer(kind.attention, self.layout.num_tokens)
@@ -209,6 +237,10 @@ class Plan:
             pair = [np.empty((*dims, dim), self._cache.dtype) for dim in (shape.head_dim, shape.value_head_dim)]
             self._buffers[(chunk, shape)] = pair
         return pair[0], pair[1]
+
+
+def _nothing() -> None:
+    """The logits are whole."""
 
 
 def _inputs(block: Block, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -20,6 +20,15 @@ class _Declared(NamedTuple):
     shape: Sequence[int | str]
 
 
+class Parts(NamedTuple):
+    """A block in two calls. parts: by name of an output what each rank has of it after `run`; `gather` puts it
+    together."""
+
+    run: Run
+    parts: Mapping[str, Sequence[np.ndarray]]
+    gather: Run
+
+
 class RankBlock:
     """A block in pieces. runs[piece][rank]: its engines with their weights, in the order of the pieces. signature: of
     the whole block; signatures: of the pieces."""
@@ -35,6 +44,17 @@ class RankBlock:
         self.where, self.inputs, self.outputs = _where(runs[0][0]), *_declared(signature)
 
     def prepare(self, inputs: Arrays, outputs: Arrays) -> Run:
+        calls, ranks = self._prepare(inputs, outputs)
+        return _all([*calls, *self._puts(ranks, outputs)])
+
+    def prepare_parts(self, inputs: Arrays, outputs: Arrays) -> Parts:
+        """As `prepare`, in two calls: what of `outputs` each rank has a part of is there after the second."""
+        calls, ranks = self._prepare(inputs, outputs)
+        parts = {name: [known[name] for known in ranks] for name in outputs if name in self._sharded.values}
+        return Parts(_all(calls), parts, _all(self._puts(ranks, outputs)))
+
+    def _prepare(self, inputs: Arrays, outputs: Arrays) -> tuple[list[Run], list[dict[str, np.ndarray]]]:
+        """The calls of all pieces, and by rank and name the arrays that they read and write."""
         sizes = _sizes(self._signature, inputs, outputs)
         degree, values = len(self._runs[0]), self._sharded.values
         ranks: list[dict[str, np.ndarray]] = [{} for _ in range(degree)]
@@ -53,10 +73,16 @@ class RankBlock:
                 calls.append(_adding(parts, result))
                 for known in ranks:
                     known[total] = result
-        for name, array in outputs.items():
-            if (shard := values.get(name)) is not None:
-                calls += [_putting(shard, array, rank, known[name]) for rank, known in enumerate(ranks)]
-        return _all(calls)
+        return calls, ranks
+
+    def _puts(self, ranks: Sequence[Arrays], outputs: Arrays) -> list[Run]:
+        """Put what ranks have parts of together."""
+        return [
+            _putting(shard, array, rank, known[name])
+            for name, array in outputs.items()
+            if (shard := self._sharded.values.get(name)) is not None
+            for rank, known in enumerate(ranks)
+        ]
 
     def _result(self, io: IO, rank: int, outputs: Arrays, sizes: Mapping[str, int]) -> np.ndarray:
         """Where a rank writes: the first rank's whole results are the block's own."""

@@ -19,6 +19,7 @@ from lockstep.artifacts.assembly import Part
 from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.dtypes import numpy_dtype
 from lockstep.artifacts.places import TensorPlace
+from lockstep.artifacts.quantized import module_of
 from lockstep.errors import InputError
 
 
@@ -65,7 +66,7 @@ def arrays_of(
     """Where the adapters of each linear layer of a block go, among these inputs. by_rows: those lora_A that lie the
     other way round."""
     return [
-        LoraArrays(part.slots[weight][0].removesuffix(".weight"), inputs[slot.a], inputs[slot.b], slot.a in by_rows)
+        LoraArrays(module_of(part.slots[weight][0]), inputs[slot.a], inputs[slot.b], slot.a in by_rows)
         for weight, slot in slots.classes.get(part.graph, {}).items()
     ]
 

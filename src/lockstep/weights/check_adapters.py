@@ -23,7 +23,9 @@ from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
 from lockstep.artifacts.fetched import FOLDER, known
 from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.places import StoredFile, TensorPlace
+from lockstep.checkpoint.packed import packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
 from lockstep.errors import InputError
@@ -128,8 +130,12 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
     modules = _modules(path, read_header(path), rank, where)
     base = config.get("base_model_name_or_path")
     trained_on = f" (trained on {shorten(base)})" if base else ""
+    packed = packed_weights(packing_of(checkpoint.config), checkpoint.tensors, Path(checkpoint.source))
+    weights = unpacked_places(checkpoint.tensors, packed)
     for module, entry in modules.items():
-        _check_against_base(path, module, entry, checkpoint, bool(config.get("fan_in_fan_out")), where, trained_on)
+        _check_against_base(
+            path, module, entry, checkpoint, weights, bool(config.get("fan_in_fan_out")), where, trained_on
+        )
         for place in (entry.a, entry.b):
             _check_finite(path, module, place, where)
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
@@ -230,14 +236,16 @@ def _check_against_base(
     module: str,
     entry: AdaptedModule,
     checkpoint: CheckpointManifest,
+    weights: Mapping[str, TensorPlace],
     transposed: bool,
     where: str,
     trained_on: str,
 ) -> None:
-    """trained_on: what the adapter's config says of its base, in words; may be empty."""
+    """weights: of the checkpoint, packed ones as what they stand for. trained_on: what the adapter's config says of its
+    base, in words; may be empty."""
     name = f"{module}.weight"
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-    base = checkpoint.tensors.get(name) or checkpoint.tensors.get(name.partition(".")[2])
+    base = weights.get(name) or weights.get(name.partition(".")[2])
     remedy = f"is it an adapter of this model{trained_on}?"
     if base is None:
         raise InputError(

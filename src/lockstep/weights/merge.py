@@ -33,6 +33,11 @@ def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path) -> P
     source, adapters, out = open_source(Path(checkpoint_json)), open_adapters(adapters_json), Path(out)
     if name not in adapters:
         raise InputError(f"--merge: expected one of {', '.join(adapters) or 'no adapter'}; found {name!r}")
+    if source.packed:
+        raise InputError(
+            f"{source.folder}: expected weights in floating point to merge an adapter into, found quantised ones; "
+            "merge it into the checkpoint that they were made of, or use the adapter as it is"
+        )
     if os.path.lexists(out):
         raise InputError(f"{out}: expected a new folder to write to, found something there; choose another place")
     out.parent.mkdir(parents=True, exist_ok=True)

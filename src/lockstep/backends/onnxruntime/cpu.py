@@ -3,6 +3,7 @@ choose by."""
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -38,8 +39,7 @@ def describe_cpu(cpuinfo: str | None = None, machine: str | None = None) -> dict
     machine = machine or platform.machine()
     architecture = _ALIASES.get(machine, machine)
     if cpuinfo is None:
-        path = Path("/proc/cpuinfo")
-        cpuinfo = path.read_text(errors="replace") if path.exists() else ""
+        cpuinfo = _cpuinfo()
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
@@ -53,6 +53,12 @@ def describe_cpu(cpuinfo: str | None = None, machine: str | None = None) -> dict
         ),
         "isa": sorted(flags & set(_ISA.get(architecture, ()))),
     }
+
+
+@functools.cache
+def _cpuinfo() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def cpu_key(device: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from lockstep.config.backends import BackendSettings
 
+_PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16")
+
 SETTINGS = BackendSettings(
-    precisions=("fp32", "fp16", "w8a16", "w4a16"),
+    precisions=_PRECISIONS,
     lacks="ONNX Runtime on CPU has no bf16 kernels",
     runs_ranks=True,
-    runs_adapters=True,
+    runs_adapters=_PRECISIONS,
     fp32_part=0.5,  # the same library computes both: no difference is seen, and planted faults begin at 6e-5
 )

@@ -34,7 +34,7 @@ class Exchange:
 
     def __init__(self, device: Device, rank: int, world: int, slot: int, outbox: int):
         """slot: units of a place in an inbox; outbox: units of one."""
-        self.device, self._rank, self._world, self._slot = device, rank, world, slot
+        self.device, self.rank, self.world, self._slot = device, rank, world, slot
         device.use()
         module = cuda.compile_kernels(_SOURCE)
         self._reduce, self._gather = module["all_reduce"], module["all_gather"]
@@ -61,8 +61,8 @@ class Exchange:
         """Replace float32, float16 or bfloat16 values, whose memory goes on to a multiple of 16 bytes, by the sum over
         the ranks, made in their order in float32."""
         units = -(-values.nbytes // _UNIT)
-        shots = shots_for(units, self._world)
-        share = units if shots == 1 else -(-units // self._world)
+        shots = shots_for(units, self.world)
+        share = units if shots == 1 else -(-units // self.world)
         self._reduce.launch(
             self.device.stream, *_grid(share), values, *self._group(), units, NUMBERS[values.dtype.name], shots
         )
@@ -77,7 +77,7 @@ class Exchange:
         self._gather.launch(self.device.stream, *_grid(units), part, whole, *self._group(), units, rows, columns, size)
 
     def _group(self) -> tuple[cuda.Array | int, ...]:
-        return self._peers, self._state, self._lost, self._world, self._rank, self._slot, _SECONDS
+        return self._peers, self._state, self._lost, self.world, self.rank, self._slot, _SECONDS
 
     def give_up(self) -> None:
         """Let no rank wait for what will not come: a step ended half way."""
@@ -91,7 +91,7 @@ class Exchange:
         if lost:
             raise CheckError(
                 f"tensor_parallel: expected rank {lost - 1} (GPU {self._numbers[lost - 1]}) at a sum, found that rank "
-                f"{self._rank} waited {_SECONDS} s for it; see what that GPU does (nvidia-smi), and start again"
+                f"{self.rank} waited {_SECONDS} s for it; see what that GPU does (nvidia-smi), and start again"
             )
 
 

@@ -8,14 +8,16 @@ One builder and one timing cache serve all graphs that an instance builds: layer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
+from lockstep.artifacts.activations import with_activations
 from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.dtypes import COMPUTE_NAMES, QUANTIZATIONS
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.signature import IO
@@ -26,6 +28,7 @@ from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
+from lockstep.backends.tensorrt.cut_engine import MAGIC, is_cut, pack, plans_of, prepare_pieces
 from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
 from lockstep.backends.tensorrt.layers import (
     Layer,
@@ -39,10 +42,12 @@ from lockstep.backends.tensorrt.layers import (
 from lockstep.backends.tensorrt.memory import PeakMemory
 from lockstep.backends.tensorrt.rotation import check_rotation
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
-from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn, require_nvrtc
+from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cublas, require_cudnn, require_nvrtc
 from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
 from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.cut_products import CutGraph, has_quantized_products
+from lockstep.onnx_tools.half_activations import halve_activations
 from lockstep.step.advance import Executor
 from lockstep.step.network import Network
 from lockstep.targets import Limits
@@ -51,6 +56,18 @@ from lockstep.targets import Limits
 # ended after two minutes at level 5.
 _HIGHEST_LEVEL = {"decode": 3, "prefill": 3}
 _PLAN, _GRAPH = ".engine", ".onnx"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A plan, the configuration that it was built with, which has the timing cache, and its layers. level: that it
+    was built at. refused: why it is not one region, where it was to be."""
+
+    config: Any
+    plan: bytes
+    layers: Sequence[Layer]
+    level: int = LEVEL
+    refused: str = ""
 
 
 class TensorRTBackend:
@@ -70,11 +87,16 @@ class TensorRTBackend:
         self._timing: Any = None
         self._whole = True
         self._tactics: Tactics | None = None
+        self._quantized = False
         self._host = OnnxRuntimeBackend()
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        return ("fp32", "fp16", "bf16") if TENSORRT.has("bf16") else ("fp32", "fp16")
+        return ("fp32", "fp16", *(("bf16",) if TENSORRT.has("bf16") else ()), *QUANTIZATIONS)
+
+    def activations(self, precision: str) -> str:
+        """float16, where weights are quantised: see `HasActivations`."""
+        return "float16" if precision in QUANTIZATIONS else COMPUTE_NAMES[precision]
 
     def version(self) -> str:
         return TENSORRT.version_text()
@@ -114,10 +136,11 @@ class TensorRTBackend:
         these's first products as rows of weights, and are built without room for them too."""
         if options.get("attention") not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
+        run = with_activations(assembly, self.activations(assembly.precision))
         fused = {
             name
-            for name, variant in assembly.variants.items()
-            if options["attention"] == "fused" and can_fuse(variant, assembly.dtype)
+            for name, variant in run.variants.items()
+            if options["attention"] == "fused" and can_fuse(variant, run.dtype)
         }
         ranks = assembly.tensor_parallel
         variants = assembly.variants if ranks is None else ranks.variants
@@ -138,6 +161,9 @@ class TensorRTBackend:
             require_capability(manifest.device)
             require_cudnn()
         require_nvrtc()
+        self._quantized = manifest.precision in QUANTIZATIONS
+        if self._quantized:
+            require_cublas()
         device, options = self.device_key(manifest.device), self.options_key(manifest.options)
         made_by = {"version": manifest.backend_version, "device": device, "options": options, "revision": self.revision}
         self._tactics = Tactics(manifest.options["tactics"], folder, made_by)
@@ -164,25 +190,19 @@ class TensorRTBackend:
             return Built()
         where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
-        level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
-        region = (
-            as_one_region(model)
-            if options["one_region"] and TENSORRT.has("one_region") and model.graph.name not in _HIGHEST_LEVEL
-            else None
-        )
-        made, refused = None, ""
+        cut = self.pieces(model, options)
+        plans, layers, sums, refused = [], list[Layer](), list[str](), list[_Made]()
         with PeakMemory() as peak:
-            if region is not None:
-                try:
-                    made = self._engine(region, min(level, LEVEL), options, tactics, where)
-                except GraphRefusedError as error:
-                    refused = str(error).removeprefix(f"{where}: ")
-            config, plan, layers = made or self._engine(model, level, options, tactics, where)
+            for piece in [model] if cut is None else cut.pieces:
+                made = self._piece(piece, options, tactics, where)
+                plans.append(made.plan)
+                layers += made.layers
+                refused += [made] if made.refused else []
         digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
-        tactics.take_cache(TENSORRT.serialize_timing_cache(config), TENSORRT.cached_tactics(config), where)
-        write_bytes(out_path, plan)
+        tactics.take_cache(TENSORRT.serialize_timing_cache(made.config), TENSORRT.cached_tactics(made.config), where)
+        write_bytes(out_path, made.plan if cut is None else pack(model, cut, plans, options))
         sums = fp16_sums(layers)
-        notes = [f"not built as one region, but as it is at level {level}: {refused}"] if refused else []
+        notes = [f"not built as one region, but as it is at level {each.level}: {each.refused}" for each in refused]
         if sums:
             notes.append(f"products that TensorRT adds up in fp16: {', '.join(sums)}")
         if not self._whole and any_in_region(layer.kind for layer in layers):
@@ -192,12 +212,37 @@ class TensorRTBackend:
             )
         if TENSORRT.has("hidden_regions") and unlisted(layers):
             notes.append("fused regions whose kernels cannot be read: they are not held to the graph")
-        about = {"fp16_sums": sums, "not_one_region": refused}
+        about = {"fp16_sums": sums, "not_one_region": "; ".join(each.refused for each in refused)}
         return Built(
             {"tactics_sha256": digest, **{key: said for key, said in about.items() if said}},
             peak.nbytes,
             "; ".join(notes) or None,
         )
+
+    def pieces(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> CutGraph | None:
+        """What a graph with quantised products is built of; None for one without, whose activations become float16 in
+        place where it is of a set with quantised weights."""
+        if has_quantized_products(model):
+            return prepare_pieces(model, options["opset"])
+        if self._quantized:
+            halve_activations(model)
+        return None
+
+    def _piece(self, model: onnx.ModelProto, options: Mapping[str, Any], tactics: Tactics, where: str) -> _Made:
+        """A graph built as one region, if it can be, else as it is."""
+        level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
+        region = (
+            as_one_region(model)
+            if options["one_region"] and TENSORRT.has("one_region") and model.graph.name not in _HIGHEST_LEVEL
+            else None
+        )
+        refused = ""
+        if region is not None:
+            try:
+                return _Made(*self._engine(region, min(level, LEVEL), options, tactics, where))
+            except GraphRefusedError as error:
+                refused = str(error).removeprefix(f"{where}: ")
+        return _Made(*self._engine(model, level, options, tactics, where), level, refused)
 
     def _engine(
         self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str
@@ -245,15 +290,23 @@ class TensorRTBackend:
         return CanonicalBytes(engine_path.read_bytes())
 
     def _read(self, engine_path: Path) -> list[Layer]:
-        where, plan = str(engine_path), engine_path.read_bytes()
+        where, data = str(engine_path), engine_path.read_bytes()
         describe_gpu()  # without a GPU, TensorRT 8.6 ends the process
-        return _layers(TENSORRT.deserialize(plan, where), plan, where)
+        plans = plans_of(data, where)
+        return [layer for plan in plans for layer in _layers(TENSORRT.deserialize(plan, where), plan, where)]
 
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> Program:
         if engine_path.suffix == _GRAPH:
             return self._host.load(engine_path, slots, None, low_memory)
+        with engine_path.open("rb") as file:
+            cut = is_cut(file.read(len(MAGIC)))
+        if cut:
+            require_cublas()
+            from lockstep.backends.tensorrt.cut_program import CutProgram
+
+            return CutProgram(TENSORRT, engine_path, slots, rank)
         from lockstep.backends.tensorrt.program import TensorRTProgram
 
         return TensorRTProgram(TENSORRT, engine_path, slots, rank)

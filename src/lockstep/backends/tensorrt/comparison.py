@@ -7,12 +7,14 @@ that one: Polygraphy is given it too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cuda.bindings import runtime
+from polygraphy.backend.base import BaseRunner
 from polygraphy.backend.trt import TrtRunner
 from polygraphy.common import TensorMetadata
 from polygraphy.cuda import cuda as polygraphy_cuda
@@ -22,6 +24,8 @@ from lockstep.artifacts.adapters import IDS, mask_rank, rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.cuda import check
+from lockstep.backends.tensorrt.cut_engine import is_cut
+from lockstep.backends.tensorrt.cut_program import CutExecutable, CutProgram
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.adapter_mask import mask_of
 from lockstep.onnx_tools.comparator import metadata, one_line
@@ -29,9 +33,13 @@ from lockstep.onnx_tools.comparator import metadata, one_line
 
 def open_engine(
     file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
-) -> Callable[[int], EngineRunner]:
+) -> Callable[[int], BaseRunner]:
     """What makes the engine's runner for an optimization profile: see `lockstep.verify.compare.run`."""
-    engine = TENSORRT.deserialize(file.read_bytes(), str(file))
+    data = file.read_bytes()
+    if is_cut(data):
+        run = _cut_executable(file, inputs, weights)
+        return lambda profile: CutRunner("engine", inputs, run)
+    engine = TENSORRT.deserialize(data, str(file))
     return lambda profile: EngineRunner("engine", str(file), inputs, engine, weights, profile)
 
 
@@ -110,8 +118,53 @@ class EngineRunner(TrtRunner):
 
 
 def cast(arrays: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
-    """Integers as the engine takes them; what is a float, or right already, stays as it is."""
+    """Integers as the engine takes them, and float32 where it takes float16; what is right already stays as it is."""
+    narrow = lambda name, array: array.dtype == np.float32 and types[name] == np.float16
     return {
-        name: array.astype(types[name], copy=False) if array.dtype.kind == "i" else array
+        name: array.astype(types[name], copy=False) if array.dtype.kind == "i" or narrow(name, array) else array
         for name, array in arrays.items()
     }
+
+
+class _Arrays:
+    """Weights that are at hand, by slot: see `weights.Tensors`."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self._arrays = arrays
+
+    @property
+    def checkpoint(self) -> object:
+        return self
+
+    def identity(self, name: str) -> str:
+        return name
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def location(self, name: str) -> None:
+        return None
+
+
+def _cut_executable(file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray]) -> CutExecutable:
+    slots = [IO(name, array.dtype.name, array.shape) for name, array in weights.items()]
+    return CutProgram(TENSORRT, file, slots).bind(_Arrays(weights), {name: [name] for name in weights})
+
+
+class CutRunner(BaseRunner):
+    """Runs a cut engine as the runtime does: each piece on the first of its profiles that takes the sizes."""
+
+    def __init__(self, name: str, inputs: Sequence[IO], run: CutExecutable):
+        super().__init__(name=name)
+        self._declared, self._run = inputs, run
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        return metadata(self._declared)
+
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        program, began = self._run.program, time.perf_counter()
+        sizes = program.sizes({name: array.shape for name, array in feed_dict.items()})
+        outputs = {name: program.filled(name, sizes) for name in program.cut.outputs}
+        found = self._run.run_once(feed_dict, {name: np.empty(shape, np.float16) for name, shape in outputs.items()})
+        self.inference_time = time.perf_counter() - began  # Polygraphy adds them up
+        return found

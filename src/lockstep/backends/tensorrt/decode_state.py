@@ -6,7 +6,7 @@ goes on with what the device found uploads at most which slots decode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -50,6 +50,10 @@ class DecodeState:
             return False
         self._samplings[slot], self._sampling_changed = changed, True
         return True
+
+    def draws(self, slots: Iterable[int]) -> bool:
+        """Whether the token of one of these slots is drawn."""
+        return bool(self._samplings["temperature"][list(slots)].any())
 
     def send_samplings(self, stream: cuda.Stream) -> None:
         """Upload how tokens are chosen, if the device does not hold it."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class _Flight:
 
     ends: dict[int, int]
     fetched: list[tuple[np.ndarray, cuda.Event]]  # by rank, page-locked: what it finds, by slot, behind the event
+    plans: Sequence[Plan] = ()  # of a step in flight: by rank
     given: np.ndarray | None = None  # of a step in flight: the tokens that it went on with, by slot
     loads: np.ndarray | None = None  # likewise: by slot, which load of an adapter (GpuExecutor._loads)
 
@@ -224,7 +226,7 @@ class GpuExecutor:
     @_waits
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """As `tokens`, and the logits behind some of the requests: see `Executor.tokens_and_logits`."""
-        flight, rows = self._put(advances)
+        flight, rows = self._put(advances, gather=True)
         found = [[by_slot[advances[number].slot] for number in wanted] for by_slot in rows]
         if self._host_logits is None:
             some = next(iter(rows[0].values()))
@@ -280,31 +282,46 @@ class GpuExecutor:
                 "found others; check that GPU and its links (nvidia-smi, dmesg)"
             )
 
-    def _put(self, advances: Sequence[Advance]) -> tuple[_Flight, list[dict[int, cuda.Array]]]:
+    def _put(self, advances: Sequence[Advance], gather: bool = False) -> tuple[_Flight, list[dict[int, cuda.Array]]]:
         """Put a step on the streams, as far as it is not in flight; what it finds, and for each rank by slot the row of
-        logits [1, vocab_size], which is there until the next step."""
+        logits [1, vocab_size], which is there until the next step. gather: where ranks have parts of the logits, put
+        them together, too."""
         decoding, chunks = _split(advances)
         flight = self._asked_for(decoding)
         rows: list[dict[int, cuda.Array]] = [{} for _ in self.ranks]
         if flight is None and self._goes_in_one_pass(decoding, chunks):
             self._begin(advances)
             plans = self._mixed(decoding, chunks)
+            if gather:
+                self._gather(plans)
             rows = [{each.slot: plan.logits[each.slot : each.slot + 1] for each in advances} for plan in plans]
             return self._fetch(_ends(advances)), rows
+        decoded = () if flight is None else flight.plans
         if flight is None or chunks:
             self._begin(advances, flight)
             if flight is None and decoding:
-                self._decode(decoding)
+                decoded = self._decode(decoding)
             if chunks:
                 plans = self._prefill(chunks)
+                if gather:
+                    self._gather(plans)
                 for by_slot, plan in zip(rows, plans):
                     by_slot.update(
                         {chunk.slot: plan.logits[number : number + 1] for number, chunk in enumerate(chunks)}
                     )
             flight = self._fetch(_ends(advances))
+        if gather:
+            self._gather(decoded)
         for by_slot, rank in zip(rows, self.ranks):
             by_slot.update({advance.slot: rank.decode_logits(advance.slot) for advance in decoding})
         return flight, rows
+
+    def _gather(self, plans: Sequence[Plan]) -> None:
+        """Put the logits together that ranks have parts of, of a step on the streams."""
+        with self._together():
+            for rank, plan in zip(self._each(), plans):
+                if plan.part is not None:
+                    rank.gather(plan)
 
     def _asked_for(self, decoding: Sequence[Advance]) -> _Flight | None:
         """The step in flight, if these are slots of it; else it is dropped: nobody asks for it any more."""
@@ -339,14 +356,14 @@ class GpuExecutor:
         lengths[list(held)] = list(held.values())
         try:
             self._reserve(ends, lengths)
-            plans = self._decode_plans(_bucket(max(ends) + 1, self.num_slots), self._adapted(ends))
+            plans = self._decode_plans(_bucket(max(ends) + 1, self.num_slots), self._adapted(ends), self._drawn(ends))
         except (CheckError, InputError):  # no memory for a step that may never be asked for; whoever asks is told
             return None
         for rank in self._each():
             rank.state.decode(list(held), None, list(held.values()), rank.stream)
         self._launch(plans)
         flight = self._fetch(ends)
-        flight.loads = self._loads()
+        flight.loads, flight.plans = self._loads(), plans
         return flight
 
     def wait(self) -> None:
@@ -362,9 +379,10 @@ class GpuExecutor:
         for rank in self._each():
             rank.state.decode([], None, [], rank.stream)
         ways = (False, True) if self._resident is not None and self.ranks[0].has_base else (False,)
+        draws = (False, True) if self.ranks[0].splits_logits else (False,)
         for count in sorted({_bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
-            for adapted in ways:
-                plans = self._decode_plans(count, adapted)
+            for adapted, drawn in itertools.product(ways, draws):
+                plans = self._decode_plans(count, adapted, drawn)
                 while plans[0].graph is None:
                     self._launch(plans)
         longest = min(self._max_num_tokens, self.max_seq_len)
@@ -431,22 +449,28 @@ class GpuExecutor:
                 assert plan.graph is not None
                 plan.graph.launch(rank.stream)
 
-    def _decode(self, decoding: Sequence[Advance]) -> None:
-        """One token of each slot, put on the streams."""
+    def _decode(self, decoding: Sequence[Advance]) -> list[Plan]:
+        """One token of each slot, put on the streams; each rank's plan."""
         self._prompt = None
         slots, tokens, positions = zip(*((advance.slot, advance.tokens[0], advance.start) for advance in decoding))
-        plans = self._decode_plans(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots))
+        plans = self._decode_plans(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
         for rank in self._each():
             rank.state.decode(slots, tokens, positions, rank.stream)
         self._launch(plans)
+        return plans
 
-    def _decode_plans(self, count: int, adapted: bool) -> list[Plan]:
-        return [rank.decode_plan(count, adapted) for rank in self._each()]
+    def _decode_plans(self, count: int, adapted: bool, drawn: bool) -> list[Plan]:
+        return [rank.decode_plan(count, adapted, drawn) for rank in self._each()]
 
     def _adapted(self, slots: Iterable[int]) -> bool:
         """Whether one of these slots is computed with an adapter."""
         places = self.ranks[0].state.adapters
         return places is not None and bool((places[list(slots)] >= 0).any())
+
+    def _drawn(self, slots: Iterable[int]) -> bool:
+        """Whether the whole logits choose the tokens of these slots: of ranks with parts of them, where one is
+        drawn."""
+        return self.ranks[0].splits_logits and self.ranks[0].state.draws(slots)
 
     def _goes_in_one_pass(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
         """Blocks take as long as at the size that their profile is tuned for: 15 rows beside 512 tokens of prompts may
@@ -468,8 +492,8 @@ class GpuExecutor:
         for rank in self._each():
             rank.state.send_samplings(rank.stream)
             rank.state.advance(list(ends), list(ends.values()))
-        passes = [rank.prompt_plan(*rank.send_mixed(decoding, chunks), self._adapted(ends)) for rank in self._each()]
-        return self._run_pass(passes)
+        how = self._adapted(ends), self._drawn(ends)
+        return self._run_pass([rank.prompt_plan(*rank.send_mixed(decoding, chunks), *how) for rank in self._each()])
 
     def _prefill(self, chunks: Sequence[Advance]) -> list[Plan]:
         """A pass of prompts, put on the streams; each rank's plan has the logits of `chunks`, in their order."""
@@ -487,7 +511,8 @@ class GpuExecutor:
         """write: see `PromptInputs.send`. adapted: run what takes adapters; None: if a chunk has one."""
         if adapted is None:
             adapted = self._adapted(chunk.slot for chunk in chunks)
-        return self._run_pass([rank.prompt_plan(*rank.send_prompts(chunks, write), adapted) for rank in self._each()])
+        how = adapted, self._drawn(chunk.slot for chunk in chunks)
+        return self._run_pass([rank.prompt_plan(*rank.send_prompts(chunks, write), *how) for rank in self._each()])
 
     def _run_pass(self, passes: Sequence[Iterator[Plan]]) -> list[Plan]:
         """Call by call, as `_launch`."""
@@ -513,7 +538,7 @@ class GpuExecutor:
             )
         self._prompt = self._in_flight = None
         self._reserve(dict.fromkeys(range(batch), end), self.lengths)
-        plans = self._decode_plans(count, self._adapted(range(batch)))
+        plans = self._decode_plans(count, self._adapted(range(batch)), self._drawn(range(batch)))
         for rank in self._each():
             rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
         while plans[0].graph is None:

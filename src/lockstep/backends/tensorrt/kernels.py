@@ -67,7 +67,7 @@ class Kernels:
         module = compile_kernels(SOURCE)
         self.wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
-        self._advance = module["advance"]
+        self._advance, self._largest, self._choose = (module[name] for name in ("advance", "largest", "choose"))
         self._adapter_mask = module["adapter_mask"]
 
     def adapter_mask(self, stream: Stream, ids: Array, mask: Array, rank: int) -> None:
@@ -147,4 +147,30 @@ class Kernels:
             tokens,
             positions,
             self.wide,
+        )
+
+    def largest(self, stream: Stream, part: Array, first: int, slots: Array, told: Array) -> None:
+        """Tell of each row of a rank's logits, part [num_requests, columns] of tokens `first` on, the first of the
+        largest: told [num_requests, 2], the logit float32 (infinity for NaN) and the bits of the token's id int32. Rows
+        without a slot (`slots[row]` -1) tell nothing."""
+        count, columns = part.shape
+        number = NUMBERS[part.dtype.name]
+        self._largest.launch(stream, count, _THREADS, part, number, columns, first, slots, told)
+
+    def choose(
+        self,
+        stream: Stream,
+        told: Array,
+        slots: Array,
+        held: Array,
+        limit: int,
+        found: Array,
+        tokens: Array,
+        positions: Array,
+    ) -> None:
+        """As `advance` of greedy rows, of what ranks told of them: told [num_requests, 2 * ranks], in the order of
+        their tokens."""
+        count, columns = told.shape
+        self._choose.launch(
+            stream, count, 32, told, columns // 2, slots, held, limit, found, tokens, positions, self.wide
         )

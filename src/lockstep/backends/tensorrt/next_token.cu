@@ -182,6 +182,26 @@ __device__ int draw(const Row& row, const Sampling& sampling, Wide position) {
     return at;
 }
 
+// The first of the largest of a row's logits; infinity for NaN.
+__device__ void largest_of(const Row& row, float& best, int& at) {
+    best = __int_as_float(0xff800000);  // minus infinity
+    at = row.size;
+    each(row, [&](int id, float logit) {
+        if (isnan(logit)) logit = __int_as_float(0x7f800000);  // infinity
+        if (logit > best || at == row.size) { best = logit; at = id; }
+    });
+    first_largest(best, at);
+}
+
+// Token `at` becomes what was found for a slot, and its next one at position `next`: see `advance`.
+__device__ void set_next(int slot, int at, long long next, int limit, int* found_tokens, void* tokens, void* positions, int wide) {
+    found_tokens[slot] = at;
+    if (at < 0) at = 0;
+    if (next >= limit) next = 0;
+    if (wide) { ((long long*)tokens)[slot] = at; ((long long*)positions)[slot] = next; }
+    else { ((int*)tokens)[slot] = at; ((int*)positions)[slot] = (int)next; }
+}
+
 // What was found is the first of the largest where the row's slot has temperature 0, else a draw; -1 where the largest is NaN, which counts as the largest, or
 // infinite. It becomes the next token of the slot, or 0, so that a step may follow whatever was found, one position behind the row's own; at `limit` positions 0,
 // which is valid. Rows without a slot (-1) change nothing.
@@ -191,13 +211,9 @@ advance(const void* logits, int kind, int size, const int* slots, const void* he
     const int slot = slots[blockIdx.x];
     if (slot < 0) return;
     Row row = {logits, kind, size, (long long)blockIdx.x * size, 0, 0};
-    float best = __int_as_float(0xff800000);  // minus infinity
-    int at = size;
-    each(row, [&](int id, float logit) {
-        if (isnan(logit)) logit = __int_as_float(0x7f800000);  // infinity
-        if (logit > best || at == size) { best = logit; at = id; }
-    });
-    first_largest(best, at);
+    float best;
+    int at;
+    largest_of(row, best, at);
     long long next = integer(held, wide, blockIdx.x) + 1;
     if (isinf(best)) at = -1;
     else if (samplings[slot].temperature > 0) {
@@ -205,10 +221,33 @@ advance(const void* logits, int kind, int size, const int* slots, const void* he
         row.temperature = samplings[slot].temperature;
         at = draw(row, samplings[slot], next);
     }
-    if (threadIdx.x) return;
-    found_tokens[slot] = at;
-    if (at < 0) at = 0;
-    if (next >= limit) next = 0;
-    if (wide) { ((long long*)tokens)[slot] = at; ((long long*)positions)[slot] = next; }
-    else { ((int*)tokens)[slot] = at; ((int*)positions)[slot] = (int)next; }
+    if (threadIdx.x == 0) set_next(slot, at, next, limit, found_tokens, tokens, positions, wide);
+}
+
+// Of ranks that each have `size` of the logits, tokens from `first` on. What a rank tells of a row: the first of its largest logits, infinity for NaN.
+struct Told {
+    float logit;
+    int token;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) largest(const void* part, int kind, int size, int first, const int* slots, Told* told) {
+    if (slots[blockIdx.x] < 0) return;
+    float best;
+    int at;
+    largest_of({part, kind, size, (long long)blockIdx.x * size, 0, 0}, best, at);
+    if (threadIdx.x == 0) told[blockIdx.x] = {best, first + at};
+}
+
+// As `advance` at temperature 0, of what all ranks told: [rows, ranks], by the tokens that they have.
+extern "C" __global__ void choose(const Told* told, int ranks, const int* slots, const void* held, int limit, int* found_tokens, void* tokens, void* positions,
+                                  int wide) {
+    const int slot = slots[blockIdx.x];
+    if (slot < 0 || threadIdx.x) return;
+    Told best = told[(long long)blockIdx.x * ranks];
+    for (int rank = 1; rank < ranks; ++rank) {
+        const Told other = told[(long long)blockIdx.x * ranks + rank];
+        if (other.logit > best.logit) best = other;
+    }
+    const long long next = integer(held, wide, blockIdx.x) + 1;
+    set_next(slot, isinf(best.logit) ? -1 : best.token, next, limit, found_tokens, tokens, positions, wide);
 }

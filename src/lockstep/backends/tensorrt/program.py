@@ -18,8 +18,8 @@ import numpy as np
 from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.compat import Library
-from lockstep.backends.tensorrt.device_weights import DeviceWeights, Uploads
+from lockstep.backends.tensorrt.compat import Library, Tensor
+from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.dequantized import sign_of
@@ -58,20 +58,23 @@ class Context:
 
 
 class Bound(Protocol):
-    """A call of an engine whose arrays lie where they lie, in a context and of sizes that are told each time."""
+    """A call of an engine whose arrays lie where they lie, in a context, of `context_for`, and of sizes that are told
+    each time."""
 
-    def __call__(self, context: Context, shapes: Shapes) -> None: ...
+    def __call__(self, context: Any, shapes: Shapes) -> None: ...
 
 
 class TensorRTProgram:
-    """An engine file on a rank's device, without weights."""
+    """An engine file on a rank's device, without weights. plan: what of the file it is, if not all of it."""
 
-    def __init__(self, library: Library, engine_path: Path, slots: Sequence[IO], rank: int = 0):
+    def __init__(
+        self, library: Library, engine_path: Path, slots: Sequence[IO], rank: int = 0, plan: bytes | None = None
+    ):
         self.library, self.path = library, engine_path
         self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self.device = Device.get(rank)
         self.device.use()
-        self.engine = library.deserialize(engine_path.read_bytes(), str(engine_path))
+        self.engine = library.deserialize(engine_path.read_bytes() if plan is None else plan, str(engine_path))
         self.tensors = {tensor.name: tensor for tensor in library.tensors(self.engine)}
         self.dynamic = {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
         missing = set(self.slots) - set(self.tensors)
@@ -104,6 +107,7 @@ class TensorRTProgram:
                 f"{self.path}: slot {slot}",
                 self._sign(slot),
                 room=bool(rows_of(slot)),
+                form=self._form(slot),
             )
             for slot, names in slots.items()
         }
@@ -118,6 +122,11 @@ class TensorRTProgram:
 
     def _sign(self, slot: str) -> int:
         return sign_of(self.tensors[slot].dtype.name, self.slots[slot][1].name)
+
+    def _form(self, slot: str) -> Form | None:
+        """Of a model with quantised weights the others are float32 in the checkpoint and float16 here."""
+        taken = self.tensors[slot].dtype
+        return Form(taken) if (self.slots[slot][1].name, taken.name) == ("float32", "float16") else None
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The first profile that takes these input shapes. Raises CheckError where none does."""
@@ -196,17 +205,38 @@ class TensorRTExecutable:
 
     def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs for `inputs`, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
-        self.uploads.wait()
-        self.program.device.use()
-        stream, tensors = self.program.device.stream, self.program.tensors
-        host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
-        given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
-        made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-        found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-        for name in host:
-            stream.upload(given[name], host[name])
-        self.prepare(given, made)()
-        for name in made:
-            stream.download(found[name], made[name])
-        stream.synchronize()
-        return {name: array.astype(like[name].dtype) for name, array in found.items()}
+        return run_once(self, self.program.device, self.program.tensors, inputs, like)
+
+
+class _Prepares(Protocol):
+    """An engine that runs on a device's arrays."""
+
+    uploads: Uploads
+
+    def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
+        """See `TensorRTExecutable.prepare`."""
+        ...
+
+
+def run_once(
+    executable: _Prepares,
+    device: Device,
+    tensors: Mapping[str, Tensor],
+    inputs: Mapping[str, np.ndarray],
+    like: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """The outputs of an engine, whose tensors these are, for arrays of the host: see `DeviceExecutable`."""
+    executable.uploads.wait()
+    device.use()
+    stream = device.stream
+    host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
+    given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
+    made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+    found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+    for name in host:
+        stream.upload(given[name], host[name])
+    executable.prepare(given, made)()
+    for name in made:
+        stream.download(found[name], made[name])
+    stream.synchronize()
+    return {name: array.astype(like[name].dtype) for name, array in found.items()}

@@ -34,11 +34,16 @@ Call = Callable[[], None]
 
 @dataclass
 class Plan:
-    """The calls of one layout, on buffers that all plans share."""
+    """The calls of one layout, on buffers that all plans share.
+
+    part: of several ranks, this one's part of the logits where the calls gather none; `logits` are then what
+    `Rank.gather` fills.
+    """
 
     calls: list[Call]
     names: list[str]  # what the time of each call goes to: embedding, block, attention ...
     logits: cuda.Array
+    part: cuda.Array | None
     whole: list[cuda.Array]  # what the exit reads that all ranks hold
     graph: cuda.Graph | None = None
     warm: bool = False
@@ -84,6 +89,11 @@ class Rank:
         self._tuned: dict[int, int] = {}  # each step with prompts asks for three
         self.state = DecodeState(num_slots, max_seq_len, integer)
         self._mask = _mask_of_engines(network)
+        (logits,) = (io for io in network.exit.signature.outputs if io.name == "logits")
+        self.splits_logits = logits.shape[1] != network.vocab_size
+        if exchange is not None:  # what this rank and all ranks tell of a step's tokens: `Kernels.largest`
+            self._told = cuda.empty((num_slots + 1, 2), "f4")  # sent on behind its end
+            self._told_by_all = cuda.empty((num_slots, 2 * exchange.world), "f4")
         self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
         self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
         self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
@@ -123,10 +133,15 @@ class Rank:
         """Of the last decode step, [1, vocab_size]."""
         return self._buffers["logits", "decode"][slot : slot + 1]
 
-    def decode_plan(self, count: int, adapted: bool) -> Plan:
+    def gather(self, plan: Plan) -> None:
+        """Put the logits of a plan together whose ranks have parts of them, as its calls left them."""
+        assert plan.part is not None
+        self._end.gather(plan.part, plan.logits)
+
+    def decode_plan(self, count: int, adapted: bool, drawn: bool) -> Plan:
         """A token of each of the slots 0 to `count`-1, or of those of them that decode (`state`), of which some have an
-        adapter if `adapted`; nothing is put on the stream."""
-        key = (count, adapted, *(attention.capacity for attention in self.forms))
+        adapter if `adapted`, and tokens of some are drawn if `drawn`; nothing is put on the stream."""
+        key = (count, adapted, drawn, *(attention.capacity for attention in self.forms))
         plan = self.plans.get(key)
         if plan is None:
             state = self.state
@@ -139,7 +154,7 @@ class Rank:
                 state.positions[:count],
                 state.adapter_ids[:count],
             )
-            plan = self.plans[key] = self._plan(inputs, adapted)
+            plan = self.plans[key] = self._plan(inputs, adapted, drawn)
         return plan
 
     def capture(self, plan: Plan) -> None:
@@ -157,20 +172,20 @@ class Rank:
         """See `PromptInputs.send_mixed`."""
         return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.adapters)
 
-    def prompt_plan(self, inputs: Inputs, chunks: Chunks, adapted: bool) -> Iterator[Plan]:
+    def prompt_plan(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[Plan]:
         """A pass of chunks, call by call: each is on the stream when the plan is given, which has it then. The rank's
-        device is used for each, whatever was used meanwhile. adapted: some chunks have an adapter."""
+        device is used for each, whatever was used meanwhile. adapted, drawn: as of `decode_plan`."""
         self.device.use()
         for attention in self.forms:
             attention.begin(chunks, self.stream)
         if adapted not in self._prompt_blocks:
             self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
-        calls = self._prompt_calls(self._prompt_blocks[adapted], inputs, chunks, adapted)
+        calls = self._prompt_calls(self._prompt_blocks[adapted], inputs, chunks, adapted, drawn)
         while (plan := next(calls, None)) is not None:
             yield plan
             self.device.use()
 
-    def _plan(self, inputs: Inputs, adapted: bool) -> Plan:
+    def _plan(self, inputs: Inputs, adapted: bool, drawn: bool) -> Plan:
         """Rows of one token; nothing is put on the stream."""
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
@@ -191,12 +206,11 @@ class Rank:
             calls += self._attention[index].calls(index, kind, values, inputs.rows, [], self._buffer, self.stream, True)
         whole = _whole(network, values, total)
         calls += prepare("exit", network.exit)
-        logits = values["logits"]
-        if logits.shape[1] < network.vocab_size:
-            logits = self._logits("decode", (total, network.vocab_size), logits.dtype)
-            calls.append(("gather", functools.partial(self._end.gather, values["logits"], logits)))
-        calls.append(("next token", self._next_token(logits, inputs)))
-        return Plan([call for _, call in calls], [name for name, _ in calls], logits, whole)
+        made = values["logits"]
+        logits = self._logits("decode", (total, network.vocab_size), made.dtype)
+        calls += self._last_calls(made, logits, inputs, drawn)
+        part = made if self.splits_logits and not drawn else None
+        return Plan([call for _, call in calls], [name for name, _ in calls], logits, part, whole)
 
     def _values(self, inputs: Inputs, adapted: bool) -> dict[str, cuda.Array]:
         """What blocks read, by name: for `adapter_ids` their mask."""
@@ -212,12 +226,15 @@ class Rank:
         kernels, stream, ids, mask, rank = self._kernels, self.stream, inputs.adapter_ids, values[IDS], self._mask[1]
         return [("adapters", lambda: kernels.adapter_mask(stream, ids, mask, rank))]
 
-    def _prompt_calls(self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool) -> Iterator[Plan]:
+    def _prompt_calls(
+        self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool
+    ) -> Iterator[Plan]:
         total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
         a_pass = blocks.begin(total, num_requests, inputs.num_decoding)
         decoding, prompts = inputs.rows[: inputs.num_decoding], inputs.rows[inputs.num_decoding :]
         logits = self._logits("prompts", (num_requests, self.network.vocab_size), blocks.logits.dtype)
-        plan = Plan([], [], logits, _whole(self.network, blocks.blocks[-2].values, total))
+        own = blocks.logits[:num_requests] if self.splits_logits and not drawn else None
+        plan = Plan([], [], logits, own, _whole(self.network, blocks.blocks[-2].values, total))
 
         def add(name: str, call: Call) -> Plan:
             call()
@@ -241,15 +258,27 @@ class Rank:
         calls, found = a_pass.exit()
         for name, call in calls:
             yield add(name or "exit", call)
-        if found.shape[1] < logits.shape[1]:
-            yield add("gather", functools.partial(self._end.gather, found, logits))
-        yield add("next token", self._next_token(logits, inputs))
+        for name, call in self._last_calls(found, logits, inputs, drawn):
+            yield add(name, call)
 
-    def _next_token(self, logits: cuda.Array, inputs: Inputs) -> Call:
+    def _last_calls(self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool) -> list[tuple[str, Call]]:
+        """From what the exit made, the logits or a rank's part of them, to the next tokens. The logits are gathered
+        where tokens are drawn; else each rank tells its own most likely ones."""
         kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the plan
-        state = self.state
-        found = state.samplings, state.found, state.token_ids, state.positions
-        return lambda: kernels.advance(stream, logits, inputs.slots, inputs.held, limit, *found)
+        state, slots, held = self.state, inputs.slots, inputs.held
+        found = state.found, state.token_ids, state.positions
+        draw = ("next token", lambda: kernels.advance(stream, logits, slots, held, limit, state.samplings, *found))
+        if not self.splits_logits:
+            return [draw]
+        end, (rows, columns) = self._end, made.shape
+        if drawn:
+            return [("gather", functools.partial(end.gather, made, logits)), draw]
+        told, by_all, first = self._told[:rows], self._told_by_all[:rows], end.rank * columns
+        return [
+            ("next token", lambda: kernels.largest(stream, made, first, slots, told)),
+            ("gather", functools.partial(end.gather, told, by_all)),
+            ("next token", lambda: kernels.choose(stream, by_all, slots, held, limit, *found)),
+        ]
 
     def _bind_prompts(self, adapted: bool) -> Iterator[BoundBlock]:
         """The blocks of a pass of prompts, bound to buffers for the largest."""
@@ -370,7 +399,7 @@ def engine_of(of: Block | Piece) -> TensorRTExecutable:
 
 
 def most_exchanged(network: Network, num_slots: int, max_num_tokens: int) -> tuple[int, int]:
-    """(bytes that a sum has at most, bytes that a rank's part of the logits has at most)."""
+    """(bytes that a sum has at most, bytes that a rank's part of what is gathered has at most)."""
     sizes = {"num_tokens": max_num_tokens + num_slots, "num_requests": num_slots}
 
     def nbytes(io: IO) -> int:
@@ -385,4 +414,7 @@ def most_exchanged(network: Network, num_slots: int, max_num_tokens: int) -> tup
         for io in piece.signature.outputs
         if io.name in piece.sums
     ]
-    return max(sums, default=0), max(nbytes(io) for io in network.exit.signature.outputs if io.name == "logits")
+    told = 8 * num_slots
+    return max(sums, default=0), max(
+        told, *(nbytes(io) for io in network.exit.signature.outputs if io.name == "logits")
+    )

@@ -77,11 +77,13 @@ class TensorRTConfig(Section):
 
 
 SETTINGS = BackendSettings(
-    precisions=("fp32", "fp16", "bf16"),
+    precisions=("fp32", "fp16", "bf16", "w8a16", "w4a16"),
     section=TensorRTConfig,
     takes_limits=True,
     runs_ranks=True,
-    runs_adapters=True,
+    runs_adapters=("fp32", "fp16", "bf16"),
+    zero_points=False,
+    fp16_activations=("w8a16", "w4a16"),
     gpus=1,
     # 8.6 on an H200: keys behind a RoPE angle of 250 rad are off by 6e-5 of their magnitude.
     fp32_part=1.0,

@@ -10,7 +10,9 @@ from typing import cast
 
 import numpy as np
 
+from lockstep.artifacts.adapters import IDS
 from lockstep.backends import EngineSet, Program
+from lockstep.backends.graphs import base_engine
 from lockstep.step.executable import DeviceExecutable, HostExecutable
 from lockstep.verify.bisect.stages import Arrays, Stage
 from lockstep.weights import Weights
@@ -26,12 +28,17 @@ class Engines:
         rows = engines.manifest.options.get("max_batch_size")
         self.max_rows: int | None = rows  # requests that the engines were built for; None: any number
 
+    def name(self, graph: str) -> str:
+        """Return the engine that computes a graph for tokens without adapters: one without room for any, if there."""
+        base = base_engine(graph)
+        return base if base in self._names else graph
+
     def run(self, stage: Stage, like: Mapping[str, np.ndarray]) -> Arrays | None:
         """Return the stage's outputs, in the shapes and dtypes of `like`.
 
         None for what the backend has no engine of: fused attention.
         """
-        if stage.graph not in self._names:
+        if self.name(stage.graph) not in self._names:
             return None
         if stage.part != "exit" or self.max_rows is None:
             return self._call(stage, stage.inputs, like)
@@ -46,11 +53,14 @@ class Engines:
         return {name: np.concatenate([outputs[name] for outputs in found]) for name in like}
 
     def _call(self, stage: Stage, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> Arrays:
-        if stage.graph not in self._programs:
-            self._programs[stage.graph] = self.set.load(stage.graph, self._threads)
-        executable = self._programs[stage.graph].bind(
-            self._weights if stage.slots else None, self.set.tensors(stage.graph, stage.slots)
+        name = self.name(stage.graph)
+        if name not in self._programs:
+            self._programs[name] = self.set.load(name, self._threads)
+        executable = self._programs[name].bind(
+            self._weights if stage.slots else None, self.set.tensors(name, stage.slots)
         )
+        if name != stage.graph and (adapters := self.set.assembly.adapters):
+            inputs = {key: array for key, array in inputs.items() if key not in {IDS, *adapters.names(stage.graph)}}
         if isinstance(executable, DeviceExecutable):
             return executable.run_once(inputs, like)
         engine = cast(HostExecutable, executable)

@@ -8,23 +8,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.dtypes import base_precision
 from lockstep.errors import LockstepError
+from lockstep.export.lora import linear_layers, module_of
 from lockstep.export.quantize import quantize
-from lockstep.export.run import assemble
+from lockstep.export.run import assemble, with_adapters
 from lockstep.export.tracer import meta_model
 from lockstep.verify.bisect.stages import Graphs
 from lockstep.weights import Weights
 
 
 def export_again(
-    config: Mapping[str, Any], weights: Weights, layers: int | str, threads: int | None = None
+    config: Mapping[str, Any],
+    weights: Weights,
+    layers: int | str,
+    threads: int | None = None,
+    adapters: LoraSlots | None = None,
 ) -> Graphs | str:
-    """Return the clean graphs with the target's weights, or why there are none."""
+    """Return the clean graphs with the target's weights, or why there are none.
+
+    adapters: what the target's graphs take.
+    """
     config = dict(config)
     try:
         base = base_precision(weights.precision)
-        files, assembly = assemble(meta_model(config, base), config, base)
+        meta = meta_model(config, base)
+        files, assembly = assemble(meta, config, base)
+        if adapters is not None:
+            modules = {module_of(slot) for slots in adapters.classes.values() for slot in slots}
+            room = {"max_adapters": adapters.max_adapters, "max_lora_rank": adapters.max_lora_rank}
+            files, assembly = with_adapters(files, assembly, {**room, "targets": modules}, linear_layers(meta))
         if weights.group_size is not None:
             files, assembly = quantize(files, assembly, weights.precision, weights.group_size, weights.quantization)
         return Graphs(assembly, lambda graph: files[graph.file], weights, layers, threads)

@@ -136,7 +136,7 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     if row is None:
         return None
     stage, found = row.stage, lambda node, look_at: Fault("engine", row, walked.before(row), row.stage, node, look_at)
-    file = engines.set.file(stage.graph)
+    file = engines.set.file(engines.name(stage.graph))
     backend = engines.set.backend.name
     if file.suffix != ".onnx":
         return found(
@@ -171,8 +171,8 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
 
 
 def _engine_feeds(engines: Engines, graphs: Graphs, stage: Stage) -> dict[str, Any]:
-    slots = engines.set.slots(stage.graph)
-    tensors = engines.set.tensors(stage.graph, stage.slots)
+    name = engines.name(stage.graph)
+    slots, tensors = engines.set.slots(name), engines.set.tensors(name, stage.slots)
     return {**stage.inputs, **{slot.name: slot_array(graphs.weights, tensors[slot.name], slot.sizes) for slot in slots}}
 
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.numpy import load_file
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends import EngineSet
@@ -51,10 +52,19 @@ class Right:
 
 
 def make_right(
-    config: Mapping[str, Any], weights: Weights, layers: int | str, ids: np.ndarray, threads: int | None = None
+    config: Mapping[str, Any],
+    weights: Weights,
+    layers: int | str,
+    ids: np.ndarray,
+    threads: int | None = None,
+    adapters: LoraSlots | None = None,
 ) -> Right:
-    """Run `ids` through PyTorch on these weights, and export the model again."""
-    return Right(StreamedModel(config, weights, layers).record(ids), export_again(config, weights, layers, threads))
+    """Run `ids` through PyTorch on these weights, and export the model again.
+
+    adapters: what the graphs take that are followed.
+    """
+    clean = export_again(config, weights, layers, threads, adapters)
+    return Right(StreamedModel(config, weights, layers).record(ids), clean)
 
 
 def bisect(
@@ -93,7 +103,11 @@ def bisect(
     notes = [] if engines_json.is_file() else [f"no engines at {engines_json}: only the graphs were looked at"]
     here = engines_json.is_file() and ask is None
     engines = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads) if here else None
-    right = right or make_right(config, graphs.weights, target.layers, request.tokens.ids, threads)
+    if graphs.assembly.adapters is not None:
+        notes.append("the model takes adapters: the request is followed without one; for those see the check `adapted`")
+    right = right or make_right(
+        config, graphs.weights, target.layers, request.tokens.ids, threads, graphs.assembly.adapters
+    )
     record, clean = right.record, right.clean
     walked = walk_stages(graphs, engines, request.tokens, tolerance, record)
     rows, faults = rows_of(walked), []

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.sessions import open_session
@@ -97,11 +98,6 @@ class Graphs:
                 f"bisect: expected a model of one rank, found tensor_parallel: {assembly.tensor_parallel.degree}; "
                 "bisect the same model without it: what validate says names the layer of a difference of ranks"
             )
-        if assembly.adapters is not None:
-            raise InputError(
-                "bisect: expected a model without adapters, found one whose blocks take them; bisect the same model "
-                "without `adapters` in its config"
-            )
         self.layers = assembly.layers[: layer_count(assembly, layers)]
         self.dtype = np.dtype(widened_dtype(assembly.dtype))
         self.files = dict(assembly.graphs())
@@ -109,6 +105,7 @@ class Graphs:
             check_slots(weights, part.slots, self.files[part.graph].signature.slots, part.graph)
         self._models: dict[str, onnx.ModelProto] = {}
         self._sessions: dict[str, Any] = {}
+        self._places: dict[str, Arrays] = {}
 
     def model(self, name: str) -> onnx.ModelProto:
         """Return the graph as it is computed: float32 where it has bfloat16."""
@@ -126,6 +123,22 @@ class Graphs:
             return f"{layer.variant}.{stage.graph.rpartition('.')[2]}", {}
         part = layer.block if stage.part == "block" else layer.exit
         return part.graph, part.slots
+
+    def no_adapter(self, name: str, count: int) -> Arrays:
+        """Return what a block that takes adapters reads of them for `count` tokens that have none.
+
+        Numbers lie in all places; no such token may see them.
+        """
+        adapters = self.assembly.adapters
+        if adapters is None or name not in adapters.classes:
+            return {}
+        if name not in self._places:
+            random = np.random.default_rng(0)
+            self._places[name] = {
+                key: random.standard_normal(shape, np.float32).astype(self.dtype)
+                for key, shape in adapters.shapes(name)
+            }
+        return {**self._places[name], IDS: np.full(count, -1, np.int64)}
 
     def feeds(self, name: str, inputs: Mapping[str, np.ndarray], slots: Mapping[str, Sequence[str]]) -> Arrays:
         """Return all that the graph reads: its inputs and its weights.
@@ -182,7 +195,8 @@ def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 
     env: Arrays = {"token_ids": tokens.ids, "position_ids": positions, "logit_rows": positions}
 
     def run(part: str, graph: str, layer: int | None, slots: Mapping[str, Sequence[str]], expected: Arrays) -> Step:
-        inputs = {io.name: env[io.name] for io in graphs.files[graph].signature.inputs if io.name in env}
+        known = {**env, **graphs.no_adapter(graph, count)}
+        inputs = {io.name: known[io.name] for io in graphs.files[graph].signature.inputs if io.name in known}
         stage = Stage(part, graph, layer, "", slots, inputs, positions)
         return Step(stage, graphs.run(graph, inputs, slots), expected)
 

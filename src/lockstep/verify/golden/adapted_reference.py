@@ -1,8 +1,8 @@
 """What a checkpoint with an adapter answers to golden prompts in Hugging Face transformers. Needs torch and
 transformers.
 
-In: a checkpoint's manifest and that of its adapters, a layer count, prompts. Out: as of the reference
-(`verify.golden.reference`), for each adapter, and for none.
+In: a checkpoint's manifest and that of its adapters, a layer count, prompts; where weights are quantised, these. Out:
+as of the reference (`verify.golden.reference`), for each adapter, and for none.
 
 An adapter is what PEFT defines as LoRA: a linear layer gives y + scale * (x A^T) B^T, computed in float32 beside the
 layer, not merged into its weights. A test holds this against PEFT's own numbers.
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.numpy import save
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from lockstep.artifacts.adapted import AdaptedAnswer, AdaptedReference
@@ -23,34 +24,49 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.reference import FileBeside
 from lockstep.errors import InputError
-from lockstep.verify.golden.reference import compute, entry
+from lockstep.verify.golden.quantized import dequantized
+from lockstep.verify.golden.reference import answer, entry, load_checkpoint, load_tokenizer
+from lockstep.weights import Weights
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 
 
 def make_adapted_reference(
-    checkpoint_json: Path, adapters_json: Path, layers: int | str, golden: Mapping[str, Any], out: Path
+    checkpoint_json: Path,
+    adapters_json: Path,
+    layers: int | str,
+    golden: Mapping[str, Any],
+    out: Path,
+    weights_json: Path | None = None,
 ) -> Path:
     """Write the reference of the model's first `layers` layers (or "all") with each adapter, and with none, to `out`,
     its logits beside it; gives `out`.
 
-    golden: {"max_new_tokens": int, "prompts": {adapter, "" for none: [text, ...]}}. Same inputs, same bytes. Raises
-    InputError as `make_reference` does, and for an adapter of modules that the model does not have.
+    golden: {"max_new_tokens": int, "prompts": {adapter, "" for none: [text, ...]}}. weights_json: quantised weights of
+    the checkpoint, which are computed with, dequantised, in its place. Same inputs, same bytes. Raises InputError as
+    `make_reference` does, and for an adapter of modules that the model does not have.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
     manifest, adapters = CheckpointManifest.load(checkpoint_json), open_adapters(adapters_json)
     folder = manifest.folder_of(checkpoint_json)
     manifest.check(folder)
+    if weights_json is None:
+        model = load_checkpoint(checkpoint_json, layers)
+    else:
+        model = dequantized(manifest.config, Weights.open(weights_json), layers)
+    tokenizer = load_tokenizer(folder)
     answers: list[AdaptedAnswer] = []
     tensors = {}
     ends: tuple[int, ...] = ()
     for name, prompts in golden["prompts"].items():
         adapter = adapters[name] if name else None
-        adapt = (lambda model, adapter=adapter: attach(model, adapter, layers)) if adapter else None
-        found = compute(folder, manifest.config, layers, prompts, golden["max_new_tokens"], adapt=adapt)
+        hooks = attach(model, adapter, layers) if adapter else []
+        found = answer(model, tokenizer, manifest.config, prompts, golden["max_new_tokens"], 0)
+        for hook in hooks:
+            hook.remove()
         ends = found.eos_token_ids
-        for answer in found.answers:
-            tensors[f"logits.{len(answers)}"] = answer.logits
-            answers.append(AdaptedAnswer(name, adapter.sha256 if adapter else "", entry(answer)))
+        for each in found.answers:
+            tensors[f"logits.{len(answers)}"] = each.logits
+            answers.append(AdaptedAnswer(name, adapter.sha256 if adapter else "", entry(each)))
     logits_path = out.with_suffix(".safetensors")
     write_bytes(logits_path, save(tensors))
     logits = FileBeside(logits_path.name, sha256_file(logits_path))
@@ -58,10 +74,10 @@ def make_adapted_reference(
     return out
 
 
-def attach(model: PreTrainedModel, adapter: LoadedAdapter, layers: int | str = "all") -> None:
-    """Have a model computed with an adapter. layers: how many of the base's the model has; modules of others are left
-    out."""
-    modules = dict(model.named_modules())
+def attach(model: PreTrainedModel, adapter: LoadedAdapter, layers: int | str = "all") -> list[RemovableHandle]:
+    """Have a model computed with an adapter until what is given is removed. layers: how many of the base's the model
+    has; modules of others are left out."""
+    modules, hooks = dict(model.named_modules()), []
     for name, (a, b) in adapter.modules.items():
         if name not in modules:
             if layers == "all":
@@ -80,4 +96,5 @@ def attach(model: PreTrainedModel, adapter: LoadedAdapter, layers: int | str = "
         ) -> torch.Tensor:
             return made + (given[0] @ a.T @ b.T) * adapter.scale
 
-        modules[name].register_forward_hook(add)
+        hooks.append(modules[name].register_forward_hook(add))
+    return hooks

@@ -64,7 +64,7 @@ def make_quantized_reference(
     text = tokens_of(tokenizer, drift_text or " ".join(golden["prompts"]), rows)
     full_perplexity, count = _perplexity(model, text)
     del model
-    model = _dequantized(config, weights, layers)
+    model = dequantized(config, weights, layers)
     made = answer(model, tokenizer, config, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"])
     perplexity, _ = _perplexity(model, text)
     expected, found = _along(model, reference, Path(reference_json).with_name(reference.logits.file))
@@ -86,7 +86,9 @@ def make_quantized_reference(
     return save_reference(made, layers, golden["max_new_tokens"], Path(out), drift_out)
 
 
-def _dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:
+def dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:
+    """A model's first layers in transformers, float32, with the numbers that quantised weights stand for. config: its
+    config.json's content, of all layers."""
     tensors = {
         name: torch.from_numpy(np.array(array, np.float32 if array.dtype.kind not in "iub" else array.dtype))
         for name, array in weights.dequantized()

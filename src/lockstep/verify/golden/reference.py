@@ -12,7 +12,7 @@ logits are kept on both sides of each length at which a KV cache, a window or a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -137,13 +137,9 @@ def compute(
     prompts: Sequence[str],
     max_new_tokens: int,
     long_prompt: int = 0,
-    adapt: Callable[[PreTrainedModel], None] | None = None,
 ) -> Reference:
-    """The reference without files: a checkpoint folder and its config.json's content in. adapt: changes the model
-    before it is run."""
+    """The reference without files: a checkpoint folder and its config.json's content in."""
     model = load_folder(folder, cut_config(config, layers))
-    if adapt is not None:
-        adapt(model)
     return answer(model, load_tokenizer(folder), config, prompts, max_new_tokens, long_prompt)
 
 

@@ -68,5 +68,12 @@ def require_nvrtc() -> None:
         ) from None
 
 
+def require_cublas() -> None:
+    """Raises InputError where the library cuBLAS, which multiplies prompts by quantised weights, is not found."""
+    from lockstep.backends.tensorrt.cublas import load
+
+    load()
+
+
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,154 @@
+"""The engine file of a graph that is cut at its products with weights: plans of the pieces, and in what order they run.
+
+Layout: `MAGIC`, the length of the header (8 bytes, little endian), the header (JSON), and the plans one after another.
+The header: `inputs` and `outputs` {name: [dtype, shape]} of the whole, `inner` {name: shape} of what crosses a cut
+(float16), `profiles` [{input: [min, opt, max]}], `steps` (a plan's number, or products), `plans` (bytes of each).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from lockstep.backends.profiles import profiles
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.cut_products import CutGraph, Product, cut_products, run_cut
+from lockstep.onnx_tools.half_activations import halve_activations
+from lockstep.onnx_tools.lower_opset import lower
+from lockstep.onnx_tools.prepare import random_inputs
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.signature import dtype_name
+from lockstep.weights.groups import dequantize
+
+MAGIC = b"lockstep.cut_engine/1\n"
+# As of fp16 engines in `onnx_tools.prepare`, of what is rounded between pieces too.
+_TOLERANCE = 1e-2
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class CutEngine:
+    """inputs, outputs: {name: (dtype, shape)} of all but weights; a dimension is a number or a name."""
+
+    inputs: Mapping[str, tuple[str, Shape]]
+    outputs: Mapping[str, tuple[str, Shape]]
+    inner: Mapping[str, Shape]
+    profiles: Sequence[Mapping[str, Sequence[Sequence[int]]]]
+    steps: Sequence[int | tuple[Product, ...]]
+    plans: Sequence[bytes]
+
+
+def prepare_pieces(model: onnx.ModelProto, opset: int | None) -> CutGraph:
+    """Cut a float32 graph of quantised products; the pieces are what is built: float16 where they end, and in `opset`.
+
+    Raises CheckError where the pieces with the products between them give something else than the graph does.
+    """
+    cut = cut_products(model)
+    pieces = []
+    for piece in cut.pieces:
+        made = piece if opset is None else lower(piece, opset)
+        halve_activations(made)
+        pieces.append(made)
+    made_of = CutGraph(tuple(pieces), cut.steps, cut.inner)
+    _check_same(model, made_of)
+    return made_of
+
+
+def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
+    feeds = random_inputs(model)
+    for product in (each for step in cut.steps if not isinstance(step, int) for each in step):
+        if product.bits < 16:  # weights as large as of full precision
+            scales = feeds[product.slots[1]]
+            feeds[product.slots[1]] = scales * np.float32(product.group_size**-0.5 / (1 << product.bits - 1))
+    session = open_session(model.SerializeToString())
+    names = [value.name for value in session.get_outputs()]
+    expected = dict(zip(names, session.run(None, feeds)))
+    sessions = [open_session(piece.SerializeToString()) for piece in cut.pieces]
+
+    def run_piece(number: int, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        own = sessions[number]
+        half = lambda array: array.astype(np.float16) if array.dtype == np.float32 else array
+        given = {value.name: half(values[value.name]) for value in own.get_inputs()}
+        return dict(zip([value.name for value in own.get_outputs()], own.run(None, given)))
+
+    found = run_cut(cut.steps, feeds, run_piece, multiply)
+    for name in names:
+        allowed = _TOLERANCE * max(1.0, float(np.abs(expected[name]).max(initial=0)))
+        error = float(np.abs(found[name].astype(np.float64) - expected[name]).max(initial=0))
+        if not error <= allowed:
+            raise CheckError(
+                f"graph {model.graph.name}: output {name}: expected the pieces and products to give the same within "
+                f"{allowed:.1e}, found {error:.1e}; please report it"
+            )
+
+
+def multiply(product: Product, rows: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """A product in NumPy, of float16 rows and a result in float16."""
+    weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
+    exact = rows.astype(np.float16).astype(np.float32) @ weight.astype(np.float16).astype(np.float32).T
+    return exact.astype(np.float16)
+
+
+def pack(model: onnx.ModelProto, cut: CutGraph, plans: Sequence[bytes], limits: Mapping[str, Any]) -> bytes:
+    """The engine file of a graph that was cut. limits: that the profiles of the plans are made for."""
+    slots = {slot for step in cut.steps if not isinstance(step, int) for product in step for slot in product.slots}
+    shape = lambda value: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+    half = lambda dtype: "float16" if dtype == "float32" else dtype
+    told = lambda values: {
+        value.name: [half(dtype_name(value.type.tensor_type.elem_type)), shape(value)]
+        for value in values
+        if value.name not in slots and not all(isinstance(size, int) for size in shape(value))
+    }
+    header = {
+        "inputs": told(model.graph.input),
+        "outputs": told(model.graph.output),
+        "inner": {name: list(sizes) for name, sizes in cut.inner.items()},
+        "profiles": [
+            {name: list(map(list, sizes)) for name, sizes in each.items()} for each in profiles(model, limits)
+        ],
+        "steps": [step if isinstance(step, int) else [product.to_json() for product in step] for step in cut.steps],
+        "plans": list(map(len, plans)),
+    }
+    text = json.dumps(header, sort_keys=True).encode()
+    return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *plans])
+
+
+def is_cut(data: bytes) -> bool:
+    return data.startswith(MAGIC)
+
+
+def unpack(data: bytes, where: str) -> CutEngine:
+    """Raises CheckError for a file that is not whole."""
+    start = len(MAGIC) + 8
+    end = start + int.from_bytes(data[len(MAGIC) : start], "little")
+    try:
+        header = json.loads(data[start:end])
+        sizes = header["plans"]
+    except (ValueError, KeyError) as error:
+        raise CheckError(f"{where}: expected the pieces of an engine, found {error}; build it again") from None
+    if len(data) != end + sum(sizes):
+        found = f"{len(data)} bytes"
+        raise CheckError(f"{where}: expected {end + sum(sizes)} bytes, found {found}; build it again")
+    plans = []
+    for size in sizes:
+        plans.append(data[end : end + size])
+        end += size
+    named = lambda values: {name: (dtype, tuple(shape)) for name, (dtype, shape) in values.items()}
+    return CutEngine(
+        named(header["inputs"]),
+        named(header["outputs"]),
+        {name: tuple(shape) for name, shape in header["inner"].items()},
+        header["profiles"],
+        [step if isinstance(step, int) else tuple(map(Product.from_json, step)) for step in header["steps"]],
+        plans,
+    )
+
+
+def plans_of(data: bytes, where: str) -> Sequence[bytes]:
+    """The plans of an engine file: of one that is not cut itself."""
+    return unpack(data, where).plans if is_cut(data) else [data]

@@ -1,0 +1,175 @@
+// Products of rows of activations with a weight [out_features, in_features] of fp16, int8 or int4, and such a weight as fp16.
+//
+// Weights are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a byte;
+// scales fp16 [out_features, num_groups], 2^8 times as large as they are, so that few are too small for fp16.
+//
+// gemv, of up to eight rows: a warp makes 16 * TILES outputs of a part of in_features with mma.m16n8k16: weights are its
+// matrix A, rows of activations the columns of B, sums are fp32. The warps of a block share their outputs, and each takes
+// every WARPS-th piece of 512 bits of a weight's row for each four lanes. Which of the four lanes holds which column is free
+// in a sum, as long as A and B agree: so each lane reads 16 bytes in order, of weights and of the same columns of
+// activations. A weight may be up to three, one behind the other, each with an output of its own.
+
+typedef unsigned int u32;
+
+#define UNSCALE 0.00390625f
+
+__device__ __forceinline__ u32 sub2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+__device__ __forceinline__ u32 mask_or(u32 a, u32 mask, u32 bits) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));  // (a & mask) | bits
+    return r;
+}
+__device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ uint4 stream(const uint4* from) {  // read once: not kept in L1
+    uint4 r;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
+    return r;
+}
+__device__ __forceinline__ float number(unsigned short half) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(half)); return r; }
+__device__ __forceinline__ unsigned short half(float value) {
+    unsigned short r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(value));
+    return r;
+}
+
+// The numbers of one word as pairs of fp16. Four bits: pairs (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has them all.
+template <int BITS> __device__ __forceinline__ void unpack(u32 word, u32 scale, u32* pairs) {
+    if (BITS == 16) {
+        pairs[0] = word;
+    } else if (BITS == 8) {
+        pairs[0] = mul2(sub2(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u), scale);
+        pairs[1] = mul2(sub2(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u), scale);
+    } else {
+        u32 high = word >> 8;
+        pairs[0] = mul2(sub2(mask_or(word, 0x000f000fu, 0x64006400u), 0x64086408u), scale);
+        pairs[1] = mul2(fma2(mask_or(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u), scale);  // / 16 - 72
+        pairs[2] = mul2(sub2(mask_or(high, 0x000f000fu, 0x64006400u), 0x64086408u), scale);
+        pairs[3] = mul2(fma2(mask_or(high, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u), scale);
+    }
+}
+
+template <int BITS, int TILES, int WARPS>
+__device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out,
+                                     unsigned short* second_out, unsigned short* third_out, int first_end, int second_end,
+                                     int out_features, int in_features, int group_size, int rows) {
+    constexpr int LANE = 128 / BITS;   // columns of a lane
+    constexpr int PAIRS = 32 / BITS / 2;  // of a word; of fp16 one
+    constexpr int WORD = PAIRS ? PAIRS : 1;
+    __shared__ float sums[WARPS][TILES * 16][8];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, four = lane % 4;
+    int first = blockIdx.x * TILES * 16, groups = BITS == 16 ? 0 : in_features / group_size;
+    int units = in_features / LANE;  // of 16 bytes, in a row of the weight
+    float found[TILES][4] = {};
+    int pieces = (units + 3) / 4;
+#pragma unroll 2
+    for (int piece = warp; piece < pieces; piece += WARPS) {
+        int unit = piece * 4 + four;
+        bool there = unit < units;
+        if (!there) unit = 0;
+        int group = BITS == 16 ? 0 : unit * LANE / group_size;
+        uint4 held[TILES][2];
+        u32 scale[TILES][2];
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) {
+            int out = first + i * 8 + row;
+            long long of = out < out_features ? out : out_features - 1;
+            held[i / 2][i % 2] = stream(weight + of * units + unit);
+            scale[i / 2][i % 2] = BITS == 16 ? 0 : scales[of * groups + group] * 0x10001u;
+        }
+        uint4 b[LANE / 8];
+#pragma unroll
+        for (int i = 0; i < LANE / 8; i++)
+            b[i] = there && row < rows ? x[(long long)row * (in_features / 8) + unit * (LANE / 8) + i] : make_uint4(0, 0, 0, 0);
+        const u32* columns = (const u32*)b;
+        if (BITS == 4) {  // in the order of the pairs
+#pragma unroll
+            for (int i = 0; i < LANE / 8; i++) {
+                uint4 v = b[i];
+                b[i] = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
+                                  __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const u32 *low = (const u32*)&held[tile][0], *high = (const u32*)&held[tile][1];
+            u32 a[2][4 * WORD];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                unpack<BITS>(low[i], scale[tile][0], &a[0][i * WORD]);
+                unpack<BITS>(high[i], scale[tile][1], &a[1][i * WORD]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4 * WORD; i += 2)
+                mma(found[tile], a[0][i], a[1][i], a[0][i + 1], a[1][i + 1], columns[i], columns[i + 1]);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[warp][tile * 16 + row + i / 2 * 8][four * 2 + i % 2] = found[tile][i];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < TILES * 16 * rows; i += WARPS * 32) {
+        int of = i % (TILES * 16), request = i / (TILES * 16), out = first + of;
+        if (out >= out_features) continue;
+        float sum = 0;
+        for (int other = 0; other < WARPS; other++) sum += sums[other][of][request];
+        unsigned short result = half(BITS == 16 ? sum : sum * UNSCALE);
+        if (out < first_end) first_out[(long long)request * first_end + out] = result;
+        else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
+        else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;
+    }
+}
+
+#define GEMV(NAME, BITS, TILES, WARPS, THREADS) \
+extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
+    const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out, unsigned short* second_out, \
+    unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int group_size, int rows) { \
+    gemv<BITS, TILES, WARPS>(weight, scales, x, first_out, second_out, third_out, first_end, second_end, out_features, \
+                             in_features, group_size, rows); }
+GEMV(gemv_16_1_16, 16, 1, 16, 512)
+GEMV(gemv_16_2_8, 16, 2, 8, 256)
+GEMV(gemv_8_1_16, 8, 1, 16, 512)
+GEMV(gemv_8_2_8, 8, 2, 8, 256)
+GEMV(gemv_4_1_16, 4, 1, 16, 512)
+GEMV(gemv_4_2_8, 4, 2, 8, 256)
+
+// A weight as fp16. A thread has eight numbers of one group.
+template <int BITS>
+__device__ __forceinline__ void dequantize(const unsigned char* weight, const unsigned short* scales, uint4* out, int in_features,
+                                           int group_size, long long count) {
+    long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    float scale = number(scales[i * 8 / group_size]) * UNSCALE;  // rows are whole groups
+    union { unsigned short numbers[8]; uint4 all; } found;
+    if (BITS == 8) {
+        uint2 held = *(const uint2*)(weight + i * 8);
+        for (int j = 0; j < 8; j++) {
+            int q = (j < 4 ? held.x >> 8 * j : held.y >> 8 * (j - 4)) & 255;
+            found.numbers[j] = half((q - 128) * scale);
+        }
+    } else {
+        u32 held = *(const u32*)(weight + i * 4);
+        for (int j = 0; j < 8; j++) found.numbers[j] = half(((int)(held >> 4 * j & 15) - 8) * scale);
+    }
+    out[i] = found.all;
+}
+
+extern "C" __global__ void dequantize_8(const unsigned char* weight, const unsigned short* scales, uint4* out, int in_features,
+                                        int group_size, int out_features) {
+    dequantize<8>(weight, scales, out, in_features, group_size, (long long)out_features * in_features / 8);
+}
+extern "C" __global__ void dequantize_4(const unsigned char* weight, const unsigned short* scales, uint4* out, int in_features,
+                                        int group_size, int out_features) {
+    dequantize<4>(weight, scales, out, in_features, group_size, (long long)out_features * in_features / 8);
+}

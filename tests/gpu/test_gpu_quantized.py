@@ -1,0 +1,99 @@
+"""Quantised weights on a GPU: the kernels beside NumPy, and engines of the demo beside ONNX Runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lockstep import backends
+from lockstep.backends.tensorrt.cut_engine import multiply
+from lockstep.onnx_tools.cut_products import Product
+from lockstep.runtime import Advance, Model
+
+pytestmark = pytest.mark.gpu
+
+# (out_features of each, in_features): rows that are no multiple of what a block or a warp takes; several weights of one
+# input; as wide as two tiles of a warp.
+SHAPES = [((48,), 128), ((40, 24, 8), 288), ((100,), 144), ((8200,), 512), ((3, 5, 7, 9), 256)]
+FORMS = [(16, 0), (8, 16), (8, 32), (8, 128), (4, 16), (4, 32), (4, 128)]
+LIMITS = {"max_batch_size": 12, "max_num_tokens": 128, "max_seq_len": 256}
+# The demo's logits reach 20. fp16 activations: 11 bits of each number between two products. Seen 0.03.
+TOLERANCE = 0.1
+
+
+@pytest.mark.parametrize("bits, group", FORMS)
+@pytest.mark.parametrize("outs, columns", SHAPES)
+def test_products_are_those_of_numpy(bits, group, outs, columns):
+    from lockstep.backends.tensorrt import cuda
+    from lockstep.backends.tensorrt.products import SCALES_TIMES, Products, SmallWeight
+
+    if group and columns % group:
+        pytest.skip("no whole number of groups")
+    random, stream, total = np.random.default_rng(bits + group + columns), cuda.Stream(), sum(outs)
+
+    def up(host: np.ndarray) -> cuda.Array:
+        array = cuda.empty(host.shape, host.dtype)
+        stream.upload(array, np.ascontiguousarray(host))
+        stream.synchronize()
+        return array
+
+    if bits == 16:
+        host = [(random.standard_normal((total, columns)) / 8).astype(np.float16)]
+        data = up(host[0])
+        weight = SmallWeight(data, data, bits, 0, columns, outs)
+    else:
+        numbers = random.integers(0, 256, (total, columns // group, group * bits // 8), np.uint8)
+        scales = (random.standard_normal((total, columns // group)) * 2.0**-bits / 8).astype(np.float16)
+        host = [numbers, scales.astype(np.float32)]
+        weight = SmallWeight(
+            up(numbers), up((host[1] * SCALES_TIMES).astype(np.float16)), bits, group, columns, outs
+        )  # fmt: skip
+    product = Product("x", "y", (), bits, group, columns, total)
+    products = Products(stream)
+    call = products.bind(weight)
+    for rows in (1, 7, 8, 9):
+        x = random.standard_normal((rows, columns)).astype(np.float16)
+        given = up(x)
+        found = [cuda.empty((rows + 1, size), "f2") for size in outs]
+        before = np.full((rows + 1, max(outs)), 7, np.float16)
+        for array, size in zip(found, outs):
+            stream.upload(array, np.ascontiguousarray(before[:, :size]))
+        call(rows, given, found)
+        expected, start = multiply(product, x, host).astype(np.float32), 0
+        largest = np.abs(expected).max()
+        for array, size in zip(found, outs):
+            held = np.empty(array.shape, np.float16)
+            stream.download(held, array)
+            stream.synchronize()
+            error = np.abs(held[:rows] - expected[:, start : start + size]).max()
+            # Weights are rounded to fp16 with their scale, sums are fp32 in another order, results are fp16.
+            assert error <= 2e-3 * largest, (rows, size, error, largest)
+            assert (held[rows] == 7).all()  # nothing is written behind
+            start += size
+
+
+@pytest.mark.parametrize(
+    "precision, attention", [("w8a16", "fused"), ("w4a16", "fused"), ("w8a16", "traced")], ids="-".join
+)
+def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, precision, attention):
+    assembly = quantized_demo.assembly("demo-llama", precision)
+    tensors = quantized_demo.weights("demo-llama", precision)
+    options = {**LIMITS, "attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
+    reference = backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
+    built = backends.build(assembly, "tensorrt", tmp_path / "tensorrt" / "engines.json", options)
+    pair = [Model.open(engines, assembly, tensors, **LIMITS) for engines in (reference, built)]
+    random = np.random.default_rng(0)
+
+    def step(advances: list[Advance]) -> list[int]:
+        expected, found = (model.step(advances) for model in pair)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+        return expected.argmax(axis=1).tolist()
+
+    tokens = step([Advance(0, random.integers(0, 768, 40), 0)])
+    for number in range(4):  # one row: as it is, captured, then the graph
+        tokens = step([Advance(0, np.array(tokens), 40 + number)])
+    slots = range(1, 12)
+    tokens = step([Advance(slot, random.integers(0, 768, 3), 0) for slot in slots])
+    for number in range(3):  # more rows than the kernel takes
+        tokens = step([Advance(slot, np.array([token]), 3 + number) for slot, token in zip(slots, tokens)])
+    step([Advance(1, np.array(tokens[:1]), 6), Advance(0, random.integers(0, 768, 60), 0)])

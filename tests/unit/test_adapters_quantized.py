@@ -1,0 +1,165 @@
+"""Adapters on quantised weights: a base of floats that is quantised here, and one that its checkpoint has quantised."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demo_model import DEMO
+from lora_folders import ADAPTERS, CONFIG, NAMES, ROOM, logits_of, requests, sizes, tensors, write
+from packed_checkpoints import GPTQ, Layout, write_packed
+
+from lockstep.artifacts.adapted import AdaptedReference, AdaptedReport
+from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
+from lockstep.artifacts.assembly import Assembly, FileEntry
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.files import sha256_file, write_bytes
+from lockstep.artifacts.quantized import is_data
+from lockstep.backends import build
+from lockstep.checkpoint import resolve
+from lockstep.errors import CheckError, InputError
+from lockstep.export.quantize import quantize
+from lockstep.export.run import with_adapters
+from lockstep.runtime import Model
+from lockstep.targets import Results, Target
+from lockstep.verify.golden.adapted import check
+from lockstep.verify.golden.adapted_reference import make_adapted_reference
+from lockstep.weights import adapters as loading
+from lockstep.weights import convert
+from lockstep.weights.adapters import open_adapters
+from lockstep.weights.check_adapters import resolve_adapters
+from lockstep.weights.merge import merge
+from shared import Shared
+
+CONFIG_JSON = json.loads((DEMO / "config.json").read_text())
+LIMITS = {"max_batch_size": 4, "max_seq_len": 128, "max_num_tokens": 128}
+# Whose weights: the demo's, quantised here, or packed in its checkpoint.
+BASES: dict[str, tuple[str, Layout | None]] = {
+    "w4a16": ("w4a16", None),
+    "w8a16": ("w8a16", None),
+    "gptq": ("w4a16", replace(GPTQ, zero_points=True)),
+}
+
+
+def made(shared: Shared, base: str) -> tuple[Results, str]:
+    """Results of "model" whose graphs take two adapters at a time and none, and three adapters; its precision."""
+    precision, layout = BASES[base]
+
+    def make(root: Path) -> None:
+        results, source = Results(root), DEMO
+        if layout is not None:
+            source = root / "checkpoint"
+            write_packed(DEMO, source, layout)
+        resolve(str(source), source, results.checkpoint("model"))
+        already = CheckpointManifest.load(results.checkpoint("model")).quantization
+        plain = shared.assembled(CONFIG_JSON, "fp32")
+        for name, (files, assembly) in (("model", with_adapters(*plain, ROOM)), ("plain", plain)):
+            files, assembly = quantize(files, assembly, precision, already.group_size if already else 16, already)
+            out = results.assembly(name, precision)
+            for file, data in {**files, "tokenizer.json": (source / "tokenizer.json").read_bytes()}.items():
+                write_bytes(out.parent / file, data)
+            tokenizer = FileEntry("tokenizer.json", sha256_file(out.with_name("tokenizer.json")))
+            replace(assembly, tokenizer=tokenizer, eos_token_ids=(CONFIG_JSON["eos_token_id"],)).save(out)
+            build(out, "onnxruntime", results.engines(name, precision, "onnxruntime"))
+        convert(results.checkpoint("model"), precision, results.weights("model", precision), out)
+        taking = Assembly.load(results.assembly("model", precision))
+        folders = {name: ADAPTERS / name for name in NAMES}
+        folders["random"] = write(root / "random", 16, tensors(sizes(taking), 16, seed=3))
+        sources = {name: str(folder) for name, folder in folders.items()}
+        resolve_adapters(sources, folders, results.checkpoint("model"), 16, None, results.adapters("model"))
+        prompts = {name: [prompt.text for prompt in each] for name, each in CONFIG.adapter_prompts("demo-lora").items()}
+        make_adapted_reference(
+            results.checkpoint("model"),
+            results.adapters("model"),
+            "all",
+            {"max_new_tokens": 12, "prompts": {**prompts, "random": ["Light"]}},
+            results.quantized_adapted_reference("model", precision, "all"),
+            results.weights("model", precision),
+        )
+
+    return Results(shared.folder(f"lora-quantized/{base}", make)), precision
+
+
+def checked(results: Results, precision: str, out: Path) -> AdaptedReport:
+    return AdaptedReport.load(
+        check(
+            results.assembly("model", precision),
+            results.weights("model", precision),
+            results.engines("model", precision, "onnxruntime"),
+            results.adapters("model"),
+            results.quantized_adapted_reference("model", precision, "all"),
+            Target("model", precision, "all", "onnxruntime"),
+            CONFIG.tolerances[precision].model_dump(),
+            LIMITS,
+            out,
+        )
+    )
+
+
+@pytest.mark.parametrize("base", ["w4a16", pytest.param("w8a16", marks=pytest.mark.long), "gptq"])
+def test_engines_say_what_transformers_says_on_the_dequantised_weights(
+    shared: Shared, tmp_path: Path, base: str
+) -> None:
+    results, precision = made(shared, base)
+    report = checked(results, precision, tmp_path / "report.json")
+    texts = {(entry.adapter, entry.text): entry.text_out for entry in report.prompts}
+    assert texts["shakespeare", "Light"].startswith(" doth outrun all") and texts["", "Light"].startswith(" travels")
+    assert report.places == 2 and report.loads > 3 and all(entry.alone_equal for entry in report.prompts)
+    assert all(entry.from_base and entry.from_base > 1 for entry in report.prompts if entry.adapter in NAMES)
+
+
+@pytest.mark.parametrize("base", ["w4a16", pytest.param("w8a16", marks=pytest.mark.long)])
+def test_a_request_without_adapter_has_the_bits_of_the_quantised_model(shared: Shared, base: str) -> None:
+    results, precision = made(shared, base)
+    found = []
+    for name, adapters in (("plain", None), ("model", results.adapters("model"))):
+        paths = (results.engines(name, precision, "onnxruntime"), results.assembly(name, precision))
+        model = Model.open(*paths, results.weights("model", precision), adapters_json=adapters, **LIMITS)
+        found.append(logits_of(model, [(ids, None) for ids, _ in requests()]))
+        if adapters is not None:
+            mixed = [
+                each if name is None else None for each, (_, name) in zip(logits_of(model, requests()), requests())
+            ]
+            assert all(a is None or np.array_equal(a, b) for a, b in zip(mixed, found[0]))
+    assert all(map(np.array_equal, *found))
+
+
+def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, precision = made(shared, "w4a16")
+    path = results.quantized_adapted_reference("model", precision, "all")
+    golden = {"max_new_tokens": 1, "prompts": {"": ["Light"]}}
+    full = make_adapted_reference(
+        results.checkpoint("model"), results.adapters("model"), "all", golden, tmp_path / "full.json"
+    )
+    one, other = AdaptedReference.load(path), AdaptedReference.load(full)
+    assert one.answers[0].prompt.steps[0] != other.answers[0].prompt.steps[0]
+    write_adapter = loading.write_adapter
+    forget = lambda adapter, *rest: write_adapter(replace(adapter, scale=1.0), *rest)
+    monkeypatch.setattr("lockstep.runtime.adapters.write_adapter", forget)
+    with pytest.raises(CheckError, match="expected a logit error of at most"):
+        checked(results, precision, tmp_path / "report.json")
+
+
+def test_adapters_go_beside_the_integers_in_full_precision(shared: Shared) -> None:
+    """A and B are float32, and each is of the layer whose integers its slot names."""
+    results, precision = made(shared, "w4a16")
+    assembly = Assembly.load(results.assembly("model", precision))
+    assert assembly.adapters is not None
+    for name, slots in assembly.adapters.classes.items():
+        assert slots and all(map(is_data, slots))
+        inputs = {io.name: io.dtype for io in assembly.classes[name].signature.inputs}
+        taken = {key for key in inputs if key.endswith((A_SUFFIX, B_SUFFIX))}
+        assert len(taken) == 2 * len(slots) and {inputs[key] for key in taken} == {"float32"}
+    assert set(sizes(assembly)) == set(open_adapters(results.adapters("model"))["random"].modules)
+
+
+def test_an_adapter_is_not_merged_into_quantised_weights(shared: Shared, tmp_path: Path) -> None:
+    results, _ = made(shared, "gptq")
+    with pytest.raises(InputError, match="expected weights in floating point to merge an adapter into, found") as found:
+        merge(results.checkpoint("model"), results.adapters("model"), "captain", tmp_path / "merged")
+    assert "\n" not in str(found.value) and not list(tmp_path.iterdir())
