@@ -2,6 +2,7 @@
 
 import functools
 
+import families
 import numpy as np
 import onnx
 import pytest
@@ -23,22 +24,14 @@ BASE = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
+# Those that other tests trace too, where that is as good.
 FAMILIES = {
     "llama": ({"model_type": "llama", **BASE}, "fp16"),
-    "qwen2 (biases)": ({"model_type": "qwen2", **BASE}, "fp32"),
-    "gemma2 (windows, soft caps, tanh gelu)": (
-        {"model_type": "gemma2", **BASE, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
-        "fp32",
-    ),
-    "gpt_neox (one tensor for q, k and v; erf gelu)": (
-        {"model_type": "gpt_neox", **BASE, "hidden_act": "gelu"},
-        "fp32",
-    ),
-    "gpt2 (learned positions)": (
-        {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        "fp32",
-    ),
-    "phi (parallel attention)": ({"model_type": "phi", **BASE, "partial_rotary_factor": 0.5}, "fp32"),
+    "qwen2 (biases)": (families.FAMILIES["qwen2"].config, "fp32"),
+    "gemma2 (windows, soft caps, tanh gelu)": (families.FAMILIES["gemma2"].config, "fp32"),
+    "gpt_neox (one tensor for q, k and v; erf gelu)": (families.FAMILIES["gpt_neox"].config, "fp32"),
+    "gpt2 (learned positions)": (families.FAMILIES["gpt2"].config, "fp32"),
+    "phi (parallel attention)": (families.FAMILIES["phi"].config, "fp32"),
 }
 
 
