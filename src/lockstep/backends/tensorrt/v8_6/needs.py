@@ -74,11 +74,11 @@ def require_nvrtc() -> None:
 
 
 def require_cublas() -> Any:
-    """The library cuBLAS, which multiplies prompts by quantised weights: what the loader finds, or that of a wheel in
-    `site-packages/nvidia`. Raises InputError where there is none."""
+    """The library cuBLAS, which multiplies prompts by quantised weights: that of a wheel in `site-packages/nvidia`, or
+    what the loader finds. Raises InputError where there is none."""
     folders = [Path(entry) / folder for entry in sys.path if entry for folder in _CUBLAS_FOLDERS]
     wheels = [str(folder / name) for folder in folders for name in _CUBLAS if (folder / name).is_file()]
-    for name in (*_CUBLAS, *wheels):
+    for name in (*wheels, *_CUBLAS):
         try:
             return open_library(name)
         except OSError:
