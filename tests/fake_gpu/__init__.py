@@ -36,6 +36,7 @@ import onnx
 
 from fake_gpu import cublas, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
+from lockstep.backends.tensorrt.v8_6 import needs
 from lockstep.backends.tensorrt_rtx import gpu as rtx_gpu
 
 __all__ = ["Fault", "Gpu", "installed"]
@@ -101,13 +102,13 @@ def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     capability = rtx_gpu.compute_capability
     rtx_gpu.compute_capability = lambda: CAPABILITY
     backend.build = lambda self, graph, out, options: _build(self, build, graph, out, options)
-    fake_cublas = cublas.cublas(gpu)
-    importlib.import_module("lockstep.backends.tensorrt.cublas").load = lambda: fake_cublas
+    open_library, fake_cublas = needs.open_library, cublas.cublas(gpu)
+    needs.open_library = lambda name: fake_cublas
     _reload_in_polygraphy()
     try:
         yield gpu
     finally:
-        backend.build, rtx_gpu.compute_capability = build, capability
+        backend.build, rtx_gpu.compute_capability, needs.open_library = build, capability, open_library
         for key in {*vars(library)} - {*old}:
             if key in OWN:
                 del vars(library)[key]

@@ -59,22 +59,6 @@ def demo_bf16(shared: Shared) -> Results:
 
 
 @pytest.fixture(scope="session")
-def quantized_demo(shared: Shared) -> Results:
-    """Results of "demo-llama" in w8a16 and w4a16, in groups of 16: checkpoint, weights, graphs. Read only."""
-
-    def make(folder: Path) -> None:
-        from lockstep.export import export  # loads torch
-
-        results = Results(folder)
-        checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
-        for precision in ("w8a16", "w4a16"):
-            assembly = export(checkpoint, precision, results.assembly("demo-llama", precision), group_size=16)
-            convert(checkpoint, precision, results.weights("demo-llama", precision), assembly)
-
-    return Results(shared.folder("demo-quantized", make))
-
-
-@pytest.fixture(scope="session")
 def references(demo: Results, shared: Shared) -> Results:
     """`demo` with the references of 2 and all layers, for the prompts and texts of config/config.yaml."""
 

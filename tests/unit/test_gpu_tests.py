@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from test_quantization import demo
+
+from shared import Shared
 
 FOLDER = Path(__file__).resolve().parents[1] / "gpu"
 pytestmark = pytest.mark.usefixtures("gpu")
+
+
+@pytest.fixture
+def quantized_demo(shared: Shared) -> SimpleNamespace:
+    """The demo in w8a16 and w4a16."""
+    return SimpleNamespace(
+        assembly=lambda _, precision: demo(shared, precision).assembly("model", precision),
+        weights=lambda _, precision: demo(shared, precision).weights("model", precision),
+    )
 
 
 for _name in ("test_gpu_kernels", "test_gpu_run", "test_gpu_quantized"):

@@ -16,7 +16,8 @@ from checkpoints import error_of
 from families import FAMILIES
 from test_quantization import LIMIT, check, made, validated
 
-from lockstep import make_random_checkpoint
+import fake_gpu
+from lockstep import Advance, Model, make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly, FileEntry
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.quantized import data_name, scales_name
@@ -69,6 +70,23 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     asked = {"max_new_tokens": 4, "prompts": ["San Francisco is a", "Light"], "long_prompt": 40}
     graphs = functools.partial(write, family, precision, source)
     return made(source, precision, ("all",), asked, root / "results", graphs), precision
+
+
+def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str], tmp_path: Path) -> None:
+    found, precision = results
+    pair, random = (found.assembly("model", precision), found.weights("model", precision)), np.random.default_rng(0)
+    limits = {name: LIMIT[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+    one = Model.open(found.engines("model", precision, "onnxruntime"), *pair, **limits)
+    with fake_gpu.installed("8.6.0") as gpu:
+        gpu.devices = 2
+        two = Model.open(build(pair[0], "tensorrt", tmp_path / "engines.json", limits), *pair, **limits)
+        tokens = random.integers(0, one.vocab_size, 20)
+        for start in (0, 20, 21, 22):
+            expected, logits = (model.step([Advance(0, tokens, start)]) for model in (one, two))
+            # fp16 activations, of logits of standard deviation 1 or so.
+            np.testing.assert_allclose(logits, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+            tokens = expected.argmax(axis=1)
+        del two
 
 
 def test_two_ranks_say_what_the_dequantised_weights_say(results: tuple[Results, str], tmp_path: Path) -> None:

@@ -1,46 +1,23 @@
-"""Products of fp16 matrices with sums in fp32, by cuBLAS: the library through ctypes, no Python package.
-
-It is the first `libcublas.so` that the loader finds, or that of a wheel in `site-packages/nvidia`.
-"""
+"""Products of fp16 matrices with sums in fp32, by cuBLAS: the library through ctypes, no Python package."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import sys
-from pathlib import Path
 
 from lockstep.backends.tensorrt import cuda
-from lockstep.errors import CheckError, InputError
+from lockstep.backends.tensorrt.v8_6.needs import require_cublas
+from lockstep.errors import CheckError
 
-_NAMES = ("libcublas.so.12", "libcublas.so.13")
-_FOLDERS = ("nvidia/cublas/lib", "nvidia/cu13/lib")
 _WORKSPACE = 32 << 20  # bytes, as NVIDIA advises for Hopper
 # cublas_api.h, library_types.h
 _TRANSPOSE, _AS_IS, _FP16, _SUMS_FP32, _DEFAULT = 1, 0, 2, 68, -1
-
-
-@functools.cache
-def load() -> ctypes.CDLL:
-    """The library. Raises InputError where there is none."""
-    folders = [Path(entry) / folder for entry in sys.path if entry for folder in _FOLDERS]
-    found = [str(folder / name) for folder in folders for name in _NAMES if (folder / name).is_file()]
-    for name in (*_NAMES, *found):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise InputError(
-        "precisions w8a16 and w4a16: expected the library cuBLAS 12 or 13, which multiplies prompts, found none; "
-        "install nvidia-cublas-cu12 for this Python, or name its folder in LD_LIBRARY_PATH"
-    )
 
 
 class Gemm:
     """cuBLAS on one stream, with memory of its own to work in."""
 
     def __init__(self, stream: cuda.Stream):
-        self._library, self._stream = load(), stream
+        self._library, self._stream = require_cublas(), stream
         self._handle, self._memory = ctypes.c_void_p(), cuda.empty((_WORKSPACE,), "u1", "cuBLAS to work in")
         self._check("cublasCreate_v2", ctypes.byref(self._handle))
         self._check("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.handle))

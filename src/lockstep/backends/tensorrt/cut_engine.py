@@ -46,9 +46,16 @@ class CutEngine:
 def prepare_pieces(model: onnx.ModelProto, opset: int | None) -> CutGraph:
     """Cut a float32 graph of quantised products; the pieces are what is built: float16 where they end, and in `opset`.
 
-    Raises CheckError where the pieces with the products between them give something else than the graph does.
+    Raises CheckError for zero points of their own, which the kernels do not read, and where the pieces with the
+    products between them give something else than the graph does.
     """
     cut = cut_products(model)
+    for product in (each for step in cut.steps if not isinstance(step, int) for each in step):
+        if len(product.slots) > 2:
+            raise CheckError(
+                f"graph {model.graph.name}: expected quantised weights whose zero points are the middle, found "
+                f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
+            )
     pieces = []
     for piece in cut.pieces:
         made = piece if opset is None else lower(piece, opset)

@@ -3,12 +3,17 @@ are opened, not in the middle."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
 
 _CUDNN = "attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9"
+_CUBLAS = ("libcublas.so.12", "libcublas.so.13")
+_CUBLAS_FOLDERS = ("nvidia/cublas/lib", "nvidia/cu13/lib")
 
 
 def require_cudnn() -> Any:
@@ -68,11 +73,25 @@ def require_nvrtc() -> None:
         ) from None
 
 
-def require_cublas() -> None:
-    """Raises InputError where the library cuBLAS, which multiplies prompts by quantised weights, is not found."""
-    from lockstep.backends.tensorrt.cublas import load
+def require_cublas() -> Any:
+    """The library cuBLAS, which multiplies prompts by quantised weights: that of a wheel in `site-packages/nvidia`, or
+    what the loader finds. Raises InputError where there is none."""
+    folders = [Path(entry) / folder for entry in sys.path if entry for folder in _CUBLAS_FOLDERS]
+    wheels = [str(folder / name) for folder in folders for name in _CUBLAS if (folder / name).is_file()]
+    for name in (*wheels, *_CUBLAS):
+        try:
+            return open_library(name)
+        except OSError:
+            continue
+    raise InputError(
+        "precisions w8a16 and w4a16: expected the library cuBLAS 12 or 13, which multiplies prompts, found none; "
+        "install nvidia-cublas-cu12 for this Python, or name its folder in LD_LIBRARY_PATH"
+    )
 
-    load()
+
+def open_library(name: str) -> Any:
+    """A shared library, through ctypes. Raises OSError."""
+    return ctypes.CDLL(name)
 
 
 def _line(error: BaseException) -> str:

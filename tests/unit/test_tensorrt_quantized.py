@@ -1,0 +1,136 @@
+"""Quantised weights on the fake GPU: blocks cut at their products, which kernels and cuBLAS make in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from demo_model import CONFIG, LIMITS
+from test_quantization import LIMIT, demo, random_family
+
+from lockstep.artifacts.files import read_json
+from lockstep.backends import build
+from lockstep.backends.tensorrt import cut_engine
+from lockstep.backends.tensorrt.v8_6 import needs
+from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.cut_products import CutGraph, cut_products
+from lockstep.runtime import Engine, Model, Request
+from lockstep.targets import Results, Target
+from lockstep.verify import compare, golden
+
+SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
+TOLERANCE = CONFIG.tolerance("demo-llama", "w8a16", "tensorrt")
+
+
+def built(results: Results, precision: str, folder: Path, limits: dict[str, int] = LIMITS, attention: str = "fused"):
+    options = {**{name: limits[name] for name in SIZES}, "attention": attention}
+    return build(results.assembly("model", precision), "tensorrt", folder / "engines" / "engines.json", options)
+
+
+def checked(results: Results, precision: str, layers: int | str, engines: Path, limits: dict[str, int], out: Path):
+    golden.check(
+        results.assembly("model", precision),
+        results.weights("model", precision),
+        engines,
+        results.quantized_reference("model", precision, layers),
+        Target("model", precision, layers, "tensorrt"),
+        TOLERANCE.model_dump(),
+        limits,
+        out / "golden.json",
+        out / "speed.json",
+    )
+    return read_json(out / "golden.json")
+
+
+def test_tolerances_are_those_of_fp16_activations():
+    fp16, graphs = CONFIG.tolerance("demo-llama", "fp16"), CONFIG.tolerance("demo-llama", "w8a16")
+    assert TOLERANCE.model_dump() == fp16.model_dump() and graphs.logits < fp16.logits
+    assert CONFIG.tolerance("demo-llama", "w8a16", "onnxruntime") == graphs
+
+
+@pytest.mark.parametrize("tensorrt_version", ["8.6.0"])
+@pytest.mark.parametrize("precision, layers", [("w8a16", 2), ("w4a16", "all")])
+def test_the_demo_says_what_its_dequantised_weights_say(shared, gpu, tmp_path, precision, layers):
+    results = demo(shared, precision)
+    engines = built(results, precision, tmp_path)
+    assert checked(results, precision, layers, engines, LIMITS, tmp_path)["result"] == "pass"
+    pair = results.assembly("model", precision), results.weights("model", precision)
+    out = compare.run(*pair, engines, TOLERANCE.block, {}, tmp_path / "compare.json")
+    report = read_json(out)
+    assert set(report["engines"]) == {"embedding", "entry", "middle", "exit"}
+    assert 0 < report["relative_error"] <= TOLERANCE.block
+
+
+@pytest.mark.parametrize("tensorrt_version", ["10.9.0"])
+def test_requests_are_served_as_ever(shared, gpu, tmp_path):
+    """The scheduler over a cut engine: requests that come and go, prompts in pieces, answers as of each alone."""
+    results = demo(shared, "w4a16")
+    paths = results.assembly("model", "w4a16"), results.weights("model", "w4a16")
+    engines, random = built(results, "w4a16", tmp_path), np.random.default_rng(0)
+    model = Model.open(engines, *paths, 2, **{name: LIMITS[name] for name in SIZES})
+    prompts = [random.integers(0, 768, size).tolist() for size in (3, 70, 20, 1, 9)]
+
+    def answers(requests: list[Request]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for token in Engine(model).run(requests):
+            found.setdefault(token.request, []).append(token.token)
+        return found
+
+    together = answers([Request(prompt, 6) for prompt in prompts])
+    assert list(map(len, together.values())) == [6] * 5
+    assert [together[number] for number in range(5)] == [answers([Request(prompt, 6)])[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("tensorrt_version", ["8.6.0"])
+@pytest.mark.parametrize(
+    "family, precision", [("gemma2", "w8a16"), pytest.param("gpt_neox", "w4a16", marks=pytest.mark.long)]
+)
+def test_families_with_tied_heads_biases_and_other_attention(shared, gpu, tmp_path, family, precision):
+    results = random_family(shared, family, precision)
+    engines = built(results, precision, tmp_path, LIMIT)
+    assert checked(results, precision, 2, engines, LIMIT, tmp_path)["result"] == "pass"
+
+
+def middle(shared) -> onnx.ModelProto:
+    return onnx.load(demo(shared, "w8a16").assembly("model", "w8a16").with_name("middle.onnx"))
+
+
+def test_a_llama_block_is_three_pieces_and_four_steps_of_products(shared):
+    cut = cut_products(middle(shared))
+    kinds = [step if isinstance(step, int) else len(step) for step in cut.steps]
+    assert (len(cut.pieces), kinds) == (3, [1, 0, 2, 1, 1, 2, 3])
+
+
+def test_a_cut_that_computes_something_else_is_refused(shared, monkeypatch):
+    """Gate and up exchanged."""
+
+    def wrong(model: onnx.ModelProto) -> CutGraph:
+        cut = cut_products(model)
+        (at,) = (number for number, step in enumerate(cut.steps) if not isinstance(step, int) and len(step) == 2)
+        gate, up = cut.steps[at]
+        swapped = replace(gate, slots=up.slots), replace(up, slots=gate.slots)
+        return CutGraph(cut.pieces, (*cut.steps[:at], swapped, *cut.steps[at + 1 :]), cut.inner)
+
+    monkeypatch.setattr(cut_engine, "cut_products", wrong)
+    with pytest.raises(CheckError, match="graph middle: output hidden_out: expected the pieces and products to give"):
+        cut_engine.prepare_pieces(middle(shared), 17)
+
+
+@pytest.mark.parametrize("tensorrt_version", ["8.6.0"])
+def test_a_file_that_is_cut_short_is_named(shared, gpu, tmp_path):
+    engines = built(demo(shared, "w8a16"), "w8a16", tmp_path)
+    data = (engines.parent / "middle.engine").read_bytes()
+    with pytest.raises(CheckError, match=f"m: expected {len(data)} bytes, found {len(data) - 9} bytes; build it again"):
+        cut_engine.unpack(data[:-9], "m")
+
+
+def test_a_machine_without_cublas_is_told_so(monkeypatch):
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(needs, "open_library", refuse)
+    with pytest.raises(InputError, match="expected the library cuBLAS 12 or 13, which multiplies prompts, found none"):
+        needs.require_cublas()
