@@ -243,6 +243,8 @@ def _report(backend: str, judged: Mapping[str, float], rows: Sequence[dict[str, 
     names = ["faults", *([backend] if backend != "onnxruntime" else [])]
     if all(map(is_quantized, judged)):  # a record of its own, beside that of the others
         names.append("quantized")
+    if rows and all(row["model"] == "ranks" for row in rows):
+        names.append("ranks")
     return {
         "benchmark": "-".join(names),
         "backend": backend,

@@ -50,6 +50,9 @@ TOLERANCE = 5e-5
 ALWAYS = {"llama", "phi3", "gpt2", "gpt_neox", "olmo2", "mixtral", "minicpm3"}
 
 
+Splits = Callable[[str, int], "Split"]
+
+
 @dataclass
 class Split:
     """A family's model split over ranks, its random tensors, and the logits of one rank."""
@@ -76,10 +79,16 @@ class Split:
         return replace(self.assembly, tensor_parallel=replace(self.ranks, classes=classes))
 
 
-@functools.cache
-def split(family: str, degree: int) -> Split:
+@pytest.fixture(scope="session")
+def split(shared: Shared) -> Splits:
+    """By family and number of ranks."""
+    return functools.cache(functools.partial(make_split, shared))
+
+
+def make_split(shared: Shared, family: str, degree: int) -> Split:
     config = dict(FAMILIES[family].config)
-    files, assembly = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=degree)
+    parts = shared.parts(config, "fp32")
+    files, assembly = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=degree, parts=parts)
     tensors = parity.checkpoint_tensors(parity.reference_model(config, 0, 1.0))
     random = np.random.default_rng(0)
     sequences = [random.integers(0, assembly.vocab_size, length) for length in parity.LENGTHS]
@@ -93,7 +102,7 @@ def split(family: str, degree: int) -> Split:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
 )
-def test_ranks_compute_what_one_rank_does(family: str, degree: int) -> None:
+def test_ranks_compute_what_one_rank_does(split: Splits, family: str, degree: int) -> None:
     found = split(family, degree)
     assert found.error(found.assembly) < TOLERANCE
 
@@ -101,7 +110,9 @@ def test_ranks_compute_what_one_rank_does(family: str, degree: int) -> None:
 @pytest.mark.parametrize(
     ("family", "middle", "exit"), [("gpt_neox", 1, 1), ("cohere", 1, 1), ("phi", 1, 1), ("llama", 2, 2)]
 )
-def test_attention_and_mlp_side_by_side_are_added_in_one_sum(family: str, middle: int, exit: int) -> None:
+def test_attention_and_mlp_side_by_side_are_added_in_one_sum(
+    split: Splits, family: str, middle: int, exit: int
+) -> None:
     """Whatever order the model adds its branches in; an entry has none, for the first MLP is behind the attention."""
     classes = split(family, 2).ranks.classes
     sums = {name: sum(len(piece.sums) for piece in sharded.pieces) for name, sharded in classes.items()}
@@ -109,7 +120,7 @@ def test_attention_and_mlp_side_by_side_are_added_in_one_sum(family: str, middle
 
 
 @pytest.mark.parametrize("family", sorted(ALWAYS))
-def test_every_shard_is_a_slice_of_the_whole_and_together_they_are_it(family: str) -> None:
+def test_every_shard_is_a_slice_of_the_whole_and_together_they_are_it(split: Splits, family: str) -> None:
     """And all weights with more than one axis but norms, routers and latents are split."""
     found = split(family, 4)
     for name, sharded in found.ranks.classes.items():
@@ -161,34 +172,34 @@ def exchanged(shard: Shard) -> Shard:
     ["current.self_attn.q_proj.weight", "previous.self_attn.o_proj.weight", "previous.mlp.up_proj.weight",
      "previous.mlp.up_proj.bias", "previous.mlp.down_proj.weight"],
 )  # fmt: skip
-def test_a_shard_of_another_rank_shows(slot: str, degree: int) -> None:
+def test_a_shard_of_another_rank_shows(split: Splits, slot: str, degree: int) -> None:
     found = split("llama", degree)
     swap = lambda sharded: replace(sharded, weights={**sharded.weights, slot: exchanged(sharded.weights[slot])})
     assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
 
 
-def test_heads_of_another_rank_show() -> None:
+def test_heads_of_another_rank_show(split: Splits) -> None:
     found = split("llama", 4)
     swap = lambda sharded: replace(sharded, values={**sharded.values, "key": exchanged(sharded.values["key"])})
     assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("slot", ["previous.self_attn.o_proj.bias", "previous.mlp.down_proj.bias"])
-def test_a_bias_that_every_rank_adds_shows(slot: str) -> None:
+def test_a_bias_that_every_rank_adds_shows(split: Splits, slot: str) -> None:
     found = split("llama", 2)
     twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
     assert found.error(found.changed("middle", twice)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("slot", ["previous.attention.dense.bias", "previous.mlp.dense_4h_to_h.bias"])
-def test_a_bias_of_two_branches_that_every_rank_adds_shows(slot: str) -> None:
+def test_a_bias_of_two_branches_that_every_rank_adds_shows(split: Splits, slot: str) -> None:
     found = split("gpt_neox", 2)
     twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
     assert found.error(found.changed("middle", twice)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("slot", ["previous.attention.dense.weight", "previous.mlp.dense_4h_to_h.weight"])
-def test_a_shard_of_one_of_two_branches_shows(slot: str) -> None:
+def test_a_shard_of_one_of_two_branches_shows(split: Splits, slot: str) -> None:
     found = split("gpt_neox", 2)
     swap = lambda sharded: replace(sharded, weights={**sharded.weights, slot: exchanged(sharded.weights[slot])})
     assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
