@@ -128,6 +128,7 @@ def small_weights(docs: Path | None, **settings: Any) -> None:
 @click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True, help="Of each adapter.")
 @click.option("--adapters", type=click.IntRange(1, 64), default=4, show_default=True, help="Resident together.")
 @_THREADS
+@click.option("--cpu-time", is_flag=True, help="CPU seconds of one thread: for a machine that does other work.")
 @_ROUNDS
 @_DOCS
 def adapters(docs: Path | None, **settings: Any) -> None:
