@@ -12,7 +12,13 @@ from benchmarks.faults.gates import GATES
 from benchmarks.faults.models import MODELS
 from lockstep.artifacts.files import read_json
 
-RECORDS = ("faults.json", "faults-quantized.json", "faults-ranks.json", "faults-tensorrt.json")
+RECORDS = (
+    "faults.json",
+    "faults-quantized.json",
+    "faults-openvino-quantized.json",
+    "faults-ranks.json",
+    "faults-tensorrt.json",
+)
 _LONGEST = 160  # characters of a message
 
 _HEAD = """# Planted faults
