@@ -72,9 +72,7 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
             start += size
 
 
-@pytest.mark.parametrize(
-    "precision, attention", [("w8a16", "fused"), ("w4a16", "fused"), ("w8a16", "traced")], ids="-".join
-)
+@pytest.mark.parametrize("precision, attention", [("w8a16", "fused"), ("w4a16", "fused"), ("w8a16", "traced")])
 def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, precision, attention):
     assembly = quantized_demo.assembly("demo-llama", precision)
     tensors = quantized_demo.weights("demo-llama", precision)
