@@ -71,7 +71,7 @@ def test_requests_are_served_as_ever(shared, gpu, tmp_path):
     paths = results.assembly("model", "w4a16"), results.weights("model", "w4a16")
     engines, random = built(results, "w4a16", tmp_path), np.random.default_rng(0)
     model = Model.open(engines, *paths, 2, **{name: LIMITS[name] for name in SIZES})
-    prompts = [random.integers(0, 768, size).tolist() for size in (3, 70, 20, 1, 9)]
+    prompts = [random.integers(0, 768, size).tolist() for size in (3, 70, 1)]
 
     def answers(requests: list[Request]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
@@ -79,9 +79,9 @@ def test_requests_are_served_as_ever(shared, gpu, tmp_path):
             found.setdefault(token.request, []).append(token.token)
         return found
 
-    together = answers([Request(prompt, 6) for prompt in prompts])
-    assert list(map(len, together.values())) == [6] * 5
-    assert [together[number] for number in range(5)] == [answers([Request(prompt, 6)])[0] for prompt in prompts]
+    together = answers([Request(prompt, 4) for prompt in prompts])
+    assert list(map(len, together.values())) == [4] * 3
+    assert [together[number] for number in range(3)] == [answers([Request(prompt, 4)])[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("tensorrt_version", ["8.6.0"])
