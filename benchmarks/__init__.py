@@ -11,6 +11,8 @@ INSIDE = {
     "artifacts": "formats of manifests that are read or made up",
     "artifacts.adapters": "where graphs take adapters",
     "artifacts.assembly": "graphs and layers of an export",
+    "artifacts.dtypes": "weights that are made up, by their types",
+    "artifacts.quantized": "the same, of integers and scales",
     "artifacts.engines": "the manifest of engines that are of no assembly",
     "artifacts.signature": "inputs and outputs of graphs",
     "artifacts.files": "JSON, digests, files written whole or not at all",

@@ -89,7 +89,9 @@ def decode(
     "--model", metavar="FOLDER|SHAPE", default="llama-1024x8", show_default=True, help="As for decode, but one."
 )
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 4), show_default=True)
-@click.option("--prompt", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of a timed prompt.")
+@click.option(
+    "--prompt", type=click.IntRange(min=0), default=512, show_default=True, help="Tokens of a timed prompt; 0: none."
+)
 @click.option("--group", "groups", multiple=True, type=int, default=(32, 128), show_default=True, help="Group sizes.")
 @click.option(
     "--backend",
@@ -113,6 +115,17 @@ def decode(
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Decode steps of a round.")
 @_THREADS
 @click.option("--cpu-time", is_flag=True, help="CPU seconds of one thread: for a machine that does other work.")
+@click.option(
+    "--beside",
+    multiple=True,
+    type=click.Choice(["genai", "llama.cpp"]),
+    help="Also onnxruntime-genai's int4, llama.cpp's Q4_0, in environments of their own, which pip installs.",
+)
+@click.option(
+    "--work",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where these environments and the peers' models are kept.  [default: a temporary folder]",
+)
 @_ROUNDS
 @_DOCS
 def small_weights(docs: Path | None, **settings: Any) -> None:
@@ -128,6 +141,7 @@ def small_weights(docs: Path | None, **settings: Any) -> None:
 @click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True, help="Of each adapter.")
 @click.option("--adapters", type=click.IntRange(1, 64), default=4, show_default=True, help="Resident together.")
 @_THREADS
+@click.option("--cpu-time", is_flag=True, help="CPU seconds of one thread: for a machine that does other work.")
 @_ROUNDS
 @_DOCS
 def adapters(docs: Path | None, **settings: Any) -> None:
@@ -333,7 +347,9 @@ _SETTING = click.option(
 
 
 @bench.command()
-@click.option("--backend", type=click.Choice(["onnxruntime", "tensorrt"]), default="onnxruntime", show_default=True)
+@click.option(
+    "--backend", type=click.Choice(["onnxruntime", "openvino", "tensorrt"]), default="onnxruntime", show_default=True
+)
 @click.option(
     "--only",
     multiple=True,
@@ -344,7 +360,7 @@ _SETTING = click.option(
     "--model",
     "models",
     multiple=True,
-    type=click.Choice(["demo", "gemma2", "window", "bias"]),
+    type=click.Choice(["demo", "gemma2", "window", "bias", "ranks"]),
     help="Faults of this model alone; may be given several times.",
 )
 @click.option("--limit", type=click.IntRange(min=1), help="So many faults at most, taken evenly from all.")

@@ -10,6 +10,7 @@ exported); and each token's matrices, gathered, then two products a token.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from benchmarks.export import SHAPES
 from benchmarks.measure import in_turn, spread, surroundings, thread_count
 from lockstep import Advance, Model, Results
 from lockstep.artifacts.files import read_json
+from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE
 
 _CONTEXT, _STEPS, _PROMPT = 64, 16, 256
 _TOKENS = (1, 4, 64, 256)  # of one linear layer
@@ -35,9 +37,18 @@ _NONE, _ROOM, _EACH = "graphs without room", "room, no row with one", "an adapte
 
 
 def run(
-    shape: str, batches: Sequence[int], rank: int, adapters: int, rounds: int, threads: int | None
+    shape: str,
+    batches: Sequence[int],
+    rank: int,
+    adapters: int,
+    rounds: int,
+    threads: int | None,
+    cpu_time: bool = False,
 ) -> dict[str, Any]:
-    """Measure a shape. rank, adapters: of the adapters, and how many. Works in a temporary folder."""
+    """Measure a shape. rank, adapters: of the adapters, and how many. cpu_time: take one thread,
+    and the process's CPU seconds, which other work on the machine changes less. Works in a temporary folder."""
+    threads, clock = (1, time.process_time) if cpu_time else (threads, time.perf_counter)
+    os.environ[THREADS_VARIABLE] = str(thread_count(threads))  # of the builds too: a process has one pool
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         source = lockstep.make_random_checkpoint(SHAPES / f"{shape}.json", 0, work / shape)
@@ -47,9 +58,9 @@ def run(
         names = [f"a{number}" for number in range(adapters)]
         nbytes = _make_adapters(work, source.name, plain, taking, names, rank)
         hidden = read_json(SHAPES / f"{shape}.json")["hidden_size"]
-        steps = {str(batch): _steps(plain, taking, names, batch, rounds, threads) for batch in batches}
-        load = _load(taking, names, rounds, threads)
-    forms = {str(tokens): _forms(hidden, room, tokens, rounds) for tokens in _TOKENS}
+        steps = {str(batch): _steps(plain, taking, names, batch, rounds, threads, clock) for batch in batches}
+        load = _load(taking, names, rounds, threads, clock)
+    forms = {str(tokens): _forms(hidden, room, tokens, rounds, clock) for tokens in _TOKENS}
     return {
         "benchmark": "adapters",
         "shape": shape,
@@ -57,6 +68,7 @@ def run(
         "adapters": adapters,
         "adapter_bytes": nbytes,
         "rounds": rounds,
+        "seconds_of": "CPU time, one thread" if cpu_time else "wall time",
         "batch": steps,
         "load_seconds": load,
         "forms_of_one_layer": {"hidden_size": hidden, **room, "seconds_by_tokens": forms},
@@ -113,7 +125,13 @@ def _open(paths: dict[str, Path], batch: int, threads: int | None) -> Model:
 
 
 def _steps(
-    plain: dict[str, Path], taking: dict[str, Path], names: Sequence[str], batch: int, rounds: int, threads: int | None
+    plain: dict[str, Path],
+    taking: dict[str, Path],
+    names: Sequence[str],
+    batch: int,
+    rounds: int,
+    threads: int | None,
+    clock: Callable[[], float],
 ) -> dict[str, Any]:
     """Seconds of a decode step, and of a prompt, in each of three ways."""
     base, model = _open(plain, batch, threads), _open(taking, batch, threads)
@@ -123,11 +141,11 @@ def _steps(
         _EACH: (model, [names[slot % len(names)] for slot in range(batch)]),
     }
     decode: dict[str, Callable[[], float]] = {
-        way: lambda given=given: _decode(*given)
+        way: lambda given=given: _decode(*given, clock)
         for way, given in ways.items()  # type: ignore[misc]
     }
     prompt: dict[str, Callable[[], float]] = {
-        way: lambda given=given: _prompt(*given)
+        way: lambda given=given: _prompt(*given, clock)
         for way, given in ways.items()  # type: ignore[misc]
     }
     return {"decode_step": _compared(in_turn(decode, rounds)), "prompt": _compared(in_turn(prompt, rounds))}
@@ -149,21 +167,23 @@ def _begin(model: Model, adapters: Sequence[str | None], tokens: int) -> np.ndar
     return model.step_tokens([Advance(slot, row, 0) for slot, row in enumerate(ids)])
 
 
-def _decode(model: Model, adapters: Sequence[str | None]) -> float:
+def _decode(model: Model, adapters: Sequence[str | None], clock: Callable[[], float]) -> float:
     found = _begin(model, adapters, _CONTEXT)
-    began = time.perf_counter()
+    began = clock()
     for number in range(_STEPS):
         found = model.step_tokens([Advance(slot, [token], _CONTEXT + number) for slot, token in enumerate(found)])
-    return (time.perf_counter() - began) / _STEPS
+    return (clock() - began) / _STEPS
 
 
-def _prompt(model: Model, adapters: Sequence[str | None]) -> float:
-    began = time.perf_counter()
+def _prompt(model: Model, adapters: Sequence[str | None], clock: Callable[[], float]) -> float:
+    began = clock()
     _begin(model, adapters, _PROMPT)
-    return time.perf_counter() - began
+    return clock() - began
 
 
-def _load(taking: dict[str, Path], names: Sequence[str], rounds: int, threads: int | None) -> dict[str, float]:
+def _load(
+    taking: dict[str, Path], names: Sequence[str], rounds: int, threads: int | None, clock: Callable[[], float]
+) -> dict[str, float]:
     """Seconds to bring an adapter that is not resident."""
     model = _open(taking, 1, threads)
     assert model.adapters is not None
@@ -171,14 +191,16 @@ def _load(taking: dict[str, Path], names: Sequence[str], rounds: int, threads: i
     for number in range(rounds + 1):
         model.adapters.residency.forget(0)
         model.set_adapter(0, names[number % len(names)])
-        began = time.perf_counter()
+        began = clock()
         model.adapters.load()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
         model.release(0)
     return spread(seconds[1:])
 
 
-def _forms(hidden: int, room: dict[str, int], tokens: int, rounds: int) -> dict[str, dict[str, float]]:
+def _forms(
+    hidden: int, room: dict[str, int], tokens: int, rounds: int, clock: Callable[[], float]
+) -> dict[str, dict[str, float]]:
     """Seconds of what one linear layer adds for its adapters, in both forms."""
     count, rank = room["max_adapters"], room["max_lora_rank"]
     random = np.random.default_rng(0)
@@ -215,10 +237,10 @@ def _forms(hidden: int, room: dict[str, int], tokens: int, rounds: int) -> dict[
     assert np.abs(first - second).max() < 1e-2, "both forms compute the same"
 
     def timed(call: Callable[[], np.ndarray]) -> float:
-        began = time.perf_counter()
+        began = clock()
         for _ in range(_STEPS):
             call()
-        return (time.perf_counter() - began) / _STEPS
+        return (clock() - began) / _STEPS
 
     contestants = {name: lambda call=call: timed(call) for name, call in runs.items()}  # type: ignore[misc]
     return {name: spread(values, 7) for name, values in in_turn(contestants, rounds).items()}

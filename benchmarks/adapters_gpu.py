@@ -8,8 +8,9 @@ Beside the forms: kernels of our own, segmented by adapter (sgmv.py), of all pro
 
 The forms, of q, k and v of one layer beside the layers alone: as they are exported, two thin products for each layer
 and the resident adapters' columns of which a token's own are kept; with one first product for the three; with one of
-each, whose second matrix is block diagonal; the same two with the first product as further rows of the layers' own
-weights ("rows"); and each token's matrices, gathered.
+each, whose second matrix is block diagonal; the first and the third with the first product as further rows of the
+layers' own weights ("rows"), as they are exported; with one first product, and the second as further columns of the
+layers' weights ("columns"); and each token's matrices, gathered.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def run(
     note(load={"bytes": _nbytes(assembly, SMALL), **_load(model, names, rounds)})
     if forms:
         hidden = assembly.hidden_size
-        note(forms={str(t): found for t, found in _forms(hidden, assembly.adapters, work / "forms", rounds).items()})
         note(sgmv=sgmv.measure(groups(assembly), min(assembly.adapters.max_adapters, ROWS)))
+        note(forms={str(t): found for t, found in _forms(hidden, assembly.adapters, work / "forms", rounds).items()})
     if vllm:
         note(vllm=of_vllm(read_json(Path(vllm))))
     write_json(out, record)
@@ -323,33 +324,35 @@ def _in_a_graph(call: Callable[[], None], stream: Any) -> Callable[[], float]:
 
 def form_graphs(hidden: int, count: int, rank: int) -> dict[str, onnx.ModelProto]:
     """q, k and v of `hidden` features each as one product and their sum with what adapters add: fp16 x [num_tokens,
-    hidden] and ids int64 [num_tokens] in, y [num_tokens, 3 * hidden] out; "alone" without adapters."""
+    hidden] in and mask [num_tokens, count * rank] (adapter_mask.py), or ids int64 [num_tokens], y [num_tokens, 3 *
+    hidden] out; "alone" without adapters."""
     node, half, columns = helper.make_node, TensorProto.FLOAT16, count * rank
     three = [f"{part}" for part in "qkv"]
-    owner = np.repeat(np.arange(count), rank)[None]
     base = [node("Gemm", ["x", "w"], ["base"], transB=1)]
-    masked = [node("Unsqueeze", ["ids", "one"], ["column"]), node("Equal", ["column", "owner"], ["mask"])]
+
+    def chosen(shrunk: Mapping[str, str]) -> list[onnx.NodeProto]:
+        return [node("Mul", [name, "mask"], [f"{part}/own"]) for part, name in shrunk.items()]
 
     def expanded(shrunk: Mapping[str, str]) -> list[onnx.NodeProto]:
         """Each part's own columns, times its B, side by side."""
-        nodes = []
-        for part, name in shrunk.items():
-            nodes += [
-                node("Where", ["mask", name, "zero"], [f"{part}/own"]),
-                node("Gemm", [f"{part}/own", f"b_{part}"], [f"{part}/added"]),
-            ]
+        nodes = chosen(shrunk)
+        nodes += [node("Gemm", [f"{part}/own", f"b_{part}"], [f"{part}/added"]) for part in shrunk]
         return [*nodes, node("Concat", [f"{part}/added" for part in shrunk], ["added"], axis=1)]
 
     shrinks = [node("Gemm", ["x", f"a_{part}"], [f"{part}/shrunk"]) for part in three]
     one = [node("Gemm", ["x", "a"], ["shrunk"])]
     split = [node("Split", ["shrunk"], [f"{part}/shrunk" for part in three], axis=1)]
     each = {part: f"{part}/shrunk" for part in three}
-    diagonal = [node("Where", ["mask", "shrunk", "zero"], ["own"]), node("Gemm", ["own", "b"], ["added"])]
+    owns = [f"{part}/own" for part in three]
+    diagonal = [*chosen(each), node("Concat", owns, ["own"], axis=1), node("Gemm", ["own", "b"], ["added"])]
     # The layers' weights with the rows of all A behind them: the first product takes no time of its own.
     rows = [
         node("Gemm", ["x", "w"], ["whole"], transB=1),
-        node("Split", ["whole", "sizes"], ["base", "shrunk"], axis=1),
+        node("Split", ["whole", "sizes"], ["base", *each.values()], axis=1),
     ]
+    # And B as further columns of them: the second product takes no time of its own.
+    columns_too = [*one, *split, *chosen(each), node("Concat", ["x", *owns], ["given"], axis=1)]
+    columns_too += [node("Gemm", ["given", "w"], ["y"], transB=1)]
     gathered = [
         node("Gather", ["as", "ids"], ["own_as"], axis=0),
         node("Gather", ["bs", "ids"], ["own_bs"], axis=0),
@@ -363,29 +366,34 @@ def form_graphs(hidden: int, count: int, rank: int) -> dict[str, onnx.ModelProto
     first = {"a": [hidden, 3 * columns]}
     second = {name: shape for name, shape in of_each.items() if name.startswith("b_")}
     gather = {"as": [count, hidden, 3 * rank], "bs": [count, 3 * rank, 3 * hidden]}
-    wide = np.tile(owner, 3)
-    parts: dict[str, tuple[list[onnx.NodeProto], dict[str, list[int]], np.ndarray | None]] = {
-        "alone": ([node("Gemm", ["x", "w"], ["y"], transB=1)], {}, None),
-        "thin products": ([*base, *masked, *shrinks, *expanded(each), *total], of_each, owner),
-        "one first product": ([*base, *masked, *one, *split, *expanded(each), *total], {**first, **second}, owner),
-        "block diagonal": ([*base, *masked, *one, *diagonal, *total], {**first, "b": [3 * columns, 3 * hidden]}, wide),
-        "rows, thin products": ([*rows, *masked, *split, *expanded(each), *total], second, owner),
-        "rows, block diagonal": ([*rows, *masked, *diagonal, *total], {"b": [3 * columns, 3 * hidden]}, wide),
-        "gathered": ([*base, *gathered, *total], gather, None),
+    diagonal_b = {"b": [3 * columns, 3 * hidden]}
+    parts: dict[str, tuple[list[onnx.NodeProto], dict[str, list[int]], list[int]]] = {
+        "alone": ([node("Gemm", ["x", "w"], ["y"], transB=1)], {}, [3 * hidden, hidden]),
+        "rows, thin products": ([*rows, *expanded(each), *total], second, [3 * (hidden + columns), hidden]),
+        "rows, block diagonal": ([*rows, *diagonal, *total], diagonal_b, [3 * (hidden + columns), hidden]),
+        "thin products": ([*base, *shrinks, *expanded(each), *total], of_each, [3 * hidden, hidden]),
+        "one first product": (
+            [*base, *one, *split, *expanded(each), *total],
+            {**first, **second},
+            [3 * hidden, hidden],
+        ),
+        "block diagonal": ([*base, *one, *split, *diagonal, *total], {**first, **diagonal_b}, [3 * hidden, hidden]),
+        "columns": (columns_too, first, [3 * hidden, hidden + 3 * columns]),
+        "gathered": ([*base, *gathered, *total], gather, [3 * hidden, hidden]),
     }
     value = helper.make_tensor_value_info
     models = {}
-    for name, (nodes, arrays, owners) in parts.items():
-        size = 3 * (hidden + columns) if name.startswith("rows") else 3 * hidden
-        inputs = [value("x", half, ["num_tokens", hidden]), value("w", half, [size, hidden])]
-        inputs += [value("ids", TensorProto.INT64, ["num_tokens"])] if name != "alone" else []
-        inputs += [value(key, half, shape) for key, shape in arrays.items()]
-        constants = [numpy_helper.from_array(np.array([1], np.int64), "one")] if name != "alone" else []
-        if owners is not None:
-            constants.append(numpy_helper.from_array(owners.astype(np.int64), "owner"))
-            constants.append(numpy_helper.from_array(np.zeros((), np.float16), "zero"))
-        if name.startswith("rows"):
-            constants.append(numpy_helper.from_array(np.array([3 * hidden, 3 * columns], np.int64), "sizes"))
+    for name, (nodes, arrays, shape) in parts.items():
+        inputs = [value("x", half, ["num_tokens", hidden]), value("w", half, shape)]
+        if name == "gathered":
+            inputs.append(value("ids", TensorProto.INT64, ["num_tokens"]))
+        elif name != "alone":
+            inputs.append(value("mask", half, ["num_tokens", columns]))
+        inputs += [value(key, half, size) for key, size in arrays.items()]
+        sizes = np.array([3 * hidden, *[columns] * 3], np.int64)
+        constants = [numpy_helper.from_array(sizes, "sizes")] if name.startswith("rows") else []
+        if name == "gathered":
+            constants.append(numpy_helper.from_array(np.array([1], np.int64), "one"))
         y = value("y", half, ["num_tokens", 3 * hidden])
         copies = [onnx.NodeProto.FromString(each.SerializeToString()) for each in nodes]
         graph = helper.make_graph(copies, "form", inputs, [y], constants)

@@ -132,7 +132,7 @@ def decoding(paths, batch: int, capacity: int, threads: int) -> Callable:
         logits = model.step([Advance(slot, row, 0) for slot, row in enumerate(prompt)])
 
         def step(tokens: np.ndarray) -> np.ndarray:
-            result = model.step([Advance(slot, tokens[slot : slot + 1], lengths[0]) for slot in range(batch)])
+            result = model.step([Advance(slot, tokens[slot : slot + 1], lengths[0]) for slot in range(len(prompt))])
             lengths[0] += 1
             return result
 

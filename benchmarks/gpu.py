@@ -31,7 +31,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.artifacts.quantized import is_scales, scales_name
+from lockstep.artifacts.quantized import is_scales
 from lockstep.backends.builder import COSTS
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.layers import differences
@@ -228,7 +228,9 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
     pool = (
         random.standard_normal(min(1 << 26, 2 * max(map(math.prod, shapes.values()))), np.float32) * np.float32(0.02)
     ).astype(np.float16)
-    bytes_pool = np.frombuffer(random.bytes(pool.size), np.uint8)
+    # The lowest integer left out: numbers of another mean than 0 grow from layer to layer, out of fp16.
+    small = {8: random.integers(1, 256, pool.size, np.uint8)}
+    small[4] = random.integers(1, 16, pool.size, np.uint8) | random.integers(1, 16, pool.size, np.uint8) << 4
     path = folder / "weights.bin"
     with open(path, "wb") as file:
 
@@ -257,14 +259,12 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
                 write(np.ones(count, dtype))
                 continue
             if is_scales(name):
-                assert assembly.quantization is not None  # which has scales
-                bits = assembly.quantization.bits[name.removesuffix(scales_name(""))]
-                steps = 2**bits / 12**0.5  # the standard deviation of the integers
+                steps = 2 ** _bits(assembly, name) / 12**0.5  # the standard deviation of the integers
                 write((random.uniform(0.5, 1.5, count) * 0.02 / steps).astype(dtype))
                 continue
             while count:  # pieces of one pool, from random places: as fast as the disk, and no two matrices alike
                 start = int(random.integers(0, pool.size // 2))
-                piece = (bytes_pool if dtype == np.uint8 else pool)[start : start + count]
+                piece = (small[_bits(assembly, name)] if dtype == np.uint8 else pool)[start : start + count]
                 write(np.ascontiguousarray(piece, dtype))
                 count -= piece.size
     remember(path, digest.hexdigest())
@@ -273,6 +273,12 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
     group = {"group_size": assembly.quantization.group_size} if assembly.quantization else {}
     write_json(folder / "weights.json", {**manifest, **group})
     return folder / "weights.json"
+
+
+def _bits(assembly: Assembly, name: str) -> int:
+    """Of the weight whose integers or scales are called so."""
+    assert assembly.quantization is not None  # it has some
+    return assembly.quantization.bits[name.rpartition(".")[0]]
 
 
 def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:

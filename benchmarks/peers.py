@@ -31,6 +31,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 OURS, REFERENCE = "lockstep", "transformers"
 LIMIT = 9 * 60  # seconds for one contestant's export or decoding
 _RUNNERS = Path(__file__).parent / "peers_runners"
+_ENVIRONMENT_LIMIT = 30 * 60  # seconds: some packages are built from source
+_BUILD = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}  # llama.cpp for this CPU, without what reads pictures
 _BASE = 1 << 30  # bytes that any contestant takes for its packages
 
 
@@ -105,7 +107,7 @@ def run(work: Path, shape: str, settings: Settings, names: tuple[str, ...] = tup
     for folder in ("jobs", "out"):
         (work / folder).mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(work, shape)
-    pythons = {name: _python(work, CONTESTANTS[name].pins) for name in names}
+    pythons = {name: environment_python(work, CONTESTANTS[name].pins) for name in names}
     records, loads = {name: Record() for name in names}, []
     for number in range(settings.rounds):
         for step in (_export, _decode):
@@ -168,7 +170,7 @@ def make_checkpoint(work: Path, shape: str) -> Path:
     return folder
 
 
-def _python(work: Path, pins: str | None) -> str:
+def environment_python(work: Path, pins: str | None) -> str:
     """The interpreter that has `pins`: ours, or one of an environment made now or before (its stamp holds the digest of
     the pins)."""
     if pins is None:
@@ -182,12 +184,13 @@ def _python(work: Path, pins: str | None) -> str:
     python, stamp, digest = folder / "bin" / "python", folder / "pins.sha256", sha256_file(file)
     if stamp.is_file() and stamp.read_text() == digest:
         return str(python)
-    (torch,) = (line for line in file.read_text().splitlines() if line.startswith("torch=="))
+    # first, so that any build of it that an index has is taken
+    torch = [line for line in file.read_text().splitlines() if line.startswith("torch==")]
     for command in (
         [sys.executable, "-m", "venv", "--clear", str(folder)],
-        [str(python), "-m", "pip", "install", "--quiet", torch, "-r", str(file)],
+        [str(python), "-m", "pip", "install", "--quiet", *torch, "-r", str(file)],
     ):
-        usage = run_child(command, work / "jobs" / f"{folder.name}.log", LIMIT)
+        usage = run_child(command, work / "jobs" / f"{folder.name}.log", _ENVIRONMENT_LIMIT, _BUILD)
         if usage.reason:
             raise CheckError(f"{file}: expected an environment with these packages, found {usage.reason}")
     stamp.write_text(digest)

@@ -1,21 +1,24 @@
 """How fast do small weights decode on a CPU: bf16, w8a16 and w4a16 beside fp32, in one process, in turn.
 
-In: a checkpoint folder or a shape, batch sizes, group sizes, backends. Out: seconds of a decode step and of a prompt of
-each, the ratio to ONNX Runtime's fp32 round by round, and what bounds it: the bytes of weights that a step reads over
-the bandwidth of memory, which is measured in the same run.
+In: a checkpoint folder or a shape, batch sizes, group sizes, backends, and peers on request. Out: seconds of a decode
+step and of a prompt of each, the ratio to ONNX Runtime's fp32 round by round, and what bounds it: the bytes of weights
+that a step reads over the bandwidth of memory, which is measured in the same run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +26,7 @@ import lockstep
 from benchmarks.decode import decoding, prepare, time_steps
 from benchmarks.export import SHAPES, shape_names
 from benchmarks.measure import in_turn, ratios, spread, surroundings, thread_count
+from benchmarks.peer_steps import PEERS, PeerProcess
 from lockstep.artifacts.files import read_json
 from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE
 from lockstep.config.backends import backends as known_backends
@@ -47,42 +51,100 @@ def run(
     cpu_time: bool = False,
     backends: Sequence[str] = BACKENDS,
     precisions: Sequence[str] = PRECISIONS,
+    beside: Sequence[str] = (),
+    work: Path | None = None,
 ) -> dict[str, Any]:
     """Measure at each batch size; `context` tokens are in the cache when the `steps` timed steps of a round begin.
-    prompt: tokens of one that is timed, too. cpu_time: take one thread, and the process's CPU seconds, which other work
-    on the machine moves less; the bandwidth is still of wall time. backends, precisions: those to measure, beside ONNX
-    Runtime's fp32; a precision that a backend or the CPU lacks is in the record with the reason."""
+    prompt: tokens of one that is timed, too; 0 for none. cpu_time: take one thread, and the process's CPU seconds,
+    which other work on the machine moves less; the bandwidth is still of wall time. backends, precisions: those to
+    measure, beside ONNX Runtime's fp32; a precision that a backend or the CPU lacks is in the record with the reason.
+    beside: of `PEERS`, in turn with w4a16. work: a folder that keeps the peers' environments and models.
+
+    Each contestant is made, opened and measured in turn with fp32, and closed before the next one is made: a large
+    model takes the memory and the disk of two.
+    """
     threads, clock = (1, time.process_time) if cpu_time else (threads, time.perf_counter)
     count = thread_count(threads)
     os.environ[THREADS_VARIABLE] = str(count)  # of the builds too: a process has one pool
-    with tempfile.TemporaryDirectory() as work:
+    wanted, lacking = _contestants(groups, backends, precisions)
+    room = max(batches), max(context + steps, prompt) + 2
+    measured = _Measured({batch: {} for batch in batches}, {}, {})
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = (
-            lockstep.make_random_checkpoint(SHAPES / f"{model}.json", 0, Path(work) / model)
+            lockstep.make_random_checkpoint(SHAPES / f"{model}.json", 0, Path(scratch) / model)
             if model in shape_names()
             else Path(model)
         )
-        made, lacking = _made(folder, Path(work), groups, backends, precisions)
-        sizes = {name: _bytes_of_a_step(paths) for name, paths in made.items()}
-        measured = {str(batch): _measure(made, batch, context, steps, rounds, count, clock) for batch in batches}
-        prompts = _prompts(made, prompt, rounds, count, clock)
+        peers = [
+            PeerProcess(name, work or Path(scratch), folder, *room, count, cpu_time) for name in dict.fromkeys(beside)
+        ]
+        for peer in peers:
+            stack.callback(peer.close)
+        files = prepare(folder, FULL, Path(scratch) / FULL)
+        measured.bytes[FULL], full = _bytes_of_a_step(files), _Opened(files, *room, count, clock)
+        for name, (backend, precision, group) in wanted.items():
+            made = Path(scratch) / "other"
+            files = prepare(folder, precision, made, group, backend)
+            measured.bytes[name] = _bytes_of_a_step(files)
+            turns: dict[str, _Opened | PeerProcess] = {FULL: full, name: _Opened(files, *room, count, clock)}
+            if precision == "w4a16":
+                turns |= {peer.name: peer for peer in peers}
+            for batch in batches:
+                calls = {of: functools.partial(one.steps, batch, context, steps) for of, one in turns.items()}
+                measured.steps[batch][name] = in_turn(calls, rounds)
+            if prompt:
+                calls = {of: functools.partial(one.prompt, prompt) for of, one in turns.items()}
+                measured.prompts[name] = in_turn(calls, rounds)
+            del calls, turns
+            gc.collect()
+            shutil.rmtree(made)
         bandwidth = _bandwidth(count)
-    used = ["openvino"] if any(name.startswith("openvino") for name in made) else []
-    bounds = {name: round(size / bandwidth, 6) for name, size in sizes.items()}
+    used = ["openvino"] if any(name.startswith("openvino") for name in wanted) else []
+    bounds = {name: round(size / bandwidth, 6) for name, size in measured.bytes.items()}
     return {
         "benchmark": "small_weights", "model": folder.name, "context": context, "steps": steps, "rounds": rounds,
         "seconds_of": "CPU time, one thread" if cpu_time else "wall time",
-        "megabytes_of_weights_a_step": {name: round(size / 1e6, 1) for name, size in sizes.items()},
-        "memory_gigabytes_per_s": round(bandwidth / 1e9, 1), "seconds_to_read_the_weights": bounds, "batch": measured,
-        "prompt": {"tokens": prompt, **prompts}, "not_measured": lacking, "cpu_name": _cpu_name(),
+        "megabytes_of_weights_a_step": {name: round(size / 1e6, 1) for name, size in measured.bytes.items()},
+        "memory_gigabytes_per_s": round(bandwidth / 1e9, 1), "seconds_to_read_the_weights": bounds,
+        "batch": {str(batch): _compared(times, "seconds_per_step") for batch, times in measured.steps.items()},
+        "prompt": {"tokens": prompt, **_compared(measured.prompts, "seconds")} if prompt else None,
+        "not_measured": lacking, "cpu_name": _cpu_name(),
+        "peers": {peer.name: {"weights": PEERS[peer.name].note, "versions": peer.versions} for peer in peers},
         **surroundings(*PACKAGES, *used, threads=threads),
     }  # fmt: skip
 
 
-def _made(
-    folder: Path, work: Path, groups: Sequence[int], backends: Sequence[str], precisions: Sequence[str]
-) -> tuple[dict[str, dict[str, Path]], dict[str, str]]:
-    """The contestants' files by name, ONNX Runtime's fp32 first; and why others are none."""
-    made = {FULL: prepare(folder, FULL, work / FULL)}
+class _Measured(NamedTuple):
+    """Seconds of each round, by the contestant that was measured and by those that took turns; bytes of weights that a
+    step reads."""
+
+    steps: dict[int, dict[str, dict[str, list[float]]]]
+    prompts: dict[str, dict[str, list[float]]]
+    bytes: dict[str, int]
+
+
+class _Opened:
+    """A contestant of this project, opened for `batch` requests of `capacity` tokens."""
+
+    def __init__(self, files: Mapping[str, Path], batch: int, capacity: int, threads: int, clock: Clock):
+        self._start, self._clock = decoding(files, batch, capacity, threads), clock
+
+    def steps(self, batch: int, context: int, steps: int) -> float:
+        ids = np.random.default_rng(0).integers(0, 256, (batch, context))
+        return time_steps(self._start, ids, steps, self._clock)
+
+    def prompt(self, tokens: int) -> float:
+        ids = np.random.default_rng(0).integers(0, 256, (1, tokens))
+        began = self._clock()
+        self._start(ids)
+        return self._clock() - began
+
+
+def _contestants(
+    groups: Sequence[int], backends: Sequence[str], precisions: Sequence[str]
+) -> tuple[dict[str, tuple[str, str, int]], dict[str, str]]:
+    """(backend, precision, group size) by name, without ONNX Runtime's fp32; and why others are none."""
+    found: dict[str, tuple[str, str, int]] = {}
     lacking: dict[str, str] = {}
     for backend in backends:
         own, settings = "" if backend == BACKENDS[0] else f"{backend} ", known_backends()[backend]
@@ -95,49 +157,29 @@ def _made(
                 continue
             for group in groups if precision.startswith("w") else groups[:1]:
                 name = f"{precision}, groups of {group}" if precision.startswith("w") else precision
-                if own + name not in made:
-                    made[own + name] = prepare(folder, precision, work / name.replace(", ", "-"), group, backend)
-    return made, lacking
+                if own + name != FULL:
+                    found[own + name] = backend, precision, group
+    return found, lacking
 
 
-def _prompts(
-    made: Mapping[str, Mapping[str, Path]], tokens: int, rounds: int, threads: int, clock: Clock
-) -> dict[str, Any]:
-    ids = np.random.default_rng(0).integers(0, 256, (1, tokens))
-
-    def timed(start: Callable) -> float:
-        began = clock()
-        start(ids)
-        return clock() - began
-
-    return _compared(
-        {name: functools.partial(timed, decoding(paths, 1, tokens + 1, threads)) for name, paths in made.items()},
-        "seconds",
-        rounds,
-    )
-
-
-def _compared(contestants: Mapping[str, Callable[[], float]], what: str, rounds: int) -> dict[str, Any]:
-    times = in_turn(contestants, rounds)
-    faster = {name: ratios({FULL: times[FULL], name: times[name]}, name)[FULL] for name in times if name != FULL}
-    return {what: {name: spread(values) for name, values in times.items()}, "speed_relative_to_fp32": faster}
-
-
-def _measure(
-    made: Mapping[str, Mapping[str, Path]],
-    batch: int,
-    context: int,
-    steps: int,
-    rounds: int,
-    threads: int,
-    clock: Clock,
-) -> dict[str, Any]:
-    prompt = np.random.default_rng(0).integers(0, 256, (batch, context))
-    contestants: dict[str, Callable[[], float]] = {
-        name: functools.partial(time_steps, decoding(paths, batch, context + steps, threads), prompt, steps, clock)
-        for name, paths in made.items()
+def _compared(measured: Mapping[str, Mapping[str, Sequence[float]]], what: str) -> dict[str, Any]:
+    """Spreads of each contestant, its speed beside fp32 in the same rounds, and beside the peers. Of one that took
+    turns with several, all rounds."""
+    seconds: dict[str, list[float]] = {}
+    faster: dict[str, list[float]] = {}
+    beside: dict[str, Any] = {}
+    for name, times in measured.items():
+        for of, values in times.items():
+            seconds.setdefault(of, []).extend(values)
+            if of != FULL:
+                faster.setdefault(of, []).extend(a / b for a, b in zip(times[FULL], values, strict=True))
+        if others := {of: values for of, values in times.items() if of not in (FULL, name)}:
+            beside[name] = ratios({name: times[name], **others}, name)
+    return {
+        what: {name: spread(values) for name, values in seconds.items()},
+        "speed_relative_to_fp32": {name: spread(values, 3) for name, values in faster.items()},
+        **({"speed_relative_to_peers": beside} if beside else {}),
     }
-    return _compared(contestants, "seconds_per_step", rounds)
 
 
 def _bytes_of_a_step(paths: Mapping[str, Path]) -> int:

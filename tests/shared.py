@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from lockstep.artifacts.files import sha256_json
 
 if TYPE_CHECKING:
     from lockstep.artifacts.assembly import Assembly
+    from lockstep.export.unique_layers import Parts
 
 WORKER = "PYTEST_XDIST_WORKER"  # set by pytest-xdist in each of its processes
 
@@ -38,6 +40,17 @@ class Shared:
                 done.touch()
         return folder
 
+    def parts(self, config: dict[str, Any], precision: str) -> Parts:
+        """The parts that a model of a config.json is traced to, which takes longer than all that is made of them."""
+        from lockstep.export.tracer import meta_model  # loads torch
+        from lockstep.export.unique_layers import parts_of
+
+        def make(folder: Path) -> None:
+            (folder / "parts.pickle").write_bytes(pickle.dumps(parts_of(meta_model(config, precision))))
+
+        folder = self.folder(f"parts/{sha256_json([config, precision])}", make)
+        return pickle.loads((folder / "parts.pickle").read_bytes())
+
     def assembled(self, config: dict[str, Any], precision: str) -> tuple[dict[str, bytes], Assembly]:
         """Graphs by file name and the assembly of a config.json, as `assemble` gives them: no other model is made to
         check their numbers."""
@@ -46,7 +59,9 @@ class Shared:
         from lockstep.export.tracer import meta_model
 
         def make(folder: Path) -> None:
-            files, assembly = assemble(meta_model(config, precision), config, precision)
+            files, assembly = assemble(
+                meta_model(config, precision), config, precision, parts=self.parts(config, precision)
+            )
             for name, data in files.items():
                 (folder / name).write_bytes(data)
             assembly.save(folder / "assembly.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.faults import attention, binding, blocks, neighbours, quantized, rope, runtime
+from benchmarks.faults import attention, binding, blocks, neighbours, quantized, ranks, rope, runtime
 from benchmarks.faults.fault import Fault
 
 TOPICS: dict[str, tuple[Fault, ...]] = {
@@ -13,6 +13,7 @@ TOPICS: dict[str, tuple[Fault, ...]] = {
     "binding": binding.FAULTS,
     "quantised weights": quantized.FAULTS,
     "runtime": runtime.FAULTS,
+    "ranks": ranks.FAULTS,
 }
 FAULTS: dict[str, Fault] = {fault.name: fault for faults in TOPICS.values() for fault in faults}
 if len(FAULTS) != sum(map(len, TOPICS.values())):

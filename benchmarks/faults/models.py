@@ -55,6 +55,7 @@ class FaultModel:
     config: Mapping[str, Any] | None = None
     prompts: tuple[str, ...] = PROMPTS
     limits: Mapping[str, int] = field(default_factory=lambda: LIMITS)
+    tensor_parallel: int = 1
 
 
 # A random model's tokens are bytes: its prompts are as long in tokens as in characters, and must fit max_input_len.
@@ -89,6 +90,13 @@ MODELS = {
         {**_SIZES, "model_type": "qwen2", "num_key_value_heads": 4},
         _SHORT,
     ),
+    "ranks": FaultModel(
+        "random Llama with biases, split over two ranks",
+        "all",
+        {**_SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        _SHORT,
+        tensor_parallel=2,
+    ),
 }
 
 
@@ -113,8 +121,9 @@ def make(name: str, precision: str, work: Path) -> None:
     """Graphs and weights of a model that was started."""
     results = right(work)
     checkpoint, assembly = results.checkpoint(name), results.assembly(name, precision)
-    quantized = is_quantized(precision)
-    lockstep.export_graphs(checkpoint, precision, assembly, **({"group_size": GROUP_SIZE} if quantized else {}))
+    quantized, ranks = is_quantized(precision), MODELS[name].tensor_parallel
+    asked = {**({"group_size": GROUP_SIZE} if quantized else {}), **({"tensor_parallel": ranks} if ranks > 1 else {})}
+    lockstep.export_graphs(checkpoint, precision, assembly, **asked)
     lockstep.convert_weights(checkpoint, precision, results.weights(name, precision), assembly)
     if quantized:
         model = MODELS[name]

@@ -12,7 +12,13 @@ from benchmarks.faults.gates import GATES
 from benchmarks.faults.models import MODELS
 from lockstep.artifacts.files import read_json
 
-RECORDS = ("faults.json", "faults-quantized.json", "faults-tensorrt.json")
+RECORDS = (
+    "faults.json",
+    "faults-quantized.json",
+    "faults-openvino-quantized.json",
+    "faults-ranks.json",
+    "faults-tensorrt.json",
+)
 _LONGEST = 160  # characters of a message
 
 _HEAD = """# Planted faults
@@ -53,8 +59,8 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {r['backend']} | {', '.join(r['tolerance'])} | {r['distinct']} | {r['planted']} | {r['harmful']} | "
-        f"{r['harmful_caught']} | {100 * r['score']:.1f} % |"
+        f"| {r['backend']}{_over_ranks(r)} | {', '.join(r['tolerance'])} | {r['distinct']} | {r['planted']} | "
+        f"{r['harmful']} | {r['harmful_caught']} | {100 * r['score']:.1f} % |"
         for r in records
     ]
     lines += ["", "Each fault is planted in all of these precisions where it makes sense. Models:", ""]
@@ -62,13 +68,17 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         lines += [
             "",
-            f"## {record['backend']} in {', '.join(record['tolerance'])}",
+            f"## {record['backend']} in {', '.join(record['tolerance'])}{_over_ranks(record)}",
             "",
             *_by_gate(record),
             "",
             *_table(record),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _over_ranks(record: Mapping[str, Any]) -> str:
+    return ", over two ranks" if record["benchmark"].endswith("-ranks") else ""
 
 
 def _by_gate(record: Mapping[str, Any]) -> list[str]:

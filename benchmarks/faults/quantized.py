@@ -7,6 +7,7 @@ from benchmarks.faults.edit import LAST, Edit
 from benchmarks.faults.fault import Fault
 
 PRECISIONS = ("w8a16", "w4a16")
+BACKENDS = ("onnxruntime", "openvino")
 
 
 def _next_group(edit: Edit) -> None:
@@ -49,14 +50,14 @@ FAULTS = (
         "scales of gate and up swapped",
         assembly=swap(1, "block", "gate_proj.weight.scales", "up_proj.weight.scales"),
         precisions=PRECISIONS,
-        backends=("onnxruntime",),
+        backends=BACKENDS,
     ),
     Fault(
         "scales-of-another-layer",
         "the first layer's down projection has the second's scales",
         assembly=bind(1, "block", "down_proj.weight.scales", "model.layers.1.mlp.down_proj.weight.scales"),
         precisions=PRECISIONS,
-        backends=("onnxruntime",),
+        backends=BACKENDS,
     ),
     Fault(
         "scales-next-group",
@@ -64,7 +65,7 @@ FAULTS = (
         graphs=("middle",),
         edit=_next_group,
         precisions=PRECISIONS,
-        backends=("onnxruntime",),
+        backends=BACKENDS,
     ),
     Fault(
         "scales-next-row",
@@ -72,7 +73,7 @@ FAULTS = (
         graphs=("middle",),
         edit=_next_row,
         precisions=PRECISIONS,
-        backends=("onnxruntime",),
+        backends=BACKENDS,
     ),
     Fault(
         "zero-point",
@@ -80,7 +81,7 @@ FAULTS = (
         graphs=("middle",),
         edit=_zero_point,
         precisions=PRECISIONS,
-        backends=("onnxruntime",),
+        backends=BACKENDS,
     ),
     Fault(
         "halves-reversed",
@@ -88,6 +89,6 @@ FAULTS = (
         graphs=("middle",),
         edit=_halves_reversed,
         precisions=("w4a16",),
-        backends=("onnxruntime",),
+        backends=BACKENDS,
     ),
 )

@@ -34,6 +34,7 @@ from lockstep.pipeline import worker
 from lockstep.targets import is_quantized
 
 PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16")
+LOCAL_BACKENDS = ("onnxruntime", "openvino")  # that run in this Python
 _PACKAGES = ("onnx", "onnxruntime", "polygraphy", "torch", "transformers")
 Progress = Callable[[dict[str, Any]], None]
 
@@ -93,7 +94,7 @@ def run(
 
     with tempfile.TemporaryDirectory(dir=work) as scratch:
         setting = Setting(scratch, backend, dict(options or {}), given, judged)
-        here = backend == "onnxruntime" and python is None
+        here = backend in LOCAL_BACKENDS and python is None
         with _workers(jobs) as each:
             models = sorted({(FAULTS[fault].model, precision) for fault, precision in cases})
             for _ in each(start, [(name, Path(scratch)) for name in sorted({name for name, _ in models})]):
@@ -243,6 +244,8 @@ def _report(backend: str, judged: Mapping[str, float], rows: Sequence[dict[str, 
     names = ["faults", *([backend] if backend != "onnxruntime" else [])]
     if all(map(is_quantized, judged)):  # a record of its own, beside that of the others
         names.append("quantized")
+    if rows and all(row["model"] == "ranks" for row in rows):
+        names.append("ranks")
     return {
         "benchmark": "-".join(names),
         "backend": backend,

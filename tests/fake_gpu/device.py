@@ -158,9 +158,10 @@ class Gpu:
         return np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8)
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
-        return any(
-            start <= address and address + nbytes <= start + block.size for start, (block, _) in self._host.items()
-        )
+        with self.lock:  # weights are uploaded by another thread
+            return any(
+                start <= address and address + nbytes <= start + block.size for start, (block, _) in self._host.items()
+            )
 
     # --- streams
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 # (out_features of each, in_features): rows that are no multiple of what a block or a warp takes; several weights of one
 # input; as wide as two tiles of a warp.
-SHAPES = [((48,), 128), ((40, 24, 8), 288), ((100,), 144), ((8200,), 512), ((3, 5, 7, 9), 256)]
+SHAPES = [((48,), 128), ((40, 24, 8), 288), ((100,), 144), ((8200,), 256), ((3, 5, 7, 9), 256)]
 FORMS = [(16, 0), (8, 16), (8, 32), (8, 128), (4, 16), (4, 32), (4, 128)]
 LIMITS = {"max_batch_size": 12, "max_num_tokens": 128, "max_seq_len": 256}
 # The demo's logits reach 20. fp16 activations: 11 bits of each number between two products. Seen 0.03.
@@ -72,9 +72,7 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
             start += size
 
 
-@pytest.mark.parametrize(
-    "precision, attention", [("w8a16", "fused"), ("w4a16", "fused"), ("w8a16", "traced")], ids="-".join
-)
+@pytest.mark.parametrize("precision, attention", [("w8a16", "fused"), ("w4a16", "fused"), ("w8a16", "traced")])
 def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, precision, attention):
     assembly = quantized_demo.assembly("demo-llama", precision)
     tensors = quantized_demo.weights("demo-llama", precision)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.reports import ServedReport
-from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
+from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, attention_shards, heads_divide
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.config import load
@@ -48,6 +49,9 @@ TOLERANCE = 5e-5
 # What differs most: biases and shared heads, fused weights, transposed weights, heads with query, key and value
 # together and two branches, a norm over all heads, experts, latent attention.
 ALWAYS = {"llama", "phi3", "gpt2", "gpt_neox", "olmo2", "mixtral", "minicpm3"}
+
+
+Splits = Callable[[str, int], "Split"]
 
 
 @dataclass
@@ -76,10 +80,16 @@ class Split:
         return replace(self.assembly, tensor_parallel=replace(self.ranks, classes=classes))
 
 
-@functools.cache
-def split(family: str, degree: int) -> Split:
+@pytest.fixture(scope="session")
+def split(shared: Shared) -> Splits:
+    """By family and number of ranks."""
+    return functools.cache(functools.partial(make_split, shared))
+
+
+def make_split(shared: Shared, family: str, degree: int) -> Split:
     config = dict(FAMILIES[family].config)
-    files, assembly = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=degree)
+    parts = shared.parts(config, "fp32")
+    files, assembly = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=degree, parts=parts)
     tensors = parity.checkpoint_tensors(parity.reference_model(config, 0, 1.0))
     random = np.random.default_rng(0)
     sequences = [random.integers(0, assembly.vocab_size, length) for length in parity.LENGTHS]
@@ -93,7 +103,7 @@ def split(family: str, degree: int) -> Split:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
 )
-def test_ranks_compute_what_one_rank_does(family: str, degree: int) -> None:
+def test_ranks_compute_what_one_rank_does(split: Splits, family: str, degree: int) -> None:
     found = split(family, degree)
     assert found.error(found.assembly) < TOLERANCE
 
@@ -101,7 +111,9 @@ def test_ranks_compute_what_one_rank_does(family: str, degree: int) -> None:
 @pytest.mark.parametrize(
     ("family", "middle", "exit"), [("gpt_neox", 1, 1), ("cohere", 1, 1), ("phi", 1, 1), ("llama", 2, 2)]
 )
-def test_attention_and_mlp_side_by_side_are_added_in_one_sum(family: str, middle: int, exit: int) -> None:
+def test_attention_and_mlp_side_by_side_are_added_in_one_sum(
+    split: Splits, family: str, middle: int, exit: int
+) -> None:
     """Whatever order the model adds its branches in; an entry has none, for the first MLP is behind the attention."""
     classes = split(family, 2).ranks.classes
     sums = {name: sum(len(piece.sums) for piece in sharded.pieces) for name, sharded in classes.items()}
@@ -109,7 +121,7 @@ def test_attention_and_mlp_side_by_side_are_added_in_one_sum(family: str, middle
 
 
 @pytest.mark.parametrize("family", sorted(ALWAYS))
-def test_every_shard_is_a_slice_of_the_whole_and_together_they_are_it(family: str) -> None:
+def test_every_shard_is_a_slice_of_the_whole_and_together_they_are_it(split: Splits, family: str) -> None:
     """And all weights with more than one axis but norms, routers and latents are split."""
     found = split(family, 4)
     for name, sharded in found.ranks.classes.items():
@@ -148,6 +160,77 @@ def test_what_is_taken_and_put_back_is_the_whole(unit: int, degree: int, axis: i
     assert np.array_equal(back, whole)
 
 
+def by_heads(heads: list[int], kv_heads: list[int]) -> list[tuple[int, int]]:
+    """(first, last) head of 12 numbers of a fused query, key and value of 4 and 2 heads."""
+    return [
+        (12 * head, 12 * head + 12) for head in (*heads, *(4 + kv for kv in kv_heads), *(6 + kv for kv in kv_heads))
+    ]
+
+
+# By family and slot: how a rank's part reads in the terms of its layer, whole array, rank and ranks in.
+FUSED: dict[tuple[str, str], Callable[[np.ndarray, int, int], np.ndarray]] = {
+    ("phi3", "self_attn.qkv_proj.weight"): lambda whole, rank, ranks: np.concatenate(
+        [whole[low:high] for low, high in by_heads(*heads_of(rank, ranks))]
+    ),
+    ("phi3", "mlp.gate_up_proj.weight"): lambda whole, rank, ranks: np.concatenate(
+        [half[rank * (80 // ranks) : (rank + 1) * (80 // ranks)] for half in (whole[:80], whole[80:])]
+    ),
+    ("gpt2", "attn.c_attn.weight"): lambda whole, rank, ranks: whole.reshape(48, 3, ranks, -1)[:, :, rank].reshape(
+        48, -1
+    ),
+    ("gpt2", "attn.c_attn.bias"): lambda whole, rank, ranks: whole.reshape(3, ranks, -1)[:, rank].reshape(-1),
+    ("gpt_neox", "attention.query_key_value.weight"): lambda whole, rank, ranks: whole.reshape(4, 3, 12, 48)[
+        heads_of(rank, ranks)[0]
+    ].reshape(-1, 48),
+    ("mixtral", "experts.gate_up_proj"): lambda whole, rank, ranks: whole.reshape(4, 2, ranks, -1, 48)[
+        :, :, rank
+    ].reshape(4, -1, 48),
+    ("mixtral", "experts.down_proj"): lambda whole, rank, ranks: whole.reshape(4, 48, ranks, -1)[:, :, rank],
+}
+
+
+def heads_of(rank: int, ranks: int) -> tuple[list[int], list[int]]:
+    """Of 4 heads in 2 groups those of a rank, and their key and value heads."""
+    heads = list(range(4))[rank * 4 // ranks : (rank + 1) * 4 // ranks]
+    return heads, sorted({head // 2 for head in heads})
+
+
+@pytest.mark.parametrize(("family", "name"), FUSED, ids=lambda value: value)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fused_weights_are_cut_by_their_heads_halves_and_experts(
+    split: Splits, family: str, name: str, ranks: int
+) -> None:
+    found = split(family, ranks)
+    sharded = found.ranks.classes["middle"]
+    (slot,) = (slot for slot in found.assembly.classes["middle"].signature.slots if slot.name.endswith(name))
+    whole = np.random.default_rng(0).standard_normal(slot.sizes)
+    for rank in range(ranks):
+        assert np.array_equal(sharded.take_weight(slot.name, whole, rank), FUSED[family, name](whole, rank, ranks))
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3), st.integers(2, 8))
+def test_a_rank_has_the_keys_and_values_of_its_heads(
+    kv_heads: int, group: int, head_dim: int, value_dim: int, ranks: int
+) -> None:
+    variant = SimpleNamespace(
+        num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim
+    )
+    if not heads_divide(variant.num_heads, kv_heads, ranks):
+        return
+    shards = attention_shards(variant, ranks)
+    query, key = (np.repeat(np.arange(count), head_dim)[None] for count in (variant.num_heads, kv_heads))
+    value, attention = (np.repeat(np.arange(count), value_dim)[None] for count in (kv_heads, variant.num_heads))
+    for rank in range(ranks):
+        take = lambda name, array: shards[name].take(array, rank)[0].tolist()  # noqa: B023
+        heads = [rank * variant.num_heads // ranks + number for number in range(variant.num_heads // ranks)]
+        assert take("query", query) == np.repeat(heads, head_dim).tolist()
+        assert take("attention", attention) == np.repeat(heads, value_dim).tolist()
+        theirs = sorted({head // group for head in heads})
+        assert take("key", key) == np.repeat(theirs, head_dim).tolist()
+        assert take("value", value) == np.repeat(theirs, value_dim).tolist()
+        assert take("past_key", np.arange(kv_heads)[None]) == theirs
+
+
 # --- planted faults
 
 
@@ -161,34 +244,34 @@ def exchanged(shard: Shard) -> Shard:
     ["current.self_attn.q_proj.weight", "previous.self_attn.o_proj.weight", "previous.mlp.up_proj.weight",
      "previous.mlp.up_proj.bias", "previous.mlp.down_proj.weight"],
 )  # fmt: skip
-def test_a_shard_of_another_rank_shows(slot: str, degree: int) -> None:
+def test_a_shard_of_another_rank_shows(split: Splits, slot: str, degree: int) -> None:
     found = split("llama", degree)
     swap = lambda sharded: replace(sharded, weights={**sharded.weights, slot: exchanged(sharded.weights[slot])})
     assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
 
 
-def test_heads_of_another_rank_show() -> None:
+def test_heads_of_another_rank_show(split: Splits) -> None:
     found = split("llama", 4)
     swap = lambda sharded: replace(sharded, values={**sharded.values, "key": exchanged(sharded.values["key"])})
     assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("slot", ["previous.self_attn.o_proj.bias", "previous.mlp.down_proj.bias"])
-def test_a_bias_that_every_rank_adds_shows(slot: str) -> None:
+def test_a_bias_that_every_rank_adds_shows(split: Splits, slot: str) -> None:
     found = split("llama", 2)
     twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
     assert found.error(found.changed("middle", twice)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("slot", ["previous.attention.dense.bias", "previous.mlp.dense_4h_to_h.bias"])
-def test_a_bias_of_two_branches_that_every_rank_adds_shows(slot: str) -> None:
+def test_a_bias_of_two_branches_that_every_rank_adds_shows(split: Splits, slot: str) -> None:
     found = split("gpt_neox", 2)
     twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
     assert found.error(found.changed("middle", twice)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("slot", ["previous.attention.dense.weight", "previous.mlp.dense_4h_to_h.weight"])
-def test_a_shard_of_one_of_two_branches_shows(slot: str) -> None:
+def test_a_shard_of_one_of_two_branches_shows(split: Splits, slot: str) -> None:
     found = split("gpt_neox", 2)
     swap = lambda sharded: replace(sharded, weights={**sharded.weights, slot: exchanged(sharded.weights[slot])})
     assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE

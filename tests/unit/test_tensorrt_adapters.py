@@ -18,6 +18,7 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import read_json, write_bytes, write_json
 from lockstep.backends import build
 from lockstep.export.run import with_adapters
+from lockstep.onnx_tools.adapter_mask import mask_of
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.runtime import Decoding, Model, Request, Sampling
 from lockstep.step.advance import Advance
@@ -261,7 +262,8 @@ def test_the_forms_that_are_measured_compute_the_same() -> None:
     numbers = lambda *shape: (random.standard_normal(shape, np.float32) * 0.2).astype(np.float16)
     a, b, x = numbers(3, count, hidden, rank), numbers(3, count, rank, hidden), numbers(rows, hidden)
     w, ids = numbers(3 * hidden, hidden), np.array([0, -1, 2, 1, 0])
-    feeds: dict[str, np.ndarray] = {"x": x, "w": w, "ids": ids}
+    mask = mask_of(ids, count * rank, rank, np.dtype(np.float16))
+    feeds: dict[str, np.ndarray] = {"x": x, "w": w, "ids": ids, "mask": mask}
     for part, letter in enumerate("qkv"):
         feeds[f"a_{letter}"] = a[part].transpose(1, 0, 2).reshape(hidden, -1)
         feeds[f"b_{letter}"] = b[part].reshape(-1, hidden)
@@ -278,6 +280,8 @@ def test_the_forms_that_are_measured_compute_the_same() -> None:
         given = {value.name: feeds[value.name] for value in model.graph.input}
         if name.startswith("rows"):
             given["w"] = np.concatenate([w, feeds["a"].T])
+        if name == "columns":
+            given["w"] = np.concatenate([w, feeds["b"].T], axis=1)
         (found[name],) = open_session(model.SerializeToString()).run(None, given)
     expected = found["thin products"]
     assert np.abs(expected - found["alone"]).max() > 0.1 and np.array_equal(expected[1], found["alone"][1])

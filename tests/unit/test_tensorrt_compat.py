@@ -243,6 +243,21 @@ def test_no_other_module_calls_a_method_of_tensorrt(path):
     ]
 
 
+def test_graphs_of_quantised_weights_have_what_they_need_in_tensorrt_10_and_11():
+    """By name: int4 and int8 weights as inputs, DequantizeLinear, types that are the graph's. 8.6 has no int4."""
+    later = frozenset(version for version in VERSIONS if version >= (10, 0))
+    assert {version[0] for version in later} == {10, 11}
+    for name in (
+        "DataType.INT4",
+        "DataType.INT8",
+        "INetworkDefinition.add_dequantize",
+        "LayerType.DEQUANTIZE",
+        "NetworkDefinitionCreationFlag.STRONGLY_TYPED",
+    ):
+        assert later <= IN_VERSIONS[name], name
+    assert versions_with("int4") == later == IN_VERSIONS["DataType.INT4"]
+
+
 def test_without_tensorrt_the_backend_says_so_in_one_line():
     code = (
         "import sys; sys.modules['tensorrt'] = None\nfrom lockstep.backends import get_backend\nfrom "

@@ -43,7 +43,7 @@ from lockstep.export.quantize import quantize
 from lockstep.export.rope import position_limit
 from lockstep.export.shards import Heads, as_shard, check_plan, shard_block, shard_region
 from lockstep.export.tracer import meta_model
-from lockstep.export.unique_layers import parts_of
+from lockstep.export.unique_layers import Parts, parts_of
 from lockstep.onnx_tools.signature import signature_of
 
 # Of the checkpoint's folder; config.json stands in the manifest.
@@ -170,10 +170,16 @@ def with_adapters(
 
 
 def assemble(
-    meta: PreTrainedModel, config: dict[str, Any], precision: str, stamp: bool = True, tensor_parallel: int = 1
+    meta: PreTrainedModel,
+    config: dict[str, Any],
+    precision: str,
+    stamp: bool = True,
+    tensor_parallel: int = 1,
+    parts: Parts | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """All graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
-    parts = parts_of(meta, stamp)
+    """All graph files by name, and the assembly without tokenizer and end-of-sequence ids. parts: of the model, where
+    they are there already."""
+    parts = parts or parts_of(meta, stamp)
     layers = parts.layers
     classes, variants = _Registry(), _Variants()
     entries = [

@@ -136,6 +136,11 @@ class TensorRTBackend:
         these's first products as rows of weights, and are built without room for them too."""
         if options.get("attention") not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
+        if assembly.adapters is not None and assembly.quantization is not None:
+            raise InputError(
+                f"backend tensorrt: expected no adapters in {assembly.precision}, found room for "
+                f"{assembly.adapters.max_adapters}; export without, or in fp16"
+            )
         run = with_activations(assembly, self.activations(assembly.precision))
         fused = {
             name

@@ -20,7 +20,7 @@ SOURCE = Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8"
 SCALES_TIMES = 256.0  # what the kernels expect scales to be multiplied by
 _ROWS, _MOST_OUTPUTS = 8, 3  # of a launch of the kernel
 # Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
-MOST_ROWS = {4: 32, 8: 16, 16: 8}
+MOST_ROWS = {4: 32, 8: 32, 16: 8}
 _WIDE = 8192  # out_features from which warps take two tiles
 _DEQUANTIZE_THREADS = 256
 

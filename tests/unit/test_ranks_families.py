@@ -1,0 +1,103 @@
+"""Each family split over two and four ranks through the checks of the workflow: validate, golden, served."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from demo_model import CONFIG as DEMO_CONFIG
+from families import FAMILIES
+
+from lockstep import make_random_checkpoint
+from lockstep.artifacts.assembly import FileEntry
+from lockstep.artifacts.files import read_json, sha256_file
+from lockstep.artifacts.reports import ServedReport
+from lockstep.backends import build
+from lockstep.checkpoint import resolve
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
+from lockstep.targets import Results, Target
+from lockstep.verify import golden, validate
+from lockstep.weights import convert
+from shared import Shared
+
+# What differs most: biases and shared heads; a fused weight; transposed weights with learned positions; query, key and
+# value of a head together and two branches in one sum; tied, with softcaps and windows; experts; latent attention.
+ALWAYS = ("llama", "phi3", "gpt2", "gpt_neox", "gemma2", "mixtral", "minicpm3")
+SERVED = ("llama", "mixtral")  # of ALWAYS; of the others all
+ASKED = {"max_new_tokens": 4, "prompts": ["San Francisco is a", "Light"], "long_prompt": 40}
+# As long as any of the families may be: a longrope ends at 64 tokens.
+LIMITS = {"max_batch_size": 3, "max_input_len": 56, "max_seq_len": 64, "max_num_tokens": 128}
+MODEL, PRECISION = "model", "fp32"
+TOLERANCE = DEMO_CONFIG.tolerance("demo-llama", PRECISION).model_dump()
+TARGET = Target(MODEL, PRECISION, "all", "onnxruntime")
+
+
+@dataclass
+class Made:
+    """A family's random checkpoint with its weights and what transformers says of it."""
+
+    family: str
+    results: Results
+    source: Path
+
+    def assembly(self, shared: Shared, degree: int, out: Path) -> Path:
+        """What `export` writes, without the small model that shows that the split into blocks is right."""
+        config = dict(FAMILIES[self.family].config)
+        parts = shared.parts(config, PRECISION)
+        files, assembly = assemble(
+            meta_model(config, PRECISION), config, PRECISION, tensor_parallel=degree, parts=parts
+        )
+        files["tokenizer.json"] = (self.source / "tokenizer.json").read_bytes()
+        out.mkdir()
+        for name, data in files.items():
+            (out / name).write_bytes(data)
+        tokenizer = FileEntry("tokenizer.json", sha256_file(out / "tokenizer.json"))
+        replace(assembly, tokenizer=tokenizer, eos_token_ids=(config["eos_token_id"],)).save(out / "assembly.json")
+        return out / "assembly.json"
+
+
+def make(family: str, folder: Path) -> Made:
+    (folder / "config.json").write_text(json.dumps(dict(FAMILIES[family].config)))
+    source = make_random_checkpoint(folder / "config.json", 0, folder / "source")
+    results = Results(folder / "results")
+    checkpoint = resolve(str(source), source, results.checkpoint(MODEL))
+    golden.make_reference(checkpoint, "all", ASKED, results.reference(MODEL, "all"))
+    convert(checkpoint, PRECISION, results.weights(MODEL, PRECISION))
+    return Made(family, results, source)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
+)
+def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path: Path) -> None:
+    from lockstep.serve import check as served  # loads what a server needs
+
+    made = make(family, tmp_path)
+    weights, reference = made.results.weights(MODEL, PRECISION), made.results.reference(MODEL, "all")
+    for degree in (2, 4):
+        folder = tmp_path / f"ranks-{degree}"
+        assembly = made.assembly(shared, degree, folder)
+        report = validate.run(
+            assembly,
+            weights,
+            made.results.checkpoint(MODEL),
+            "all",
+            TOLERANCE,
+            LIMITS["max_seq_len"],
+            folder / "validate.json",
+        )
+        assert read_json(report)["result"] == "pass"
+        engines, out = build(assembly, "onnxruntime", folder / "engines" / "engines.json"), folder / "golden.json"
+        golden.check(assembly, weights, engines, reference, TARGET, TOLERANCE, LIMITS, out, folder / "speed.json")
+        found = read_json(out)
+        assert found["result"] == "pass" and found["max_logit_error"] < 1e-4  # rounding: 2e-6 to 2e-5 is seen
+        if family in ALWAYS and (family not in SERVED or degree == 4):
+            continue
+        served.check(
+            assembly, weights, engines, reference, out, TARGET, TOLERANCE, LIMITS, folder / "served.json", threads=1
+        )
+        served_report = ServedReport.load(folder / "served.json")
+        assert served_report.batch_invariant and served_report.tokens_differing == 0
