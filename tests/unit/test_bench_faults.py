@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import onnx
+import onnx.reference
 import pytest
 from benchmarks.__main__ import bench
 from benchmarks.faults import models, page
