@@ -2,10 +2,10 @@
 by.
 
 In: a graph whose blocks take adapters, with y = x W^T + where(column's adapter == token's adapter, x A, 0) B. Out: the
-same with min(max(x A, least), most) * mask for the choice, and the input `adapter_mask.<rank>` [num_tokens,
-max_adapters * rank] in place of `adapter_ids`: 1 in the columns of the token's adapter, else 0. TensorRT 8.6 ends the
-process where it is to choose by integers inside a fused region. The bounds keep what another adapter makes of a token
-finite, so that 0 times it is 0.
+same with clip(x A) * mask for the choice, and the input `adapter_mask.<rank>` [num_tokens, max_adapters * rank] in
+place of `adapter_ids`: 1 in the columns of the token's adapter, else 0. TensorRT 8.6 ends the process where it is to
+choose by integers inside a fused region. The clip keeps what another adapter makes of a token finite, so that 0 times
+it is 0.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
         (ids,) = made[equal.input[0]].input[:1]  # of tokens, or of the rows of requests
         mask = mask_name(rank) if ids == IDS else ids
         (out,) = node.output
-        nodes.append(helper.make_node("Max", [node.input[1], "least"], [f"{out}/least"], name=f"{out}/max"))
-        nodes.append(helper.make_node("Min", [f"{out}/least", "most"], [f"{out}/finite"], name=f"{out}/min"))
+        nodes.append(helper.make_node("Clip", [node.input[1], "least", "most"], [f"{out}/finite"], name=f"{out}/clip"))
         nodes.append(helper.make_node("Mul", [f"{out}/finite", mask], [out], name=f"{out}/mask"))
     dtype = helper.tensor_dtype_to_np_dtype(element)
-    most = np.full((1, 1), np.finfo(dtype).max if dtype.kind == "f" else 3e38, dtype)
+    most = np.array(np.finfo(dtype).max if dtype.kind == "f" else 3e38, dtype)
     graph.initializer.extend([numpy_helper.from_array(-most, "least"), numpy_helper.from_array(most, "most")])
     kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     for node in kept:
