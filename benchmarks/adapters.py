@@ -45,7 +45,7 @@ def run(
     threads: int | None,
     cpu_time: bool = False,
 ) -> dict[str, Any]:
-    """Measure a shape. rank, adapters: of the adapters, and how many. cpu_time: of steps and prompts take one thread,
+    """Measure a shape. rank, adapters: of the adapters, and how many. cpu_time: take one thread,
     and the process's CPU seconds, which other work on the machine changes less. Works in a temporary folder."""
     threads, clock = (1, time.process_time) if cpu_time else (threads, time.perf_counter)
     os.environ[THREADS_VARIABLE] = str(thread_count(threads))  # of the builds too: a process has one pool
@@ -59,8 +59,8 @@ def run(
         nbytes = _make_adapters(work, source.name, plain, taking, names, rank)
         hidden = read_json(SHAPES / f"{shape}.json")["hidden_size"]
         steps = {str(batch): _steps(plain, taking, names, batch, rounds, threads, clock) for batch in batches}
-        load = _load(taking, names, rounds, threads)
-    forms = {str(tokens): _forms(hidden, room, tokens, rounds) for tokens in _TOKENS}
+        load = _load(taking, names, rounds, threads, clock)
+    forms = {str(tokens): _forms(hidden, room, tokens, rounds, clock) for tokens in _TOKENS}
     return {
         "benchmark": "adapters",
         "shape": shape,
@@ -181,7 +181,9 @@ def _prompt(model: Model, adapters: Sequence[str | None], clock: Callable[[], fl
     return clock() - began
 
 
-def _load(taking: dict[str, Path], names: Sequence[str], rounds: int, threads: int | None) -> dict[str, float]:
+def _load(
+    taking: dict[str, Path], names: Sequence[str], rounds: int, threads: int | None, clock: Callable[[], float]
+) -> dict[str, float]:
     """Seconds to bring an adapter that is not resident."""
     model = _open(taking, 1, threads)
     assert model.adapters is not None
@@ -189,14 +191,16 @@ def _load(taking: dict[str, Path], names: Sequence[str], rounds: int, threads: i
     for number in range(rounds + 1):
         model.adapters.residency.forget(0)
         model.set_adapter(0, names[number % len(names)])
-        began = time.perf_counter()
+        began = clock()
         model.adapters.load()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
         model.release(0)
     return spread(seconds[1:])
 
 
-def _forms(hidden: int, room: dict[str, int], tokens: int, rounds: int) -> dict[str, dict[str, float]]:
+def _forms(
+    hidden: int, room: dict[str, int], tokens: int, rounds: int, clock: Callable[[], float]
+) -> dict[str, dict[str, float]]:
     """Seconds of what one linear layer adds for its adapters, in both forms."""
     count, rank = room["max_adapters"], room["max_lora_rank"]
     random = np.random.default_rng(0)
@@ -233,10 +237,10 @@ def _forms(hidden: int, room: dict[str, int], tokens: int, rounds: int) -> dict[
     assert np.abs(first - second).max() < 1e-2, "both forms compute the same"
 
     def timed(call: Callable[[], np.ndarray]) -> float:
-        began = time.perf_counter()
+        began = clock()
         for _ in range(_STEPS):
             call()
-        return (time.perf_counter() - began) / _STEPS
+        return (clock() - began) / _STEPS
 
     contestants = {name: lambda call=call: timed(call) for name, call in runs.items()}  # type: ignore[misc]
     return {name: spread(values, 7) for name, values in in_turn(contestants, rounds).items()}

@@ -16,6 +16,7 @@ Step = float | str | bytes | dict[str, Any]
 # A request's body and its number to the steps of its answer: seconds to wait, text to send, an event, raw bytes. The
 # number counts from 0 and leaves out what is not a prompt.
 Script = Callable[[dict[str, Any], int], Iterator[Step]]
+END = b"0\r\n\r\n"  # the last chunk of an answer
 PIECE = 0.002  # seconds between two pieces of the usual answer
 
 
@@ -137,7 +138,8 @@ class ScriptedServer:
                 )
             elif isinstance(step, bytes):
                 writer.write(step)
-                return writer.close()
+                # An answer that has its end leaves the connection open: a client may send the next request at once.
+                return None if step == END else writer.close()
             else:
                 _send(writer, step)
             if writer.transport.is_closing() or reader.at_eof():
@@ -148,7 +150,7 @@ class ScriptedServer:
         _send(writer, {"choices": [{**last, "finish_reason": "length"}]})
         _send(writer, {"choices": [], "usage": self.usage(body)})
         _chunk(writer, b"data: [DONE]\n\n")
-        writer.write(b"0\r\n\r\n")
+        writer.write(END)
 
 
 def usage(body: dict[str, Any]) -> dict[str, int]:

@@ -319,7 +319,7 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ran
     logits[3, -2], logits[4, 1], logits[5] = np.nan, np.inf, -np.inf
     logits = logits.astype(numbers(dtype))
     integer = np.int64 if wide else np.int32
-    slots, held, limit = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32), np.arange(9).astype(integer), 7
+    slots, held, limit = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32), (np.arange(9) % 7).astype(integer), 7
     told = np.zeros((9, ranks, 2), np.float32)
     given = [device.up(array) for array in (slots, held)]
     for rank in range(ranks):

@@ -545,7 +545,7 @@ def config(**changes: Any) -> dict[str, Any]:
         ),
         (
             {"backends": ["tensorrt"], "precisions": ["w8a16"]},
-            "precisions[0]: expected one of fp32, fp16, bf16 for backend tensorrt; found 'w8a16'",
+            "adapters: expected none for backend tensorrt in w8a16; there they run in fp32, fp16, bf16; found 2",
         ),
         ({"max_lora_rank": 12}, "models.demo-lora.max_lora_rank"),
         ({"max_adapters": 0}, "models.demo-lora.max_adapters"),

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import onnx
+import onnx.reference
 import pytest
 from benchmarks.__main__ import bench
 from benchmarks.faults import models, page
@@ -267,3 +268,17 @@ def test_the_page_shows_what_was_refused_and_what_is_not_finite(record):
     text = page.render([changed, {**changed, "backend": "tensorrt"}])
     assert "| not built | yes |" in text and "| not finite | yes |" in text and "a \\| bccc" in text
     assert "## onnxruntime" in text and "## tensorrt" in text and max(map(len, text.splitlines())) < 400
+
+
+@pytest.mark.long
+@pytest.mark.exports
+def test_faults_of_ranks_are_planted_in_a_split_model_and_have_a_record_of_their_own(tmp_path):
+    from lockstep.step import ranks
+
+    before = ranks._adding
+    found = faults.run(chosen("rank-gate", "down-bias-twice", "sum-left-out"), precisions=("fp32",), work=tmp_path)
+    assert found["benchmark"] == "faults-ranks" and found["harmful"] == found["harmful_caught"] == 3
+    caught = {name: rows_of(found, name) for name in ("rank-gate", "down-bias-twice", "sum-left-out")}
+    assert caught["rank-gate"]["assembly"]["caught_by"] == caught["down-bias-twice"]["assembly"]["caught_by"]
+    assert caught["rank-gate"]["assembly"]["caught_by"] == ["validate", "golden"]
+    assert caught["sum-left-out"]["runtime"]["caught_by"] == ["golden"] and ranks._adding is before

@@ -42,7 +42,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, i
 def test_targets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, code = told(capsys, "targets")
     one = {"name": TARGET, "model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
-    assert code == 0 and len(found["targets"]) == 8 and one in found["targets"]
+    assert code == 0 and len(found["targets"]) == 14 and one in found["targets"]
 
 
 def test_targets_with_layers_are_text_only(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_targets_with_layers_are_text_only(project: Path, capsys: pytest.Capture
 
 def test_summary(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, code = told(capsys, "summary")
-    assert code == 0 and [row["verdict"] for row in found["targets"]] == ["not run"] * 8
+    assert code == 0 and [row["verdict"] for row in found["targets"]] == ["not run"] * 14
 
 
 def test_explain(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

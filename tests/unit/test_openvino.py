@@ -33,6 +33,7 @@ from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import all_steps
+from lockstep.provenance import lockfile
 from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
 from lockstep.targets import Results, Target
@@ -115,7 +116,7 @@ def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, preci
 
 
 # the head is of 8 bits in w4a16, too
-@pytest.mark.parametrize("precision", ["w4a16", pytest.param("w8a16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["w4a16", "w8a16"])
 @pytest.mark.parametrize("family", RANDOM)
 def test_random_families_in_small_weights(shared, tmp_path, family, precision):
     results = random_family(shared, family, precision)
@@ -466,3 +467,23 @@ def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):
         [sys.executable, "-c", "import openvino"], env=environment, check=False, capture_output=True
     )
     assert theirs.returncode and recorder.calls(), "the stand-in shows what an import would do"
+
+
+def test_a_lock_written_without_bf16_keeps_what_stood_in_it(monkeypatch):
+    """Engines, golden tokens and terms of what is not built here, as long as they are of the same graphs."""
+    monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
+    bf16 = {"graphs": {"entry": "g"}, "engines": {BACKEND: {"x86_64 other": {}}}, "golden": {BACKEND: {"2": {}}}}
+    terms = {"golden": {"bf16/2/openvino": {"expected": {}}, "fp32/2/openvino": {"expected": {}}}}
+    before = {"precisions": {"bf16": bf16}, "checks": terms, "made with": {"golden/openvino": {"code": "old"}}}
+
+    def written(graph: str) -> dict[str, Any]:
+        lock: dict[str, Any] = {"precisions": {"bf16": {"graphs": {"entry": graph}}}, "checks": {}, "made with": {}}
+        lockfile._keep_not_built(before, lock)
+        return lock
+
+    kept = written("g")
+    assert kept["precisions"]["bf16"] == bf16 and list(kept["checks"]["golden"]) == ["bf16/2/openvino"]
+    assert kept["made with"] == before["made with"]
+    assert "engines" not in written("another")["precisions"]["bf16"]
+    monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx512_bf16"]})
+    assert "engines" not in written("g")["precisions"]["bf16"], "built here, or none of the config"

@@ -378,8 +378,8 @@ def test_a_group_size_that_does_not_divide_is_refused_by_config_and_export(share
     [
         ({"group_size": 24}, "models.m.group_size: expected one of 16, 32, 64, 128; found 24"),
         (
-            {"backends": ["tensorrt"]},
-            "models.m.precisions[0]: expected one of fp32, fp16, bf16 for backend tensorrt; found 'w4a16'",
+            {"precisions": ["w2a16"]},
+            "models.m.precisions[0]: expected one of fp32, fp16, bf16, w8a16, w4a16; found 'w2a16'",
         ),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.reports import ServedReport
-from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
+from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, attention_shards, heads_divide
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.config import load
@@ -157,6 +158,77 @@ def test_what_is_taken_and_put_back_is_the_whole(unit: int, degree: int, axis: i
     for rank, part in enumerate(parts):
         shard.put(back, rank, part)
     assert np.array_equal(back, whole)
+
+
+def by_heads(heads: list[int], kv_heads: list[int]) -> list[tuple[int, int]]:
+    """(first, last) head of 12 numbers of a fused query, key and value of 4 and 2 heads."""
+    return [
+        (12 * head, 12 * head + 12) for head in (*heads, *(4 + kv for kv in kv_heads), *(6 + kv for kv in kv_heads))
+    ]
+
+
+# By family and slot: how a rank's part reads in the terms of its layer, whole array, rank and ranks in.
+FUSED: dict[tuple[str, str], Callable[[np.ndarray, int, int], np.ndarray]] = {
+    ("phi3", "self_attn.qkv_proj.weight"): lambda whole, rank, ranks: np.concatenate(
+        [whole[low:high] for low, high in by_heads(*heads_of(rank, ranks))]
+    ),
+    ("phi3", "mlp.gate_up_proj.weight"): lambda whole, rank, ranks: np.concatenate(
+        [half[rank * (80 // ranks) : (rank + 1) * (80 // ranks)] for half in (whole[:80], whole[80:])]
+    ),
+    ("gpt2", "attn.c_attn.weight"): lambda whole, rank, ranks: whole.reshape(48, 3, ranks, -1)[:, :, rank].reshape(
+        48, -1
+    ),
+    ("gpt2", "attn.c_attn.bias"): lambda whole, rank, ranks: whole.reshape(3, ranks, -1)[:, rank].reshape(-1),
+    ("gpt_neox", "attention.query_key_value.weight"): lambda whole, rank, ranks: whole.reshape(4, 3, 12, 48)[
+        heads_of(rank, ranks)[0]
+    ].reshape(-1, 48),
+    ("mixtral", "experts.gate_up_proj"): lambda whole, rank, ranks: whole.reshape(4, 2, ranks, -1, 48)[
+        :, :, rank
+    ].reshape(4, -1, 48),
+    ("mixtral", "experts.down_proj"): lambda whole, rank, ranks: whole.reshape(4, 48, ranks, -1)[:, :, rank],
+}
+
+
+def heads_of(rank: int, ranks: int) -> tuple[list[int], list[int]]:
+    """Of 4 heads in 2 groups those of a rank, and their key and value heads."""
+    heads = list(range(4))[rank * 4 // ranks : (rank + 1) * 4 // ranks]
+    return heads, sorted({head // 2 for head in heads})
+
+
+@pytest.mark.parametrize(("family", "name"), FUSED, ids=lambda value: value)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fused_weights_are_cut_by_their_heads_halves_and_experts(
+    split: Splits, family: str, name: str, ranks: int
+) -> None:
+    found = split(family, ranks)
+    sharded = found.ranks.classes["middle"]
+    (slot,) = (slot for slot in found.assembly.classes["middle"].signature.slots if slot.name.endswith(name))
+    whole = np.random.default_rng(0).standard_normal(slot.sizes)
+    for rank in range(ranks):
+        assert np.array_equal(sharded.take_weight(slot.name, whole, rank), FUSED[family, name](whole, rank, ranks))
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3), st.integers(2, 8))
+def test_a_rank_has_the_keys_and_values_of_its_heads(
+    kv_heads: int, group: int, head_dim: int, value_dim: int, ranks: int
+) -> None:
+    variant = SimpleNamespace(
+        num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim
+    )
+    if not heads_divide(variant.num_heads, kv_heads, ranks):
+        return
+    shards = attention_shards(variant, ranks)
+    query, key = (np.repeat(np.arange(count), head_dim)[None] for count in (variant.num_heads, kv_heads))
+    value, attention = (np.repeat(np.arange(count), value_dim)[None] for count in (kv_heads, variant.num_heads))
+    for rank in range(ranks):
+        take = lambda name, array: shards[name].take(array, rank)[0].tolist()  # noqa: B023
+        heads = [rank * variant.num_heads // ranks + number for number in range(variant.num_heads // ranks)]
+        assert take("query", query) == np.repeat(heads, head_dim).tolist()
+        assert take("attention", attention) == np.repeat(heads, value_dim).tolist()
+        theirs = sorted({head // group for head in heads})
+        assert take("key", key) == np.repeat(theirs, head_dim).tolist()
+        assert take("value", value) == np.repeat(theirs, value_dim).tolist()
+        assert take("past_key", np.arange(kv_heads)[None]) == theirs
 
 
 # --- planted faults

@@ -72,10 +72,21 @@ class Record:
 
 @dataclass
 class _Recording:
-    """What the attention hook has seen, by layer, of tokens behind `num_past` rows of a synthetic cache."""
+    """What the attention hook has seen, by layer, of tokens behind a synthetic cache: of each layer its keys and values
+    [1, num_kv_heads, num_past, ...]; none where there is no such cache."""
 
-    num_past: int = 0
+    past: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class _TokensBefore(DynamicCache):
+    """A cache of which masks and positions see the number of tokens. The attention hook puts its keys and values in
+    front: a model's own cache may hold others, which it computes them from (MLA's latents)."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
 
 
 _recording: contextvars.ContextVar[_Recording] = contextvars.ContextVar("recording")
@@ -100,19 +111,14 @@ class TorchModel:
         that the sequence comes behind. Each layer's own queries and keys are then scaled to scores that let every cache
         row take part.
         """
-        recording = _Recording(len(past[0][0]) if past else 0)
+        recording = _Recording([(_by_head(keys), _by_head(values)) for keys, values in past])
         _recording.set(recording)
         embedding = self.model.get_input_embeddings()
         with torch.no_grad():
             ids = torch.from_numpy(np.ascontiguousarray(token_ids))
             embedded = embedding(ids)
             cache = (
-                {
-                    "past_key_values": DynamicCache([tuple(_by_head(array) for array in layer) for layer in past]),
-                    "use_cache": True,
-                }
-                if past
-                else {"use_cache": False}
+                {"past_key_values": _TokensBefore(recording.past), "use_cache": True} if past else {"use_cache": False}
             )
             output = self.model(input_ids=ids[None], output_hidden_states=True, **cache)
         calls = recording.calls
@@ -125,7 +131,11 @@ class TorchModel:
         states = [state[0].numpy() for state in output.hidden_states]
         layers = tuple(LayerRecord(states[i], **calls[i]) for i in range(self.num_layers))
         return Record(
-            np.asarray(token_ids, np.int64), embedded.numpy(), layers, output.logits[0].numpy(), recording.num_past
+            np.asarray(token_ids, np.int64),
+            embedded.numpy(),
+            layers,
+            output.logits[0].numpy(),
+            len(past[0][0]) if past else 0,
         )
 
     @contextlib.contextmanager
@@ -176,8 +186,10 @@ def _record_attention(
             f"found two; this model cannot be validated"
         )
     scales: dict[str, float] = {}
-    if recording.num_past:
-        query, key, scales = _scaled(query, key, recording.num_past, options.get("scaling"))
+    if recording.past:
+        past_key, past_value = recording.past[module.layer_idx]
+        key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+        query, key, scales = _scaled(query, key, past_key.shape[2], options.get("scaling"))
     attention, weights = eager(module, query, key, value, attention_mask, **options)
     by_token = lambda x: np.ascontiguousarray(x[0].transpose(0, 1).numpy())
     recording.calls[module.layer_idx] = {
