@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -287,10 +288,10 @@ def _weight(gpu: Gpu, k: SimpleNamespace, bits: int) -> np.ndarray:
     return (groups * scales[..., None]).reshape(k.out_features, k.in_features)
 
 
-def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, tiles: int) -> None:
+def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, tiles: int, most: int) -> None:
     """What small_weights.cu says."""
     columns = 128 // bits
-    if blocks != -(-k.out_features // (16 * tiles)) or not 1 <= k.rows <= 8:
+    if blocks != -(-k.out_features // (16 * tiles)) or not 1 <= k.rows <= most:
         raise Fault(f"gemv: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
     if k.in_features % columns or (bits < 16 and k.group_size % columns) or k.weight % 16 or k.x % 16:
         raise Fault(f"gemv: rows of {k.in_features} numbers in groups of {k.group_size}, {bits} bits")
@@ -325,8 +326,9 @@ for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
 for _bits in (4, 8, 16):
     for _tiles, _warps in ((1, 16), (2, 8)):
-        KERNELS[f"gemv_{_bits}_{_tiles}_{_warps}"] = lambda gpu, blocks, k, bits=_bits, tiles=_tiles: gemv(
-            gpu, blocks, k, bits, tiles
-        )
+        for _most in (8, 16):
+            KERNELS[f"gemv_{_bits}_{_tiles}_{_warps}_{_most}"] = functools.partial(
+                gemv, bits=_bits, tiles=_tiles, most=_most
+            )
 for _bits in (4, 8):
     KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)

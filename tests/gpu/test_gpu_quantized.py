@@ -51,7 +51,7 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
     product = Product("x", "y", (), bits, group, columns, total)
     products = Products(stream)
     call = products.bind(weight)
-    for rows in (1, 7, 8, 9):
+    for rows in (5, 16, 33):
         x = random.standard_normal((rows, columns)).astype(np.float16)
         given = up(x)
         found = [cuda.empty((rows + 1, size), "f2") for size in outs]

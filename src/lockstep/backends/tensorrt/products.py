@@ -1,8 +1,8 @@
 """Products of activations with weights on a device, which stand between the pieces of a block: see `cut_program`.
 
-A few rows are multiplied by a kernel that reads the weight as it is stored (small_weights.cu), eight at a time; more,
-and weights of shapes that the kernel does not take, by cuBLAS, a small weight made fp16 before, in memory that all of
-them share.
+A few rows are multiplied by a kernel that reads the weight as it is stored (small_weights.cu), up to 16 at a time;
+more, and weights of shapes that the kernel does not take, by cuBLAS, a small weight made fp16 before, in memory that
+all of them share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.backends.tensorrt.cublas import Gemm
 
 SOURCE = Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
 SCALES_TIMES = 256.0  # what the kernels expect scales to be multiplied by
-_ROWS, _MOST_OUTPUTS = 8, 3  # of a launch of the kernel
+_ROWS, _MOST_OUTPUTS = (8, 16), 3  # of a launch of the kernel, at most: each number of rows has its own
 # Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
 MOST_ROWS = {4: 32, 8: 32, 16: 8}
 _WIDE = 8192  # out_features from which warps take two tiles
@@ -73,7 +73,7 @@ class Products:
         for size in weight.out_features:
             starts.append(starts[-1] + size)
         tiles, warps = (2, 8) if total >= _WIDE else (1, 16)
-        gemv = self._kernel(f"gemv_{weight.bits}_{tiles}_{warps}")
+        gemv = {most: self._kernel(f"gemv_{weight.bits}_{tiles}_{warps}_{most}") for most in _ROWS}
         ends = (starts[1:] + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
         sizes = total, weight.in_features, weight.group_size or weight.in_features
         few = MOST_ROWS[weight.bits] if weight.fits_kernel else 0
@@ -82,13 +82,14 @@ class Products:
 
         def multiply(rows: int, x: cuda.Array, outs: Sequence[cuda.Array]) -> None:
             if rows <= few:
-                for first in range(0, rows, _ROWS):
-                    piece = slice(first, min(first + _ROWS, rows))
+                for first in range(0, rows, _ROWS[-1]):
+                    piece = slice(first, min(first + _ROWS[-1], rows))
+                    most = next(most for most in _ROWS if piece.stop - first <= most)
                     to = [out[piece] for out in outs]
                     to += [to[-1]] * (_MOST_OUTPUTS - len(to))
                     given: tuple[cuda.Array | int, ...]
                     given = weight.data, weight.scales, x[piece], *to, *ends, *sizes, piece.stop - first
-                    gemv.launch(self._stream, -(-total // (16 * tiles)), 32 * warps, *given)
+                    gemv[most].launch(self._stream, -(-total // (16 * tiles)), 32 * warps, *given)
                 return
             whole = weight.data
             if dequantize is not None:

@@ -3,7 +3,7 @@
 // Weights are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a byte;
 // scales fp16 [out_features, num_groups], 2^8 times as large as they are, so that few are too small for fp16.
 //
-// gemv, of up to eight rows: a warp makes 16 * TILES outputs of a part of in_features with mma.m16n8k16: weights are its
+// gemv, of up to eight rows, or up to sixteen (HALVES is 2): a warp makes 16 * TILES outputs of a part of in_features with mma.m16n8k16: weights are its
 // matrix A, rows of activations the columns of B, sums are fp32. The warps of a block share their outputs, and each takes
 // every WARPS-th piece of 512 bits of a weight's row for each four lanes. Which of the four lanes holds which column is free
 // in a sum, as long as A and B agree: so each lane reads 16 bytes in order, of weights and of the same columns of
@@ -13,6 +13,7 @@ typedef unsigned int u32;
 
 #define UNSCALE 0.00390625f
 
+#ifndef ON_HOST  // where the test has its own
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
@@ -42,6 +43,8 @@ __device__ __forceinline__ unsigned short half(float value) {
     return r;
 }
 
+#endif
+
 // The numbers of one word as pairs of fp16. Four bits: pairs (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has them all.
 template <int BITS> __device__ __forceinline__ void unpack(u32 word, u32 scale, u32* pairs) {
     if (BITS == 16) {
@@ -58,18 +61,18 @@ template <int BITS> __device__ __forceinline__ void unpack(u32 word, u32 scale, 
     }
 }
 
-template <int BITS, int TILES, int WARPS>
+template <int BITS, int TILES, int WARPS, int HALVES>
 __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out,
                                      unsigned short* second_out, unsigned short* third_out, int first_end, int second_end,
                                      int out_features, int in_features, int group_size, int rows) {
     constexpr int LANE = 128 / BITS;   // columns of a lane
     constexpr int PAIRS = 32 / BITS / 2;  // of a word; of fp16 one
     constexpr int WORD = PAIRS ? PAIRS : 1;
-    __shared__ float sums[WARPS][TILES * 16][8];
+    __shared__ float sums[WARPS][TILES * 16][8 * HALVES];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, four = lane % 4;
     int first = blockIdx.x * TILES * 16, groups = BITS == 16 ? 0 : in_features / group_size;
     int units = in_features / LANE;  // of 16 bytes, in a row of the weight
-    float found[TILES][4] = {};
+    float found[TILES][HALVES][4] = {};
     int pieces = (units + 3) / 4;
 #pragma unroll 2
     for (int piece = warp; piece < pieces; piece += WARPS) {
@@ -86,18 +89,16 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
             held[i / 2][i % 2] = stream(weight + of * units + unit);
             scale[i / 2][i % 2] = BITS == 16 ? 0 : scales[of * groups + group] * 0x10001u;
         }
-        uint4 b[LANE / 8];
+        uint4 b[HALVES][LANE / 8];
 #pragma unroll
-        for (int i = 0; i < LANE / 8; i++)
-            b[i] = there && row < rows ? x[(long long)row * (in_features / 8) + unit * (LANE / 8) + i] : make_uint4(0, 0, 0, 0);
-        const u32* columns = (const u32*)b;
-        if (BITS == 4) {  // in the order of the pairs
-#pragma unroll
-            for (int i = 0; i < LANE / 8; i++) {
-                uint4 v = b[i];
-                b[i] = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
-                                  __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
-            }
+        for (int i = 0; i < HALVES * (LANE / 8); i++) {
+            int request = row + i / (LANE / 8) * 8, part = i % (LANE / 8);
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (there && request < rows) v = x[(long long)request * (in_features / 8) + unit * (LANE / 8) + part];
+            if (BITS == 4)  // in the order of the pairs
+                v = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
+                               __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
+            b[i / (LANE / 8)][part] = v;
         }
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
@@ -109,14 +110,18 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
                 unpack<BITS>(high[i], scale[tile][1], &a[1][i * WORD]);
             }
 #pragma unroll
-            for (int i = 0; i < 4 * WORD; i += 2)
-                mma(found[tile], a[0][i], a[1][i], a[0][i + 1], a[1][i + 1], columns[i], columns[i + 1]);
+            for (int i = 0; i < HALVES * 4 * WORD; i += 2) {
+                int other = i / (4 * WORD), at = i % (4 * WORD);
+                const u32* columns = (const u32*)b[other];
+                mma(found[tile][other], a[0][at], a[1][at], a[0][at + 1], a[1][at + 1], columns[at], columns[at + 1]);
+            }
         }
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) sums[warp][tile * 16 + row + i / 2 * 8][four * 2 + i % 2] = found[tile][i];
+        for (int i = 0; i < HALVES * 4; i++)
+            sums[warp][tile * 16 + row + i % 4 / 2 * 8][i / 4 * 8 + four * 2 + i % 2] = found[tile][i / 4][i % 4];
     }
     __syncthreads();
     for (int i = threadIdx.x; i < TILES * 16 * rows; i += WARPS * 32) {
@@ -131,18 +136,24 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
     }
 }
 
-#define GEMV(NAME, BITS, TILES, WARPS, THREADS) \
+#define GEMV(NAME, BITS, TILES, WARPS, HALVES, THREADS) \
 extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
     const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out, unsigned short* second_out, \
     unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int group_size, int rows) { \
-    gemv<BITS, TILES, WARPS>(weight, scales, x, first_out, second_out, third_out, first_end, second_end, out_features, \
+    gemv<BITS, TILES, WARPS, HALVES>(weight, scales, x, first_out, second_out, third_out, first_end, second_end, out_features, \
                              in_features, group_size, rows); }
-GEMV(gemv_16_1_16, 16, 1, 16, 512)
-GEMV(gemv_16_2_8, 16, 2, 8, 256)
-GEMV(gemv_8_1_16, 8, 1, 16, 512)
-GEMV(gemv_8_2_8, 8, 2, 8, 256)
-GEMV(gemv_4_1_16, 4, 1, 16, 512)
-GEMV(gemv_4_2_8, 4, 2, 8, 256)
+GEMV(gemv_16_1_16_8, 16, 1, 16, 1, 512)
+GEMV(gemv_16_2_8_8, 16, 2, 8, 1, 256)
+GEMV(gemv_8_1_16_8, 8, 1, 16, 1, 512)
+GEMV(gemv_8_2_8_8, 8, 2, 8, 1, 256)
+GEMV(gemv_4_1_16_8, 4, 1, 16, 1, 512)
+GEMV(gemv_4_2_8_8, 4, 2, 8, 1, 256)
+GEMV(gemv_16_1_16_16, 16, 1, 16, 2, 512)
+GEMV(gemv_16_2_8_16, 16, 2, 8, 2, 256)
+GEMV(gemv_8_1_16_16, 8, 1, 16, 2, 512)
+GEMV(gemv_8_2_8_16, 8, 2, 8, 2, 256)
+GEMV(gemv_4_1_16_16, 4, 1, 16, 2, 512)
+GEMV(gemv_4_2_8_16, 4, 2, 8, 2, 256)
 
 // A weight as fp16. A thread has eight numbers of one group.
 template <int BITS>
