@@ -182,11 +182,12 @@ def _row_before_of_chunks(right):
 
 
 def _in_order_of_slots(right):
-    def logits(self, advances):
-        found = right(self, advances)
-        return found[np.argsort([advance.slot for advance in advances], kind="stable")]
+    def pack(self, plan, advances):
+        decoded = right(self, plan, advances)
+        plan.logit_rows[:] = plan.logit_rows[np.argsort([advance.slot for advance in advances], kind="stable")]
+        return decoded
 
-    return logits
+    return pack
 
 
 # The page table of fused attention
@@ -360,7 +361,7 @@ FAULTS = (
     Fault(
         "step-order",
         "logits in the order of the slots, not of the list",
-        runtime=_in(host.HostExecutor, "logits", _in_order_of_slots),
+        runtime=_in(host.HostExecutor, "_pack", _in_order_of_slots),
         **_HOST,
     ),
     Fault("pages-second", "a row's second page is its first", runtime=_table(_second_page_is_first), **_GPU),

@@ -31,7 +31,7 @@ _API = {
     "Tokenizer": ("runtime", "Tokenizer"),
     "Weights": ("weights", "Weights"),
     "build_engines": ("backends", "build"),
-    "check_golden": ("verify.golden", "check"),
+    "check_golden": ("verify.golden", "check_engines"),
     "compare_engines": ("verify.compare", "run"),
     "convert_weights": ("weights", "convert"),
     "export_graphs": ("export", "export"),

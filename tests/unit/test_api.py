@@ -32,6 +32,19 @@ def test_importing_it_loads_no_other_package() -> None:
     assert not {"numpy", "onnx", "onnxruntime", "torch", "pydantic", "click"} & set(loaded)
 
 
+def test_a_module_of_a_names_name_does_not_hide_it() -> None:
+    """Whoever imports the module first puts it into its package, where the name is looked for."""
+    code = """
+import importlib, importlib.util, lockstep
+for name, (module, attribute) in lockstep._API.items():
+    package = importlib.import_module(f"lockstep.{module}")
+    if hasattr(package, "__path__") and importlib.util.find_spec(f"lockstep.{module}.{attribute}"):
+        importlib.import_module(f"lockstep.{module}.{attribute}")
+    assert callable(getattr(lockstep, name)), name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_documents_import_nothing_below_it() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for code in PYTHON.findall(page.read_text()):

@@ -210,7 +210,7 @@ def test_validation_and_golden_check_pass(built):
     golden.make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))
     target = Target(NAME, "fp32", "all", "onnxruntime")
     report, speed = results.golden(*_names(target)), results.speed(*_names(target))
-    golden.check(
+    golden.check_engines(
         assembly,
         weights,
         results.engines(NAME, "fp32", "onnxruntime"),

@@ -248,7 +248,7 @@ def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_bot
             threads=1,
         )
     with pytest.raises(CheckError, match=said):
-        golden.check(
+        golden.check_engines(
             assembly,
             weights,
             engines,
@@ -301,7 +301,7 @@ def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
         references.engines("demo-llama", "fp32", "onnxruntime"),
     )
     report = read_json(
-        golden.check(
+        golden.check_engines(
             *paths,
             references.reference("demo-llama", 2),
             Target("demo-llama", "fp32", 2, "onnxruntime"),

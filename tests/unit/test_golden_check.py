@@ -37,7 +37,7 @@ def check(results, tmp_path, precision="fp32", layers=2, **changes):
         "speed_out": tmp_path / "check.speed.json",
         "expected": [prompt.expected.get(layers) for prompt in GOLDEN.prompts],
     }
-    return golden.check(**{**given, **changes})
+    return golden.check_engines(**{**given, **changes})
 
 
 @pytest.mark.parametrize("layers", [2, "all"])
@@ -318,7 +318,7 @@ def test_a_reference_of_other_layers_or_without_its_logits_is_refused(copy, tmp_
 
 def test_the_check_needs_no_torch():
     program = (
-        "import sys; from lockstep.verify import golden; golden.check; bad = {'torch', 'transformers', "
+        "import sys; from lockstep.verify import golden; golden.check_engines; bad = {'torch', 'transformers', "
         "'snakemake', 'pydantic'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent)

@@ -89,7 +89,7 @@ def passes(
     logits: float | None = None,
 ) -> bool:
     tolerance = CONFIG.tolerances[precision].model_dump() | ({"logits": logits} if logits else {})
-    golden.check(
+    golden.check_engines(
         results.assembly(name, precision), results.weights(name, precision), engines, reference,
         Target(name, precision, layers, BACKEND), tolerance,
         limits, out / "golden.json", out / "speed.json",

@@ -89,7 +89,7 @@ def check(
 ) -> dict[str, Any]:
     """The golden report. engines: of another backend than ONNX Runtime."""
     name = "model"
-    golden.check(
+    golden.check_engines(
         results.assembly(name, precision),
         results.weights(name, precision),
         engines or results.engines(name, precision, "onnxruntime"),

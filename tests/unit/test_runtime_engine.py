@@ -242,16 +242,16 @@ HOW = [Sampling(), Sampling(1e-9), Sampling(1e-9, logprobs=0)]  # the executor c
 
 @pytest.mark.parametrize("sampling", HOW, ids=["greedy", "drawn", "by-logits"])
 def test_logits_that_are_not_finite_end_their_request_only(model, monkeypatch, sampling):
-    whole = HostExecutor.logits
+    taken = HostExecutor._take
 
     def poisoned(self, advances):
-        logits = whole(self, advances)
-        for row, advance in zip(logits, advances):
+        plan = taken(self, advances)
+        for row, advance in zip(plan.logits(), advances):
             if advance.start + len(advance.tokens) == 13:
                 row[5] = np.nan
-        return logits
+        return plan
 
-    monkeypatch.setattr(HostExecutor, "logits", poisoned)
+    monkeypatch.setattr(HostExecutor, "_take", poisoned)
     engine = Engine(model)
     good, bad = (list(ids(length, length)) for length in (20, 12))
     ended = list(engine.run([Request(prompt, 6, sampling=sampling) for prompt in (good, bad)]))
@@ -266,7 +266,7 @@ def test_a_step_that_fails_ends_all_and_leaves_the_pool_whole(demo, monkeypatch)
     for length in (10, 100):
         engine.add(Request(ids(length), 5))
     engine.step()
-    monkeypatch.setattr(model._executor, "logits", lambda advances: 1 / 0)
+    monkeypatch.setattr(model._executor, "_take", lambda advances: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     monkeypatch.undo()

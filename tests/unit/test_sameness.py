@@ -32,7 +32,7 @@ NAMES = ("demo-llama", "fp16", 2, "onnxruntime")
 def make(references: Results, root: Path, options: dict | None = None, change_graphs=lambda folder: None) -> Results:
     """A recorded tree of the target, with its golden check."""
     results = recorded(references, root, options, change_graphs)
-    golden.check(
+    golden.check_engines(
         results.assembly("demo-llama", "fp16"),
         results.weights("demo-llama", "fp16"),
         results.engines("demo-llama", "fp16", "onnxruntime"),

@@ -32,7 +32,7 @@ def tree(references: Results, shared: Shared) -> Results:
     def make(folder: Path) -> None:
         out = Results(folder).golden("demo-llama", "fp32", "all", "onnxruntime")
         out.parent.mkdir(parents=True)
-        golden.check(
+        golden.check_engines(
             references.assembly("demo-llama", "fp32"),
             references.weights("demo-llama", "fp32"),
             references.engines("demo-llama", "fp32", "onnxruntime"),

@@ -32,7 +32,7 @@ def built(results: Results, precision: str, folder: Path, limits: dict[str, int]
 
 
 def checked(results: Results, precision: str, layers: int | str, engines: Path, limits: dict[str, int], out: Path):
-    golden.check(
+    golden.check_engines(
         results.assembly("model", precision),
         results.weights("model", precision),
         engines,

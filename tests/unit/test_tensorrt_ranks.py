@@ -137,7 +137,7 @@ def test_ranks_give_the_logits_of_one(open_model, reference, form: tuple, monkey
 @pytest.mark.parametrize("form", FORMS[:2], indirect=True, ids=["traced", "fused"])
 def test_the_demo_passes_the_golden_check(references: Results, paths, form: tuple, gpu, tmp_path: Path) -> None:
     engines, assembly, weights = paths
-    golden.check(
+    golden.check_engines(
         assembly,
         weights,
         engines,

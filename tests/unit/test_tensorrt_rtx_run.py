@@ -85,7 +85,7 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, gpu, preci
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, precision):
-    golden.check(
+    golden.check_engines(
         references.assembly(MODEL, precision),
         references.weights(MODEL, precision),
         engines(precision),
@@ -118,7 +118,7 @@ def test_quantised_weights_come_with_their_sign(shared, gpu, tmp_path):
     results = quantized_demo(shared, "w8a16")
     assembly, weights = results.assembly("model", "w8a16"), results.weights("model", "w8a16")
     path = build(assembly, BACKEND, tmp_path / "engines" / "engines.json", SIZES)
-    golden.check(
+    golden.check_engines(
         assembly, weights, path, results.quantized_reference("model", "w8a16", 2), Target("model", "w8a16", 2, BACKEND),
         QUANTIZED, LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
     )  # fmt: skip

@@ -143,7 +143,7 @@ def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, more):
 
 def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
     precision, expected = form[1], [prompt.expected["all"] for prompt in GOLDEN.prompts]
-    golden.check(
+    golden.check_engines(
         references.assembly(MODEL, precision),
         references.weights(MODEL, precision),
         engines[form],

@@ -39,7 +39,7 @@ def outer(folder: Path, prefix: str = "", change: Callable[[dict], object] = lam
     )
     config = yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text())
     demo = config["models"]["demo-llama"]
-    demo["backends"] = ["onnxruntime"]
+    demo |= {"backends": ["onnxruntime"], "precisions": ["fp32", "fp16"]}
     demo.pop("backend_precisions")
     change(config)
     (folder / "my.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))

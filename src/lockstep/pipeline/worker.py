@@ -170,14 +170,14 @@ def golden(
     expected: list[str | None],
     threads: int | None = None,
 ) -> None:
-    """As `golden.check.check`; where the engines are wrong, the line also says which engine leaves its graph first."""
+    """As `golden.check_engines`; where the engines are wrong, the line also says which one leaves its graph first."""
     from lockstep.targets import Target
-    from lockstep.verify.golden.check import check
+    from lockstep.verify.golden.check import check_engines
     from lockstep.verify.metrics import failed_path
 
     paths = (Path(assembly), Path(weights), Path(engines), Path(reference))
     try:
-        check(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
+        check_engines(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
     except CheckError as error:
         failed = failed_path(out)
         if str(failed) not in str(error):  # it ended before anything was compared

@@ -1,13 +1,13 @@
 """Golden: what the model says in Hugging Face transformers, and whether an engine set says the same.
 
-`make_reference`, `make_quantized_reference` and `check` are loaded when they are asked for, and by name: references
-need torch, the check must not load it, and a stage is rerun for a change of its own code only.
+`make_reference`, `make_quantized_reference` and `check_engines` are loaded when they are asked for, and by name:
+references need torch, the check must not load it, and a stage is rerun for a change of its own code only.
 """
 
 import importlib
 from typing import Any
 
-_MODULES = {"make_reference": "reference", "make_quantized_reference": "quantized", "check": "check"}
+_MODULES = {"make_reference": "reference", "make_quantized_reference": "quantized", "check_engines": "check"}
 __all__ = sorted(_MODULES)
 
 
@@ -15,5 +15,5 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     function = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = function  # in place of the module `check`, which its import has put here
+    globals()[name] = function
     return function

@@ -57,7 +57,7 @@ def check(
 ) -> Path:
     """Check an engine set with its adapters and write the report to `out`, which is returned.
 
-    Arguments as of `golden.check.check`; expected: for each prompt of the reference. Raises CheckError, one line, for
+    Arguments as of `golden.check_engines`; expected: for each prompt of the reference. Raises CheckError, one line, for
     the first thing wrong, with the whole report in `<out>.failed.json`; InputError for inputs that do not fit together.
     """
     reference, prompts = _read(Path(reference_json), expected)

@@ -28,7 +28,7 @@ from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import Difference, difference, finish, largest
 
 
-def check(
+def check_engines(
     assembly_json: Path,
     weights_json: Path,
     engines_json: Path,
