@@ -19,7 +19,15 @@ from lockstep.backends.tensorrt.compat import Library, Tensor
 from lockstep.backends.tensorrt.cut_engine import Shape, unpack
 from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
 from lockstep.backends.tensorrt.products import SCALES_TIMES, Multiplier, Products, SmallWeight
-from lockstep.backends.tensorrt.program import Bound, Context, Shapes, TensorRTExecutable, TensorRTProgram, run_once
+from lockstep.backends.tensorrt.program import (
+    Bound,
+    Context,
+    Shapes,
+    TensorRTExecutable,
+    TensorRTProgram,
+    first_profile,
+    run_once,
+)
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.cut_products import Product
@@ -132,17 +140,7 @@ class CutProgram:
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """See `TensorRTProgram.profile_for`."""
-        for number, profile in enumerate(self.cut.profiles):
-            if all(
-                low <= size <= high
-                for name, shape in shapes.items()
-                for low, size, high in zip(profile[name][0], shape, profile[name][2])
-            ):
-                return number
-        raise CheckError(
-            f"{self.path}: expected shapes within a profile of the engine, found {dict(shapes)}; raise the limits of "
-            "the config and build again"
-        )
+        return first_profile(self.cut.profiles, shapes, self.path)
 
     def context_for(self, shapes: Shapes, own: bool) -> CutContext:
         """See `TensorRTProgram.context_for`."""

@@ -8,7 +8,7 @@ memory: calls follow each other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,6 +62,24 @@ class Bound(Protocol):
     each time."""
 
     def __call__(self, context: Any, shapes: Shapes) -> None: ...
+
+
+def first_profile(
+    profiles: Iterable[Mapping[str, Sequence[Sequence[int]]]], shapes: Mapping[str, Sequence[int]], where: Path
+) -> int:
+    """The first of an engine's profiles {input: (min, opt, max)} that takes these input shapes. Raises CheckError where
+    none does."""
+    for number, bounds in enumerate(profiles):
+        if all(
+            low <= size <= high
+            for name, shape in shapes.items()
+            for low, size, high in zip(bounds[name][0], shape, bounds[name][2])
+        ):
+            return number
+    raise CheckError(
+        f"{where}: expected shapes within a profile of the engine, found {dict(shapes)}; raise the limits of the "
+        "config and build again"
+    )
 
 
 class TensorRTProgram:
@@ -130,18 +148,9 @@ class TensorRTProgram:
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The first profile that takes these input shapes. Raises CheckError where none does."""
-        for profile in range(self.library.num_profiles(self.engine)):
-            bounds = {name: self.tensors[name].profiles[profile] for name in shapes}
-            if all(
-                low <= size <= high
-                for name, shape in shapes.items()
-                for low, size, high in zip(bounds[name][0], shape, bounds[name][2])
-            ):
-                return profile
-        raise CheckError(
-            f"{self.path}: expected shapes within a profile of the engine, found "
-            f"{dict(shapes)}; raise the limits of the config and build again"
-        )
+        count = self.library.num_profiles(self.engine)
+        bounds = ({name: self.tensors[name].profiles[profile] for name in shapes} for profile in range(count))
+        return first_profile(bounds, shapes, self.path)
 
     def context_for(self, shapes: Shapes, own: bool) -> Context:
         """A context for these input shapes. `own`: no other shapes will be set in it."""
