@@ -73,8 +73,10 @@ def _times(record: dict[str, Any], precision: str) -> dict[str, float]:
 
 
 def measure(folder: Path, work: Path, precision: str) -> None:
-    """One precision."""
-    assembly_json, own = folder / precision / "assembly.json", work / precision
+    """One precision, or "fp16-cublas": fp16 with products between the pieces of blocks, as small weights have them."""
+    of, _, products = precision.partition("-")
+    assembly_json, own = folder / of / "assembly.json", work / precision
+    options = {**LIMITS, **OPTIONS} | ({"products": products} if products else {})
     assembly, record, began = Assembly.load(assembly_json), dict[str, Any](), time.perf_counter()
     own.mkdir(parents=True, exist_ok=True)
 
@@ -84,7 +86,7 @@ def measure(folder: Path, work: Path, precision: str) -> None:
         print(f"bench: {precision}: {time.perf_counter() - began:.0f} s: {parts}", file=sys.stderr, flush=True)
 
     weights = random_weights(assembly, own / "weights", alike=True)
-    seconds, engines = timed(lambda: build(assembly_json, "tensorrt", own / "engines.json", {**LIMITS, **OPTIONS}))
+    seconds, engines = timed(lambda: build(assembly_json, "tensorrt", own / "engines.json", options))
     manifest = read_json(engines)
     sizes = [(own / entry["file"]).stat().st_size for entry in manifest["engines"].values()]
     note(build_seconds=round(seconds, 1), engine_bytes=sum(sizes))
@@ -125,17 +127,16 @@ def products(out: Path) -> None:
         stream.synchronize()
         for way, rows_of_kernel in ways.items():
             of.MOST_ROWS.update(dict.fromkeys(most, rows_of_kernel))
-            calls = [[multiply.bind(weight) for weight in layer] for layer in layers]
             for rows in ROWS:
                 if way == "kernel" and rows > 32:
                     continue
                 xs = [cuda.zeros((rows, columns), "f2") for _, columns in PRODUCTS]
                 ys = [[cuda.empty((rows, size), "f2") for size in outs] for outs, _ in PRODUCTS]
+                calls = [multiply.bind(*each) for layer in layers for each in zip(layer, xs, ys)]
 
                 def step() -> None:
-                    for layer_calls in calls:  # noqa: B023
-                        for call, x, y in zip(layer_calls, xs, ys):  # noqa: B023
-                            call(rows, x, y)  # noqa: B023
+                    for call in calls:  # noqa: B023
+                        call(rows)  # noqa: B023
 
                 step()
                 with stream.capture() as graph:

@@ -150,6 +150,7 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     from lockstep.backends.base import Built
     from lockstep.backends.profiles import LIMITS
     from lockstep.backends.tensorrt.cut_engine import pack
+    from lockstep.backends.tensorrt.row_kernels import RowKernel
     from lockstep.onnx_tools.dequantized import dequantize_products
 
     if out.suffix != ".engine":
@@ -160,9 +161,12 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     dequantize_products(model, str(out)) if cut is None else None
     plans = []
     for plan in [model] if cut is None else cut.pieces:
+        if isinstance(plan, RowKernel):
+            plans.append(plan)
+            continue
         plan.metadata_props.add(key="limits", value=limits)
         plans.append(plan.SerializeToString())
-    write_bytes(out, plans[0] if cut is None else pack(model, cut, plans, options))
+    write_bytes(out, plans[0] if cut is None else pack(model, cut.graph, plans, options))
     if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none
         return Built()
     product = {

@@ -8,6 +8,7 @@ import json
 import re
 from types import ModuleType, SimpleNamespace
 
+from fake_gpu import compiled
 from fake_gpu.device import COPIES, ERRORS, Fault, Gpu
 from fake_gpu.kernels import KERNELS
 
@@ -81,16 +82,17 @@ def nvrtc() -> ModuleType:
             re.findall(
                 r'extern "C" __global__ void '
                 r"(?:__launch_bounds__\(\w+\)\s+)?(\w+)\(([^)]*)\)",
-                source,
+                source.replace("__restrict__", ""),
             )
         )
         if template := kernels.pop("NAME", None):
-            kernels |= dict.fromkeys(re.findall(r"^(?:WRITE|GEMV)\((\w+)", source, re.MULTILINE), template)
+            kernels |= dict.fromkeys(re.findall(r"^(?:WRITE|GEMV|EXPAND)\((\w+)", source, re.MULTILINE), template)
         parameters = {
             name: ([(part.split()[-1].strip("*"), "*" in part) for part in text.split(",")], defined[program])
             for name, text in kernels.items()
         }
-        return json.dumps(parameters).encode()
+        on_host = {name: compiled.source(sources[program].decode(), name) for name in kernels if name not in KERNELS}
+        return json.dumps({"parameters": parameters, "on_host": on_host}).encode()
 
     def fill(program: int, out: bytes):
         ctypes.memmove(out, code(program), len(out))
@@ -106,6 +108,13 @@ def nvrtc() -> ModuleType:
     return module
 
 
+def _read(address: int, parameters: list[tuple[str, bool]]) -> tuple[list[int], list[type]]:
+    """Arguments by the addresses of their values, as a launch may give them: pointers and integers."""
+    places = (ctypes.c_void_p * len(parameters)).from_address(address)
+    types: list[type] = [ctypes.c_void_p if pointer else ctypes.c_int32 for _, pointer in parameters]
+    return [kind.from_address(place).value for kind, place in zip(types, places)], types
+
+
 def driver(gpu: Gpu) -> ModuleType:
     module, result = ModuleType("cuda.bindings.driver"), enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0})
     attributes = enum.IntEnum(
@@ -114,8 +123,9 @@ def driver(gpu: Gpu) -> ModuleType:
     )
 
     def launch(function, x, y, z, threads, *rest):
-        name, parameters, defined, home = function
-        *_, stream, (values, types), extra = rest
+        name, parameters, defined, on_host, home = function
+        *_, stream, given, extra = rest
+        values, types = given if isinstance(given, tuple) else _read(given, parameters)
         if len(values) != len(parameters) or any(
             (kind is ctypes.c_void_p) != pointer for kind, (_, pointer) in zip(types, parameters, strict=True)
         ):
@@ -124,6 +134,9 @@ def driver(gpu: Gpu) -> ModuleType:
             grid=(x, y, z), **defined, **{parameter: value for (parameter, _), value in zip(parameters, values)}
         )
         gpu.plain += not gpu.capturing(stream)
+        if on_host is not None:
+            gpu.launch(stream, home, lambda: compiled.run(on_host, gpu, x, threads, types, values))
+            return (result.CUDA_SUCCESS,)
         gpu.launch(stream, home, lambda: KERNELS[name](gpu, x, named))
         return (result.CUDA_SUCCESS,)
 
@@ -140,7 +153,12 @@ def driver(gpu: Gpu) -> ModuleType:
         cuLaunchKernel=launch,
         cuModuleGetFunction=lambda module, name: (
             result.CUDA_SUCCESS,
-            (name.decode(), *module[0][name.decode()], module[1]),
+            (
+                name.decode(),
+                *module[0]["parameters"][name.decode()],
+                module[0]["on_host"].get(name.decode()),
+                module[1],
+            ),
         ),
     )
     return module

@@ -23,16 +23,23 @@ OPTIONS = {**LIMITS, "tactic_sources": ["edge_mask_convolutions", "jit_convoluti
 TOLERANCE = {"fp32": 2e-3, "fp16": 0.1}
 
 
-@pytest.fixture(scope="module", params=[("fp32", "traced"), ("fp16", "fused")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[("fp32", "traced", "tensorrt"), ("fp16", "fused", "tensorrt"), ("fp16", "fused", "cublas")],
+    ids="-".join,
+)
 def models(request, demo_with_adapters, tmp_path_factory):
     """ONNX Runtime's and TensorRT's, the precision, and the engines of the latter."""
-    precision, attention = request.param
+    precision, attention, products = request.param
     folder = tmp_path_factory.mktemp("engines")
     assembly = demo_with_adapters.assembly("demo-llama", precision)
     built = {
         "onnxruntime": backends.build(assembly, "onnxruntime", folder / "onnxruntime" / "engines.json"),
         "tensorrt": backends.build(
-            assembly, "tensorrt", folder / "tensorrt" / "engines.json", {**OPTIONS, "attention": attention}
+            assembly,
+            "tensorrt",
+            folder / "tensorrt" / "engines.json",
+            {**OPTIONS, "attention": attention, "products": products},
         ),
     }
     weights, adapters = (

@@ -48,9 +48,8 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
         weight = SmallWeight(
             up(numbers), up((host[1] * SCALES_TIMES).astype(np.float16)), bits, group, columns, outs
         )  # fmt: skip
-    product = Product("x", "y", (), bits, group, columns, total)
+    product = Product("x", "y", ("w", "scales")[: len(host)], bits, group, columns, total)
     products = Products(stream)
-    call = products.bind(weight)
     for rows in (5, 16, 33):
         x = random.standard_normal((rows, columns)).astype(np.float16)
         given = up(x)
@@ -58,8 +57,8 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
         before = np.full((rows + 1, max(outs)), 7, np.float16)
         for array, size in zip(found, outs):
             stream.upload(array, np.ascontiguousarray(before[:, :size]))
-        call(rows, given, found)
-        expected, start = multiply(product, x, host).astype(np.float32), 0
+        products.bind(weight, given, found)(rows)
+        expected, start = multiply(product, {"x": x, **dict(zip(product.slots, host))}).astype(np.float32), 0
         largest = np.abs(expected).max()
         for array, size in zip(found, outs):
             held = np.empty(array.shape, np.float16)

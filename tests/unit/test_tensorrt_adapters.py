@@ -30,10 +30,12 @@ from lockstep.verify.bisect.stages import Tokens
 from lockstep.weights.check_adapters import check_folder
 from shared import Shared
 
-FORMS = [("8.6.0", "fp16", "fused"), ("10.9.0", "fp32", "traced")]
+FORMS = [("8.6.0", "fp16", "fused", "tensorrt"), ("10.9.0", "fp32", "traced", "tensorrt")]
+FORMS += [("8.6.0", "fp16", "fused", "cublas"), ("10.9.0", "fp16", "fused", "cublas")]
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}  # of logits, largest 20: sums in another order; fp16: roundings between engines
 SIZES = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 Open = Callable[..., Model]
+Form = tuple[str, str, str, str]  # version, precision, attention, products
 
 
 @pytest.fixture(scope="module")
@@ -41,31 +43,33 @@ def lora(demo: Results, shared: Shared) -> Results:
     return shared_lora(demo, shared)
 
 
-@pytest.fixture(params=[FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.long)], ids="-".join)
-def form(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+@pytest.fixture(
+    params=[FORMS[0], FORMS[2], *(pytest.param(each, marks=pytest.mark.long) for each in FORMS[1::2])], ids="-".join
+)
+def form(request: pytest.FixtureRequest) -> Form:
     return request.param
 
 
 @pytest.fixture
-def gpu(form: tuple[str, str, str]) -> Iterator[fake_gpu.Gpu]:
+def gpu(form: Form) -> Iterator[fake_gpu.Gpu]:
     with fake_gpu.installed(form[0]) as found:
         yield found
     assert not found.faults
 
 
 @pytest.fixture
-def open_model(lora: Results, form: tuple[str, str, str], gpu: fake_gpu.Gpu, shared: Shared) -> Open:
-    _, precision, attention = form
+def open_model(lora: Results, form: Form, gpu: fake_gpu.Gpu, shared: Shared) -> Open:
+    _, precision, attention, products = form
     assembly, weights = lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision)
-    options = {"attention": attention, **SIZES}
+    options = {"attention": attention, "products": products, **SIZES}
     make = lambda folder: build(assembly, "tensorrt", folder / "engines.json", options)
-    engines = shared.folder(f"lora-tensorrt/{precision}", make) / "engines.json"
+    engines = shared.folder(f"lora-tensorrt/{precision}-{products}", make) / "engines.json"
     adapters = lora.adapters("demo-llama")
     return lambda **given: Model.open(engines, assembly, weights, **{**SIZES, "adapters_json": adapters, **given})
 
 
 def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
-    lora: Results, form: tuple[str, str, str], open_model: Open
+    lora: Results, form: Form, open_model: Open
 ) -> None:
     """Three adapters take turns in two places, with prompts beside rows that decode."""
     expected = logits_of(opened(lora, form[1], **SIZES), requests())
@@ -78,9 +82,7 @@ def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
 
 
 @pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
-def test_bisect_follows_a_request_through_the_engines_without_room(
-    lora: Results, form: tuple[str, str, str], open_model: Open
-) -> None:
+def test_bisect_follows_a_request_through_the_engines_without_room(lora: Results, form: Form, open_model: Open) -> None:
     model, precision = open_model(), form[1]
     graphs = open_graphs(lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision), 2)
     engines = Engines(model.engines, graphs.weights)
@@ -90,9 +92,7 @@ def test_bisect_follows_a_request_through_the_engines_without_room(
     assert engines.name("middle") == "middle.base"
 
 
-def test_what_the_device_chooses_goes_ahead_with_the_adapter(
-    lora: Results, form: tuple[str, str, str], open_model: Open
-) -> None:
+def test_what_the_device_chooses_goes_ahead_with_the_adapter(lora: Results, form: Form, open_model: Open) -> None:
     """Tokens that stay on the device, of more requests than slots."""
     given = [Request(ids, 3 + n % 4, adapter=name) for n, (ids, name) in enumerate(2 * requests())]
     found = []
@@ -107,7 +107,7 @@ def test_what_the_device_chooses_goes_ahead_with_the_adapter(
 
 
 def test_a_slot_that_gets_another_adapter_in_its_place_is_not_given_the_step_under_way(
-    lora: Results, form: tuple[str, str, str], open_model: Open
+    lora: Results, form: Form, open_model: Open
 ) -> None:
     def tokens(model: Model) -> list[Any]:
         model.set_adapter(0, "captain")
@@ -159,9 +159,7 @@ def test_loading_an_adapter_waits_for_nothing_and_builds_nothing(
 
 @pytest.mark.long  # fp32: draws near a tie differ with the last bits of logits
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
-def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(
-    lora: Results, form: tuple[str, str, str], open_model: Open
-) -> None:
+def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(lora: Results, form: Form, open_model: Open) -> None:
     given = [Request([5, 6], 6, sampling=Sampling(0.8, seed=n), adapter=name) for n, name in enumerate((*NAMES, None))]
     found = []
     for model in (opened(lora, form[1], **SIZES), open_model()):
@@ -173,13 +171,14 @@ def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(
 
 
 def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_without(
-    demo: Results, form: tuple[str, str, str], open_model: Open, shared: Shared
+    demo: Results, form: Form, open_model: Open, shared: Shared
 ) -> None:
     """The same bits, whether others had one before, will have one, or there is none."""
-    _, precision, attention = form
-    assembly, options = demo.assembly("demo-llama", precision), {"attention": attention, **SIZES}
+    _, precision, attention, products = form
+    assembly = demo.assembly("demo-llama", precision)
+    options = {"attention": attention, "products": products, **SIZES}
     make = lambda folder: build(assembly, "tensorrt", folder / "engines.json", options)
-    engines = shared.folder(f"tensorrt-without/{precision}", make) / "engines.json"
+    engines = shared.folder(f"tensorrt-without/{precision}-{products}", make) / "engines.json"
     given = [(np.arange(9), None), (np.arange(3, 70), None)]
     expected = logits_of(Model.open(engines, assembly, demo.weights("demo-llama", precision), **SIZES), given)
     for model in (open_model(), open_model(adapters_json=None)):

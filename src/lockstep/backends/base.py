@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import onnx
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
@@ -169,6 +170,15 @@ class HasActivations(Protocol):
 
     def activations(self, precision: str) -> str:
         """The dtype of activations in engines of this precision, by NumPy's name."""
+        ...
+
+
+@runtime_checkable
+class CutsGraphs(Protocol):
+    """A backend that brings some graphs into form by itself."""
+
+    def takes_as_it_is(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> bool:
+        """Whether `build` is given the canonical graph, with room for adapters if it has some."""
         ...
 
 

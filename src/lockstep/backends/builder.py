@@ -20,7 +20,7 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
-from lockstep.backends.base import Backend, Built, get_backend
+from lockstep.backends.base import Backend, Built, CutsGraphs, get_backend
 from lockstep.backends.graphs import BaseGraph, RotaryGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
 from lockstep.onnx_tools.cut_products import has_quantized_products
@@ -123,6 +123,8 @@ def _build_one(
     rows = isinstance(graph, RowsGraph)
     # A graph with quantised products, which opset 17 has not, is brought into form by the backend itself.
     as_it_is = cut or has_quantized_products(canonical)
+    if isinstance(library, CutsGraphs):
+        as_it_is = as_it_is or library.takes_as_it_is(base or canonical, options)
     prepared = None if as_it_is else prepare(base or canonical, graph.signature.slots, options, rows)
     rewritten = cut or (prepared.model if prepared else base)
     if rewritten is None:

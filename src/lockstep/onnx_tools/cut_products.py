@@ -1,25 +1,42 @@
 """Cut a graph at its products with weights: a graph in, products and what stands between them out.
 
-A product is a `MatMulNBits`, or a `Gemm(transB=1)` without a bias whose second factor is a weight `[out_features,
-in_features]`. What stands between is pieces, float32 graphs as they come out here: one for each level, which is how
-many products lie before a value at most. Products of one input are one step. A backend runs the steps in order: pieces
-as engines, products by kernels that read the weights as they are.
+A product is a `MatMulNBits`, or a `Gemm(transB=1)` whose second factor is a weight `[out_features, in_features]`; its
+bias is added behind it. What a layer's adapters add to it is a part of the product. What stands between is pieces,
+graphs of the dtype that the whole has: one for each level, which is how many products lie before a value at most.
+Products of one input are one step. A backend runs the steps in order: pieces as engines or kernels, products by kernels
+that read the weights as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
+from lockstep.artifacts.adapters import B_SUFFIX, IDS
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_types import keep_constants, typed_values
 
 _NAMES = ("num_tokens", "num_requests")  # of the first dimension of what crosses a cut
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What a product's resident adapters add to it: (input times a) times b, of a row's own adapter.
+
+    a, b: inputs [in_features, columns] and [columns, out_features]; `columns` are `rank` for each adapter. rows: the
+    input by which rows of `IDS` are taken; "" where the product's rows are tokens.
+    """
+
+    a: str
+    b: str
+    columns: int
+    rank: int
+    rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,10 +54,12 @@ class Product:
     group_size: int
     in_features: int
     out_features: int
+    lora: Lora | None = None
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Product:
-        return cls(**{**value, "slots": tuple(value["slots"])})
+        lora = value["lora"] and Lora(**value["lora"])
+        return cls(**{**value, "slots": tuple(value["slots"]), "lora": lora})
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "slots": list(self.slots)}
@@ -61,8 +80,11 @@ def has_quantized_products(model: onnx.ModelProto) -> bool:
     return any(node.op_type == "MatMulNBits" for node in model.graph.node)
 
 
-def cut_products(model: onnx.ModelProto) -> CutGraph:
-    """Cut a float32 graph. Raises CheckError for a value between two steps whose shape is not known."""
+def cut_products(given: onnx.ModelProto) -> CutGraph:
+    """Cut a graph. Raises CheckError for a value between two steps whose shape is not known."""
+    model = onnx.ModelProto()
+    model.CopyFrom(given)
+    _add_biases_behind(model.graph)
     graph = model.graph
     shapes = {value.name: _dims(value) for value in (*graph.input, *graph.output)}
     readers: dict[str, int] = {}
@@ -74,6 +96,9 @@ def cut_products(model: onnx.ModelProto) -> CutGraph:
         found = _product(node, weights, shapes, readers)
         if found is not None:
             products[found.output] = found
+    for adapted in _adapted(graph, products):
+        del products[adapted.plain]
+        products[adapted.product.output] = adapted.product
     return _Cut(model, products, shapes, weights).made()
 
 
@@ -92,9 +117,11 @@ class _Cut:
         self._results = [value.name for value in graph.output]
         self._level = {name: 0 for name in self._given if name not in weights}  # of what depends on activations
         for node in graph.node:
-            known = [self._level[name] for name in node.input if name in self._level]
+            product = products.get(node.output[0])
+            inputs = node.input if product is None else [product.input]
+            known = [self._level[name] for name in inputs if name in self._level]
             if known:
-                step = 1 if node.output[0] in products else 0
+                step = 0 if product is None else 1
                 self._level.update(dict.fromkeys(node.output, max(known) + step))
         self._types, self._shapes = self._typed(shapes)
 
@@ -121,10 +148,19 @@ class _Cut:
         """What other steps, or whoever reads the graph, need of a level, and no product or input is."""
         own = lambda name: self._level.get(name) == level and name not in self._products and name not in self._given
         needed = [each.input for each in self._products.values()] + self._results
-        for node in self._model.graph.node:
-            if node.output[0] not in self._products and self._level.get(node.output[0], level) != level:
+        for node in self._between():
+            if self._level.get(node.output[0], level) != level:
                 needed += node.input
         return list(dict.fromkeys(name for name in needed if own(name)))
+
+    def _between(self) -> list[onnx.NodeProto]:
+        """The nodes that are no part of a product."""
+        found, wanted = list[onnx.NodeProto](), {*self._results, *(each.input for each in self._products.values())}
+        for node in reversed(self._model.graph.node):
+            if not wanted.isdisjoint(node.output) and node.output[0] not in self._products:
+                found.append(node)
+                wanted.update(node.input)
+        return found
 
     def _piece(self, wanted: Sequence[str], number: int) -> onnx.ModelProto:
         """The graph of `wanted`, from inputs, products and what earlier pieces give. What depends on no activation is
@@ -191,15 +227,14 @@ class _Cut:
         copy.CopyFrom(self._model)
         del copy.graph.node[:]
         for node in self._model.graph.node:
-            product = self._products.get(node.output[0])
-            if product is None or product.bits == 16:
+            if node.op_type != "MatMulNBits":
                 copy.graph.node.append(node)
                 continue
-            stand_in = f"{node.output[0]}/weight"
+            attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+            stand_in, sizes = f"{node.output[0]}/weight", [attributes["N"], attributes["K"]]
             copy.graph.node.append(
-                helper.make_node("Gemm", [product.input, stand_in], node.output, name=node.name, transB=1)
+                helper.make_node("Gemm", [node.input[0], stand_in], node.output, name=node.name, transB=1)
             )
-            sizes = [product.out_features, product.in_features]
             copy.graph.input.append(helper.make_tensor_value_info(stand_in, TensorProto.FLOAT, sizes))
         graph = onnx.shape_inference.infer_shapes(copy, strict_mode=True).graph
         found = {value.name: _dims(value) for value in (*graph.input, *graph.value_info, *graph.output)}
@@ -214,7 +249,7 @@ def _product(
         sizes = attributes["bits"], attributes["block_size"], attributes["K"], attributes["N"]
         return Product(node.input[0], node.output[0], tuple(node.input[1:]), *sizes)
     defaults = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
-    plain = {**defaults, **attributes} == {**defaults, "transB": 1} and len(node.input) == 2
+    plain = {**defaults, **attributes} == {**defaults, "transB": 1} and len(node.input) == 2  # see _add_biases_behind
     if node.op_type != "Gemm" or not plain or node.input[1] not in weights or readers[node.input[1]] > 1:
         return None
     rows, columns = shapes[node.input[1]]
@@ -222,12 +257,79 @@ def _product(
     return Product(node.input[0], node.output[0], (node.input[1],), 16, 0, columns, rows)
 
 
+def _add_biases_behind(graph: onnx.GraphProto) -> None:
+    """Make a Gemm with a bias two nodes, in place; where adapters add to it, the bias is added behind these."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    expands = {node.output[0] for node in graph.node if node.op_type == "Gemm" and node.input[1].endswith(B_SUFFIX)}
+    behind: dict[str, onnx.NodeProto] = {}  # by the node's output that it follows
+    for node in graph.node:
+        if node.op_type != "Gemm" or len(node.input) != 3 or not node.input[2]:
+            continue
+        (out,), bias, last = node.output, node.input.pop(), node
+        if len(readers.get(out, [])) == 1 and readers[out][0].op_type == "Add" and expands & {*readers[out][0].input}:
+            last = readers[out][0]
+        (result,) = last.output
+        last.output[0] = f"{result}/without bias"
+        behind[last.output[0]] = helper.make_node("Add", [last.output[0], bias], [result], name=f"{result}/bias")
+    if not behind:
+        return
+    nodes = []
+    for node in graph.node:
+        nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
+        if node.output[0] in behind:
+            nodes.append(behind[node.output[0]])
+    del graph.node[:]
+    graph.node.extend(nodes)
+    del graph.value_info[:]
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """plain: the output of the product without adapters."""
+
+    plain: str
+    product: Product
+
+
+def _adapted(graph: onnx.GraphProto, products: Mapping[str, Product]) -> list[_Adapted]:
+    """Products to which their adapters' products are added: base + where(a column's adapter is the row's, x A, 0) B."""
+    maker = {name: node for node in graph.node for name in node.output}
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    found = []
+    for node in graph.node:
+        expands = [name for name in node.input if name in maker and _is_expand(maker[name])]
+        plain = [name for name in node.input if name in products]
+        if node.op_type != "Add" or len(expands) != 1 or len(plain) != 1:
+            continue
+        expand, product = maker[expands[0]], products[plain[0]]
+        choice = maker[expand.input[0]]
+        shrink, equal = maker[choice.input[1]], maker[choice.input[0]]
+        if (choice.op_type, equal.op_type, shrink.op_type) != ("Where", "Equal", "Gemm"):
+            continue
+        (ids,) = maker[equal.input[0]].input[:1]
+        gather = maker.get(ids)
+        rows = "" if gather is None else gather.input[1]
+        if shrink.input[0] != product.input or (ids if gather is None else gather.input[0]) != IDS:
+            continue
+        owners = numpy_helper.to_array(constants[equal.input[1]]).reshape(-1)
+        lora = Lora(shrink.input[1], expand.input[1], len(owners), int((owners == owners[0]).sum()), rows)
+        found.append(_Adapted(plain[0], replace(product, output=node.output[0], lora=lora)))
+    return found
+
+
+def _is_expand(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Gemm" and node.input[1].endswith(B_SUFFIX)
+
+
 def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     return tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
 
 
 Pieces = Callable[[int, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
-Multiply = Callable[[Product, np.ndarray, Sequence[np.ndarray]], np.ndarray]
+Multiply = Callable[[Product, Mapping[str, np.ndarray]], np.ndarray]
 
 
 def run_cut(
@@ -240,7 +342,5 @@ def run_cut(
             values.update(run_piece(step, values))
         else:
             for product in step:
-                values[product.output] = multiply(
-                    product, values[product.input], [values[slot] for slot in product.slots]
-                )
+                values[product.output] = multiply(product, values)
     return values

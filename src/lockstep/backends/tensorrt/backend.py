@@ -28,7 +28,7 @@ from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
-from lockstep.backends.tensorrt.cut_engine import MAGIC, is_cut, pack, plans_of, prepare_pieces
+from lockstep.backends.tensorrt.cut_engine import MAGIC, CutBlock, cuts, is_cut, pack, plans_of, prepare_pieces
 from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
 from lockstep.backends.tensorrt.layers import (
     Layer,
@@ -41,12 +41,13 @@ from lockstep.backends.tensorrt.layers import (
 )
 from lockstep.backends.tensorrt.memory import PeakMemory
 from lockstep.backends.tensorrt.rotation import check_rotation
+from lockstep.backends.tensorrt.row_kernels import RowKernel
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
 from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cublas, require_cudnn, require_nvrtc
 from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
 from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.cut_products import CutGraph, has_quantized_products
+from lockstep.onnx_tools.cut_products import has_quantized_products
 from lockstep.onnx_tools.half_activations import halve_activations
 from lockstep.step.advance import Executor
 from lockstep.step.network import Network
@@ -56,6 +57,8 @@ from lockstep.targets import Limits
 # ended after two minutes at level 5.
 _HIGHEST_LEVEL = {"decode": 3, "prefill": 3}
 _PLAN, _GRAPH = ".engine", ".onnx"
+# TensorRT, inside its engines, or cuBLAS and kernels of our own between pieces (`cut_engine`).
+PRODUCTS = ("tensorrt", "cublas")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class TensorRTBackend:
     library = TENSORRT
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 9
+    revision = 10
     batch_invariant = False
     takes_long = True
     rank_devices = True
@@ -108,13 +111,14 @@ class TensorRTBackend:
         return gpu_key(device)
 
     def default_options(self) -> dict[str, Any]:
-        """opset: None takes the graph as it is. one_region: where `TENSORRT` has it. tactic_sources: None takes the
-        library's. Limits: what the profiles are made for. compiler_flags: there only where the user has set some
-        (Library.compiler_flags)."""
+        """opset: None takes the graph as it is. products: what multiplies with fp16 weights (`PRODUCTS`). one_region:
+        where `TENSORRT` has it. tactic_sources: None takes the library's. Limits: what the profiles are made for.
+        compiler_flags: there only where the user has set some (Library.compiler_flags)."""
         flags = TENSORRT.users_flags()
         return {
             "opset": None if TENSORRT.has("opset_18") else 17,
             "fuse_projections": True,
+            "products": PRODUCTS[0],
             "workspace_mb": 4096,
             "optimization_level": 4,
             "one_region": True,
@@ -136,11 +140,8 @@ class TensorRTBackend:
         these's first products as rows of weights, and are built without room for them too."""
         if options.get("attention") not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
-        if assembly.adapters is not None and assembly.quantization is not None:
-            raise InputError(
-                f"backend tensorrt: expected no adapters in {assembly.precision}, found room for "
-                f"{assembly.adapters.max_adapters}; export without, or in fp16"
-            )
+        if options.get("products") not in PRODUCTS:
+            raise InputError(f"products: expected one of {', '.join(PRODUCTS)}, found {options.get('products')!r}")
         run = with_activations(assembly, self.activations(assembly.precision))
         fused = {
             name
@@ -167,7 +168,7 @@ class TensorRTBackend:
             require_cudnn()
         require_nvrtc()
         self._quantized = manifest.precision in QUANTIZATIONS
-        if self._quantized:
+        if self._quantized or manifest.options["products"] == "cublas":
             require_cublas()
         device, options = self.device_key(manifest.device), self.options_key(manifest.options)
         made_by = {"version": manifest.backend_version, "device": device, "options": options, "revision": self.revision}
@@ -196,16 +197,21 @@ class TensorRTBackend:
         where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
         cut = self.pieces(model, options)
-        plans, layers, sums, refused = [], list[Layer](), list[str](), list[_Made]()
+        pieces, layers, refused, config = list[bytes | RowKernel](), list[Layer](), list[_Made](), None
         with PeakMemory() as peak:
             for piece in [model] if cut is None else cut.pieces:
+                if isinstance(piece, RowKernel):
+                    pieces.append(piece)
+                    continue
                 made = self._piece(piece, options, tactics, where)
-                plans.append(made.plan)
+                config = made.config
+                pieces.append(made.plan)
                 layers += made.layers
                 refused += [made] if made.refused else []
         digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
-        tactics.take_cache(TENSORRT.serialize_timing_cache(made.config), TENSORRT.cached_tactics(made.config), where)
-        write_bytes(out_path, made.plan if cut is None else pack(model, cut, plans, options))
+        if config is not None:
+            tactics.take_cache(TENSORRT.serialize_timing_cache(config), TENSORRT.cached_tactics(config), where)
+        write_bytes(out_path, made.plan if cut is None else pack(model, cut.graph, pieces, options))
         sums = fp16_sums(layers)
         notes = [f"not built as one region, but as it is at level {each.level}: {each.refused}" for each in refused]
         if sums:
@@ -224,10 +230,14 @@ class TensorRTBackend:
             "; ".join(notes) or None,
         )
 
-    def pieces(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> CutGraph | None:
-        """What a graph with quantised products is built of; None for one without, whose activations become float16 in
-        place where it is of a set with quantised weights."""
-        if has_quantized_products(model):
+    def takes_as_it_is(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> bool:
+        """Graphs that are cut at their products: with quantised weights, or where `products` says so."""
+        return has_quantized_products(model) or (options["products"] == "cublas" and cuts(model))
+
+    def pieces(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> CutBlock | None:
+        """What a graph that is cut is built of; None for one that is not, whose activations become float16 in place
+        where it is of a set with quantised weights."""
+        if self.takes_as_it_is(model, options):
             return prepare_pieces(model, options["opset"])
         if self._quantized:
             halve_activations(model)

@@ -152,7 +152,8 @@ def _cut_executable(file: Path, inputs: Sequence[IO], weights: Mapping[str, np.n
 
 
 class CutRunner(BaseRunner):
-    """Runs a cut engine as the runtime does: each piece on the first of its profiles that takes the sizes."""
+    """Runs a cut engine as the runtime does: each piece on the first of its profiles that takes the sizes. Adapters' A
+    are written to where the engine has them."""
 
     def __init__(self, name: str, inputs: Sequence[IO], run: CutExecutable):
         super().__init__(name=name)
@@ -163,6 +164,10 @@ class CutRunner(BaseRunner):
 
     def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         program, began = self._run.program, time.perf_counter()
+        for name, rows in self._run.adapter_rows.items():
+            program.device.stream.upload(rows, np.ascontiguousarray(feed_dict[name].T))
+        program.device.stream.synchronize()
+        feed_dict = {name: array for name, array in feed_dict.items() if name not in self._run.adapter_rows}
         sizes = program.sizes({name: array.shape for name, array in feed_dict.items()})
         outputs = {name: program.filled(name, sizes) for name in program.cut.outputs}
         found = self._run.run_once(feed_dict, {name: np.empty(shape, np.float16) for name, shape in outputs.items()})

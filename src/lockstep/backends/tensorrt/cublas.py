@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.v8_6.needs import require_cublas
@@ -25,15 +26,25 @@ class Gemm:
         self._check("cublasSetWorkspace_v2", self._handle, ctypes.c_void_p(self._memory.address), size)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
-    def __call__(self, weight: cuda.Array, rows: int, x: cuda.Array, out: cuda.Array) -> None:
-        """out [rows, out_features] = x [rows, in_features] times weight [out_features, in_features], transposed."""
+    def bind(self, weight: cuda.Array, x: cuda.Array, out: cuda.Array) -> Callable[[int], None]:
+        """A call that makes the first rows of out [..., out_features] = x [..., in_features] times weight
+        [out_features, in_features], transposed; it is told how many."""
         out_features, in_features = weight.shape
         pointer = lambda array: ctypes.c_void_p(array.address)
-        self._check(  # column by column, as cuBLAS counts: out is [out_features, rows]
-            "cublasGemmEx", self._handle, _TRANSPOSE, _AS_IS, out_features, rows, in_features, ctypes.byref(self._one),
-            pointer(weight), _FP16, in_features, pointer(x), _FP16, in_features, ctypes.byref(self._zero),
-            pointer(out), _FP16, out_features, _SUMS_FP32, _DEFAULT,
+        # column by column, as cuBLAS counts: out is [out_features, rows]
+        front = self._handle, _TRANSPOSE, _AS_IS, out_features
+        back = (
+            in_features, ctypes.byref(self._one), pointer(weight), _FP16, in_features, pointer(x), _FP16, in_features,
+            ctypes.byref(self._zero), pointer(out), _FP16, out_features, _SUMS_FP32, _DEFAULT,
         )  # fmt: skip
+        gemm = self._library.cublasGemmEx
+
+        def multiply(rows: int, held: object = (self, weight, x, out)) -> None:
+            """`held` keeps the memory alive."""
+            if status := gemm(*front, rows, *back):
+                raise CheckError(f"cuBLAS: cublasGemmEx: status {status}")
+
+        return multiply
 
     def _check(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)

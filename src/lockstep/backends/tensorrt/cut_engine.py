@@ -1,8 +1,10 @@
-"""The engine file of a graph that is cut at its products with weights: plans of the pieces, and in what order they run.
+"""The engine file of a graph that is cut at its products with weights: its pieces, and in what order they run. A piece
+is a kernel in CUDA C++ (`row_kernels`), or where it has none a plan.
 
 Layout: `MAGIC`, the length of the header (8 bytes, little endian), the header (JSON), and the plans one after another.
 The header: `inputs` and `outputs` {name: [dtype, shape]} of the whole, `inner` {name: shape} of what crosses a cut
-(float16), `profiles` [{input: [min, opt, max]}], `steps` (a plan's number, or products), `plans` (bytes of each).
+(float16), `profiles` [{input: [min, opt, max]}], `steps` (a piece's number, or products), `pieces` (a kernel, or the
+bytes of a plan).
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from typing import Any
 
 import numpy as np
 import onnx
+from onnx import TensorProto
 
+from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.backends.profiles import profiles
+from lockstep.backends.tensorrt.row_kernels import RowKernel, row_kernel
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.cut_products import CutGraph, Product, cut_products, run_cut
 from lockstep.onnx_tools.half_activations import halve_activations
@@ -25,7 +30,7 @@ from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import dtype_name
 from lockstep.weights.groups import dequantize
 
-MAGIC = b"lockstep.cut_engine/1\n"
+MAGIC = b"lockstep.cut_engine/2\n"
 # As of fp16 engines in `onnx_tools.prepare`, of what is rounded between pieces too.
 _TOLERANCE = 1e-2
 Shape = tuple[int | str, ...]
@@ -40,11 +45,34 @@ class CutEngine:
     inner: Mapping[str, Shape]
     profiles: Sequence[Mapping[str, Sequence[Sequence[int]]]]
     steps: Sequence[int | tuple[Product, ...]]
-    plans: Sequence[bytes]
+    pieces: Sequence[bytes | RowKernel]
 
 
-def prepare_pieces(model: onnx.ModelProto, opset: int | None) -> CutGraph:
-    """Cut a float32 graph of quantised products; the pieces are what is built: float16 where they end, and in `opset`.
+@dataclass(frozen=True)
+class CutBlock:
+    """A graph that was cut. pieces: kernels, and graphs to be built."""
+
+    graph: CutGraph
+    pieces: tuple[RowKernel | onnx.ModelProto, ...]
+
+
+def cuts(model: onnx.ModelProto) -> bool:
+    """Whether a float16 graph has products, and all that stands between them has kernels."""
+    if any(
+        value.type.tensor_type.elem_type == TensorProto.FLOAT for value in (*model.graph.input, *model.graph.output)
+    ):
+        return False
+    try:
+        cut = cut_products(model)
+    except CheckError:
+        return False
+    products = any(not isinstance(step, int) for step in cut.steps)
+    return products and all(row_kernel(piece, "piece") for piece in cut.pieces)
+
+
+def prepare_pieces(model: onnx.ModelProto, opset: int | None) -> CutBlock:
+    """Cut a float16 graph, or a float32 graph of quantised products; what crosses cuts is float16. Pieces without a
+    kernel are what is built, in `opset`.
 
     Raises CheckError for zero points of their own, which the kernels do not read, and where the pieces with the
     products between them give something else than the graph does.
@@ -56,14 +84,15 @@ def prepare_pieces(model: onnx.ModelProto, opset: int | None) -> CutGraph:
                 f"graph {model.graph.name}: expected quantised weights whose zero points are the middle, found "
                 f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
             )
-    pieces = []
-    for piece in cut.pieces:
-        made = piece if opset is None else lower(piece, opset)
-        halve_activations(made)
-        pieces.append(made)
+    pieces, built = list[onnx.ModelProto](), list[RowKernel | onnx.ModelProto]()
+    for number, piece in enumerate(cut.pieces):
+        halve_activations(piece)
+        kernel = row_kernel(piece, f"piece_{number}")
+        pieces.append(piece if kernel or opset is None else lower(piece, opset))
+        built.append(kernel or pieces[-1])
     made_of = CutGraph(tuple(pieces), cut.steps, cut.inner)
     _check_same(model, made_of)
-    return made_of
+    return CutBlock(made_of, tuple(built))
 
 
 def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
@@ -94,14 +123,22 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
             )
 
 
-def multiply(product: Product, rows: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """A product in NumPy, of float16 rows and a result in float16."""
+def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """A product in NumPy, of float16 rows and a result in float16. values: by name."""
+    half = lambda array: array.astype(np.float16).astype(np.float32)
+    rows, parts = half(values[product.input]), [values[slot] for slot in product.slots]
     weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
-    exact = rows.astype(np.float16).astype(np.float32) @ weight.astype(np.float16).astype(np.float32).T
+    exact = half(rows @ half(weight).T)
+    if (lora := product.lora) is not None:
+        ids = values[IDS][values[lora.rows]] if lora.rows else values[IDS]
+        own = np.arange(lora.columns) // lora.rank == ids[:, None]
+        exact += np.where(own, half(rows @ half(values[lora.a])), 0) @ half(values[lora.b])
     return exact.astype(np.float16)
 
 
-def pack(model: onnx.ModelProto, cut: CutGraph, plans: Sequence[bytes], limits: Mapping[str, Any]) -> bytes:
+def pack(
+    model: onnx.ModelProto, cut: CutGraph, pieces: Sequence[bytes | RowKernel], limits: Mapping[str, Any]
+) -> bytes:
     """The engine file of a graph that was cut. limits: that the profiles of the plans are made for."""
     slots = {slot for step in cut.steps if not isinstance(step, int) for product in step for slot in product.slots}
     shape = lambda value: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -109,7 +146,9 @@ def pack(model: onnx.ModelProto, cut: CutGraph, plans: Sequence[bytes], limits: 
     told = lambda values: {
         value.name: [half(dtype_name(value.type.tensor_type.elem_type)), shape(value)]
         for value in values
-        if value.name not in slots and not all(isinstance(size, int) for size in shape(value))
+        if value.name not in slots
+        and not value.name.endswith(A_SUFFIX)
+        and (value.name.endswith(B_SUFFIX) or not all(isinstance(size, int) for size in shape(value)))
     }
     header = {
         "inputs": told(model.graph.input),
@@ -119,9 +158,9 @@ def pack(model: onnx.ModelProto, cut: CutGraph, plans: Sequence[bytes], limits: 
             {name: list(map(list, sizes)) for name, sizes in each.items()} for each in profiles(model, limits)
         ],
         "steps": [step if isinstance(step, int) else [product.to_json() for product in step] for step in cut.steps],
-        "plans": list(map(len, plans)),
+        "pieces": [len(piece) if isinstance(piece, bytes) else piece.to_json() for piece in pieces],
     }
-    text = json.dumps(header, sort_keys=True).encode()
+    text, plans = json.dumps(header, sort_keys=True).encode(), [each for each in pieces if isinstance(each, bytes)]
     return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *plans])
 
 
@@ -135,16 +174,19 @@ def unpack(data: bytes, where: str) -> CutEngine:
     end = start + int.from_bytes(data[len(MAGIC) : start], "little")
     try:
         header = json.loads(data[start:end])
-        sizes = header["plans"]
+        told = header["pieces"]
     except (ValueError, KeyError) as error:
         raise CheckError(f"{where}: expected the pieces of an engine, found {error}; build it again") from None
-    if len(data) != end + sum(sizes):
-        found = f"{len(data)} bytes"
-        raise CheckError(f"{where}: expected {end + sum(sizes)} bytes, found {found}; build it again")
-    plans = []
-    for size in sizes:
-        plans.append(data[end : end + size])
-        end += size
+    whole = end + sum(each for each in told if isinstance(each, int))
+    if len(data) != whole:
+        raise CheckError(f"{where}: expected {whole} bytes, found {len(data)} bytes; build it again")
+    pieces: list[bytes | RowKernel] = []
+    for each in told:
+        if isinstance(each, int):
+            pieces.append(data[end : end + each])
+            end += each
+        else:
+            pieces.append(RowKernel.from_json(each))
     named = lambda values: {name: (dtype, tuple(shape)) for name, (dtype, shape) in values.items()}
     return CutEngine(
         named(header["inputs"]),
@@ -152,10 +194,10 @@ def unpack(data: bytes, where: str) -> CutEngine:
         {name: tuple(shape) for name, shape in header["inner"].items()},
         header["profiles"],
         [step if isinstance(step, int) else tuple(map(Product.from_json, step)) for step in header["steps"]],
-        plans,
+        pieces,
     )
 
 
 def plans_of(data: bytes, where: str) -> Sequence[bytes]:
     """The plans of an engine file: of one that is not cut itself."""
-    return unpack(data, where).plans if is_cut(data) else [data]
+    return [piece for piece in unpack(data, where).pieces if isinstance(piece, bytes)] if is_cut(data) else [data]

@@ -1,24 +1,26 @@
 """An engine that is cut at its products with weights, bound and called as one: see `cut_engine` for its file.
 
-It is used as a `program.TensorRTProgram` is. A call runs the plans of the pieces in order, and between them the
-products of `products.Products`; what crosses a cut lies in buffers that all engines of a device share.
+It is used as a `program.TensorRTProgram` is. A call runs the pieces in order, kernels and plans, and between them the
+products of `products.Products`, with what adapters add to them; what crosses a cut lies in buffers that all engines of
+a device share.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.compat import Library, Tensor
 from lockstep.backends.tensorrt.cut_engine import Shape, unpack
 from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
-from lockstep.backends.tensorrt.products import SCALES_TIMES, Multiplier, Products, SmallWeight
+from lockstep.backends.tensorrt.products import SCALES_TIMES, Adapters, Products, SmallWeight
 from lockstep.backends.tensorrt.program import (
     Bound,
     Context,
@@ -29,6 +31,7 @@ from lockstep.backends.tensorrt.program import (
     run_once,
 )
 from lockstep.backends.tensorrt.rank_device import Device
+from lockstep.backends.tensorrt.row_kernels import INDEX, PRELUDE, ROWS, WEIGHT, RowKernel
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.cut_products import Product
 from lockstep.step.executable import Run
@@ -36,6 +39,7 @@ from lockstep.weights import Tensors
 
 _HALF = np.dtype(np.float16)
 _AS_HALF, _AS_SCALES = Form(_HALF), Form(_HALF, SCALES_TIMES)
+Group = tuple[Product, ...]  # products of one input
 
 
 class _Shared:
@@ -63,43 +67,86 @@ class _Shared:
         return array[:rows]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a value's rows are. array: [rows, ...], or of a value beside others all that is behind its first number.
+    step: numbers from one row to the next."""
+
+    array: cuda.Array
+    step: int
+
+    @classmethod
+    def of(cls, array: cuda.Array) -> Place:
+        return cls(array, int(np.prod(array.shape[1:])))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a group of products is multiplied with. shrink: A of its adapters, where they are no rows of the weight."""
+
+    weight: SmallWeight
+    shrink: SmallWeight | None = None
+
+
 @dataclass(eq=False, slots=True)
 class CutContext:
-    """The contexts of all pieces, with the shapes of their inputs, and sizes by the name of the dimension."""
+    """The contexts of the plans, with the shapes of their inputs, by number of the piece, and sizes by the name of the
+    dimension."""
 
-    pieces: Sequence[tuple[Context, Shapes]]
+    plans: Mapping[int, tuple[Context, Shapes]]
     sizes: Mapping[str, int]
 
 
 class CutProgram:
     """A cut engine on a rank's device, without weights. slots: of the whole."""
 
+    by_profiles = False  # its products take as long as their size says
+
     def __init__(self, library: Library, engine_path: Path, slots: Sequence[IO], rank: int = 0):
         where = str(engine_path)
         self.library, self.path, self.device = library, engine_path, Device.get(rank)
         self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self.cut = cut = unpack(engine_path.read_bytes(), where)
-        weights = {product_slot for step in cut.steps if not isinstance(step, int) for product_slot in _slots(step)}
-        self.pieces = []
-        for plan in cut.plans:
-            piece = TensorRTProgram(library, engine_path, (), rank, plan)
-            piece.slots = {name: self.slots[name] for name in piece.tensors if name in self.slots}
-            self.pieces.append(piece)
-        missing = set(self.slots) - weights - {name for piece in self.pieces for name in piece.slots}
+        weights = {product_slot for group in self.groups() for product_slot in _slots(group)}
+        self.plans: dict[int, TensorRTProgram] = {}
+        self.kernels = {number: piece for number, piece in enumerate(cut.pieces) if isinstance(piece, RowKernel)}
+        for number, piece in enumerate(cut.pieces):
+            if isinstance(piece, bytes):
+                plan = self.plans[number] = TensorRTProgram(library, engine_path, (), rank, piece)
+                plan.slots = {name: self.slots[name] for name in plan.tensors if name in self.slots}
+                weights |= set(plan.slots)
+        weights |= {name for kernel in self.kernels.values() for name, kind in kernel.arguments if kind == WEIGHT}
+        missing = set(self.slots) - weights
         if missing:
             raise CheckError(
                 f"{where}: expected weight inputs {sorted(self.slots)}, found none for {sorted(missing)}; build the "
                 "engines again"
             )
-        known = {name: tensor for piece in self.pieces for name, tensor in piece.tensors.items()}
+        known = {name: tensor for plan in self.plans.values() for name, tensor in plan.tensors.items()}
         self.tensors = {name: self._tensor(name, True, *told, known) for name, told in cut.inputs.items()}
         self.tensors |= {name: self._tensor(name, False, *told, known) for name, told in cut.outputs.items()}
         self.dynamic = {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
+        self.side_by_side = {number for number, group in enumerate(cut.steps) if self._beside(group)}
         self._contexts: dict[tuple, CutContext] = {}
+
+    def groups(self) -> list[Group]:
+        """The products, in the order in which they run."""
+        return [step for step in self.cut.steps if not isinstance(step, int)]
+
+    def _beside(self, step: int | Group) -> bool:
+        """Whether the results of a group may lie beside each other: kernels read all of them."""
+        if isinstance(step, int) or len(step) < 2:
+            return False
+        made = {product.output for product in step}
+        by_plans = {name for plan in self.plans.values() for name in plan.tensors}
+        by_products = {product.input for group in self.groups() for product in group}
+        return made.isdisjoint({*self.cut.outputs, *by_plans, *by_products})
 
     def _tensor(self, name: str, is_input: bool, dtype: str, shape: Shape, known: Mapping[str, Tensor]) -> Tensor:
         bounds = tuple(tuple(map(tuple, each[name])) for each in self.cut.profiles if name in each)
         sizes = tuple(-1 if isinstance(size, str) else size for size in shape)
+        if dtype == "int64" and not self.library.has("int64"):  # as plans have them
+            dtype = "int32"
         return Tensor(name, is_input, known[name].dtype if name in known else np.dtype(dtype), sizes, bounds)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> CutExecutable:
@@ -111,32 +158,19 @@ class CutProgram:
             )
         assert weights is not None  # a graph with products has slots
         self.device.use()
-        store = DeviceWeights.of(weights, self.device)
-        pieces = [piece.bind(weights, {slot: slots[slot] for slot in piece.slots}) for piece in self.pieces]
-        small = {number: self._weight(store, weights, slots, step) for number, step in self._products()}
-        return CutExecutable(self, pieces, small, store.uploads)
-
-    def _products(self) -> list[tuple[int, tuple[Product, ...]]]:
-        return [(number, step) for number, step in enumerate(self.cut.steps) if not isinstance(step, int)]
-
-    def _weight(
-        self, store: DeviceWeights, weights: Tensors, slots: Mapping[str, Sequence[str]], step: tuple[Product, ...]
-    ) -> SmallWeight:
-        """The weights of a step's products, one behind the other."""
-
-        def put(part: int, form: Form | None) -> cuda.Array:
-            own = [product.slots[part] for product in step]
-            names = [name for slot in own for name in slots[slot]]
-            _, *tail = self.slots[own[0]][0]
-            rows = sum(self.slots[slot][0][0] for slot in own)
-            where = f"{self.path}: slot {', '.join(own)}"
-            return store.put(weights, names, (rows, *tail), self.slots[own[0]][1], where, form=form)
-
-        first, outs = step[0], tuple(product.out_features for product in step)
-        if first.bits == 16:
-            data = put(0, _AS_HALF if self.slots[first.slots[0]][1] != _HALF else None)
-            return SmallWeight(data, data, 16, 0, first.in_features, outs)
-        return SmallWeight(put(0, None), put(1, _AS_SCALES), first.bits, first.group_size, first.in_features, outs)
+        store = _Store(self, DeviceWeights.of(weights, self.device), weights, slots)
+        plans = {
+            number: plan.bind(weights, {slot: slots[slot] for slot in plan.slots})
+            for number, plan in self.plans.items()
+        }
+        rows: dict[str, cuda.Array] = {}
+        groups = {
+            number: store.group(step, number in self.side_by_side, rows)
+            for number, step in enumerate(self.cut.steps)
+            if not isinstance(step, int)
+        }
+        own = {name for kernel in self.kernels.values() for name, kind in kernel.arguments if kind == WEIGHT}
+        return CutExecutable(self, plans, groups, {name: store.plain(name) for name in own}, store.uploads, rows)
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """See `TensorRTProgram.profile_for`."""
@@ -149,11 +183,11 @@ class CutProgram:
         if key not in self._contexts:
             if not own:
                 self._contexts = {known: each for known, each in self._contexts.items() if known[0]}
-            pieces = []
-            for piece in self.pieces:
-                given = {name: self.filled(name, sizes) for name in piece.tensors if name in piece.dynamic}
-                pieces.append((piece.context_for(given, own), given))
-            self._contexts[key] = CutContext(pieces, sizes)
+            plans = {}
+            for number, plan in self.plans.items():
+                given = {name: self.filled(name, sizes) for name in plan.tensors if name in plan.dynamic}
+                plans[number] = plan.context_for(given, own), given
+            self._contexts[key] = CutContext(plans, sizes)
         return self._contexts[key]
 
     def declared(self, name: str) -> Shape:
@@ -175,20 +209,75 @@ class CutProgram:
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.declared(name))
 
 
-class CutExecutable:
-    """A cut engine with its weights: see `TensorRTExecutable`. products: the weights by step."""
+class _Store:
+    """The weights of a cut engine on its device."""
 
-    adapter_rows: Mapping[str, cuda.Array] = {}
+    def __init__(self, program: CutProgram, store: DeviceWeights, weights: Tensors, slots: Mapping[str, Sequence[str]]):
+        self._program, self._store, self._weights, self._names = program, store, weights, slots
+        self.uploads = store.uploads
+
+    def plain(self, slot: str) -> cuda.Array:
+        """A weight that kernels read, in fp16."""
+        return self._put([slot], self._program.slots[slot][0], self._form(slot))
+
+    def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> Weights:
+        """The weights of a group's products, one behind the other. rows: gets where adapters' A go, transposed."""
+        first, outs = group[0], tuple(product.out_features for product in group)
+        columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
+        more, whole = sum(columns.values()), sum(outs)
+        deep = first.in_features
+        if first.bits == 16:
+            data = self._part(group, 0, (whole + more, deep), self._form(first.slots[0]), room=bool(more))
+            _place_rows(rows, columns, data[whole:])
+            together = (whole + more,) if beside or more else outs
+            return Weights(SmallWeight(data, data, 16, 0, deep, together))
+        data = self._part(group, 0, None, None)
+        scales = self._part(group, 1, None, _AS_SCALES)
+        weight = SmallWeight(data, scales, first.bits, first.group_size, deep, (whole,) if beside or more else outs)
+        if not more:
+            return Weights(weight)
+        shrink = cuda.zeros((more, deep), _HALF, "adapters")
+        _place_rows(rows, columns, shrink)
+        return Weights(weight, SmallWeight(shrink, shrink, 16, 0, deep, (more,)))
+
+    def _part(
+        self, group: Group, part: int, shape: tuple[int, ...] | None, form: Form | None, room: bool = False
+    ) -> cuda.Array:
+        slots = [product.slots[part] for product in group]
+        sizes = [self._program.slots[slot][0] for slot in slots]
+        return self._put(slots, shape or (sum(rows for rows, *_ in sizes), *sizes[0][1:]), form, room)
+
+    def _put(self, slots: Sequence[str], shape: Sequence[int], form: Form | None, room: bool = False) -> cuda.Array:
+        names = [name for slot in slots for name in self._names[slot]]
+        where, dtype = f"{self._program.path}: slot {', '.join(slots)}", self._program.slots[slots[0]][1]
+        return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, form=form)
+
+    def _form(self, slot: str) -> Form | None:
+        return _AS_HALF if self._program.slots[slot][1] != _HALF else None
+
+
+def _place_rows(rows: dict[str, cuda.Array], columns: Mapping[str, int], array: cuda.Array) -> None:
+    at = 0
+    for name, count in columns.items():
+        rows[name] = array[at : at + count]
+        at += count
+
+
+class CutExecutable:
+    """A cut engine with its weights: see `TensorRTExecutable`. groups: the weights of products, by step. weights: those
+    that kernels read. adapter_rows: see `HasAdapterRows`."""
 
     def __init__(
         self,
         program: CutProgram,
-        pieces: Sequence[TensorRTExecutable],
-        weights: Mapping[int, SmallWeight],
+        plans: Mapping[int, TensorRTExecutable],
+        groups: Mapping[int, Weights],
+        weights: Mapping[str, cuda.Array],
         uploads: Uploads,
+        adapter_rows: Mapping[str, cuda.Array],
     ):
-        self.program, self.uploads = program, uploads
-        self._pieces, self._weights = pieces, weights
+        self.program, self.uploads, self.adapter_rows = program, uploads, adapter_rows
+        self._plans, self._groups, self._weights = plans, groups, weights
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
         """See `TensorRTExecutable.prepare`."""
@@ -201,7 +290,7 @@ class CutExecutable:
         return self._bind(inputs, outputs, False)
 
     def _bind(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool) -> Bound:
-        program, cut = self.program, self.program.cut
+        program = self.program
         given = {**inputs, **outputs}
         if set(program.tensors) != set(given):
             raise CheckError(f"{program.path}: expected arrays for {sorted(program.tensors)}, found {sorted(given)}")
@@ -209,33 +298,11 @@ class CutExecutable:
             expected = program.tensors[name].dtype
             if array.dtype != expected:
                 raise CheckError(f"{program.path}: {name!r}: expected {expected.name}, found {array.dtype.name}")
-        shared, largest = _Shared.of(program.device, own), program.sizes({name: a.shape for name, a in given.items()})
-        values, counts = dict(given), dict[tuple[int, ...], int]()
-        for name, shape in cut.inner.items():
-            width = tuple(int(size) for size in shape[1:])
-            counts[width] = counts.get(width, 0) + 1
-            values[name] = shared.buffer(counts[width], largest[str(shape[0])], width)
-        steps: list[tuple[int, Bound] | tuple[Multiplier, str, cuda.Array, list[cuda.Array]]] = []
-        for number, step in enumerate(cut.steps):
-            if isinstance(step, int):
-                piece, engine = self._pieces[step], program.pieces[step]
-                own_values = {name: values[name] for name in engine.tensors if name not in engine.slots}
-                takes = {name: a for name, a in own_values.items() if engine.tensors[name].is_input}
-                gives = {name: a for name, a in own_values.items() if name not in takes}
-                steps.append((step, piece.bind(takes, gives)))
-            else:
-                rows = str(program.declared(step[0].input)[0])
-                outs = [values[product.output] for product in step]
-                steps.append((shared.products.bind(self._weights[number]), rows, values[step[0].input], outs))
+        steps = _Call(self, given, own).steps
 
         def run(context: CutContext, shapes: Shapes) -> None:
             for step in steps:
-                if len(step) == 2:
-                    number, call = step
-                    call(*context.pieces[number])
-                else:
-                    multiply, rows, x, outs = step
-                    multiply(context.sizes[rows], x, outs)
+                step(context)
 
         return run
 
@@ -244,5 +311,106 @@ class CutExecutable:
         return run_once(self, self.program.device, self.program.tensors, inputs, like)
 
 
-def _slots(step: tuple[Product, ...]) -> list[str]:
-    return [slot for product in step for slot in product.slots]
+Step = Callable[[CutContext], None]
+
+
+class _Call:
+    """The steps of an executable on arrays."""
+
+    def __init__(self, run: CutExecutable, given: Mapping[str, cuda.Array], own: bool):
+        self._run, self._program, cut = run, run.program, run.program.cut
+        self._shared = _Shared.of(run.program.device, own)
+        self._largest = run.program.sizes({name: array.shape for name, array in given.items()})
+        self._given, self._counts = given, dict[tuple[int, ...], int]()
+        self._values = {name: Place.of(array) for name, array in given.items()}
+        for number in sorted(run.program.side_by_side):
+            step = cut.steps[number]
+            assert not isinstance(step, int)
+            if not any(product.lora for product in step):
+                self._put_beside(step)
+        for name, shape in cut.inner.items():
+            if name not in self._values:
+                self._values[name] = Place.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
+        source = PRELUDE + "".join(run.program.kernels[number].source for number in sorted(run.program.kernels))
+        self._module = cuda.compile_kernels(source) if run.program.kernels else None
+        self.steps: list[Step] = []
+        for number, step in enumerate(cut.steps):
+            if not isinstance(step, int):
+                self.steps += self._group(step, run._groups[number], number in run.program.side_by_side)
+            elif step in run.program.kernels:
+                self.steps.append(self._kernel(run.program.kernels[step]))
+            else:
+                self.steps.append(self._plan(step))
+
+    def _buffer(self, rows: str, *width: int) -> cuda.Array:
+        self._counts[width] = self._counts.get(width, 0) + 1
+        return self._shared.buffer(self._counts[width], self._largest[rows], width)
+
+    def _put_beside(self, group: Group) -> None:
+        """Give a group's results one buffer."""
+        total, at = sum(product.out_features for product in group), 0
+        whole = self._buffer(self._rows(group), total)
+        for product in group:
+            self._values[product.output] = _part_of(whole, at)
+            at += product.out_features
+
+    def _rows(self, group: Group) -> str:
+        return str(self._program.declared(group[0].input)[0])
+
+    def _plan(self, number: int) -> Step:
+        program, values = self._program.plans[number], self._values
+        own = {name: values[name].array for name in program.tensors if name not in program.slots}
+        takes = {name: array for name, array in own.items() if program.tensors[name].is_input}
+        gives = {name: array for name, array in own.items() if name not in takes}
+        call = self._run._plans[number].bind(takes, gives)
+        return lambda context: call(*context.plans[number])
+
+    def _kernel(self, kernel: RowKernel) -> Step:
+        assert self._module is not None
+        arguments: list[cuda.Array | int] = []
+        for name, kind in kernel.arguments:
+            if kind == WEIGHT:
+                arguments.append(self._run._weights[name])
+                continue
+            place = self._values[name]
+            arguments += [place.array, place.step if kind == ROWS else int(place.array.dtype.itemsize == 8)]
+            assert kind in (ROWS, INDEX)
+        for name in kernel.outputs:
+            arguments += [self._values[name].array, self._values[name].step]
+        launch = cuda.Launch(self._module[kernel.name], self._program.device.stream, kernel.threads, *arguments)
+        rows, blocks = kernel.rows, kernel.blocks
+        return lambda context: launch(context.sizes[rows] * blocks)
+
+    def _group(self, group: Group, weights: Weights, beside: bool) -> list[Step]:
+        rows, x, products = self._rows(group), self._values[group[0].input].array, self._shared.products
+        if not any(product.lora for product in group):
+            outs = [self._values[product.output].array for product in group]
+            if beside:
+                outs = [outs[0].reshape(self._largest[rows], sum(product.out_features for product in group))]
+            multiply = products.bind(weights.weight, x, outs)
+            return [lambda context: multiply(context.sizes[rows])]
+        made = self._buffer(rows, *weights.weight.out_features)
+        multiply = products.bind(weights.weight, x, [made])
+        calls: list[Step] = [lambda context: multiply(context.sizes[rows])]
+        shrunk = _part_of(made, sum(product.out_features for product in group))
+        if weights.shrink is not None:
+            own = self._buffer(rows, *weights.shrink.out_features)
+            shrink = products.bind(weights.shrink, x, [own])
+            calls.append(lambda context: shrink(context.sizes[rows]))
+            shrunk = Place.of(own)
+        lora = next(product.lora for product in group if product.lora)
+        adapters = Adapters(self._given[IDS], self._given[lora.rows] if lora.rows else None, lora.rank)
+        outs = [self._values[product.output].array for product in group]
+        matrices = [self._given[product.lora.b] if product.lora else None for product in group]
+        expand = products.expand(Place.of(made), shrunk, adapters, matrices, outs)
+        return [*calls, lambda context: expand(context.sizes[rows])]
+
+
+def _part_of(whole: cuda.Array, column: int) -> Place:
+    """The columns of [rows, columns] from one on."""
+    rows, columns = whole.shape
+    return Place(whole.reshape(rows * columns)[column:], columns)
+
+
+def _slots(group: Group) -> list[str]:
+    return [slot for product in group for slot in product.slots]

@@ -1,4 +1,5 @@
-"""Products of activations with weights on a device, which stand between the pieces of a block: see `cut_program`.
+"""Products of activations with weights on a device, which stand between the pieces of a block, and what adapters add to
+them: see `cut_program`.
 
 A few rows are multiplied by a kernel that reads the weight as it is stored (small_weights.cu), up to 16 at a time;
 more, and weights of shapes that the kernel does not take, by cuBLAS, a small weight made fp16 before, in memory that
@@ -7,30 +8,52 @@ all of them share.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.cublas import Gemm
+from lockstep.backends.tensorrt.row_kernels import PRELUDE
 
 SOURCE = Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
+LORA_SOURCE = PRELUDE + Path(__file__).with_name("lora_expand.cu").read_text(encoding="utf-8")
 SCALES_TIMES = 256.0  # what the kernels expect scales to be multiplied by
 _ROWS, _MOST_OUTPUTS = (8, 16), 3  # of a launch of the kernel, at most: each number of rows has its own
 # Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
 MOST_ROWS = {4: 32, 8: 32, 16: 8}
 _WIDE = 8192  # out_features from which warps take two tiles
 _DEQUANTIZE_THREADS = 256
+# Of what adapters add: threads as in lora_expand.cu; rows from which a block makes several, mostly of one adapter.
+_EXPAND_THREADS, _ROWS_TOGETHER, _MANY_ROWS = 256, 8, 64
 
 
-class Multiplier(Protocol):
-    """A product with weights that are bound."""
+# Of so many rows: put the products of arrays that are bound on the stream.
+Multiplier = Callable[[int], None]
 
-    def __call__(self, rows: int, x: cuda.Array, outs: Sequence[cuda.Array]) -> None:
-        """Put outs[i] [rows, out_features[i]] = x [rows, in_features] times weight i, transposed, on the stream."""
-        ...
+
+class Rows(Protocol):
+    """Rows of numbers: see `cut_program.Place`."""
+
+    @property
+    def array(self) -> cuda.Array: ...
+
+    @property
+    def step(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """ids: integers [tokens], each token's place among the resident adapters, -1 for none. rows: which of them a row
+    of a product has; None: in order. rank: numbers of each adapter between its two products."""
+
+    ids: cuda.Array
+    rows: cuda.Array | None
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -64,42 +87,111 @@ class Products:
         self._largest = 1
         self._kernels: dict[str, cuda.Kernel] = {}
 
-    def bind(self, weight: SmallWeight) -> Multiplier:
-        """A product with `weight`; captured graphs of it hold as long as it does, and these `Products`."""
-        total, numbers = sum(weight.out_features), sum(weight.out_features) * weight.in_features
+    def bind(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
+        """outs[i] [..., out_features[i]] = x [..., in_features] times weight i, transposed, of as many rows as a call
+        is told; captured graphs of it hold as long as it does, and these `Products`."""
         if weight.bits < 16:
-            self._largest = max(self._largest, numbers)
-        starts = [0]
-        for size in weight.out_features:
-            starts.append(starts[-1] + size)
-        tiles, warps = (2, 8) if total >= _WIDE else (1, 16)
-        gemv = {most: self._kernel(f"gemv_{weight.bits}_{tiles}_{warps}_{most}") for most in _ROWS}
-        ends = (starts[1:] + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
-        sizes = total, weight.in_features, weight.group_size or weight.in_features
+            self._largest = max(self._largest, sum(weight.out_features) * weight.in_features)
         few = MOST_ROWS[weight.bits] if weight.fits_kernel else 0
-        dequantize = None if weight.bits == 16 else self._kernel(f"dequantize_{weight.bits}")
-        blocks = -(-numbers // 8 // _DEQUANTIZE_THREADS)
+        by_kernel, by_cublas = functools.cache(functools.partial(self._few, weight, x, outs)), list[Multiplier]()
+        size = _ROWS[-1]
 
-        def multiply(rows: int, x: cuda.Array, outs: Sequence[cuda.Array]) -> None:
-            if rows <= few:
-                for first in range(0, rows, _ROWS[-1]):
-                    piece = slice(first, min(first + _ROWS[-1], rows))
-                    most = next(most for most in _ROWS if piece.stop - first <= most)
-                    to = [out[piece] for out in outs]
-                    to += [to[-1]] * (_MOST_OUTPUTS - len(to))
-                    given: tuple[cuda.Array | int, ...]
-                    given = weight.data, weight.scales, x[piece], *to, *ends, *sizes, piece.stop - first
-                    gemv[most].launch(self._stream, -(-total // (16 * tiles)), 32 * warps, *given)
-                return
-            whole = weight.data
-            if dequantize is not None:
-                whole = self._room().reshape(total, weight.in_features)
-                made = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
-                dequantize.launch(self._stream, blocks, _DEQUANTIZE_THREADS, *made)
-            for low, high, out in zip(starts, starts[1:], outs):
-                self._gemm(whole[low:high], rows, x, out)
+        def multiply(rows: int) -> None:
+            if rows > few:
+                if not by_cublas:
+                    by_cublas.append(self._many(weight, x, outs))
+                return by_cublas[0](rows)
+            for first in range(0, rows, size):
+                count = min(rows - first, size)
+                launch, blocks = by_kernel(first, next(most for most in _ROWS if count <= most))
+                launch(blocks, count)
 
         return multiply
+
+    def _few(
+        self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], first: int, most: int
+    ) -> tuple[cuda.Launch, int]:
+        """A launch of the kernel for rows from `first` on, at most so many, and its blocks."""
+        total, ends = sum(weight.out_features), list(itertools.accumulate(weight.out_features))
+        tiles, warps = (2, 8) if total >= _WIDE else (1, 16)
+        to = [out[first:] for out in outs]
+        to += [to[-1]] * (_MOST_OUTPUTS - len(to))
+        ends = (ends + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
+        sizes = total, weight.in_features, weight.group_size or weight.in_features
+        kernel = self._kernel(f"gemv_{weight.bits}_{tiles}_{warps}_{most}")
+        given: tuple[cuda.Array | int, ...]
+        given = weight.data, weight.scales, x[first:], *to, *ends, *sizes, most
+        return cuda.Launch(kernel, self._stream, 32 * warps, *given), -(-total // (16 * tiles))
+
+    def _many(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
+        """By cuBLAS. Made with the first call, when all products are bound that share the memory."""
+        total, whole = sum(weight.out_features), weight.data
+        if weight.bits < 16:
+            whole = self._room().reshape(total, weight.in_features)
+        ends = list(itertools.accumulate(weight.out_features))
+        starts = [0, *ends[:-1]]
+        calls = [self._gemm.bind(whole[low:high], x, out) for low, high, out in zip(starts, ends, outs, strict=True)]
+        if weight.bits < 16:
+            kernel = self._kernel(f"dequantize_{weight.bits}")
+            made = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
+            dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *made)
+            blocks = -(-total * weight.in_features // 8 // _DEQUANTIZE_THREADS)
+
+        def multiply(rows: int) -> None:
+            if weight.bits < 16:
+                dequantize(blocks)
+            for call in calls:
+                call(rows)
+
+        return multiply
+
+    def expand(
+        self,
+        made: Rows,
+        shrunk: Rows,
+        adapters: Adapters,
+        matrices: Sequence[cuda.Array | None],
+        outs: Sequence[cuda.Array],
+    ) -> Callable[[int], None]:
+        """outs[i] = product i of `made`, where they lie one behind the other, and what a row's adapter adds to it.
+
+        shrunk: the input times A of all resident adapters, for each product whose B is in `matrices` [columns,
+        out_features], one behind the other. The call is told the number of rows."""
+        module, calls = cuda.compile_kernels(LORA_SOURCE), list[tuple[dict[int, cuda.Launch], int]]()
+        starts, columns = [0], list[int]()
+        at = 0
+        for b, out in zip(matrices, outs, strict=True):
+            starts.append(starts[-1] + out.shape[1])
+            columns.append(-1 if b is None else at)
+            at += 0 if b is None else b.shape[0]
+        some = next(b for b in matrices if b is not None)
+        ids, of_rows = adapters.ids, adapters.rows
+        whose = ids, int(ids.dtype.itemsize == 8), of_rows or ids, int(of_rows.dtype.itemsize == 8) if of_rows else -1
+        for first in range(0, len(outs), _MOST_OUTPUTS):
+            few = slice(first, first + _MOST_OUTPUTS)
+            fill = _MOST_OUTPUTS - len(outs[few])
+            bs = [some if b is None else b for b in matrices[few]] + [some] * fill
+            to, of = [*outs[few], *[outs[first]] * fill], [*columns[few], *[-1] * fill]
+            ends = [end - starts[first] for end in starts[first + 1 : first + 1 + len(outs[few])]]
+            total = ends[-1]
+            ends = (ends + [total] * fill)[: _MOST_OUTPUTS - 1]
+            own = made.array.reshape(math.prod(made.array.shape))[starts[first] :]
+            given: tuple[cuda.Array | int, ...]
+            given = own, made.step, shrunk.array, shrunk.step, *whose, *bs, *to, *ends, total, *of, adapters.rank
+            wide = 8 if all(size % 8 == 0 for size in (*ends, total, made.step, starts[first])) else 1
+            blocks = -(-total // wide // _EXPAND_THREADS)
+            launches = {
+                count: cuda.Launch(module[f"lora_expand_{wide}_{count}"], self._stream, _EXPAND_THREADS, *given, 0)
+                for count in (1, _ROWS_TOGETHER)
+            }
+            calls.append((launches, blocks))
+
+        def run(rows: int) -> None:
+            count = _ROWS_TOGETHER if rows >= _MANY_ROWS else 1
+            for launches, blocks in calls:
+                launches[count](-(-rows // count) * blocks, rows)
+
+        return run
 
     def _room(self) -> cuda.Array:
         """Made with the first call, when all products are bound."""

@@ -83,7 +83,11 @@ def first_profile(
 
 
 class TensorRTProgram:
-    """An engine file on a rank's device, without weights. plan: what of the file it is, if not all of it."""
+    """An engine file on a rank's device, without weights. plan: what of the file it is, if not all of it.
+
+    by_profiles: it takes as long as the largest size of a profile, whatever the size."""
+
+    by_profiles = True
 
     def __init__(
         self, library: Library, engine_path: Path, slots: Sequence[IO], rank: int = 0, plan: bytes | None = None

@@ -116,7 +116,8 @@ class Rank:
             self.plans.clear()
 
     def tuned_for(self, num_tokens: int) -> int:
-        """Return the tokens that the profile is tuned for in which a layer's block takes so many."""
+        """Return the tokens that a layer's block takes as long for as for so many: those that the profile is tuned
+        for in which it takes them."""
         if num_tokens not in self._tuned:
             self._tuned[num_tokens] = self._tuned_for(num_tokens)
         return self._tuned[num_tokens]
@@ -124,6 +125,8 @@ class Rank:
     def _tuned_for(self, num_tokens: int) -> int:
         piece = self.network.layers[-1][0].pieces[0]
         program = engine_of(piece).program
+        if not program.by_profiles:
+            return num_tokens
         inputs = [io for io in piece.signature.inputs if io.name in program.dynamic]  # none of adapters
         shapes = {io.name: tuple(num_tokens if isinstance(size, str) else size for size in io.shape) for io in inputs}
         profile = program.profile_for(shapes)
@@ -189,17 +192,17 @@ class Rank:
         """Rows of one token; nothing is put on the stream."""
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
-        values, network = self._values(inputs, adapted), self.network
+        values, mask, network = inputs.values(), self._mask_array(inputs, adapted), self.network
 
         def prepare(name: str, block: Block) -> list[tuple[str, Call]]:
             return [
                 ("sum", functools.partial(self._end.sum, step.values))
                 if isinstance(step, _Sum)
-                else (name, engine_of(step.piece).prepare(_by_engine(step), step.outputs, own=True))
+                else (name, engine_of(step.piece).prepare(_by_engine(step, mask), step.outputs, own=True))
                 for step in self._steps(block.for_rows(adapted), values, dims, "decode")
             ]
 
-        calls = self._mask_calls(inputs, values, adapted) + prepare("embedding", network.embedding)
+        calls = self._mask_calls(inputs, mask) + prepare("embedding", network.embedding)
         for index, (block, kind) in enumerate(network.layers):
             calls += prepare("block", block)
             self._add_attention(kind, values, total)
@@ -212,18 +215,17 @@ class Rank:
         part = made if self.splits_logits and not drawn else None
         return Plan([call for _, call in calls], [name for name, _ in calls], logits, part, whole)
 
-    def _values(self, inputs: Inputs, adapted: bool) -> dict[str, cuda.Array]:
-        """What blocks read, by name: for `adapter_ids` their mask."""
-        values = inputs.values()
-        if adapted and self._mask is not None:
-            columns, _, dtype = self._mask
-            values[IDS] = self._buffer("adapter mask", (inputs.token_ids.shape[0], columns), dtype)
-        return values
-
-    def _mask_calls(self, inputs: Inputs, values: Mapping[str, cuda.Array], adapted: bool) -> list[tuple[str, Call]]:
+    def _mask_array(self, inputs: Inputs, adapted: bool) -> cuda.Array | None:
+        """What engines read that take a mask in place of `IDS`; None where none does."""
         if not adapted or self._mask is None:
+            return None
+        columns, _, dtype = self._mask
+        return self._buffer("adapter mask", (inputs.token_ids.shape[0], columns), dtype)
+
+    def _mask_calls(self, inputs: Inputs, mask: cuda.Array | None) -> list[tuple[str, Call]]:
+        if mask is None or self._mask is None:
             return []
-        kernels, stream, ids, mask, rank = self._kernels, self.stream, inputs.adapter_ids, values[IDS], self._mask[1]
+        kernels, stream, ids, rank = self._kernels, self.stream, inputs.adapter_ids, self._mask[1]
         return [("adapters", lambda: kernels.adapter_mask(stream, ids, mask, rank))]
 
     def _prompt_calls(
@@ -242,7 +244,7 @@ class Rank:
             plan.names.append(name)
             return plan
 
-        for name, call in self._mask_calls(inputs, self._values(inputs, adapted), adapted):
+        for name, call in self._mask_calls(inputs, self._mask_array(inputs, adapted)):
             yield add(name, call)
         for name, call in a_pass.embedding():
             yield add(name or "embedding", call)
@@ -283,7 +285,7 @@ class Rank:
     def _bind_prompts(self, adapted: bool) -> Iterator[BoundBlock]:
         """The blocks of a pass of prompts, bound to buffers for the largest."""
         arrays, network, largest = self._prompts.arrays, self.network, self._largest_pass
-        values = self._values(arrays, adapted)
+        values, mask = arrays.values(), self._mask_array(arrays, adapted)
         dims = {"num_tokens": largest, "num_requests": self._num_slots}
         for block, kind in ((network.embedding, None), *network.layers, (network.exit, None)):
             parts: list[BoundPiece | BoundSum] = []
@@ -292,7 +294,7 @@ class Rank:
                     parts.append(BoundSum(self._end.sum, step.values, step.dim))
                 else:
                     engine = engine_of(step.piece)
-                    given, dynamic = _by_engine(step), engine.program.dynamic
+                    given, dynamic = _by_engine(step, mask), engine.program.dynamic
                     declared: dict[str, tuple[int | str, ...]] = {
                         io.name: io.shape for io in step.piece.signature.inputs
                     }
@@ -371,10 +373,12 @@ class Rank:
         return self.exchange
 
 
-def _by_engine(step: _Run) -> Mapping[str, cuda.Array]:
-    """The inputs as the engine names them: the mask of adapters by its rank."""
+def _by_engine(step: _Run, mask: cuda.Array | None) -> Mapping[str, cuda.Array]:
+    """The inputs as the engine names them: of one that takes a mask, this by its rank in place of `IDS`."""
     masks = [name for name in engine_of(step.piece).program.tensors if mask_rank(name)]
-    return {masks[0] if masks and name == IDS else name: array for name, array in step.inputs.items()}
+    if mask is None or not masks:
+        return step.inputs
+    return {masks[0] if name == IDS else name: mask if name == IDS else a for name, a in step.inputs.items()}
 
 
 def _mask_of_engines(network: Network) -> tuple[int, int, np.dtype] | None:

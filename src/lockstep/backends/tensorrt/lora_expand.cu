@@ -1,0 +1,85 @@
+// What adapters add to products of one input: behind `PRELUDE` of row_kernels.py.
+//
+// y [rows, total] are the products, shrunk [rows, ...] the input times A of all resident adapters, B [columns, out_features] as the
+// graph has it. out = y + shrunk B, of a row's own adapter; with none y. Up to three products, one behind the other in y. A thread
+// makes VEC outputs of ROWS rows: rows of one adapter, as a prompt's are, read B once.
+
+#define EXPAND_THREADS 256
+
+template <int VEC> __device__ __forceinline__ void load(const unsigned short* from, float* to) {
+    if (VEC == 8) load8(from, to);
+    else to[0] = number(from[0]);
+}
+
+template <int VEC, int ROWS>
+__device__ __forceinline__ void expand(const unsigned short* y, int y_step, const unsigned short* shrunk, int shrunk_step, const void* ids,
+                                       int wide, const void* of_rows, int of_rows_wide, const unsigned short* b0,
+                                       const unsigned short* b1, const unsigned short* b2, unsigned short* out0, unsigned short* out1,
+                                       unsigned short* out2, int first_end, int second_end, int total, int column0, int column1,
+                                       int column2, int rank, int rows) {
+    int chunks = (total / VEC + EXPAND_THREADS - 1) / EXPAND_THREADS;
+    int n = (blockIdx.x % chunks * EXPAND_THREADS + threadIdx.x) * VEC;
+    long long first = (long long)(blockIdx.x / chunks) * ROWS;
+    if (n >= total) return;
+    const unsigned short* b = n < first_end ? b0 : n < second_end ? b1 : b2;
+    unsigned short* out = n < first_end ? out0 : n < second_end ? out1 : out2;
+    int column = n < first_end ? column0 : n < second_end ? column1 : column2;
+    int start = n < first_end ? 0 : n < second_end ? first_end : second_end;
+    int width = (n < first_end ? first_end : n < second_end ? second_end : total) - start, own = n - start;
+    float sums[ROWS][VEC];
+    long long id[ROWS];
+    bool same = true;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        long long row = first + i < rows ? first + i : rows - 1;
+        load<VEC>(y + row * y_step + n, sums[i]);
+        id[i] = integer(ids, wide, of_rows_wide < 0 ? row : integer(of_rows, of_rows_wide, row));
+        same = same && id[i] == id[0];
+    }
+    if (column >= 0 && same && id[0] >= 0) {
+        for (int r = 0; r < rank; r++) {
+            float held[VEC];
+            load<VEC>(b + (id[0] * rank + r) * width + own, held);
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) {
+                long long row = first + i < rows ? first + i : rows - 1;
+                float by = number(shrunk[row * shrunk_step + column + id[0] * rank + r]);
+#pragma unroll
+                for (int j = 0; j < VEC; j++) sums[i][j] += by * held[j];
+            }
+        }
+    } else if (column >= 0 && !same) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            if (id[i] < 0) continue;
+            long long row = first + i < rows ? first + i : rows - 1;
+            for (int r = 0; r < rank; r++) {
+                float held[VEC];
+                load<VEC>(b + (id[i] * rank + r) * width + own, held);
+                float by = number(shrunk[row * shrunk_step + column + id[i] * rank + r]);
+#pragma unroll
+                for (int j = 0; j < VEC; j++) sums[i][j] += by * held[j];
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        if (first + i >= rows) continue;
+        unsigned short* at = out + (first + i) * width + own;
+        if (VEC == 8) store8(at, sums[i]);
+        else at[0] = half(sums[i][0]);
+    }
+}
+
+#define EXPAND(NAME, VEC, ROWS) \
+extern "C" __global__ void __launch_bounds__(EXPAND_THREADS) NAME( \
+    const unsigned short* y, int y_step, const unsigned short* shrunk, int shrunk_step, const void* ids, int wide, const void* of_rows, \
+    int of_rows_wide, const unsigned short* b0, const unsigned short* b1, const unsigned short* b2, unsigned short* out0, \
+    unsigned short* out1, unsigned short* out2, int first_end, int second_end, int total, int column0, int column1, int column2, \
+    int rank, int rows) { \
+    expand<VEC, ROWS>(y, y_step, shrunk, shrunk_step, ids, wide, of_rows, of_rows_wide, b0, b1, b2, out0, out1, out2, first_end, \
+                      second_end, total, column0, column1, column2, rank, rows); }
+EXPAND(lora_expand_8_1, 8, 1)
+EXPAND(lora_expand_8_8, 8, 8)
+EXPAND(lora_expand_1_1, 1, 1)
+EXPAND(lora_expand_1_8, 1, 8)

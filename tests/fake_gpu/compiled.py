@@ -1,0 +1,101 @@
+"""Kernels that are run from their source, compiled for the host: those that have no definition in NumPy.
+
+One thread after another, or where threads of a block meet (`EACH` of row_kernels.py) one that does the work of all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fake_gpu.device import Fault, Gpu
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+_HEAD = """
+#include <math.h>
+#include <string.h>
+#define ON_HOST
+#define __device__
+#define __global__
+#define __shared__ static
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __restrict__
+#define EACH(v, count) for (int v = chunk ? count : 0; v < count; v++)
+#define EACH_GROUP(group, count) for (int group = 0; group < count; group++)
+#define EACH_OF_GROUP(v, count) for (int v = 0; v < count; v++)
+static struct { int x; } threadIdx, blockIdx;
+inline void __syncthreads() {}
+inline float warp_sum(float value) { return value; }
+template <int WARPS> float block_sum(float value) { return value; }
+inline float number(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }
+inline unsigned short half(float value) {
+    _Float16 of = (_Float16)value;
+    unsigned short r;
+    memcpy(&r, &of, 2);
+    return r;
+}
+"""
+
+
+def source(text: str, name: str) -> str:
+    """What is compiled of a module for one kernel, which is called `run`."""
+    flat = text.replace("\\\n", " ")
+    threads, parameters = _declared(flat, name)
+    listed, names = ", ".join(parameters), ", ".join(part.split()[-1].strip("*") for part in parameters)
+    kernel = re.search(rf"\b{name}\(.*?(?=extern|\Z)", flat, re.DOTALL)
+    count = 1 if kernel and "EACH" in kernel[0] else threads
+    run = (
+        f'extern "C" void run(int blocks, {listed}) {{\n'
+        f"for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)\n"
+        f"for (threadIdx.x = 0; threadIdx.x < {count}; threadIdx.x++) {name}({names});\n}}"
+    )
+    return f"// {threads} threads\n{_HEAD}{text}\n{run}\n"
+
+
+def _declared(text: str, name: str) -> tuple[int, list[str]]:
+    """Threads and parameters of a kernel."""
+    form = r'extern "C" __global__ void\s+__launch_bounds__\((\w+)\)\s+(\w+)\(([^)]*)\)'
+    found = {kernel: (threads, parameters) for threads, kernel, parameters in re.findall(form, text)}
+    threads, parameters = found.get(name) or found["NAME"]
+    if not threads.isdigit():
+        (threads,) = re.findall(rf"#define {threads} (\d+)", text)
+    return int(threads), [part.strip() for part in parameters.replace("__restrict__", "").split(",")]
+
+
+@functools.cache
+def _compiled(text: str) -> Any:
+    if COMPILER is None:
+        raise Fault("expected a C++ compiler, found none")
+    with tempfile.TemporaryDirectory() as folder:
+        path, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+        path.write_text(text)
+        command = [COMPILER, "-O1", "-std=c++17", "-w", "-shared", "-fPIC", str(path), "-o", str(library)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:
+            raise Fault(f"kernel: {made.stderr[:2000]}")
+        return ctypes.CDLL(str(library)).run
+
+
+def run(text: str, gpu: Gpu, blocks: int, threads: int, types: Sequence[Any], values: Sequence[Any]) -> None:
+    """Run all blocks. Raises Fault for a pointer that is none of the device, or other threads than it is made for."""
+    if not text.startswith(f"// {threads} threads\n"):
+        raise Fault(f"kernel: {threads} threads, other than it is compiled for")
+    held: list[np.ndarray] = []
+    arguments: list[Any] = []
+    for kind, value in zip(types, values, strict=True):
+        if kind is ctypes.c_void_p:
+            held.append(gpu.bytes(value, 1))
+            arguments.append(ctypes.c_void_p(held[-1].ctypes.data))
+        else:
+            arguments.append(kind(value))
+    _compiled(text)(ctypes.c_int(blocks), *arguments)
