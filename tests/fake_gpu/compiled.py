@@ -35,6 +35,8 @@ _HEAD = """
 #define EACH_OF_GROUP(v, count) for (int v = 0; v < count; v++)
 static struct { int x; } threadIdx, blockIdx;
 inline void __syncthreads() {}
+inline void next_may_start() {}
+inline void wait_for_previous() {}
 inline float warp_sum(float value) { return value; }
 template <int WARPS> float block_sum(float value) { return value; }
 inline float number(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }

@@ -140,8 +140,19 @@ def driver(gpu: Gpu) -> ModuleType:
         gpu.launch(stream, home, lambda: KERNELS[name](gpu, x, named))
         return (result.CUDA_SUCCESS,)
 
+    def launch_with(config, function, given, extra):
+        (attribute,) = config.attrs
+        if config.numAttrs != 1 or attribute.value.programmaticStreamSerializationAllowed != 1:
+            raise Fault("cuLaunchKernelEx: expected one attribute")
+        sizes = config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, 1, 1, config.sharedMemBytes
+        return launch(function, *sizes, config.hStream, given, extra)
+
     vars(module).update(
         CUresult=result,
+        CUlaunchConfig=SimpleNamespace,
+        CUlaunchAttribute=lambda: SimpleNamespace(value=SimpleNamespace()),
+        CUlaunchAttributeID=SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6),
+        cuLaunchKernelEx=launch_with,
         CUdevice_attribute=attributes,
         cuInit=lambda flags: (result.CUDA_SUCCESS,),
         cuDeviceGet=lambda number: (result.CUDA_SUCCESS, number),

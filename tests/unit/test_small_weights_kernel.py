@@ -32,6 +32,9 @@ inline u32 mul2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) * pa
 inline u32 fma2(u32 a, u32 b, u32 c) { return pairs([=](int i) { return part(a, i) * part(b, i) + part(c, i); }); }
 inline u32 mask_or(u32 a, u32 mask, u32 bits) { return a & mask | bits; }
 inline uint4 stream(const uint4* from) { return *from; }
+inline void prefetch(const uint4* from) { stream(from); }
+inline void next_may_start() {}
+inline void wait_for_previous() {}
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     const unsigned long long both = a | (unsigned long long)b << 32;
     u32 found = 0;

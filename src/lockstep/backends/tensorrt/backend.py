@@ -57,7 +57,8 @@ from lockstep.targets import Limits
 # ended after two minutes at level 5.
 _HIGHEST_LEVEL = {"decode": 3, "prefill": 3}
 _PLAN, _GRAPH = ".engine", ".onnx"
-# TensorRT, inside its engines, or cuBLAS and kernels of our own between pieces (`cut_engine`).
+# TensorRT, inside its engines, or cuBLAS and kernels of our own between pieces (`cut_engine`), which 8.6's are behind
+# with four rows and more; later versions have not been measured.
 PRODUCTS = ("tensorrt", "cublas")
 
 
@@ -118,7 +119,7 @@ class TensorRTBackend:
         return {
             "opset": None if TENSORRT.has("opset_18") else 17,
             "fuse_projections": True,
-            "products": PRODUCTS[0],
+            "products": "cublas" if TENSORRT.has("one_region") else "tensorrt",
             "workspace_mb": 4096,
             "optimization_level": 4,
             "one_region": True,

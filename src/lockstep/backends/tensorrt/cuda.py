@@ -283,9 +283,14 @@ class Kernel:
 
 class Launch:
     """A kernel on a stream whose arguments stay but for the last, an integer: a call costs the host a third of
-    `Kernel.launch`."""
+    `Kernel.launch`.
 
-    def __init__(self, kernel: Kernel, stream: Stream, threads: int, *arguments: Array | int | float):
+    overlaps: the kernel waits itself for the one before it on the stream (`wait_for_previous`), and may be brought onto
+    the device while that one runs, where the device and its driver can do that, in graphs too."""
+
+    def __init__(
+        self, kernel: Kernel, stream: Stream, threads: int, *arguments: Array | int | float, overlaps: bool = False
+    ):
         self._function, self._stream, self._threads, self._held = kernel.function, stream, threads, arguments
         self._values: list[Any] = [
             ctypes.c_void_p(each.address) if isinstance(each, Array) else _NUMBERS[type(each)](each)
@@ -294,12 +299,33 @@ class Launch:
         self._last = self._values[-1]
         self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(each) for each in self._values))
         self._address = ctypes.addressof(self._pointers)
+        self._config = _overlapping(stream, threads) if overlaps and _can_overlap(current_device()) else None
 
     def __call__(self, blocks: int, last: int | None = None) -> None:
         if last is not None:
             self._last.value = last
+        if self._config is not None:
+            self._config.gridDimX = blocks
+            check(driver.cuLaunchKernelEx(self._config, self._function, self._address, 0))
+            return
         threads, stream = self._threads, self._stream.handle
         check(driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, self._address, 0))
+
+
+@functools.cache
+def _can_overlap(number: int) -> bool:
+    """Compute capability 9.0, and a driver of CUDA 12.4, which captures such launches."""
+    return compute_capability(number) >= (9, 0) and int(check(driver.cuDriverGetVersion())) >= 12040
+
+
+def _overlapping(stream: Stream, threads: int) -> Any:
+    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.blockDimX, config.hStream, config.sharedMemBytes = threads, stream.handle, 0
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:

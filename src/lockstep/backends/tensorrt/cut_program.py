@@ -377,7 +377,8 @@ class _Call:
             assert kind in (ROWS, INDEX)
         for name in kernel.outputs:
             arguments += [self._values[name].array, self._values[name].step]
-        launch = cuda.Launch(self._module[kernel.name], self._program.device.stream, kernel.threads, *arguments)
+        stream = self._program.device.stream
+        launch = cuda.Launch(self._module[kernel.name], stream, kernel.threads, *arguments, overlaps=True)
         rows, blocks = kernel.rows, kernel.blocks
         return lambda context: launch(context.sizes[rows] * blocks)
 

@@ -6,9 +6,32 @@
 
 #define EXPAND_THREADS 256
 
+#define AT_ONCE 8  // rows of B that are on their way together; ranks are multiples of it
+
 template <int VEC> __device__ __forceinline__ void load(const unsigned short* from, float* to) {
     if (VEC == 8) load8(from, to);
     else to[0] = number(from[0]);
+}
+
+// sums[i] += the next AT_ONCE numbers of shrunk row i times as many rows of B.
+template <int VEC, int ROWS>
+__device__ __forceinline__ void add(float (*sums)[VEC], const unsigned short* const* shrunk, const unsigned short* b, int width) {
+    float held[AT_ONCE][VEC], by[ROWS][AT_ONCE];
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; r++) load<VEC>(b + (long long)r * width, held[r]);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; r++) by[i][r] = number(shrunk[i][r]);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; r++) {
+#pragma unroll
+            for (int j = 0; j < VEC; j++) sums[i][j] += by[i][r] * held[r][j];
+        }
+    }
 }
 
 template <int VEC, int ROWS>
@@ -20,6 +43,8 @@ __device__ __forceinline__ void expand(const unsigned short* y, int y_step, cons
     int chunks = (total / VEC + EXPAND_THREADS - 1) / EXPAND_THREADS;
     int n = (blockIdx.x % chunks * EXPAND_THREADS + threadIdx.x) * VEC;
     long long first = (long long)(blockIdx.x / chunks) * ROWS;
+    next_may_start();
+    wait_for_previous();
     if (n >= total) return;
     const unsigned short* b = n < first_end ? b0 : n < second_end ? b1 : b2;
     unsigned short* out = n < first_end ? out0 : n < second_end ? out1 : out2;
@@ -37,28 +62,23 @@ __device__ __forceinline__ void expand(const unsigned short* y, int y_step, cons
         same = same && id[i] == id[0];
     }
     if (column >= 0 && same && id[0] >= 0) {
-        for (int r = 0; r < rank; r++) {
-            float held[VEC];
-            load<VEC>(b + (id[0] * rank + r) * width + own, held);
+        for (int r = 0; r < rank; r += AT_ONCE) {
+            const unsigned short* from[ROWS];
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
                 long long row = first + i < rows ? first + i : rows - 1;
-                float by = number(shrunk[row * shrunk_step + column + id[0] * rank + r]);
-#pragma unroll
-                for (int j = 0; j < VEC; j++) sums[i][j] += by * held[j];
+                from[i] = shrunk + row * shrunk_step + column + id[0] * rank + r;
             }
+            add<VEC, ROWS>(sums, from, b + (id[0] * rank + r) * width + own, width);
         }
     } else if (column >= 0 && !same) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             if (id[i] < 0) continue;
             long long row = first + i < rows ? first + i : rows - 1;
-            for (int r = 0; r < rank; r++) {
-                float held[VEC];
-                load<VEC>(b + (id[i] * rank + r) * width + own, held);
-                float by = number(shrunk[row * shrunk_step + column + id[i] * rank + r]);
-#pragma unroll
-                for (int j = 0; j < VEC; j++) sums[i][j] += by * held[j];
+            for (int r = 0; r < rank; r += AT_ONCE) {
+                const unsigned short* from = shrunk + row * shrunk_step + column + id[i] * rank + r;
+                add<VEC, 1>(sums + i, &from, b + (id[i] * rank + r) * width + own, width);
             }
         }
     }

@@ -18,14 +18,14 @@ from typing import Protocol
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.cublas import Gemm
-from lockstep.backends.tensorrt.row_kernels import PRELUDE
+from lockstep.backends.tensorrt.row_kernels import COMMON, PRELUDE
 
-SOURCE = Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
+SOURCE = COMMON + Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
 LORA_SOURCE = PRELUDE + Path(__file__).with_name("lora_expand.cu").read_text(encoding="utf-8")
 SCALES_TIMES = 256.0  # what the kernels expect scales to be multiplied by
 _ROWS, _MOST_OUTPUTS = (8, 16), 3  # of a launch of the kernel, at most: each number of rows has its own
 # Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
-MOST_ROWS = {4: 32, 8: 32, 16: 8}
+MOST_ROWS = {4: 32, 8: 32, 16: 16}
 _WIDE = 8192  # out_features from which warps take two tiles
 _DEQUANTIZE_THREADS = 256
 # Of what adapters add: threads as in lora_expand.cu; rows from which a block makes several, mostly of one adapter.
@@ -121,7 +121,7 @@ class Products:
         kernel = self._kernel(f"gemv_{weight.bits}_{tiles}_{warps}_{most}")
         given: tuple[cuda.Array | int, ...]
         given = weight.data, weight.scales, x[first:], *to, *ends, *sizes, most
-        return cuda.Launch(kernel, self._stream, 32 * warps, *given), -(-total // (16 * tiles))
+        return cuda.Launch(kernel, self._stream, 32 * warps, *given, overlaps=True), -(-total // (16 * tiles))
 
     def _many(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
         """By cuBLAS. Made with the first call, when all products are bound that share the memory."""
@@ -181,7 +181,9 @@ class Products:
             wide = 8 if all(size % 8 == 0 for size in (*ends, total, made.step, starts[first])) else 1
             blocks = -(-total // wide // _EXPAND_THREADS)
             launches = {
-                count: cuda.Launch(module[f"lora_expand_{wide}_{count}"], self._stream, _EXPAND_THREADS, *given, 0)
+                count: cuda.Launch(
+                    module[f"lora_expand_{wide}_{count}"], self._stream, _EXPAND_THREADS, *given, 0, overlaps=True
+                )
                 for count in (1, _ROWS_TOGETHER)
             }
             calls.append((launches, blocks))

@@ -20,12 +20,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-PRELUDE = r"""
+# What kernels begin with that are launched with `cuda.Launch.overlaps`: the next one may be brought onto the device
+# while this one runs, and what the one before has written, or still reads, is touched behind `wait_for_previous` alone.
+COMMON = r"""
 #ifndef ON_HOST  // where the test has its own
-// The pieces of a row, or of a part of it, that a thread has.
-#define EACH(v, count) for (int v = chunk * THREADS + threadIdx.x; v < count; v += BLOCKS * THREADS)
-#define EACH_GROUP(group, count) for (int group = threadIdx.x / 32; group < count; group += THREADS / 32)
-#define EACH_OF_GROUP(v, count) for (int v = threadIdx.x % 32; v < count; v += 32)
 __device__ __forceinline__ float number(unsigned short half) {
     float r;
     asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(half));
@@ -36,6 +34,26 @@ __device__ __forceinline__ unsigned short half(float value) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(value));
     return r;
 }
+__device__ __forceinline__ void next_may_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+#endif
+"""
+PRELUDE = (
+    COMMON
+    + r"""
+#ifndef ON_HOST  // where the test has its own
+// The pieces of a row, or of a part of it, that a thread has.
+#define EACH(v, count) for (int v = chunk * THREADS + threadIdx.x; v < count; v += BLOCKS * THREADS)
+#define EACH_GROUP(group, count) for (int group = threadIdx.x / 32; group < count; group += THREADS / 32)
+#define EACH_OF_GROUP(v, count) for (int v = threadIdx.x % 32; v < count; v += 32)
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
@@ -70,6 +88,7 @@ __device__ __forceinline__ long long integer(const void* values, int wide, long 
     return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
 }
 """
+)
 ROWS, INDEX, WEIGHT = "rows", "index", "weight"  # kinds of arguments
 _WIDE = 8  # fp16 numbers of 16 bytes
 _THREADS, _MOST_THREADS = 256, 1024
@@ -200,6 +219,7 @@ class _Writer:
             self._loop(width, functools.partial(self._store, own))
         head = [f"constexpr int THREADS = {threads}, BLOCKS = {blocks};"]
         head += ["long long row = blockIdx.x / BLOCKS;", "int chunk = blockIdx.x % BLOCKS;"]
+        head += ["next_may_start();", "wait_for_previous();"]
         arguments = tuple((name, self._kind(name)) for name in self._used)
         text = "\n".join("    " + line for line in [*head, *self._shared, *self._lines])
         source = (

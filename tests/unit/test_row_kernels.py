@@ -1,0 +1,229 @@
+"""Kernels of what stands between products: their source, compiled for the host, beside ONNX Runtime."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from families import FAMILIES
+
+from fake_gpu import compiled
+from lockstep.backends.tensorrt.cut_engine import cuts, prepare_pieces
+from lockstep.backends.tensorrt.row_kernels import INDEX, PRELUDE, ROWS, RowKernel, row_kernel
+from lockstep.onnx_tools.cut_products import cut_products
+from lockstep.onnx_tools.prepare import random_inputs
+from lockstep.onnx_tools.sessions import open_session
+from shared import Shared
+
+# float32 inside and one rounding to fp16, beside ONNX Runtime's after each operator.
+TOLERANCE = 4e-3
+
+RMS = """
+agraph (float16[num_tokens, W] a, float16[num_tokens, W] b, float16[W] w)
+=> (float16[num_tokens, W] s, float16[num_tokens, W] y)
+<int64[1] last = {-1}, float two = {2}, float eps = {1e-5}> {
+    s = Add(a, b)
+    wide = Cast<to = 1>(s)
+    square = Pow(wide, two)
+    mean = ReduceMean<keepdims = 1>(square, last)
+    shifted = Add(mean, eps)
+    root = Sqrt(shifted)
+    by = Reciprocal(root)
+    scaled = Mul(wide, by)
+    narrow = Cast<to = 10>(scaled)
+    y = Mul(w, narrow)
+}"""
+LAYER_NORM = """
+agraph (float16[num_tokens, W] a, float16[W] w, float16[W] b) => (float16[num_tokens, W] y)
+<int64[1] last = {-1}, float eps = {1e-5}> {
+    wide = Cast<to = 1>(a)
+    mean = ReduceMean<keepdims = 1>(wide, last)
+    off = Sub(wide, mean)
+    square = Mul(off, off)
+    variance = ReduceMean<keepdims = 1>(square, last)
+    shifted = Add(variance, eps)
+    root = Sqrt(shifted)
+    scaled = Div(off, root)
+    narrow = Cast<to = 10>(scaled)
+    weighted = Mul(narrow, w)
+    y = Add(weighted, b)
+}"""
+HEADS = """
+agraph (float16[num_tokens, W] q, float16[D] w) => (float16[num_tokens, W] y)
+<int64[1] last = {-1}, float eps = {1e-6}, int64[3] heads = {0, 4, -1}, int64[2] flat = {0, -1}> {
+    split = Reshape(q, heads)
+    wide = Cast<to = 1>(split)
+    square = Mul(wide, wide)
+    mean = ReduceMean<keepdims = 1>(square, last)
+    shifted = Add(mean, eps)
+    root = Sqrt(shifted)
+    scaled = Div(wide, root)
+    narrow = Cast<to = 10>(scaled)
+    weighted = Mul(narrow, w)
+    y = Reshape(weighted, flat)
+}"""
+GATED = """
+agraph (float16[num_tokens, W] a) => (float16[num_tokens, H] y)
+<int64[2] sizes = {H, H}, float one = {1}, float root = {0.70710678}, float half = {0.5}> {
+    gate, up = Split<axis = -1>(a, sizes)
+    wide = Cast<to = 1>(gate)
+    inner = Mul(wide, root)
+    error = Erf(inner)
+    more = Add(error, one)
+    most = Mul(wide, more)
+    gelu = Mul(most, half)
+    narrow = Cast<to = 10>(gelu)
+    y = Mul(narrow, up)
+}"""
+CAPPED = """
+agraph (float16[num_tokens, W] a) => (float16[num_tokens, W] y)
+<float16 cap = {30}> {
+    small = Div(a, cap)
+    bounded = Tanh(small)
+    y = Mul(bounded, cap)
+}"""
+TAKEN = """
+agraph (int64[num_requests] rows, float16[num_tokens, W] a, float16[num_tokens, W] b) => (float16[num_requests, W] y)
+{
+    of_a = Gather<axis = 0>(a, rows)
+    of_b = Gather<axis = 0>(b, rows)
+    sum = Add(of_a, of_b)
+    y = Relu(sum)
+}"""
+PARTS = """
+agraph (float16[num_tokens, W] a) => (float16[num_tokens, H] y, float16[num_tokens, W] z)
+<int64[1] from = {H}, int64[1] to = {W}, int64[1] axis = {1}> {
+    end = Slice(a, from, to, axis)
+    y = Sigmoid(end)
+    z = Neg(a)
+}"""
+
+
+def piece(text: str, width: int) -> onnx.ModelProto:
+    """W: the width; H: half of it; D: a fourth."""
+    for letter, size in (("W", width), ("H", width // 2), ("D", width // 4)):
+        text = text.replace(f", {letter}]", f", {size}]").replace(f"[{letter}]", f"[{size}]")
+        text = text.replace(f"{{{letter}", f"{{{size}").replace(f", {letter}}}", f", {size}}}")
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]>{text}')
+
+
+def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The outputs. Arrays of rows lie in wider ones, whose other numbers stay as they are."""
+    arguments: list[Any] = []
+    held: list[np.ndarray] = []
+
+    def add(array: np.ndarray, step: int | None = None) -> None:
+        held.append(array)
+        arguments.append(ctypes.c_void_p(array.ctypes.data))
+        if step is not None:
+            arguments.append(ctypes.c_int(step))
+
+    def wider(array: np.ndarray) -> np.ndarray:
+        flat = array.reshape(len(array), -1)
+        made = np.full((len(flat), flat.shape[1] + 16), 7, array.dtype)
+        made[:, : flat.shape[1]] = flat
+        return made
+
+    for name, kind in kernel.arguments:
+        array = np.ascontiguousarray(feeds[name])
+        if kind == ROWS:
+            array = wider(array)
+        add(array, array.shape[1] if kind == ROWS else 1 if kind == INDEX else None)
+    made = {name: wider(np.zeros_like(outputs[name])) for name in kernel.outputs}
+    for array in made.values():
+        add(array, array.shape[1])
+    text = compiled.source(PRELUDE + kernel.source, kernel.name)
+    assert text.startswith(f"// {kernel.threads} threads")
+    rows = len(next(iter(outputs.values())))
+    compiled._compiled(text)(ctypes.c_int(rows * kernel.blocks), *arguments)
+    assert all((array[:, -16:] == 7).all() for array in made.values())
+    return {name: array[:, :-16].reshape(outputs[name].shape) for name, array in made.items()}
+
+
+def compare(model: onnx.ModelProto, kernel: RowKernel) -> None:
+    feeds = random_inputs(model)
+    session = open_session(model.SerializeToString())
+    names = [value.name for value in session.get_outputs()]
+    expected = dict(zip(names, session.run(None, feeds)))
+    found = run(kernel, feeds, expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(
+            found[name].astype(np.float32),
+            values.astype(np.float32),
+            rtol=TOLERANCE,
+            atol=TOLERANCE * max(1.0, float(np.abs(values).max())),
+            err_msg=name,
+        )
+
+
+@pytest.mark.parametrize("text", [RMS, LAYER_NORM, HEADS, GATED, CAPPED, TAKEN, PARTS])
+@pytest.mark.parametrize("width", [128, 4096, 60])
+def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
+    """60: rows that are not made of 16 bytes."""
+    model = piece(text, width)
+    kernel = row_kernel(model, "kernel")
+    assert kernel is not None
+    assert ("load8" in kernel.source) == (width % 64 == 0)
+    compare(model, kernel)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        RMS.replace("-1", "0").replace("keepdims = 1", "keepdims = 1, noop_with_empty_axes = 0"),  # over rows
+        CAPPED.replace("Tanh", "Softmax"),
+        PARTS.replace("Neg", "Round"),
+        TAKEN.replace("<axis = 0>(a", "<axis = 1>(a"),
+    ],
+)
+def test_what_has_no_kernel_is_said(text: str) -> None:
+    assert row_kernel(piece(text, 128), "kernel") is None
+
+
+def test_the_source_depends_on_the_graph_alone() -> None:
+    first, second = (row_kernel(piece(RMS, 128), "kernel") for _ in range(2))
+    assert first == second and first is not None
+    assert RowKernel.from_json(first.to_json()) == first
+
+
+# Norms with and without a mean, biases, heads with norms of their own, scaled embeddings, capped logits, tied heads.
+OTHERS = ("llama, llama3 rope", "gemma2", "qwen2", "qwen3", "gpt_neox", "phi", "olmo2", "granite")
+NAMES = [
+    pytest.param(name, marks=[] if name.split(",")[0] in ("llama", "gemma2", "qwen2") else pytest.mark.long)
+    for name in sorted(FAMILIES)
+]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_blocks_of_the_families(family: str, shared: Shared) -> None:
+    """Each class is cut, and its pieces compute what its graph does, or it is left whole."""
+    files, assembly = shared.assembled(dict(FAMILIES[family].config), "fp16")
+    kernels = 0
+    for graph in assembly.classes.values():
+        model = onnx.load_model_from_string(files[graph.file])
+        if not cuts(model):
+            continue
+        block = prepare_pieces(model, None)
+        for kernel, own in zip(block.pieces, block.graph.pieces, strict=True):
+            assert isinstance(kernel, RowKernel)
+            compare(own, kernel)
+            kernels += 1
+    if any(family.startswith(name) for name in OTHERS):
+        assert kernels
+
+
+def test_a_graph_that_is_not_cut_is_left_whole() -> None:
+    """Without products, and where something between them has no kernel."""
+    assert not cuts(piece(RMS, 128))
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 18]>
+        agraph (float16[num_tokens, 64] a, float16[32, 64] w, float16[16, 32] v) => (float16[num_tokens, 16] y) {
+            first = Gemm<transB = 1>(a, w)
+            soft = Softmax<axis = -1>(first)
+            y = Gemm<transB = 1>(soft, v)
+        }"""
+    )
+    assert len(cut_products(model).pieces) == 1 and not cuts(model)
