@@ -51,6 +51,13 @@ agraph (float16[num_tokens, W] a, float16[W] w, float16[W] b) => (float16[num_to
     weighted = Mul(narrow, w)
     y = Add(weighted, b)
 }"""
+NORM = """
+agraph (float16[num_tokens, W] a, float16[W] w, float16[W] b) => (float16[num_tokens, W] y, float16[num_tokens, W] z)
+{
+    y = LayerNormalization<axis = -1, epsilon = 1e-5>(a, w, b)
+    plain = LayerNormalization<axis = -1>(a, w)
+    z = Gelu<approximate = "tanh">(plain)
+}"""
 HEADS = """
 agraph (float16[num_tokens, W] q, float16[D] w) => (float16[num_tokens, W] y)
 <int64[1] last = {-1}, float eps = {1e-6}, int64[3] heads = {0, 4, -1}, int64[2] flat = {0, -1}> {
@@ -107,7 +114,7 @@ def piece(text: str, width: int) -> onnx.ModelProto:
     for letter, size in (("W", width), ("H", width // 2), ("D", width // 4)):
         text = text.replace(f", {letter}]", f", {size}]").replace(f"[{letter}]", f"[{size}]")
         text = text.replace(f"{{{letter}", f"{{{size}").replace(f", {letter}}}", f", {size}}}")
-    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]>{text}')
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]>{text}')
 
 
 def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -159,7 +166,7 @@ def compare(model: onnx.ModelProto, kernel: RowKernel) -> None:
         )
 
 
-@pytest.mark.parametrize("text", [RMS, LAYER_NORM, HEADS, GATED, CAPPED, TAKEN, PARTS])
+@pytest.mark.parametrize("text", [RMS, LAYER_NORM, NORM, HEADS, GATED, CAPPED, TAKEN, PARTS])
 @pytest.mark.parametrize("width", [128, 4096, 60])
 def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
     """60: rows that are not made of 16 bytes."""

@@ -105,6 +105,10 @@ _UNARY = {
     "Relu": "({0} < 0.0f ? 0.0f : {0})",  # NaN stays NaN
     "Abs": "fabsf({0})",
 }
+_GELU = {
+    b"none": "0.5f * {0} * (1.0f + erff({0} * 0.707106781f))",
+    b"tanh": "0.5f * {0} * (1.0f + tanhf(0.797884561f * ({0} + 0.044715f * {0} * {0} * {0})))",
+}
 _POWERS = {1.0: "{0}", 2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "sqrtf({0})", -0.5: "1.0f / sqrtf({0})"}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _SHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
@@ -172,7 +176,8 @@ class _Value:
 
 
 class _Writer:
-    def __init__(self, piece: onnx.ModelProto, name: str, wide: int):
+    def __init__(self, given: onnx.ModelProto, name: str, wide: int):
+        piece = _plain_norms(given)
         self._graph, self._name, self._wide = piece.graph, name, wide
         graph = onnx.shape_inference.infer_shapes(piece, strict_mode=True).graph
         self._declared = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
@@ -368,6 +373,8 @@ class _Writer:
             return _BINARY[node.op_type]
         if node.op_type in _UNARY:
             return _UNARY[node.op_type]
+        if node.op_type == "Gelu":
+            return _GELU[next((helper.get_attribute_value(each) for each in node.attribute), b"none")]
         if node.op_type == "Pow" and node.input[1] in self._constants and self._constants[node.input[1]].size == 1:
             power = float(self._constants[node.input[1]].reshape(-1)[0])
             return _POWERS.get(power, "powf({0}, {1})")
@@ -514,3 +521,40 @@ class _Writer:
         ]
         self._memo = {}
         self._sums[name] = made + "[{}]"
+
+
+def _plain_norms(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with each LayerNormalization over the last dimension as what it is made of."""
+    norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
+    if not norms:
+        return model
+    copy, nodes = onnx.ModelProto(), list[onnx.NodeProto]()
+    copy.CopyFrom(model)
+    for node in model.graph.node:
+        attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        if node not in norms or attributes.get("axis", -1) != -1 or len(node.output) != 1:
+            nodes.append(node)
+            continue
+        (out,) = node.output
+        part = lambda what, out=out: f"{out}/{what}"
+        epsilon = np.array(attributes.get("epsilon", 1e-5), np.float32)  # which fp16 may not have
+        constants: dict[str, np.ndarray] = {part("axes"): np.array([-1], np.int64), part("epsilon"): epsilon}
+        copy.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+        made = [
+            ("ReduceMean", [node.input[0], part("axes")], "mean"),
+            ("Sub", [node.input[0], part("mean")], "off"),
+            ("Mul", [part("off"), part("off")], "square"),
+            ("ReduceMean", [part("square"), part("axes")], "variance"),
+            ("Add", [part("variance"), part("epsilon")], "shifted"),
+            ("Sqrt", [part("shifted")], "root"),
+            ("Div", [part("off"), part("root")], "scaled"),
+            ("Mul", [part("scaled"), node.input[1]], "weighted"),
+        ]
+        if len(node.input) > 2:
+            made.append(("Add", [part("weighted"), node.input[2]], "shifted by the bias"))
+        names = [part(what) for *_, what in made[:-1]] + [out]
+        nodes += [helper.make_node(kind, inputs, [name]) for (kind, inputs, _), name in zip(made, names)]
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del copy.graph.node[:], copy.graph.value_info[:]
+    copy.graph.node.extend(kept)
+    return copy
