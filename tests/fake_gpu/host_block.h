@@ -80,8 +80,8 @@ inline float __uint_as_float(unsigned value) { return as<float>(value); }
 inline float __int_as_float(int value) { return as<float>(value); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned __int128)a * b >> 64; }
 
-// Runs `work` as blocks 0 to `blocks`-1 of COUNT threads.
-inline void launch(int blocks, std::function<void()> work) {
+// Runs `work` as blocks 0 to `blocks`-1 of COUNT threads. static: of inline functions libraries of one process share what is static inside.
+static void launch(int blocks, std::function<void()> work) {
     using namespace host_block;
     static std::vector<char> stacks((size_t)COUNT * STACK);
     host_block::work = work;

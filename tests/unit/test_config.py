@@ -275,7 +275,7 @@ MISTAKES = [
         "limits: {",
         "backends: {tensorrt: {workspace_gb: 4}}\nlimits: {",
         "backends.tensorrt.workspace_gb: unknown key, did you mean workspace_mb? allowed: python, workspace_mb, "
-        "optimization_level, one_region, tactic_sources, tactics, attention",
+        "optimization_level, one_region, products, tactic_sources, tactics, attention",
     ),
     (
         "limits: {",
@@ -543,6 +543,7 @@ def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_
         "workspace_mb": 4096,
         "optimization_level": 4,
         "one_region": True,
+        "products": None,
         "tactic_sources": None,
         "tactics": "record",
         "attention": "fused",

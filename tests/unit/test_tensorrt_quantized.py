@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,8 +125,20 @@ def test_a_cut_that_computes_something_else_is_refused(shared, monkeypatch):
 def test_a_file_that_is_cut_short_is_named(shared, gpu, tmp_path):
     engines = built(demo(shared, "w8a16"), "w8a16", tmp_path)
     data = (engines.parent / "middle.engine").read_bytes()
+    with pytest.raises(CheckError, match="m: expected the pieces of an engine, found Unterminated"):
+        cut_engine.unpack(data[:-9], "m")  # kernels are the end of the header
+    data = _with_plan(data)
     with pytest.raises(CheckError, match=f"m: expected {len(data)} bytes, found {len(data) - 9} bytes; build it again"):
         cut_engine.unpack(data[:-9], "m")
+
+
+def _with_plan(data: bytes) -> bytes:
+    """The same engine with a plan for its first piece."""
+    start = len(cut_engine.MAGIC) + 8
+    header = json.loads(data[start:])
+    header["pieces"][0] = 100
+    text = json.dumps(header).encode()
+    return cut_engine.MAGIC + len(text).to_bytes(8, "little") + text + bytes(100)
 
 
 def test_a_machine_without_cublas_is_told_so(monkeypatch):
@@ -133,7 +146,7 @@ def test_a_machine_without_cublas_is_told_so(monkeypatch):
         raise OSError(name)
 
     monkeypatch.setattr(needs, "open_library", refuse)
-    with pytest.raises(InputError, match="expected the library cuBLAS 12 or 13, which multiplies prompts, found none"):
+    with pytest.raises(InputError, match="expected the library cuBLAS 12 or 13, which multiplies with the weights"):
         needs.require_cublas()
 
 

@@ -57,9 +57,7 @@ from lockstep.targets import Limits
 # ended after two minutes at level 5.
 _HIGHEST_LEVEL = {"decode": 3, "prefill": 3}
 _PLAN, _GRAPH = ".engine", ".onnx"
-# TensorRT, inside its engines, or cuBLAS and kernels of our own between pieces (`cut_engine`), which 8.6's are behind
-# with four rows and more; later versions have not been measured.
-PRODUCTS = ("tensorrt", "cublas")
+PRODUCTS = ("cublas", "tensorrt")
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,7 @@ class TensorRTBackend:
         self._whole = True
         self._tactics: Tactics | None = None
         self._quantized = False
+        self._products = "tensorrt"  # see `graphs`
         self._host = OnnxRuntimeBackend()
 
     @property
@@ -112,14 +111,15 @@ class TensorRTBackend:
         return gpu_key(device)
 
     def default_options(self) -> dict[str, Any]:
-        """opset: None takes the graph as it is. products: what multiplies with fp16 weights (`PRODUCTS`). one_region:
-        where `TENSORRT` has it. tactic_sources: None takes the library's. Limits: what the profiles are made for.
-        compiler_flags: there only where the user has set some (Library.compiler_flags)."""
+        """opset: None takes the graph as it is. products: what multiplies with fp16 weights (`PRODUCTS`); None: what
+        was measured to be faster. one_region: where `TENSORRT` has it. tactic_sources: None takes the library's.
+        Limits: what the profiles are made for. compiler_flags: there only where the user has set some
+        (Library.compiler_flags)."""
         flags = TENSORRT.users_flags()
         return {
             "opset": None if TENSORRT.has("opset_18") else 17,
             "fuse_projections": True,
-            "products": "cublas" if TENSORRT.has("one_region") else "tensorrt",
+            "products": None,
             "workspace_mb": 4096,
             "optimization_level": 4,
             "one_region": True,
@@ -141,8 +141,16 @@ class TensorRTBackend:
         these's first products as rows of weights, and are built without room for them too."""
         if options.get("attention") not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
-        if options.get("products") not in PRODUCTS:
+        if assembly.adapters is not None and assembly.quantization is not None:
+            raise InputError(
+                f"backend tensorrt: expected no adapters in {assembly.precision}, found room for "
+                f"{assembly.adapters.max_adapters}; export without, or in fp16"
+            )
+        if options.get("products") not in (None, *PRODUCTS):
             raise InputError(f"products: expected one of {', '.join(PRODUCTS)}, found {options.get('products')!r}")
+        # Measured on one H200: not yet with ranks, nor with another version.
+        faster = "cublas" if TENSORRT.has("one_region") and assembly.tensor_parallel is None else "tensorrt"
+        self._products = options["products"] or faster
         run = with_activations(assembly, self.activations(assembly.precision))
         fused = {
             name
@@ -169,7 +177,7 @@ class TensorRTBackend:
             require_cudnn()
         require_nvrtc()
         self._quantized = manifest.precision in QUANTIZATIONS
-        if self._quantized or manifest.options["products"] == "cublas":
+        if self._quantized or (self._products == "cublas" and manifest.precision == "fp16"):
             require_cublas()
         device, options = self.device_key(manifest.device), self.options_key(manifest.options)
         made_by = {"version": manifest.backend_version, "device": device, "options": options, "revision": self.revision}
@@ -233,7 +241,7 @@ class TensorRTBackend:
 
     def takes_as_it_is(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> bool:
         """Graphs that are cut at their products: with quantised weights, or where `products` says so."""
-        return has_quantized_products(model) or (options["products"] == "cublas" and cuts(model))
+        return has_quantized_products(model) or (self._products == "cublas" and cuts(model))
 
     def pieces(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> CutBlock | None:
         """What a graph that is cut is built of; None for one that is not, whose activations become float16 in place

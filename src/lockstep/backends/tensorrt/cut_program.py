@@ -80,14 +80,6 @@ class Place:
         return cls(array, int(np.prod(array.shape[1:])))
 
 
-@dataclass(frozen=True)
-class Weights:
-    """What a group of products is multiplied with. shrink: A of its adapters, where they are no rows of the weight."""
-
-    weight: SmallWeight
-    shrink: SmallWeight | None = None
-
-
 @dataclass(eq=False, slots=True)
 class CutContext:
     """The contexts of the plans, with the shapes of their inputs, by number of the piece, and sizes by the name of the
@@ -220,25 +212,22 @@ class _Store:
         """A weight that kernels read, in fp16."""
         return self._put([slot], self._program.slots[slot][0], self._form(slot))
 
-    def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> Weights:
-        """The weights of a group's products, one behind the other. rows: gets where adapters' A go, transposed."""
+    def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
+        """The weights of a group's products, one behind the other; with adapters A is further rows of them, transposed.
+        rows: gets where these go."""
         first, outs = group[0], tuple(product.out_features for product in group)
         columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
-        more, whole = sum(columns.values()), sum(outs)
-        deep = first.in_features
-        if first.bits == 16:
-            data = self._part(group, 0, (whole + more, deep), self._form(first.slots[0]), room=bool(more))
-            _place_rows(rows, columns, data[whole:])
-            together = (whole + more,) if beside or more else outs
-            return Weights(SmallWeight(data, data, 16, 0, deep, together))
-        data = self._part(group, 0, None, None)
-        scales = self._part(group, 1, None, _AS_SCALES)
-        weight = SmallWeight(data, scales, first.bits, first.group_size, deep, (whole,) if beside or more else outs)
-        if not more:
-            return Weights(weight)
-        shrink = cuda.zeros((more, deep), _HALF, "adapters")
-        _place_rows(rows, columns, shrink)
-        return Weights(weight, SmallWeight(shrink, shrink, 16, 0, deep, (more,)))
+        more, whole, deep = sum(columns.values()), sum(outs), first.in_features
+        if first.bits < 16:  # a set with quantised weights takes no adapters
+            data, scales = self._part(group, 0, None, None), self._part(group, 1, None, _AS_SCALES)
+            together = (whole,) if beside else outs
+            return SmallWeight(data, scales, first.bits, first.group_size, deep, together)
+        data = self._part(group, 0, (whole + more, deep), self._form(first.slots[0]), room=bool(more))
+        at = whole
+        for name, count in columns.items():
+            rows[name] = data[at : at + count]
+            at += count
+        return SmallWeight(data, data, 16, 0, deep, (whole + more,) if beside or more else outs)
 
     def _part(
         self, group: Group, part: int, shape: tuple[int, ...] | None, form: Form | None, room: bool = False
@@ -256,13 +245,6 @@ class _Store:
         return _AS_HALF if self._program.slots[slot][1] != _HALF else None
 
 
-def _place_rows(rows: dict[str, cuda.Array], columns: Mapping[str, int], array: cuda.Array) -> None:
-    at = 0
-    for name, count in columns.items():
-        rows[name] = array[at : at + count]
-        at += count
-
-
 class CutExecutable:
     """A cut engine with its weights: see `TensorRTExecutable`. groups: the weights of products, by step. weights: those
     that kernels read. adapter_rows: see `HasAdapterRows`."""
@@ -271,7 +253,7 @@ class CutExecutable:
         self,
         program: CutProgram,
         plans: Mapping[int, TensorRTExecutable],
-        groups: Mapping[int, Weights],
+        groups: Mapping[int, SmallWeight],
         weights: Mapping[str, cuda.Array],
         uploads: Uploads,
         adapter_rows: Mapping[str, cuda.Array],
@@ -382,23 +364,18 @@ class _Call:
         rows, blocks = kernel.rows, kernel.blocks
         return lambda context: launch(context.sizes[rows] * blocks)
 
-    def _group(self, group: Group, weights: Weights, beside: bool) -> list[Step]:
+    def _group(self, group: Group, weight: SmallWeight, beside: bool) -> list[Step]:
         rows, x, products = self._rows(group), self._values[group[0].input].array, self._shared.products
         if not any(product.lora for product in group):
             outs = [self._values[product.output].array for product in group]
             if beside:
                 outs = [outs[0].reshape(self._largest[rows], sum(product.out_features for product in group))]
-            multiply = products.bind(weights.weight, x, outs)
+            multiply = products.bind(weight, x, outs)
             return [lambda context: multiply(context.sizes[rows])]
-        made = self._buffer(rows, *weights.weight.out_features)
-        multiply = products.bind(weights.weight, x, [made])
+        made = self._buffer(rows, *weight.out_features)
+        multiply = products.bind(weight, x, [made])
         calls: list[Step] = [lambda context: multiply(context.sizes[rows])]
         shrunk = _part_of(made, sum(product.out_features for product in group))
-        if weights.shrink is not None:
-            own = self._buffer(rows, *weights.shrink.out_features)
-            shrink = products.bind(weights.shrink, x, [own])
-            calls.append(lambda context: shrink(context.sizes[rows]))
-            shrunk = Place.of(own)
         lora = next(product.lora for product in group if product.lora)
         adapters = Adapters(self._given[IDS], self._given[lora.rows] if lora.rows else None, lora.rank)
         outs = [self._values[product.output].array for product in group]

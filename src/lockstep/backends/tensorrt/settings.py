@@ -40,6 +40,14 @@ class TensorRTConfig(Section):
         "which are then added up in fp32 but for a few that the build names. A graph that TensorRT cannot "
         "build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
     )
+    products: Literal["cublas", "tensorrt"] | None = Field(
+        default=None,
+        description="What multiplies with the weights of fp16 blocks: `tensorrt`, inside its engines, or `cublas`, "
+        "with kernels of our own, between what else a block computes, which is then kernels of our own too; needs "
+        "cuBLAS 12 or 13. A block that has an operator without such a kernel, such as experts, stays with TensorRT. "
+        "None: `cublas` with TensorRT 8.6 for a model that is not split over ranks, where it was measured to be "
+        "faster; else `tensorrt`.",
+    )
     tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
         default=None,
         json_schema_extra=UNIQUE,

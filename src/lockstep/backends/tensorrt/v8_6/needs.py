@@ -74,7 +74,7 @@ def require_nvrtc() -> None:
 
 
 def require_cublas() -> Any:
-    """The library cuBLAS, which multiplies prompts by quantised weights: that of a wheel in `site-packages/nvidia`, or
+    """The library cuBLAS, which multiplies with weights between pieces of blocks: that of `site-packages/nvidia`, or
     what the loader finds. Raises InputError where there is none."""
     folders = [Path(entry) / folder for entry in sys.path if entry for folder in _CUBLAS_FOLDERS]
     wheels = [str(folder / name) for folder in folders for name in _CUBLAS if (folder / name).is_file()]
@@ -84,8 +84,9 @@ def require_cublas() -> Any:
         except OSError:
             continue
     raise InputError(
-        "precisions w8a16 and w4a16: expected the library cuBLAS 12 or 13, which multiplies prompts, found none; "
-        "install nvidia-cublas-cu12 for this Python, or name its folder in LD_LIBRARY_PATH"
+        "expected the library cuBLAS 12 or 13, which multiplies with the weights of fp16, w8a16 and w4a16, found none; "
+        "install nvidia-cublas-cu12 for this Python, or name its folder in LD_LIBRARY_PATH; fp16 does without with "
+        "backends.tensorrt.products: tensorrt"
     )
 
 
