@@ -215,7 +215,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def serve(place: Place) -> None:
-    """Serve until SIGTERM; the first line says where. Without a tokenizer each token id is a word."""
+    """Serve until SIGTERM; the first line says where. Without a tokenizer of all ids each token id is a word."""
     from lockstep.serve.bodies import Access
     from lockstep.serve.run import Address
     from lockstep.serve.run import serve as run_server
@@ -237,10 +237,14 @@ def serve(place: Place) -> None:
 def _tokenizer(place: Place, folder: Path) -> Any:
     from lockstep.runtime.tokenizer import Tokenizer
 
-    if Assembly.load(Path(place.assembly)).tokenizer is not None:
-        return Tokenizer.open(place.assembly)
+    assembly = Assembly.load(Path(place.assembly))
     import tokenizers
 
+    if assembly.tokenizer is not None:
+        found = tokenizers.Tokenizer.from_file(str(Path(place.assembly).parent / assembly.tokenizer.file))
+        # Not a random model's, which has bytes alone: most of its tokens have no text, and would not be sent.
+        if found.get_vocab_size() >= assembly.vocab_size:
+            return Tokenizer.open(place.assembly)
     words = {f"w{token}": token for token in range(1 << 18)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

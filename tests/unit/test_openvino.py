@@ -26,10 +26,11 @@ from test_runtime_engine import argmax, ids, with_logits
 
 from lockstep.artifacts.assembly import FileEntry
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.backends import EngineSet, build, get_backend
 from lockstep.backends.openvino import cpu
 from lockstep.checkpoint import resolve
+from lockstep.cli.main import main
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import all_steps
@@ -317,6 +318,28 @@ def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch,
     assert f"golden not run: {reason}" in (rows[bf16].reason or "") and reason not in (rows[fp32].reason or "")
     with pytest.raises(InputError, match=r"models.m.backends\[0\]: expected to run its engines \(require_run: true\)"):
         load.load({**shown, "require_run": True}).check_backends()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "--prompt", "a", "--target"), ("serve",), ("bundle",), ("reproduce",)],
+    ids=lambda one: one[0],
+)
+def test_what_needs_engines_that_the_config_skips_here_says_why(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
+    write_json(
+        "results/config.json", load.load({**config_with(precisions=["bf16"]), "skip_missing_precisions": True}).dump()
+    )
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "m/bf16/all/openvino"], prog_name="lockstep")
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    assert said.err == (
+        "lockstep: error: results/m/bf16/engines/openvino/engines.json: expected the engines of m/bf16/all/openvino, "
+        "found none: the config skips them here (skip_missing_precisions), for this CPU has no bf16 instructions "
+        "(avx512_bf16, amx_bf16); choose another target, or a machine that has them\n"
+    )
 
 
 def test_other_precisions_and_group_sizes_are_refused():

@@ -695,6 +695,13 @@ def test_without_the_library_its_targets_are_a_mistake_or_left_out(monkeypatch):
         found = load(config(skip_missing_backends=skip, require_run=True))
         found.check_backends()
         assert names(found) == ["fp32/onnxruntime"] and list(found.skipped_backends()) == [BACKEND]
+    (target,) = [target for target in load(config()).targets() if target.backend == BACKEND]
+    with pytest.raises(InputError) as caught:
+        found.parse_target(str(target))
+    assert one_line(caught) == (
+        f"target: expected one that is made here, found {target}: the config skips the backend tensorrt_rtx "
+        "(skip_missing_backends), for the Python package tensorrt-rtx is not installed for this Python"
+    )
 
 
 def test_without_the_library_the_backend_says_so_in_one_line():

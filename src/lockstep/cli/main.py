@@ -17,7 +17,7 @@ from lockstep.cli.cache import cache
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.cli.load import load as load_command
 from lockstep.cli.locks import COMMANDS
-from lockstep.cli.opened import runnable, used_config
+from lockstep.cli.opened import made_target, runnable, used_config
 from lockstep.cli.serve import serve as serve_command
 from lockstep.cli.stages import CONFIG, RESULTS, Project, load_config, stage_commands
 from lockstep.cli.terminal import JSON, echo_json
@@ -260,7 +260,7 @@ def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
 
     tree = Results(results)
     config = used_config(tree)
-    chosen = config.parse_target(target)
+    chosen = made_target(config, tree, target)
     name = f"{chosen}".replace("/", "-") + ".tar"
     click.echo(pack(tree, chosen, config.limits.model_dump(), out or Path(name), weights))
 
@@ -299,7 +299,7 @@ def reproduce(
 
     tree = Results(results)
     config = used_config(tree)
-    chosen = config.parse_target(target)
+    chosen = made_target(config, tree, target)
     record = again(config.dump(), tree, chosen, rounds, lambda line: click.echo(line, err=True))
     path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
     if as_json:

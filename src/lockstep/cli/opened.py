@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
-from lockstep.targets import Results
+from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
@@ -38,6 +38,19 @@ def used_config(results: Results) -> Config:
     return load(value, where=str(results.config()))
 
 
+def made_target(config: Config, tree: Results, name: str) -> Target:
+    """The target of this name, as `Config.parse_target`. Raises InputError where its engines are not there since the
+    config skips them on this machine."""
+    target = config.parse_target(name)
+    engines = tree.engines(target.model, target.precision, target.backend)
+    if not engines.is_file() and (reason := config.why_not_built(target)):
+        raise InputError(
+            f"{engines}: expected the engines of {target}, found none: the config skips them here "
+            f"(skip_missing_precisions), for {reason}; choose another target, or a machine that has them"
+        )
+    return target
+
+
 @contextlib.contextmanager
 def runnable(
     command: str, name: str, target: str | None, archive: Path | None, weights: Path | None, results: Path
@@ -64,7 +77,7 @@ def _of_target(name: str, tree: Results) -> Runnable:
     from lockstep.bundle.opened import Opened
 
     config = used_config(tree)
-    target = config.parse_target(name)
+    target = made_target(config, tree, name)
     place = Opened(
         target,
         config.limits.model_dump(),

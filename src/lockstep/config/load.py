@@ -4,30 +4,32 @@ wrong."""
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.artifacts.adapters import fetched_manifest
-from lockstep.artifacts.dtypes import GROUP_SIZE
 from lockstep.artifacts.fetched import folder_of, known
-from lockstep.artifacts.packing import largest_group, precision_of
 from lockstep.config.backends import BackendSettings, backends
+from lockstep.config.consistency import (
+    device_problems,
+    limit_problems,
+    model_problems,
+    name_problems,
+    shape_problems,
+    unknown_backends,
+)
 from lockstep.config.documents import read_document
 from lockstep.config.messages import Problem, Problems, describe, join, nearest, one_line
 from lockstep.config.section import Flag, PathText, Section
 from lockstep.config.sources import (
-    CheckpointShape,
     FolderSource,
     HubSource,
     RandomSource,
     parse_source,
     places_of,
-    read_shape,
     resolve_random,
     resolve_source,
     source_folders,
@@ -46,7 +48,7 @@ from lockstep.config.types import (
     Tolerances,
 )
 from lockstep.errors import InputError
-from lockstep.targets import Results, Target, is_quantized
+from lockstep.targets import Results, Target
 
 __all__ = [
     "Backends",
@@ -63,9 +65,6 @@ __all__ = [
     "resolve_source",
     "source_folders",
 ]
-
-# Names beside the models' folders in the results tree (lockstep.targets), which no model may take.
-_RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|reports?(\..*)?|logs?|benchmarks?", re.IGNORECASE)
 
 _DEMO = Path("config/config.yaml")
 
@@ -114,12 +113,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across_fields(self) -> Config:
-        problems = [*_limit_problems(self.limits)]
-        problems += _name_problems(self.models)
-        problems += _device_problems(self.devices)
+        problems = [*limit_problems(self.limits)]
+        problems += name_problems(self.models)
+        problems += device_problems(self.devices)
         for name, model in self.models.items():
-            unknown = list(_unknown_backends(name, model, self.devices))
-            problems += unknown or _model_problems(name, model, self.limits, self.backend_of)
+            unknown = list(unknown_backends(name, model, self.devices))
+            problems += unknown or model_problems(name, model, self.limits, self.backend_of)
             problems += [] if self.skip_missing_precisions or unknown else self._lacking_problems(name, model)
         if problems:
             raise Problems(problems)
@@ -129,14 +128,15 @@ class Config(Section):
         """All targets: models by name, then precisions, layer counts and backends in the order of the config; without
         those of backends that it skips here."""
         skipped = self.skipped_backends()
-        return [
-            Target(name, precision, layers, backend)
-            for name, model in sorted(self.models.items())
-            for precision in _all_precisions(model)
-            for layers in model.layers
-            for backend in model.backends
-            if precision in model.precisions_of(backend) and backend not in skipped
-        ]
+        return [target for target in self._all_targets() if target.backend not in skipped]
+
+    def _all_targets(self) -> Iterator[Target]:
+        for name, model in sorted(self.models.items()):
+            for precision in model.all_precisions():
+                for layers in model.layers:
+                    for backend in model.backends:
+                        if precision in model.precisions_of(backend):
+                            yield Target(name, precision, layers, backend)
 
     def skipped_backends(self) -> dict[str, str]:
         """Why, by backend, its targets are left out here: `skip_missing_backends`."""
@@ -230,7 +230,11 @@ class Config(Section):
 
     def is_built(self, target: Target) -> bool:
         """Whether its engines are built here: the processor computes in their precision."""
-        return self._lacking(target.precision, target.backend) is None
+        return self.why_not_built(target) is None
+
+    def why_not_built(self, target: Target) -> str | None:
+        """Why its engines are not built here (`skip_missing_precisions`); None where they are."""
+        return self._lacking(target.precision, target.backend)
 
     def is_run(self, target: Target) -> bool:
         """Whether its engines run here; else they are built, and no more, or not even that."""
@@ -238,7 +242,7 @@ class Config(Section):
 
     def why_not_run(self, target: Target) -> str | None:
         """Why its engines do not run here; None where they do."""
-        return self._lacking(target.precision, target.backend) or self.cannot_run(target.backend)
+        return self.why_not_built(target) or self.cannot_run(target.backend)
 
     def reference_terms(self, model: str) -> dict[str, Any]:
         """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long
@@ -289,7 +293,7 @@ class Config(Section):
     def parse_target(self, text: str) -> Target:
         """The target named `<model>/<precision>/<layers>` (on the model's first backend) or with `/<backend>` after it.
 
-        Raises InputError listing the targets there are.
+        Raises InputError listing the targets there are, or for one that is skipped with the reason.
         """
         by_name: dict[str, Target] = {}
         for target in self.targets():
@@ -297,6 +301,13 @@ class Config(Section):
             by_name.setdefault(str(target).rpartition("/")[0], target)
         if text in by_name:
             return by_name[text]
+        skipped = self.skipped_backends()
+        for target in self._all_targets():
+            if text == str(target) and (reason := skipped.get(target.backend)):
+                raise InputError(
+                    f"target: expected one that is made here, found {text}: the config skips the backend "
+                    f"{target.backend} (skip_missing_backends), for {reason}"
+                )
         names = [str(target).rpartition("/")[0] for target in self.targets()]
         allowed = list(dict.fromkeys(names))
         more = f" (and {len(allowed) - 20} more)" if len(allowed) > 20 else ""
@@ -324,7 +335,7 @@ class Config(Section):
                 place = _place(model.source, folders, results.source(name))
                 if place:
                     found[name] = place
-                    problems += _shape_problems(name, model, self.limits, place, self._settings)
+                    problems += shape_problems(name, model, self.limits, place, self._settings)
             except InputError as error:
                 problems.append(Problem(("models", name, "source"), str(error)))
         if problems:
@@ -333,7 +344,7 @@ class Config(Section):
 
     def check_model(self, name: str, place: Path, where: str = "config") -> None:
         """As `check_sources` for one model, with the folder of its checkpoint or its config.json at hand."""
-        problems = [*_shape_problems(name, self.models[name], self.limits, place, self._settings)]
+        problems = [*shape_problems(name, self.models[name], self.limits, place, self._settings)]
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
 
@@ -415,128 +426,6 @@ def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike], w
     return load(merged, where=where or (os.fspath(files[0]) if only_one else None))
 
 
-def _all_precisions(model: ModelConfig) -> list[str]:
-    return list(dict.fromkeys([*model.precisions, *chain(*model.backend_precisions.values())]))
-
-
-def _limit_problems(limits: Limits) -> Iterator[Problem]:
-    if limits.max_input_len > limits.max_seq_len:
-        text = f"expected at most max_seq_len ({limits.max_seq_len}); found {limits.max_input_len}"
-        yield Problem(("limits", "max_input_len"), text)
-    if limits.max_num_tokens < limits.max_batch_size:
-        text = (
-            f"expected at least max_batch_size ({limits.max_batch_size}), a token for each request; found "
-            f"{limits.max_num_tokens}"
-        )
-        yield Problem(("limits", "max_num_tokens"), text)
-
-
-def _name_problems(names: Iterable[str]) -> Iterator[Problem]:
-    """A name is a folder: where a file system does not tell capitals from small letters, two models would share one."""
-    first: dict[str, str] = {}
-    for name in names:
-        other = first.setdefault(name.casefold(), name)
-        if other != name:
-            yield Problem(
-                ("models", name), f"expected names that differ in more than capitals; found {other!r} and {name!r}"
-            )
-
-
-def _device_problems(devices: Mapping[str, Device]) -> Iterator[Problem]:
-    for name, device in devices.items():
-        if name in backends():
-            yield Problem(("devices", name), f"expected another name, for {name} is a backend; found {name!r}")
-        key, other = ("gpu", "cpu") if backends()[device.backend].gpus else ("cpu", "gpu")
-        if not getattr(device, key):
-            yield Problem(("devices", name, key), f"expected its name, for {device.backend} runs on it; found nothing")
-        if found := getattr(device, other):
-            yield Problem(("devices", name, other), f"expected {key} with {device.backend}; found {found!r}")
-        if device.python and not backends()[device.backend].has_interpreter:
-            text = f"expected no interpreter, for {device.backend} runs in this one; found {device.python!r}"
-            yield Problem(("devices", name, "python"), text)
-
-
-def _unknown_backends(name: str, model: ModelConfig, devices: Mapping[str, Device]) -> Iterator[Problem]:
-    allowed = [*backends(), *devices]
-    keys = [("backends", index) for index in range(len(model.backends))]
-    places: list[tuple[Any, ...]] = [*keys, *(("backend_precisions", backend) for backend in model.backend_precisions)]
-    for place, backend in zip(places, [*model.backends, *model.backend_precisions], strict=True):
-        if backend not in allowed:
-            yield Problem(("models", name, *place), f"expected one of {', '.join(allowed)}; found {describe(backend)}")
-
-
-def _model_problems(
-    name: str, model: ModelConfig, limits: Limits, backend_of: Callable[[str], str]
-) -> Iterator[Problem]:
-    here = ("models", name)
-    if _RESERVED_NAMES.fullmatch(name):
-        yield Problem(here, f"expected another name, for results/{name} is used for results; found {name!r}")
-    for key in ("layers", "precisions", "backends"):
-        items = getattr(model, key)
-        for index, item in enumerate(items):
-            if item in items[:index]:
-                yield Problem((*here, key, index), f"expected each item once; found {item!r} again")
-    for backend in model.backend_precisions:
-        if backend not in model.backends:
-            text = f"expected one of the model's backends ({', '.join(model.backends)}) as the key; found {backend!r}"
-            yield Problem((*here, "backend_precisions", backend), text)
-    for backend in model.backends:
-        settings, own = backends()[backend_of(backend)], backend in model.backend_precisions
-        if model.tensor_parallel > 1 and not settings.runs_ranks:
-            able = ", ".join(name for name, each in backends().items() if each.runs_ranks)
-            text = f"expected 1 for backend {backend}; several ranks run on {able}; found {model.tensor_parallel}"
-            yield Problem((*here, "tensor_parallel"), text)
-        if model.adapters and not settings.runs_adapters:
-            able = ", ".join(name for name, each in backends().items() if each.runs_adapters)
-            text = f"expected none for backend {backend}; adapters run on {able}; found {len(model.adapters)}"
-            yield Problem((*here, "adapters"), text)
-        elif model.adapters:
-            other = [each for each in model.precisions_of(backend) if each not in settings.runs_adapters]
-            if other and other[0] in settings.precisions:
-                able = ", ".join(settings.runs_adapters)
-                text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
-                yield Problem((*here, "adapters"), f"{text}{len(model.adapters)}")
-        place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
-        for index, precision in enumerate(model.precisions_of(backend)):
-            if precision not in settings.precisions:
-                allowed, why = ", ".join(settings.precisions), f" ({settings.lacks})" if settings.lacks else ""
-                text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
-                yield Problem((*here, *place, index), text)
-            elif own and precision in model.precisions_of(backend)[:index]:
-                yield Problem((*here, *place, index), f"expected each item once; found {precision!r} again")
-    if model.adapters and model.tensor_parallel > 1:
-        text = (
-            f"expected none for a model that is split over {model.tensor_parallel} ranks; found {len(model.adapters)}"
-        )
-        yield Problem((*here, "adapters"), text)
-    for adapter, settled in model.adapters.items():
-        for index, prompt in enumerate(settled.prompts):
-            yield from _expected_problems((*here, "adapters", adapter, "prompts", index), prompt, model)
-    if model.golden.max_new_tokens >= limits.max_seq_len:
-        text = (
-            f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; "
-            f"found {model.golden.max_new_tokens}"
-        )
-        yield Problem((*here, "golden", "max_new_tokens"), text)
-    elif (model.golden.long_prompt or 0) + model.golden.max_new_tokens > limits.max_seq_len:
-        text = (
-            f"expected at most limits.max_seq_len less max_new_tokens "
-            f"({limits.max_seq_len - model.golden.max_new_tokens}); found {model.golden.long_prompt}"
-        )
-        yield Problem((*here, "golden", "long_prompt"), text)
-    for index, prompt in enumerate(model.golden.prompts):
-        yield from _expected_problems((*here, "golden", "prompts", index), prompt, model)
-
-
-def _expected_problems(here: tuple[Any, ...], prompt: Prompt, model: ModelConfig) -> Iterator[Problem]:
-    for count in prompt.expected:
-        if count not in model.layers:
-            text = (
-                f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the key; found {count!r}"
-            )
-            yield Problem((*here, "expected", count), text)
-
-
 def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:
     """What holds the model's shape: a folder or a config.json. None for a model on the hub that was not fetched yet."""
     kind = parse_source(source)
@@ -546,47 +435,3 @@ def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: P
         return resolve_random(kind, folders)
     fetched = known(manifest, source)
     return fetched.folder if fetched and (fetched.folder / "config.json").is_file() else None
-
-
-def _group_problems(
-    name: str, model: ModelConfig, shape: CheckpointShape, path: Path, settings_of: Callable[[str], BackendSettings]
-) -> Iterator[Problem]:
-    """`group_size` against the rows, and of a checkpoint that is quantised already against its own."""
-    where, packing = ("models", name, "group_size"), shape.packing
-    already = largest_group(packing.group_size) if packing and packing.group_size else None
-    found = model.group_size or already or (None if packing else GROUP_SIZE)
-    if already and found != already:
-        yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {found}")
-    elif found and shape.hidden_size is not None and shape.hidden_size % found:
-        yield Problem(where, f"expected a size that divides hidden_size ({shape.hidden_size} in {path}); found {found}")
-    for backend in model.backends:
-        own = backend in model.backend_precisions
-        for index, precision in enumerate(model.precisions_of(backend)):
-            if packing and is_quantized(precision) and precision != precision_of(packing.bits):
-                place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
-                text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
-                yield Problem(("models", name, *place, index), f"{text} quantised; found {precision!r}")
-            elif packing and packing.zero_points and is_quantized(precision) and not settings_of(backend).zero_points:
-                text = f"expected none of {backend}, which takes no zero points of the weights' own ({path})"
-                yield Problem(("models", name, "backends"), f"{text}, with {precision}; found one")
-
-
-def _shape_problems(
-    name: str, model: ModelConfig, limits: Limits, place: Path, settings_of: Callable[[str], BackendSettings]
-) -> Iterator[Problem]:
-    """`layers` and `limits` against the depth and the positions in a `config.json`, or that of a folder."""
-    shape, path = read_shape(place), place / "config.json" if place.is_dir() else place
-    depth, positions = shape.num_hidden_layers, shape.max_position_embeddings
-    for index, layers in enumerate(model.layers):
-        where = ("models", name, "layers", index)
-        if isinstance(layers, int) and layers > depth:
-            yield Problem(where, f"expected at most {depth} (num_hidden_layers in {path}) or all; found {layers}")
-        if layers == depth and "all" in model.layers:
-            yield Problem(
-                where, f"expected each target once; found {layers}, which is all of this model's layers, beside all"
-            )
-    if any(map(is_quantized, _all_precisions(model))):
-        yield from _group_problems(name, model, shape, path, settings_of)
-    if positions is not None and limits.max_seq_len > positions:
-        text = f"expected at most {positions} ({shape.limited_by} in {path}); found {limits.max_seq_len}"
-        yield Problem(("limits", "max_seq_len"), text)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, create_model
@@ -227,6 +228,10 @@ class ModelConfig(Section):
     def precisions_of(self, backend: str) -> tuple[str, ...]:
         """The precisions that are built for a backend, in the order of the config."""
         return self.backend_precisions.get(backend, self.precisions)
+
+    def all_precisions(self) -> list[str]:
+        """Those of all backends, each once."""
+        return list(dict.fromkeys([*self.precisions, *chain(*self.backend_precisions.values())]))
 
 
 class Device(Section):

@@ -46,20 +46,23 @@ class Collector:
     def push(self, made: Token) -> str:
         """Take one token; gives the text that it adds. A choice that a stop string has ended (`finish`) must be
         aborted: more would follow."""
-        choice, stream = self.completion.choices[made.choice], self._streams[made.choice]
-        stop = self._filters[made.choice]
-        if made.token < 0:
-            choice.finish = made.finish
+        return self.add(made.choice, made.token, made.finish, made.logprobs)
+
+    def add(self, number: int, token: int, finish: str | None, logprobs: Logprobs | None) -> str:
+        """As `push`: of choice `number`."""
+        choice = self.completion.choices[number]
+        choice.finish = finish
+        if token < 0:
             return ""
-        choice.token_ids.append(made.token)
-        if made.logprobs is not None:
-            choice.logprobs.append(made.logprobs)
-        text = "" if made.finish == "stop_id" else stream.push(made.token)
-        text = stop.push(text + stream.finish() if made.finish else text)
-        choice.finish = made.finish
+        choice.token_ids.append(token)
+        if logprobs is not None:
+            choice.logprobs.append(logprobs)
+        stream, stop = self._streams[number], self._filters[number]
+        text = "" if finish == "stop_id" else stream.push(token)
+        text = stop.push(text + stream.finish() if finish else text)
         if stop.found:
             choice.finish = "stop_string"
-        elif made.finish:
+        elif finish:
             text += stop.rest()
         choice.text += text
         return text
@@ -82,6 +85,8 @@ class StopFilter:
 
     def push(self, text: str) -> str:
         """What can be given out now. Nothing after a stop string was found."""
+        if not self._stop:
+            return text
         if self.found:
             return ""
         self._held += text

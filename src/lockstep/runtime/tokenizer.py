@@ -21,9 +21,14 @@ def _one_line(expected: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise InputError(f"{expected}{' '.join(str(error).split())}") from None
+        raise _said(expected, error) from None
+
+
+def _said(expected: str, error: BaseException) -> BaseException:
+    """What the tokenizers package raised, as `_one_line` raises it."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    return InputError(f"{expected}{' '.join(str(error).split())}")
 
 
 def tokenizer_path(assembly_json: str | os.PathLike) -> Path:
@@ -63,6 +68,7 @@ class Tokenizer:
             # Limits of the training set-up; here the runtime's own limits hold, and nothing is cut without a word.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+        self._lengths: dict[int, int] = {}  # of the texts of single tokens, as they are asked for
 
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
@@ -86,8 +92,19 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of token ids, without special tokens."""
-        with _one_line(f"{self._path}: expected a tokenizer.json, found "):
+        try:  # not a context manager: a server is here for each token
             return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+        except BaseException as error:
+            raise _said(f"{self._path}: expected a tokenizer.json, found ", error) from None
+
+    def length(self, tokens: Sequence[int]) -> int:
+        """Characters of `decode`; those of single tokens are kept."""
+        if len(tokens) != 1:
+            return len(self.decode(tokens))
+        found = self._lengths.get(tokens[0])
+        if found is None:
+            found = self._lengths[tokens[0]] = len(self.decode(tokens))
+        return found
 
     def token_text(self, token: int) -> str:
         """The text of one token as it stands behind others, that of a special token too.
@@ -137,5 +154,4 @@ class TextStream:
         return piece
 
     def _text(self) -> str:
-        before = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._pending)[len(before) :]
+        return self._tokenizer.decode(self._context + self._pending)[self._tokenizer.length(self._context) :]

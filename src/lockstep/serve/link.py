@@ -23,12 +23,52 @@ _SOURCES = Path(__file__).resolve().parents[2]
 _decode = msgspec.json.Decoder().decode
 
 
+class _Frames(asyncio.Protocol):
+    """Frames of an engine process. Each is given to `take` in the moment in which it comes: without a task in between,
+    which would cost more than most frames."""
+
+    def __init__(self) -> None:
+        self.last_frame = time.monotonic()
+        self.early: asyncio.Queue[Frame | None] = asyncio.Queue()  # until there is a `take`; None: the process ended
+        self.ended: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
+        self.take: Callable[[Frame], None] = self.early.put_nowait
+        self._in = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._in += data
+        at, end = 0, len(self._in)
+        while end - at >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._in, at)
+            if end - at - HEADER.size < size:
+                break
+            at += HEADER.size + size
+            self._give(_decode(memoryview(self._in)[at - size : at].tobytes()))
+        del self._in[:at]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.early.put_nowait(None)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _give(self, frame: Frame) -> None:
+        self.last_frame = time.monotonic()
+        if self.ended.done():
+            return
+        try:
+            if frame["type"] == "failed":
+                self.early.put_nowait(frame)
+                self.ended.set_result(frame)
+            else:
+                self.take(frame)
+        except Exception as error:  # whoever waits for the end is told
+            self.ended.set_exception(error)
+
+
 class EngineLink:
     """One engine process, from its start to its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._process, self._reader, self._writer = process, reader, writer
-        self.last_frame = time.monotonic()
+    def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.WriteTransport, frames: _Frames):
+        self._process, self._transport, self._frames = process, transport, frames
 
     @classmethod
     async def start(cls, python: str | None, asked: Mapping[str, Any], seconds: float) -> tuple[EngineLink, Frame]:
@@ -47,11 +87,11 @@ class EngineLink:
             raise InputError(f"expected a Python interpreter, found {python!r}: {error.strerror}") from None
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        link = cls(process, reader, writer)
+        transport, frames = await asyncio.get_running_loop().create_unix_connection(_Frames, sock=ours)
+        link = cls(process, transport, frames)
         try:
-            link._writer.write(packed({"type": "open", **asked}))
-            frame = await asyncio.wait_for(link._next(), seconds)
+            link._transport.write(packed({"type": "open", **asked}))
+            frame = await asyncio.wait_for(frames.early.get(), seconds)
         except asyncio.TimeoutError:
             await link.stop()
             raise CheckError(
@@ -69,40 +109,38 @@ class EngineLink:
         return link, frame
 
     @property
+    def last_frame(self) -> float:
+        """When the last sign of life came, on the monotonic clock."""
+        return self._frames.last_frame
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 
     def add(self, number: int, request: Request) -> None:
         """Send a request; one to a process that is gone is lost, and brought to the next one."""
-        self._writer.write(packed_add(number, request))
+        self._transport.write(packed_add(number, request))
 
     def load(self, number: int, name: str, folder: str) -> None:
         """Have an adapter read, checked and taken; "loaded" or "not_loaded" comes back under this number."""
-        self._writer.write(packed({"type": "load", "id": number, "name": name, "folder": folder}))
+        self._transport.write(packed({"type": "load", "id": number, "name": name, "folder": folder}))
 
     def unload(self, name: str) -> None:
         """Have an adapter forgotten, which no request that was sent is computed with."""
-        self._writer.write(packed({"type": "unload", "id": -1, "name": name}))
+        self._transport.write(packed({"type": "unload", "id": -1, "name": name}))
 
     def abort(self, number: int, choice: int | None = None) -> None:
         """End a request, or one choice of it."""
-        self._writer.write(packed({"type": "abort", "id": number, **({} if choice is None else {"choice": choice})}))
+        self._transport.write(packed({"type": "abort", "id": number, **({} if choice is None else {"choice": choice})}))
 
     async def run(self, take: Callable[[Frame], None]) -> Frame | None:
         """Give all frames to `take`, until the process ends; its last words ("failed"), if it had any."""
-        while (frame := await self._next()) is not None:
-            self.last_frame = time.monotonic()
-            if frame["type"] == "failed":
-                return frame
-            take(frame)
-        return None
-
-    async def _next(self) -> Frame | None:
-        try:
-            (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-            return _decode(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
+        frames = self._frames
+        while not frames.early.empty():
+            if (frame := frames.early.get_nowait()) is not None and frame["type"] != "failed":
+                take(frame)
+        frames.take = take
+        return await frames.ended
 
     def kill(self) -> None:
         """End the process at once; `run` then ends."""
@@ -111,7 +149,7 @@ class EngineLink:
 
     async def stop(self) -> int:
         """End the process, kindly if it hears; gives its exit code."""
-        self._writer.close()
+        self._transport.close()
         try:
             return await asyncio.wait_for(self._process.wait(), 2)
         except asyncio.TimeoutError:

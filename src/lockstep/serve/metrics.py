@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from lockstep.serve.stream import FINISH_REASONS
 
@@ -38,6 +42,26 @@ class _EngineCounters(Collector):
             yield family
 
 
+class _TokenTimes(Collector):
+    """A histogram of seconds that takes one for each token: prometheus_client's has a lock for each of its numbers."""
+
+    def __init__(self, model: str, name: str, text: str):
+        self._model, self._name, self._text, self._created = model, name, text, time.time()
+        self._counts, self._sum = [0] * (len(_SECONDS) + 1), 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(_SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        bounds = [*map(floatToGoString, _SECONDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(map(float, self._counts))))
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        family.add_metric([self._model], buckets, self._sum)
+        family.add_sample(f"{self._name}_created", {"model_name": self._model}, self._created)
+        yield family
+
+
 class Metrics:
     """Series of one server. Gauges are read from the service when they are asked for."""
 
@@ -51,7 +75,7 @@ class Metrics:
         histogram = lambda name, text: self._make(Histogram, name, text, buckets=_SECONDS)
         self._queue = histogram("request_queue_time_seconds", "From arrival to admission.")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a request.")
+        self._itl = _TokenTimes(model, f"{prefix}:inter_token_latency_seconds", "Between two tokens of a request.")
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end.")
         for name, text, read in (
             ("num_requests_running", "Answers that hold a slot.", lambda: service.counters.get("running", 0)),
@@ -60,6 +84,7 @@ class Metrics:
             ("engine_up", "1 while the engine takes requests.", lambda: int(service.is_ready)),
         ):
             self._make(Gauge, name, text).set_function(read)
+        self._registry.register(self._itl)
         self._registry.register(_EngineCounters(model, service, prefix))
 
     def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does
@@ -74,8 +99,10 @@ class Metrics:
         self._queue.observe(waited)
         self._prompt.inc(prompt_tokens)
 
+    def made(self, tokens: int) -> None:
+        self._generation.inc(tokens)
+
     def token(self, now: float, active: Active) -> None:
-        self._generation.inc()
         if active.last_token is None:
             self._ttft.observe(now - active.arrived)
         elif len(active.choices) == 1:  # of several choices, tokens come together

@@ -36,7 +36,22 @@ class Address:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, without its signal handlers: `serve` drains first."""
+    """uvicorn's, without its signal handlers: `serve` drains first. It wakes once a second, for the date in its
+    headers, and not ten times."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """Take no more connections, close those that are there, and return."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), 1)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,7 +95,7 @@ async def listening(service: Service, path: Path) -> AsyncIterator[None]:
             yield
         finally:
             await service.stop()
-            server.should_exit = True
+            server.end()
             await serving
 
 
@@ -145,7 +160,7 @@ async def _serve(
             draining.cancel()
             again.cancel()
         await service.stop()
-        server.should_exit = True
+        server.end()
         await serving
     finally:
         asked.cancel()

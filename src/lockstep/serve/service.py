@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import LockstepError
-from lockstep.runtime.request import Request, Token
+from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.adapter_folders import MOST_LOADED, AdapterFolders, LoadedFolder, check_name, stamp_of
 from lockstep.serve.bodies import BadRequest
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _FORGIVEN = 60.0  # seconds after which a death of the engine no longer counts
 _TOTALS = ("prefix_queries", "prefix_hits", "swaps")  # counters that only grow
+_ERRORS = ("error", "grammar_error")  # ends that are none of an answer
 _FEW = 20  # names that an error lists
 _PATIENCE = 30.0  # most seconds between two starts that fail
 
@@ -405,45 +406,55 @@ class Service:
             # Not twice, where several choices of it were resumed.
             if (found := self._actives.get(number)) and first == len(found[0].prompt_logprobs) + 1:
                 found[0].prompt_logprobs += map(_logprobs, entries)
+        counted = 0
         for number, choice, token, finish, *logprobs in frame.get("tokens", ()):
             if found := self._actives.get(number):
-                self._token(found[0], choice, token, finish, logprobs, now)
+                counted += self._token(found[0], choice, token, finish, logprobs, now)
+        if counted:
+            self._counted += counted
+            self.metrics.made(counted)
 
     def _token(
         self, active: Active, number: int, token: int, finish: str | None, logprobs: Sequence[Any], now: float
-    ) -> None:
+    ) -> bool:
+        """Whether it is one: not if it was cancelled meanwhile, or is an end alone."""
         choice = number - active.ask.request.choice
-        if choice not in active.choices:  # it was cancelled meanwhile
-            return
-        found = _logprobs(logprobs) if logprobs else None
-        made = Token(active.number, token, None, finish, choice, found)
-        text = active.collector.push(made)
-        ended = active.collector.completion.choices[choice].finish
-        if token >= 0:
-            self._counted += 1
+        if choice not in active.choices:
+            return False
+        found, stream = _logprobs(logprobs) if logprobs else None, active.stream
+        text = active.collector.add(choice, token, finish, found)
+        is_token = token >= 0
+        if is_token:
             self.metrics.token(now, active)
             active.last_token = now
-            if active.stream.first_token is None:
-                active.stream.first_token = now
+            if stream.first_token is None:
+                stream.first_token = now
+        ended = active.collector.completion.choices[choice].finish
+        if ended in _ERRORS:
+            self._fail_at(active, ended)
+            return is_token
+        stream.push(active.first + choice, text, token if is_token else None, found, ended)
+        if not ended:
+            return is_token
+        if ended == "stop_string" and not finish and self._link is not None:
+            # Its own number where it was resumed; the engine has one choice there.
+            self._link.abort(active.resumed.get(choice, active.number), number)
+        self._finish(active, choice, ended)
+        if stream.done:
+            self._leave(stream)
+        return is_token
+
+    def _fail_at(self, active: Active, ended: str) -> None:
+        """End a stream for what the engine found at one of its tokens."""
         if ended == "error":
             error = StreamError("logits: expected finite numbers, found NaN or infinity; the request was ended")
-            return self._fail(active.stream, error)
-        if ended == "grammar_error":
+        else:
             grammar = active.ask.request.grammar
             where = grammar.name if grammar else "grammar"
             said = f"{where}: the answer came to where it is too complex; simplify it"
             # Not 500: a client that tries again gets no further with the same grammar.
             error = StreamError(said, 400, ended, param=where)
-            return self._fail(active.stream, error)
-        active.stream.push(active.first + choice, text, token if token >= 0 else None, found, ended)
-        if not ended:
-            return
-        if ended == "stop_string" and not finish and self._link is not None:
-            # Its own number where it was resumed; the engine has one choice there.
-            self._link.abort(active.resumed.get(choice, active.number), number)
-        self._finish(active, choice, ended)
-        if active.stream.done:
-            self._leave(active.stream)
+        self._fail(active.stream, error)
 
     def _finish(self, active: Active, choice: int, reason: str) -> None:
         active.choices.discard(choice)

@@ -97,7 +97,7 @@ class Stream:
             collector = Collector(tokenizer, len(ask.request.prompt_ids), n, ask.stop)
             self.actives.append(Active(-1, ask, collector, self, first, set(range(n)), self.began))
         self._pending: dict[int, Piece] = {}
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the pieces
         self._error: StreamError | None = None
         self._open = sum(ask.request.n for ask in asks)
 
@@ -137,23 +137,25 @@ class Stream:
         if finish:
             piece.finish = finish
             self._open -= 1
-        self._wake.set()
+        if self._waiter is not None:
+            self.wake()
 
     def fail(self, error: StreamError) -> None:
         """End without an answer."""
         if not self.done:
             self._error = error
-            self._wake.set()
+            self.wake()
 
     def wake(self) -> None:
-        """Somebody may wait for the admission."""
-        self._wake.set()
+        """Something came, or the engine has taken a prompt in."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def admission(self) -> None:
         """Until the engine has taken it in, or anything came. Raises StreamError."""
         while not (self.is_admitted or self._pending or self._error):
-            self._wake.clear()
-            await self._wake.wait()
+            await self._woken()
         if self._error and not self._pending:
             raise self._error
 
@@ -166,7 +168,11 @@ class Stream:
                 raise self._error
             if not self._open:
                 raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
+            await self._woken()
         pieces, self._pending = list(self._pending.values()), {}
         return pieces
+
+    def _woken(self) -> asyncio.Future[None]:
+        assert self._waiter is None or self._waiter.done(), "a stream has one reader"
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter

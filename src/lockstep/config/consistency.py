@@ -1,0 +1,181 @@
+"""What must hold between keys of the config, and between them and a model's `config.json`: mistakes as `Problem`s."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.dtypes import GROUP_SIZE
+from lockstep.artifacts.packing import largest_group, precision_of
+from lockstep.config.backends import BackendSettings, backends
+from lockstep.config.messages import Problem, describe
+from lockstep.config.sources import CheckpointShape, read_shape
+from lockstep.config.types import Device, Limits, ModelConfig, Prompt
+from lockstep.targets import is_quantized
+
+# Names beside the models' folders in the results tree (lockstep.targets), which no model may take.
+_RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|reports?(\..*)?|logs?|benchmarks?", re.IGNORECASE)
+
+
+def limit_problems(limits: Limits) -> Iterator[Problem]:
+    if limits.max_input_len > limits.max_seq_len:
+        text = f"expected at most max_seq_len ({limits.max_seq_len}); found {limits.max_input_len}"
+        yield Problem(("limits", "max_input_len"), text)
+    if limits.max_num_tokens < limits.max_batch_size:
+        text = (
+            f"expected at least max_batch_size ({limits.max_batch_size}), a token for each request; found "
+            f"{limits.max_num_tokens}"
+        )
+        yield Problem(("limits", "max_num_tokens"), text)
+
+
+def name_problems(names: Iterable[str]) -> Iterator[Problem]:
+    """A name is a folder: where a file system does not tell capitals from small letters, two models would share one."""
+    first: dict[str, str] = {}
+    for name in names:
+        other = first.setdefault(name.casefold(), name)
+        if other != name:
+            yield Problem(
+                ("models", name), f"expected names that differ in more than capitals; found {other!r} and {name!r}"
+            )
+
+
+def device_problems(devices: Mapping[str, Device]) -> Iterator[Problem]:
+    for name, device in devices.items():
+        if name in backends():
+            yield Problem(("devices", name), f"expected another name, for {name} is a backend; found {name!r}")
+        key, other = ("gpu", "cpu") if backends()[device.backend].gpus else ("cpu", "gpu")
+        if not getattr(device, key):
+            yield Problem(("devices", name, key), f"expected its name, for {device.backend} runs on it; found nothing")
+        if found := getattr(device, other):
+            yield Problem(("devices", name, other), f"expected {key} with {device.backend}; found {found!r}")
+        if device.python and not backends()[device.backend].has_interpreter:
+            text = f"expected no interpreter, for {device.backend} runs in this one; found {device.python!r}"
+            yield Problem(("devices", name, "python"), text)
+
+
+def unknown_backends(name: str, model: ModelConfig, devices: Mapping[str, Device]) -> Iterator[Problem]:
+    allowed = [*backends(), *devices]
+    keys = [("backends", index) for index in range(len(model.backends))]
+    places: list[tuple[Any, ...]] = [*keys, *(("backend_precisions", backend) for backend in model.backend_precisions)]
+    for place, backend in zip(places, [*model.backends, *model.backend_precisions], strict=True):
+        if backend not in allowed:
+            yield Problem(("models", name, *place), f"expected one of {', '.join(allowed)}; found {describe(backend)}")
+
+
+def model_problems(
+    name: str, model: ModelConfig, limits: Limits, backend_of: Callable[[str], str]
+) -> Iterator[Problem]:
+    here = ("models", name)
+    if _RESERVED_NAMES.fullmatch(name):
+        yield Problem(here, f"expected another name, for results/{name} is used for results; found {name!r}")
+    for key in ("layers", "precisions", "backends"):
+        items = getattr(model, key)
+        for index, item in enumerate(items):
+            if item in items[:index]:
+                yield Problem((*here, key, index), f"expected each item once; found {item!r} again")
+    for backend in model.backend_precisions:
+        if backend not in model.backends:
+            text = f"expected one of the model's backends ({', '.join(model.backends)}) as the key; found {backend!r}"
+            yield Problem((*here, "backend_precisions", backend), text)
+    for backend in model.backends:
+        settings, own = backends()[backend_of(backend)], backend in model.backend_precisions
+        if model.tensor_parallel > 1 and not settings.runs_ranks:
+            able = ", ".join(name for name, each in backends().items() if each.runs_ranks)
+            text = f"expected 1 for backend {backend}; several ranks run on {able}; found {model.tensor_parallel}"
+            yield Problem((*here, "tensor_parallel"), text)
+        if model.adapters and not settings.runs_adapters:
+            able = ", ".join(name for name, each in backends().items() if each.runs_adapters)
+            text = f"expected none for backend {backend}; adapters run on {able}; found {len(model.adapters)}"
+            yield Problem((*here, "adapters"), text)
+        elif model.adapters:
+            other = [each for each in model.precisions_of(backend) if each not in settings.runs_adapters]
+            if other and other[0] in settings.precisions:
+                able = ", ".join(settings.runs_adapters)
+                text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
+                yield Problem((*here, "adapters"), f"{text}{len(model.adapters)}")
+        place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
+        for index, precision in enumerate(model.precisions_of(backend)):
+            if precision not in settings.precisions:
+                allowed, why = ", ".join(settings.precisions), f" ({settings.lacks})" if settings.lacks else ""
+                text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
+                yield Problem((*here, *place, index), text)
+            elif own and precision in model.precisions_of(backend)[:index]:
+                yield Problem((*here, *place, index), f"expected each item once; found {precision!r} again")
+    if model.adapters and model.tensor_parallel > 1:
+        text = (
+            f"expected none for a model that is split over {model.tensor_parallel} ranks; found {len(model.adapters)}"
+        )
+        yield Problem((*here, "adapters"), text)
+    for adapter, settled in model.adapters.items():
+        for index, prompt in enumerate(settled.prompts):
+            yield from _expected_problems((*here, "adapters", adapter, "prompts", index), prompt, model)
+    if model.golden.max_new_tokens >= limits.max_seq_len:
+        text = (
+            f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; "
+            f"found {model.golden.max_new_tokens}"
+        )
+        yield Problem((*here, "golden", "max_new_tokens"), text)
+    elif (model.golden.long_prompt or 0) + model.golden.max_new_tokens > limits.max_seq_len:
+        text = (
+            f"expected at most limits.max_seq_len less max_new_tokens "
+            f"({limits.max_seq_len - model.golden.max_new_tokens}); found {model.golden.long_prompt}"
+        )
+        yield Problem((*here, "golden", "long_prompt"), text)
+    for index, prompt in enumerate(model.golden.prompts):
+        yield from _expected_problems((*here, "golden", "prompts", index), prompt, model)
+
+
+def _expected_problems(here: tuple[Any, ...], prompt: Prompt, model: ModelConfig) -> Iterator[Problem]:
+    for count in prompt.expected:
+        if count not in model.layers:
+            text = (
+                f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the key; found {count!r}"
+            )
+            yield Problem((*here, "expected", count), text)
+
+
+def _group_problems(
+    name: str, model: ModelConfig, shape: CheckpointShape, path: Path, settings_of: Callable[[str], BackendSettings]
+) -> Iterator[Problem]:
+    """`group_size` against the rows, and of a checkpoint that is quantised already against its own."""
+    where, packing = ("models", name, "group_size"), shape.packing
+    already = largest_group(packing.group_size) if packing and packing.group_size else None
+    found = model.group_size or already or (None if packing else GROUP_SIZE)
+    if already and found != already:
+        yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {found}")
+    elif found and shape.hidden_size is not None and shape.hidden_size % found:
+        yield Problem(where, f"expected a size that divides hidden_size ({shape.hidden_size} in {path}); found {found}")
+    for backend in model.backends:
+        own = backend in model.backend_precisions
+        for index, precision in enumerate(model.precisions_of(backend)):
+            if packing and is_quantized(precision) and precision != precision_of(packing.bits):
+                place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
+                text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
+                yield Problem(("models", name, *place, index), f"{text} quantised; found {precision!r}")
+            elif packing and packing.zero_points and is_quantized(precision) and not settings_of(backend).zero_points:
+                text = f"expected none of {backend}, which takes no zero points of the weights' own ({path})"
+                yield Problem(("models", name, "backends"), f"{text}, with {precision}; found one")
+
+
+def shape_problems(
+    name: str, model: ModelConfig, limits: Limits, place: Path, settings_of: Callable[[str], BackendSettings]
+) -> Iterator[Problem]:
+    """`layers` and `limits` against the depth and the positions in a `config.json`, or that of a folder."""
+    shape, path = read_shape(place), place / "config.json" if place.is_dir() else place
+    depth, positions = shape.num_hidden_layers, shape.max_position_embeddings
+    for index, layers in enumerate(model.layers):
+        where = ("models", name, "layers", index)
+        if isinstance(layers, int) and layers > depth:
+            yield Problem(where, f"expected at most {depth} (num_hidden_layers in {path}) or all; found {layers}")
+        if layers == depth and "all" in model.layers:
+            yield Problem(
+                where, f"expected each target once; found {layers}, which is all of this model's layers, beside all"
+            )
+    if any(map(is_quantized, model.all_precisions())):
+        yield from _group_problems(name, model, shape, path, settings_of)
+    if positions is not None and limits.max_seq_len > positions:
+        text = f"expected at most {positions} ({shape.limited_by} in {path}); found {limits.max_seq_len}"
+        yield Problem(("limits", "max_seq_len"), text)
