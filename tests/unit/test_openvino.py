@@ -3,6 +3,7 @@ say; and what is refused."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -50,6 +51,7 @@ openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
 NAME, BACKEND, QUANTIZED = "demo-llama", "openvino", ("w8a16", "w4a16")
 HAS_BF16 = cpu.why_not("bf16") is None
 bf16 = pytest.mark.skipif(not HAS_BF16, reason="this CPU has no bf16 instructions")
+LONG = pytest.mark.long(reason="each precision, layer count and family runs by default, not each of them with each")
 ALL = ("fp32", pytest.param("bf16", marks=bf16), *QUANTIZED)
 
 
@@ -98,8 +100,15 @@ def passes(
     return bool(json.loads((out / "golden.json").read_text())["result"] == "pass")
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=bf16)])
-@pytest.mark.parametrize("layers", [2, "all"])
+@pytest.mark.parametrize(
+    "precision, layers",
+    [
+        ("fp32", 2),
+        pytest.param("bf16", "all", marks=bf16),
+        pytest.param("fp32", "all", marks=LONG),
+        pytest.param("bf16", 2, marks=[bf16, LONG]),
+    ],
+)
 def test_the_demo_says_what_the_reference_says(opened, references, tmp_path, precision, layers):
     results, name, engines = opened(precision)
     # transformers' own bf16 is off by 0.39 on the long prompt, token by token
@@ -108,8 +117,10 @@ def test_the_demo_says_what_the_reference_says(opened, references, tmp_path, pre
     assert passes(results, name, precision, layers, reference, engines, tmp_path, logits=logits)
 
 
-@pytest.mark.parametrize("precision", QUANTIZED)
-@pytest.mark.parametrize("layers", [2, "all"])
+@pytest.mark.parametrize(
+    "precision, layers",
+    [("w8a16", "all"), ("w4a16", 2), *(pytest.param(*each, marks=LONG) for each in (("w8a16", 2), ("w4a16", "all")))],
+)
 def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, precision, layers):
     results, _, engines = opened(precision)
     report = check(results, precision, layers, LIMITS, tmp_path, engines)
@@ -117,8 +128,13 @@ def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, preci
 
 
 # the head is of 8 bits in w4a16, too
-@pytest.mark.parametrize("precision", ["w4a16", "w8a16"])
-@pytest.mark.parametrize("family", RANDOM)
+@pytest.mark.parametrize(
+    "family, precision",
+    [
+        pytest.param(*each, marks=() if each in (("gemma2", "w4a16"), ("gpt_neox", "w8a16")) else LONG)
+        for each in itertools.product(RANDOM, ("w4a16", "w8a16"))
+    ],
+)
 def test_random_families_in_small_weights(shared, tmp_path, family, precision):
     results = random_family(shared, family, precision)
     engines = engines_of(shared, results, "model", precision, family)
@@ -127,7 +143,7 @@ def test_random_families_in_small_weights(shared, tmp_path, family, precision):
 
 
 @bf16
-@pytest.mark.parametrize("family", RANDOM)
+@pytest.mark.parametrize("family", [pytest.param(each, marks=() if each == "gemma2" else LONG) for each in RANDOM])
 def test_random_families_in_bf16(shared, tmp_path, family):
     results, config = Results(tmp_path), dict(FAMILIES[family].config)
     source = random_source(shared, family)

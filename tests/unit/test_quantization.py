@@ -116,8 +116,13 @@ def demo(shared: Shared, precision: str) -> Results:
     return Results(shared.folder(f"quantized/{precision}", lambda root: made(DEMO, precision, (2, "all"), ASKED, root)))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layers", [2, "all"])
+LONG = pytest.mark.long(reason="both precisions and both layer counts run by default")
+
+
+@pytest.mark.parametrize(
+    "precision, layers",
+    [("w8a16", 2), ("w4a16", "all"), *(pytest.param(*each, marks=LONG) for each in (("w8a16", "all"), ("w4a16", 2)))],
+)
 def test_the_demo_says_what_its_dequantised_weights_say(shared, tmp_path, precision, layers):
     results = demo(shared, precision)
     validated(results, precision, layers, tmp_path)
