@@ -52,6 +52,7 @@ NAME, BACKEND, QUANTIZED = "demo-llama", "openvino", ("w8a16", "w4a16")
 HAS_BF16 = cpu.why_not("bf16") is None
 bf16 = pytest.mark.skipif(not HAS_BF16, reason="this CPU has no bf16 instructions")
 LONG = pytest.mark.long(reason="each precision, layer count and family runs by default, not each of them with each")
+ONE_OF_EACH_FAMILY = (("llama", "w4a16"), ("gemma2", "w8a16"), ("gpt_neox", "w4a16"))
 ALL = ("fp32", pytest.param("bf16", marks=bf16), *QUANTIZED)
 
 
@@ -131,7 +132,7 @@ def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, preci
 @pytest.mark.parametrize(
     "family, precision",
     [
-        pytest.param(*each, marks=() if each in (("gemma2", "w4a16"), ("gpt_neox", "w8a16")) else LONG)
+        pytest.param(*each, marks=() if each in ONE_OF_EACH_FAMILY else LONG)
         for each in itertools.product(RANDOM, ("w4a16", "w8a16"))
     ],
 )
@@ -143,7 +144,7 @@ def test_random_families_in_small_weights(shared, tmp_path, family, precision):
 
 
 @bf16
-@pytest.mark.parametrize("family", [pytest.param(each, marks=() if each == "gemma2" else LONG) for each in RANDOM])
+@pytest.mark.parametrize("family", RANDOM)
 def test_random_families_in_bf16(shared, tmp_path, family):
     results, config = Results(tmp_path), dict(FAMILIES[family].config)
     source = random_source(shared, family)
