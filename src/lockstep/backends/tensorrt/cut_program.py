@@ -21,15 +21,7 @@ from lockstep.backends.tensorrt.compat import Library, Tensor
 from lockstep.backends.tensorrt.cut_engine import Shape, unpack
 from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
 from lockstep.backends.tensorrt.products import SCALES_TIMES, Adapters, Products, SmallWeight
-from lockstep.backends.tensorrt.program import (
-    Bound,
-    Context,
-    Shapes,
-    TensorRTExecutable,
-    TensorRTProgram,
-    first_profile,
-    run_once,
-)
+from lockstep.backends.tensorrt.program import Bound, Context, Shapes, TensorRTExecutable, TensorRTProgram, run_once
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.backends.tensorrt.row_kernels import INDEX, PRELUDE, ROWS, WEIGHT, RowKernel
 from lockstep.errors import CheckError
@@ -163,10 +155,6 @@ class CutProgram:
         }
         own = {name for kernel in self.kernels.values() for name, kind in kernel.arguments if kind == WEIGHT}
         return CutExecutable(self, plans, groups, {name: store.plain(name) for name in own}, store.uploads, rows)
-
-    def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
-        """See `TensorRTProgram.profile_for`."""
-        return first_profile(self.cut.profiles, shapes, self.path)
 
     def context_for(self, shapes: Shapes, own: bool) -> CutContext:
         """See `TensorRTProgram.context_for`."""
