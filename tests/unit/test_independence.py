@@ -15,7 +15,7 @@ from families import FAMILIES
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from lockstep.config.load import read_shape
+from lockstep.config.sources import read_shape
 from lockstep.errors import InputError
 from lockstep.export.independence import check_independence
 from lockstep.export.parity import reference_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,9 @@ def test_stop_leaves_and_keeps_what_came(server: ScriptedServer, shown: Browser,
     server.script = lambda body, number: iter(("next",))
     ask(shown, "Again")
     shown.wait(ANSWER + " === 'next'")
+    until = time.monotonic() + 20
+    while not server.gone and time.monotonic() < until:  # the next word that it sends finds nobody
+        time.sleep(0.05)
     assert server.gone == [0] and server.bodies[1]["messages"][1]["content"].startswith("w0 w1")
     assert shown.run("document.querySelectorAll('.assistant')[0].textContent.length") == length
 
