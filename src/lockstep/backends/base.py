@@ -177,7 +177,7 @@ class HasActivations(Protocol):
 class CutsGraphs(Protocol):
     """A backend that brings some graphs into form by itself."""
 
-    def takes_as_it_is(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> bool:
+    def takes_as_it_is(self, model: onnx.ModelProto) -> bool:
         """Whether `build` is given the canonical graph, with room for adapters if it has some."""
         ...
 

@@ -124,7 +124,7 @@ def _build_one(
     # A graph with quantised products, which opset 17 has not, is brought into form by the backend itself.
     as_it_is = cut or has_quantized_products(canonical)
     if isinstance(library, CutsGraphs):
-        as_it_is = as_it_is or library.takes_as_it_is(base or canonical, options)
+        as_it_is = as_it_is or library.takes_as_it_is(base or canonical)
     prepared = None if as_it_is else prepare(base or canonical, graph.signature.slots, options, rows)
     rewritten = cut or (prepared.model if prepared else base)
     if rewritten is None:

@@ -17,9 +17,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from lockstep.artifacts.adapters import B_SUFFIX, IDS
+from lockstep.artifacts.adapters import IDS
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_types import keep_constants, typed_values
+from lockstep.onnx_tools.without_adapters import is_expand
 
 _NAMES = ("num_tokens", "num_requests")  # of the first dimension of what crosses a cut
 
@@ -96,9 +97,9 @@ def cut_products(given: onnx.ModelProto) -> CutGraph:
         found = _product(node, weights, shapes, readers)
         if found is not None:
             products[found.output] = found
-    for adapted in _adapted(graph, products):
-        del products[adapted.plain]
-        products[adapted.product.output] = adapted.product
+    for plain, product in _adapted(graph, products).items():
+        del products[plain]
+        products[product.output] = product
     return _Cut(model, products, shapes, weights).made()
 
 
@@ -263,7 +264,7 @@ def _add_biases_behind(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
-    expands = {node.output[0] for node in graph.node if node.op_type == "Gemm" and node.input[1].endswith(B_SUFFIX)}
+    expands = {node.output[0] for node in graph.node if is_expand(node)}
     behind: dict[str, onnx.NodeProto] = {}  # by the node's output that it follows
     for node in graph.node:
         if node.op_type != "Gemm" or len(node.input) != 3 or not node.input[2]:
@@ -286,21 +287,14 @@ def _add_biases_behind(graph: onnx.GraphProto) -> None:
     del graph.value_info[:]
 
 
-@dataclass(frozen=True)
-class _Adapted:
-    """plain: the output of the product without adapters."""
-
-    plain: str
-    product: Product
-
-
-def _adapted(graph: onnx.GraphProto, products: Mapping[str, Product]) -> list[_Adapted]:
-    """Products to which their adapters' products are added: base + where(a column's adapter is the row's, x A, 0) B."""
+def _adapted(graph: onnx.GraphProto, products: Mapping[str, Product]) -> dict[str, Product]:
+    """Products to which their adapters' products are added, base + where(a column's adapter is the row's, x A, 0) B, by
+    the output of the product without these."""
     maker = {name: node for node in graph.node for name in node.output}
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    found = []
+    found: dict[str, Product] = {}
     for node in graph.node:
-        expands = [name for name in node.input if name in maker and _is_expand(maker[name])]
+        expands = [name for name in node.input if name in maker and is_expand(maker[name])]
         plain = [name for name in node.input if name in products]
         if node.op_type != "Add" or len(expands) != 1 or len(plain) != 1:
             continue
@@ -316,12 +310,8 @@ def _adapted(graph: onnx.GraphProto, products: Mapping[str, Product]) -> list[_A
             continue
         owners = numpy_helper.to_array(constants[equal.input[1]]).reshape(-1)
         lora = Lora(shrink.input[1], expand.input[1], len(owners), int((owners == owners[0]).sum()), rows)
-        found.append(_Adapted(plain[0], replace(product, output=node.output[0], lora=lora)))
+        found[plain[0]] = replace(product, output=node.output[0], lora=lora)
     return found
-
-
-def _is_expand(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Gemm" and node.input[1].endswith(B_SUFFIX)
 
 
 def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:

@@ -12,12 +12,17 @@ from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.onnx_tools.graph_types import prune
 
 
+def is_expand(node: onnx.NodeProto) -> bool:
+    """Whether a node is the second product of adapters, which is added to a layer's own."""
+    return node.op_type == "Gemm" and node.input[1].endswith(B_SUFFIX)
+
+
 def without_adapters(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of `model` without room for adapters."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     graph = copy.graph
-    added = {node.output[0] for node in graph.node if node.op_type == "Gemm" and node.input[1].endswith(B_SUFFIX)}
+    added = {node.output[0] for node in graph.node if is_expand(node)}
     sums = {
         base: node.output[0]
         for node in graph.node

@@ -239,14 +239,14 @@ class TensorRTBackend:
             "; ".join(notes) or None,
         )
 
-    def takes_as_it_is(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> bool:
+    def takes_as_it_is(self, model: onnx.ModelProto) -> bool:
         """Graphs that are cut at their products: with quantised weights, or where `products` says so."""
         return has_quantized_products(model) or (self._products == "cublas" and cuts(model))
 
     def pieces(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> CutBlock | None:
         """What a graph that is cut is built of; None for one that is not, whose activations become float16 in place
         where it is of a set with quantised weights."""
-        if self.takes_as_it_is(model, options):
+        if self.takes_as_it_is(model):
             return prepare_pieces(model, options["opset"])
         if self._quantized:
             halve_activations(model)

@@ -256,7 +256,10 @@ class Event:
             self._destroy(self.handle)
 
 
-_NUMBERS: dict[type, Any] = {int: ctypes.c_int32, float: ctypes.c_float}
+def _type_of(argument: Array | int | float) -> Any:
+    """As a kernel takes it."""
+    number = ctypes.c_float if isinstance(argument, float) else ctypes.c_int32
+    return ctypes.c_void_p if isinstance(argument, Array) else number
 
 
 class Kernel:
@@ -273,10 +276,7 @@ class Kernel:
         given = tuple(map(type, arguments))
         types = self._types.get(given)
         if types is None:
-            types = self._types[given] = tuple(
-                ctypes.c_void_p if isinstance(a, Array) else ctypes.c_float if isinstance(a, float) else ctypes.c_int32
-                for a in arguments
-            )
+            types = self._types[given] = tuple(map(_type_of, arguments))
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         check(driver.cuLaunchKernel(self.function, x, y, z, threads, 1, 1, 0, stream.handle, (values, types), 0))
 
@@ -293,8 +293,7 @@ class Launch:
     ):
         self._function, self._stream, self._threads, self._held = kernel.function, stream, threads, arguments
         self._values: list[Any] = [
-            ctypes.c_void_p(each.address) if isinstance(each, Array) else _NUMBERS[type(each)](each)
-            for each in arguments
+            _type_of(each)(each.address if isinstance(each, Array) else each) for each in arguments
         ]
         self._last = self._values[-1]
         self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(each) for each in self._values))

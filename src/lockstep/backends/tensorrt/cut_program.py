@@ -20,7 +20,7 @@ from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.compat import Library, Tensor
 from lockstep.backends.tensorrt.cut_engine import Shape, unpack
 from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
-from lockstep.backends.tensorrt.products import SCALES_TIMES, Adapters, Products, SmallWeight
+from lockstep.backends.tensorrt.products import SCALES_TIMES, Adapters, Place, Products, SmallWeight
 from lockstep.backends.tensorrt.program import Bound, Context, Shapes, TensorRTExecutable, TensorRTProgram, run_once
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.backends.tensorrt.row_kernels import INDEX, PRELUDE, ROWS, WEIGHT, RowKernel
@@ -59,19 +59,6 @@ class _Shared:
         return array[:rows]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a value's rows are. array: [rows, ...], or of a value beside others all that is behind its first number.
-    step: numbers from one row to the next."""
-
-    array: cuda.Array
-    step: int
-
-    @classmethod
-    def of(cls, array: cuda.Array) -> Place:
-        return cls(array, int(np.prod(array.shape[1:])))
-
-
 @dataclass(eq=False, slots=True)
 class CutContext:
     """The contexts of the plans, with the shapes of their inputs, by number of the piece, and sizes by the name of the
@@ -94,6 +81,7 @@ class CutProgram:
         weights = {product_slot for group in self.groups() for product_slot in _slots(group)}
         self.plans: dict[int, TensorRTProgram] = {}
         self.kernels = {number: piece for number, piece in enumerate(cut.pieces) if isinstance(piece, RowKernel)}
+        self.functions = self._compiled()
         for number, piece in enumerate(cut.pieces):
             if isinstance(piece, bytes):
                 plan = self.plans[number] = TensorRTProgram(library, engine_path, (), rank, piece)
@@ -112,6 +100,14 @@ class CutProgram:
         self.dynamic = {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
         self.side_by_side = {number for number, group in enumerate(cut.steps) if self._beside(group)}
         self._contexts: dict[tuple, CutContext] = {}
+
+    def _compiled(self) -> dict[str, cuda.Kernel]:
+        """The kernels by name."""
+        if not self.kernels:
+            return {}
+        self.device.use()
+        module = cuda.compile_kernels(PRELUDE + "".join(kernel.source for kernel in self.kernels.values()))
+        return {kernel.name: module[kernel.name] for kernel in self.kernels.values()}
 
     def groups(self) -> list[Group]:
         """The products, in the order in which they run."""
@@ -301,8 +297,6 @@ class _Call:
         for name, shape in cut.inner.items():
             if name not in self._values:
                 self._values[name] = Place.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
-        source = PRELUDE + "".join(run.program.kernels[number].source for number in sorted(run.program.kernels))
-        self._module = cuda.compile_kernels(source) if run.program.kernels else None
         self.steps: list[Step] = []
         for number, step in enumerate(cut.steps):
             if not isinstance(step, int):
@@ -336,7 +330,6 @@ class _Call:
         return lambda context: call(*context.plans[number])
 
     def _kernel(self, kernel: RowKernel) -> Step:
-        assert self._module is not None
         arguments: list[cuda.Array | int] = []
         for name, kind in kernel.arguments:
             if kind == WEIGHT:
@@ -348,7 +341,7 @@ class _Call:
         for name in kernel.outputs:
             arguments += [self._values[name].array, self._values[name].step]
         stream = self._program.device.stream
-        launch = cuda.Launch(self._module[kernel.name], stream, kernel.threads, *arguments, overlaps=True)
+        launch = cuda.Launch(self._program.functions[kernel.name], stream, kernel.threads, *arguments, overlaps=True)
         rows, blocks = kernel.rows, kernel.blocks
         return lambda context: launch(context.sizes[rows] * blocks)
 

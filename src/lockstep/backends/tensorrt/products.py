@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.cublas import Gemm
@@ -36,14 +35,17 @@ _EXPAND_THREADS, _ROWS_TOGETHER, _MANY_ROWS = 256, 8, 64
 Multiplier = Callable[[int], None]
 
 
-class Rows(Protocol):
-    """Rows of numbers: see `cut_program.Place`."""
+@dataclass(frozen=True)
+class Place:
+    """Where a value's rows are. array: [rows, ...], or of a value beside others all that is behind its first number.
+    step: numbers from one row to the next."""
 
-    @property
-    def array(self) -> cuda.Array: ...
+    array: cuda.Array
+    step: int
 
-    @property
-    def step(self) -> int: ...
+    @classmethod
+    def of(cls, array: cuda.Array) -> Place:
+        return cls(array, math.prod(array.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ class Products:
 
     def expand(
         self,
-        made: Rows,
-        shrunk: Rows,
+        made: Place,
+        shrunk: Place,
         adapters: Adapters,
         matrices: Sequence[cuda.Array | None],
         outs: Sequence[cuda.Array],
