@@ -23,6 +23,7 @@ class Tensor(SimpleNamespace):
     set_stride = lambda self, stride: self._set(stride=stride)
     set_data_type = lambda self, kind: self._set(data_type=kind)
     set_ragged_offset = lambda self, offsets: self._set(ragged_offset=offsets)
+    get_uid = lambda self: id(self)
 
 
 def cudnn(gpu: Gpu) -> ModuleType:
@@ -68,11 +69,11 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
     are touched, and those behind a request's tokens spoiled."""
     gpu.bytes(workspace, 512)[:] = POISON
     (requests, heads, tokens, dim), (_, kv_heads, page, value_dim) = asked.q.dim, asked.v.dim
-    read = lambda tensor, shape: gpu.array(addresses[tensor], shape, tensor.data_type)
+    read = lambda tensor, shape: gpu.array(addresses[tensor.get_uid()], shape, tensor.data_type)
 
     def packed(tensor: Tensor, request: int, count: int, width: int) -> np.ndarray:
         """A request's tokens, [tokens or count, heads, width]; offsets [requests + 1] are in numbers."""
-        place, size = addresses[tensor], np.dtype(tensor.data_type).itemsize
+        place, size = addresses[tensor.get_uid()], np.dtype(tensor.data_type).itemsize
         if offsets := getattr(tensor, "ragged_offset", None):
             starts = read(offsets, (requests + 1,)).tolist()
             if starts != sorted(starts) or starts[request + 1] < starts[request] + count * heads * width:

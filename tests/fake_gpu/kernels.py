@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from importlib.resources import files
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -324,11 +326,8 @@ KERNELS: dict[str, Callable] = {
 }
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
-for _bits in (4, 8, 16):
-    for _tiles, _warps in ((1, 16), (2, 8)):
-        for _most in (8, 16):
-            KERNELS[f"gemv_{_bits}_{_tiles}_{_warps}_{_most}"] = functools.partial(
-                gemv, bits=_bits, tiles=_tiles, most=_most
-            )
+for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep.backends.tensorrt") / "small_weights.cu").read_text(), re.M):
+    _bits, _tiles, _, _most = map(int, _name.split("_")[1:])
+    KERNELS[_name] = functools.partial(gemv, bits=_bits, tiles=_tiles, most=_most)
 for _bits in (4, 8):
     KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)

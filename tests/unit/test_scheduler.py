@@ -22,9 +22,11 @@ def make(
     chunk_size=CHUNK,
     threshold=CHUNK,
     places=0,
+    prefill=None,
 ):
     tables, residency = PageTables(PagePool(pages, 1), num_slots, shares=shares), Residency(num_slots, places)
-    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission, threshold, residency if places else None)
+    residency = residency if places else None
+    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission, threshold, residency, prefill)
 
 
 def step(scheduler):
@@ -149,6 +151,39 @@ def test_beside_those_that_decode_a_prompt_brings_what_the_threshold_lets_it(thr
         assert shares[0][2] == 1, "the first decodes in each step"
         found.append([count for request, start, count in shares if start < request.num_prompt_tokens])
     assert [counts for counts in found if counts] == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([2 * CHUNK, 2 * CHUNK], [[2 * CHUNK], [2 * CHUNK]]),  # two that came together follow each other
+        ([CHUNK + 9, CHUNK], [[CHUNK + 9], [CHUNK]]),  # whole chunks only
+        ([CHUNK, CHUNK, 9], [[CHUNK, CHUNK], [9]]),
+        ([5 * CHUNK, CHUNK], [[2 * CHUNK], [2 * CHUNK], [CHUNK, CHUNK]]),  # 6: just as many as are no pile
+        ([7 * CHUNK, 2], [[7 * CHUNK, 2]]),
+        ([3 * CHUNK, 3 * CHUNK, CHUNK], [[3 * CHUNK, 3 * CHUNK, CHUNK]]),
+    ],
+)
+def test_beside_those_that_decode_prompts_bring_so_much_together_unless_they_pile_up(lengths, expected):
+    scheduler = make(num_slots=4, pages=99, max_num_tokens=9 * CHUNK, threshold=None, prefill=2 * CHUNK + 8)
+    scheduler.add(Scheduled(4, 30))
+    step(scheduler)
+    for prompt in lengths:
+        scheduler.add(Scheduled(prompt, prompt + 9))
+    found = [
+        [count for request, start, count in shares if start < request.num_prompt_tokens] for shares in run(scheduler)
+    ]
+    assert [counts for counts in found if counts] == expected
+
+
+def test_beside_those_that_decode_prompts_fill_the_step_while_others_wait_and_where_nobody_decodes():
+    scheduler = make(num_slots=3, pages=99, max_num_tokens=9 * CHUNK, threshold=None, prefill=CHUNK)
+    for prompt in (2 * CHUNK, 2 * CHUNK):
+        scheduler.add(Scheduled(prompt, prompt + 9))
+    assert [count for _, count in step(scheduler).shares] == [2 * CHUNK, 2 * CHUNK]
+    for _ in range(2):
+        scheduler.add(Scheduled(2 * CHUNK, 2 * CHUNK + 9))
+    assert [count for _, count in step(scheduler).shares] == [1, 1, 2 * CHUNK], "one waits for a slot"
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -280,12 +315,13 @@ def lookahead_stays(monkeypatch):
     st.integers(0, 3),
     st.sampled_from([16, 64, 256]),
     st.sampled_from([None, 1, CHUNK, 3 * CHUNK - 1]),
+    st.sampled_from([None, 1, 2 * CHUNK + 9]),
 )
 def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
-    given_requests, num_slots, pages, max_num_tokens, shares, admission, every, lookahead, threshold
+    given_requests, num_slots, pages, max_num_tokens, shares, admission, every, lookahead, threshold, prefill
 ):
     policy.LOOKAHEAD = lookahead
-    scheduler = make(num_slots, pages, max_num_tokens, shares, admission, threshold=threshold)
+    scheduler = make(num_slots, pages, max_num_tokens, shares, admission, threshold=threshold, prefill=prefill)
     waiting, aborts, cuts, count = list(given_requests), {}, {}, 0
     while waiting or scheduler.num_running or scheduler.num_waiting:
         count += 1
@@ -310,7 +346,9 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
         if decoding and threshold is not None:
             assert all(share <= max(threshold, CHUNK) for _, share in made.shares)
         prompts = [each for each in made.shares if each[0].num_computed <= each[0].num_prompt_tokens]
-        if prompts and threshold is None:  # what is left of the budget is less than the first could have used
+        if (
+            prompts and threshold is prefill is None
+        ):  # what is left of the budget is less than the first could have used
             head, share = prompts[0]
             rest, room = head.num_prompt_tokens - head.num_computed, max_num_tokens - decoding
             assert rest <= 1 or share > room - CHUNK or share == 1

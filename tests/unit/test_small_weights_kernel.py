@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,7 +34,6 @@ inline u32 mul2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) * pa
 inline u32 fma2(u32 a, u32 b, u32 c) { return pairs([=](int i) { return part(a, i) * part(b, i) + part(c, i); }); }
 inline u32 mask_or(u32 a, u32 mask, u32 bits) { return a & mask | bits; }
 inline uint4 stream(const uint4* from) { return *from; }
-inline void prefetch(const uint4* from) { stream(from); }
 inline void next_may_start() {}
 inline void wait_for_previous() {}
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
@@ -69,20 +70,22 @@ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
-@pytest.fixture(scope="module", params=[(1, 16), (2, 8)], ids=["one tile", "two tiles"])
+@pytest.fixture(scope="module", params=[(bits, most) for bits in (16, 8, 4) for most in (8, 16)], ids=str)
 def kernels(request, tmp_path_factory):
-    """(tiles, run by its name)"""
-    folder, (tiles, warps) = tmp_path_factory.mktemp("kernel"), request.param
-    names = [f"gemv_{bits}_{tiles}_{warps}_{rows}" for bits in (16, 8, 4) for rows in (8, 16)]
-    source = SOURCE.replace("KERNEL", str(KERNEL)) + "".join(f"RUN({name})\n" for name in names)
-    (folder / "kernel.cpp").write_text(f"#define BLOCK_THREADS {32 * warps}\n{source}")
-    command = [COMPILER, "-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", "kernel.cpp", "-o", "kernel.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if "_Float16" in done.stderr:
-        pytest.skip("the compiler has no _Float16")
-    assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(folder / "kernel.so"))
-    return tiles, lambda bits, most: getattr(library, f"run_gemv_{bits}_{tiles}_{warps}_{most}")
+    """(bits, rows at most, (tiles, kernel) of each form)"""
+    folder, (bits, most) = tmp_path_factory.mktemp("kernel"), request.param
+    found = []
+    for name, tiles, warps in re.findall(rf"^GEMV\((gemv_{bits}_(\d+)_(\d+)_{most}),", KERNEL.read_text(), re.MULTILINE):
+        source = SOURCE.replace("KERNEL", str(KERNEL)) + f"RUN({name})\n"
+        (folder / f"{name}.cpp").write_text(f"#define BLOCK_THREADS {32 * int(warps)}\n{source}")
+        flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"{name}.cpp", "-o", f"{name}.so"]
+        done = subprocess.run([COMPILER, *flags], cwd=folder, capture_output=True, text=True)
+        if "_Float16" in done.stderr:
+            pytest.skip("the compiler has no _Float16")
+        assert done.returncode == 0, done.stderr
+        found.append((int(tiles), getattr(ctypes.CDLL(str(folder / f"{name}.so")), f"run_{name}")))
+    assert len(found) == 2
+    return bits, most, found
 
 
 def aligned(host: np.ndarray) -> np.ndarray:
@@ -94,11 +97,12 @@ def aligned(host: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("bits, group", [(16, 0), (8, 16), (8, 128), (4, 32), (4, 128)])
-def test_each_row_is_multiplied_by_each_weight(kernels, bits, group):
-    """Rows that are no whole number of blocks; a row of a weight that is no whole number of a warp's pieces, and
-    several a warp; three weights of one input."""
-    tiles, kernel = kernels
+@pytest.mark.parametrize("smallest", [True, False])
+def test_each_row_is_multiplied_by_each_weight(kernels, smallest):
+    """Rows that are no whole number of blocks; a row of a weight that is no whole number of a warp's turns, several or
+    less than one; three weights of one input; the smallest groups that the kernel takes, and larger."""
+    bits, most, forms = kernels
+    group = 128 // bits if smallest else 128
     random, outs, columns = np.random.default_rng(bits + group), (24, 13, 8), 1152
     total, ends = sum(outs), np.cumsum(outs)
     if bits == 16:
@@ -110,15 +114,13 @@ def test_each_row_is_multiplied_by_each_weight(kernels, bits, group):
         scales = aligned((exact.astype(np.float32) * 256).astype(np.float16))
         weight = dequantize(stored, exact.astype(np.float32), group)
     pointer = lambda array: ctypes.c_void_p(array.ctypes.data)
-    for rows, most in ((1, 8), (5, 8), (8, 8), (9, 16), (16, 16)):
+    for rows, (tiles, kernel) in itertools.product((1, 5, 8) if most == 8 else (9, 16), forms):
         x = aligned(random.standard_normal((rows, columns)).astype(np.float16))
         found = [np.full((rows + 1, size), 7, np.float16) for size in outs]
-        sizes = (int(ends[0]), int(ends[1]), total, columns, group or columns, rows)
-        kernel(bits, most)(
-            -(-total // (16 * tiles)), pointer(stored), pointer(scales), pointer(x), *map(pointer, found), *sizes
-        )
+        sizes = (int(ends[0]), int(ends[1]), total, columns, group, rows)
+        kernel(-(-total // (16 * tiles)), pointer(stored), pointer(scales), pointer(x), *map(pointer, found), *sizes)
         expected = x.astype(np.float32) @ weight.T
         given = np.concatenate([array[:rows] for array in found], axis=1).astype(np.float32)
         # Weights are rounded to fp16 with their scale, results are fp16.
-        assert np.abs(given - expected).max() <= 2e-3 * np.abs(expected).max(), (rows, most)
+        assert np.abs(given - expected).max() <= 2e-3 * np.abs(expected).max(), (rows, tiles)
         assert all((array[rows] == 7).all() for array in found)

@@ -874,7 +874,7 @@ def test_an_engine_depends_on_name_capability_and_driver_alone():
     assert gpu_key({"type": "cpu"}) == {"name": None, "compute_capability": None, "driver": None}
 
 
-# --- what fused attention needs. What packages and libraries that are not there say is of nvidia-cudnn-frontend 1.32.0
+# --- what fused attention needs. What packages and libraries that are not there say is of nvidia-cudnn-frontend 1.26.0
 # and cuda-bindings 12.9.4.
 
 

@@ -25,6 +25,9 @@ from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs, Sampled, Sampler, Sampling, log_probabilities
 from lockstep.targets import Limits
 
+# Of prompts in a step beside requests that decode, on a GPU: about where its products are bound by arithmetic, so that
+# more together are hardly sooner done than one after the other. For 24 requests a second see docs/scheduling.md.
+MAX_PREFILL_TOKENS = 512
 _PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothing else
 
 
@@ -93,6 +96,7 @@ class Engine:
             # A CPU's step takes as long as it has tokens: chunk by chunk, the others wait least. On a GPU each step
             # has a price of its own, and few long steps delay fewer tokens of the others than many short ones.
             long_prefill_token_threshold = chunk_size
+        max_prefill_tokens = None if model.engines.backend.batch_invariant else MAX_PREFILL_TOKENS
         self._scheduler = Scheduler(
             model.tables,
             model.max_batch_size,
@@ -101,6 +105,7 @@ class Engine:
             admission,
             long_prefill_token_threshold,
             model.adapters.residency if model.adapters is not None else None,
+            max_prefill_tokens,
         )
         self._longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
         # What is reused must have been cut as it would be now, and lie in pages that slots can share or copy.

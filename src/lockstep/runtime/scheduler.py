@@ -3,7 +3,8 @@ tokens, no device.
 
 Each step, in this order: running requests that decode bring one token each; prompts, in order, bring whole chunks, cut
 at multiples of `chunk_size`, while `max_num_tokens` lasts: each as many as there is room for, but while others decode
-at most `long_prefill_token_threshold` tokens. The first prompt in order always brings a chunk.
+at most `long_prefill_token_threshold` tokens, and all together `max_prefill_tokens`, unless prompts pile up. The first
+prompt in order always brings a chunk.
 
 The order is by priority, lower first, then arrival; a request gains one level of priority on those that come `AGEING`
 steps after it, so none waits for ever. Waiting requests are admitted in this order, when a slot and pages are free: for
@@ -27,6 +28,7 @@ from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.residency import Residency
 
 AGEING = PATIENCE = 256  # steps
+_PILE = 3  # times `max_prefill_tokens`: with more tokens of prompts to compute, steps are filled
 LOOKAHEAD = 256  # tokens behind those that a request holds, for which an optimistic admission wants pages
 Admission = Literal["guaranteed", "optimistic"]
 
@@ -100,8 +102,11 @@ class Scheduler:
         admission: Admission = "guaranteed",
         long_prefill_token_threshold: int | None = None,
         residency: Residency | None = None,
+        max_prefill_tokens: int | None = None,
     ):
-        """max_num_tokens: of one step. residency: of the adapters; None where there are none.
+        """max_num_tokens: of one step. residency: of the adapters; None where there are none. max_prefill_tokens: of
+        all prompts together in a step beside requests that decode, at least a chunk, unless prompts pile up
+        (`_PILE`); None: whatever there is room for.
         long_prefill_token_threshold: tokens that one prompt brings at most to a step beside requests that decode,
         rounded down to whole chunks, at least one; None: whatever there is room for.
 
@@ -121,7 +126,7 @@ class Scheduler:
             )
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.tables, self.max_num_tokens, self._residency = tables, max_num_tokens, residency
-        self.chunk_size, self.admission = chunk_size, admission
+        self.chunk_size, self.admission, self._max_prefill_tokens = chunk_size, admission, max_prefill_tokens
         self.num_swaps = 0
         self._free_slots = list(range(num_slots))  # a heap: low slots first, so that rows that decode lie together
         self._num_slots = num_slots
@@ -224,6 +229,8 @@ class Scheduler:
         step.shares = [(each, 1) for each in self._running if each.num_computed >= each.num_prompt_tokens]
         left, decoding = self.max_num_tokens - len(step.shares), bool(step.shares)
         if len(step.shares) < len(self._running):
+            if decoding:
+                left = self._beside_decoding(left)
             for request in self._running:
                 if not request.decodes:
                     count = self._chunks(request, left, decoding)
@@ -233,6 +240,16 @@ class Scheduler:
                     if left <= 0:
                         break
         return step
+
+    def _beside_decoding(self, left: int) -> int:
+        """Tokens of prompts for a step that has room for `left`, beside requests that decode: those wait for all of
+        them."""
+        limit = self._max_prefill_tokens
+        if limit is None or self._num_waiting:
+            return left
+        limit = max(limit, self.chunk_size)
+        prompts = sum(each.num_prompt_tokens - each.num_computed for each in self._running if not each.decodes)
+        return min(left, limit) if prompts <= _PILE * limit else left
 
     def fills_next(self, step: Step) -> bool:
         """Whether prompts that run have more tokens left behind `step` than the step after it has room for."""

@@ -25,7 +25,16 @@ SCALES_TIMES = 256.0  # what the kernels expect scales to be multiplied by
 _ROWS, _MOST_OUTPUTS = (8, 16), 3  # of a launch of the kernel, at most: each number of rows has its own
 # Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
 MOST_ROWS = {4: 32, 8: 32, 16: 16}
-_WIDE = 8192  # out_features from which warps take two tiles
+_WIDE = 8192  # out_features from which a product is wide
+# The kernel's forms for a wide product and for another, by bits and most rows: tiles of a warp, warps of a block.
+_FORMS = {
+    (16, 8): ((2, 16), (1, 16)),
+    (16, 16): ((2, 8), (2, 16)),
+    (8, 8): ((1, 4), (1, 16)),
+    (8, 16): ((2, 4), (2, 16)),
+    (4, 8): ((1, 4), (2, 16)),
+    (4, 16): ((2, 4), (2, 16)),
+}
 _DEQUANTIZE_THREADS = 256
 # Of what adapters add: threads as in lora_expand.cu; rows from which a block makes several, mostly of one adapter.
 _EXPAND_THREADS, _ROWS_TOGETHER, _MANY_ROWS = 256, 8, 64
@@ -115,7 +124,7 @@ class Products:
     ) -> tuple[cuda.Launch, int]:
         """A launch of the kernel for rows from `first` on, at most so many, and its blocks."""
         total, ends = sum(weight.out_features), list(itertools.accumulate(weight.out_features))
-        tiles, warps = (2, 8) if total >= _WIDE else (1, 16)
+        tiles, warps = _FORMS[weight.bits, most][total < _WIDE]
         to = [out[first:] for out in outs]
         to += [to[-1]] * (_MOST_OUTPUTS - len(to))
         ends = (ends + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]

@@ -232,7 +232,9 @@ class _Plan:
                 f"cuDNN {cudnn.backend_version()}: no attention for {size}: "
                 f"{' '.join(str(error).split())}; build with attention: traced"
             ) from error
-        self._graph, self._inputs, self._out, self._handle = graph, inputs, out, handle
+        # By number: a tensor in their place would be asked for its number in each call.
+        self._inputs, self._out = {name: tensor.get_uid() for name, tensor in inputs.items()}, out.get_uid()
+        self._graph, self._handle = graph, handle
         nbytes = max(1, graph.get_workspace_size())
         held = _Plan._workspaces.get(stream.handle)
         if held is None or held.nbytes < nbytes:

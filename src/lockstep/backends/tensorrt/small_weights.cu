@@ -3,11 +3,12 @@
 // Weights are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a byte;
 // scales fp16 [out_features, num_groups], 2^8 times as large as they are, so that few are too small for fp16.
 //
-// gemv, of up to eight rows, or up to sixteen (HALVES is 2): a warp makes 16 * TILES outputs of a part of in_features with mma.m16n8k16: weights are its
-// matrix A, rows of activations the columns of B, sums are fp32. The warps of a block share their outputs, and each takes
-// every WARPS-th piece of 512 bits of a weight's row for each four lanes. Which of the four lanes holds which column is free
-// in a sum, as long as A and B agree: so each lane reads 16 bytes in order, of weights and of the same columns of
-// activations. A weight may be up to three, one behind the other, each with an output of its own.
+// gemv, of up to eight rows, or up to sixteen (HALVES is 2): a warp makes 16 * TILES outputs of a part of in_features with
+// mma.m16n8k16: weights are its matrix A, rows of activations the columns of B, sums are fp32. The warps of a block share
+// their outputs; in turn each takes PIECES pieces, one behind the other, of 512 bits of a weight's row for each four lanes.
+// Which of the four lanes holds which column is free in a sum, as long as A and B agree: so each lane reads 16 bytes in
+// order, of weights and of the same columns of activations. Weights are read one turn ahead, the first before the kernel in
+// front has ended. A weight may be up to three, one behind the other, each with an output of its own.
 
 typedef unsigned int u32;
 
@@ -36,8 +37,6 @@ __device__ __forceinline__ uint4 stream(const uint4* from) {  // read once: not 
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
     return r;
 }
-__device__ __forceinline__ void prefetch(const uint4* from) { asm volatile("prefetch.global.L2 [%0];" : : "l"(from)); }
-
 #endif
 
 // The numbers of one word as pairs of fp16. Four bits: pairs (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has them all.
@@ -56,85 +55,98 @@ template <int BITS> __device__ __forceinline__ void unpack(u32 word, u32 scale, 
     }
 }
 
-template <int BITS, int TILES, int WARPS, int HALVES>
+template <int BITS, int TILES, int WARPS, int HALVES, int PIECES>
 __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out,
                                      unsigned short* second_out, unsigned short* third_out, int first_end, int second_end,
                                      int out_features, int in_features, int group_size, int rows) {
-    constexpr int LANE = 128 / BITS;   // columns of a lane
+    constexpr int LANE = 128 / BITS, PARTS = LANE / 8;  // columns of a lane, and how many 16 bytes they are as fp16
     constexpr int PAIRS = 32 / BITS / 2;  // of a word; of fp16 one
     constexpr int WORD = PAIRS ? PAIRS : 1;
-    __shared__ float sums[WARPS][TILES * 16][8 * HALVES];
+    constexpr int TURN = 4 * PIECES;  // units that a warp takes at once
+    __shared__ float sums[WARPS][TILES * 16][8 * HALVES + 1];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, four = lane % 4;
     int first = blockIdx.x * TILES * 16, groups = BITS == 16 ? 0 : in_features / group_size;
     int units = in_features / LANE;  // of 16 bytes, in a row of the weight
     float found[TILES][HALVES][4] = {};
-    int pieces = (units + 3) / 4;
-    // On an H200: pieces that a warp has on their way before the kernel in front of this one has ended, and at once.
-    constexpr int AHEAD = BITS == 4 ? 2 : 0, UNROLL = BITS == 8 && HALVES == 2 ? 1 : 2;
-    next_may_start();
-    for (int ahead = 0, piece = warp; ahead < AHEAD && piece < pieces; ahead++, piece += WARPS) {
-        int unit = piece * 4 + four;
-        if (unit < units)
+    long long out_of[2 * TILES];
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) {
+        int out = first + i * 8 + row;
+        out_of[i] = out < out_features ? out : out_features - 1;
+    }
+    uint4 next[PIECES][2 * TILES];
+    unsigned short next_scale[PIECES][2 * TILES];
+    auto load = [&](int at) {
+#pragma unroll
+        for (int n = 0; n < PIECES; n++) {
+            int unit = at + n * 4 + four;
+            if (unit >= units) unit = 0;
+            int group = BITS == 16 ? 0 : unit * LANE / group_size;
+#pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
-                int out = first + i * 8 + row;
-                if (out < out_features) prefetch(weight + (long long)out * units + unit);
+                next[n][i] = stream(weight + out_of[i] * units + unit);
+                if (BITS < 16) next_scale[n][i] = scales[out_of[i] * groups + group];
             }
-    }
+        }
+    };
+    next_may_start();
+    load(warp * TURN);
     wait_for_previous();
-#pragma unroll UNROLL
-    for (int piece = warp; piece < pieces; piece += WARPS) {
-        int unit = piece * 4 + four;
-        bool there = unit < units;
-        if (!there) unit = 0;
-        int group = BITS == 16 ? 0 : unit * LANE / group_size;
-        uint4 held[TILES][2];
-        u32 scale[TILES][2];
+#pragma unroll 1
+    for (int at = warp * TURN; at < units; at += WARPS * TURN) {
+        uint4 held[PIECES][2 * TILES];
+        u32 scale[PIECES][2 * TILES];
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++) {
-            int out = first + i * 8 + row;
-            long long of = out < out_features ? out : out_features - 1;
-            held[i / 2][i % 2] = stream(weight + of * units + unit);
-            scale[i / 2][i % 2] = BITS == 16 ? 0 : scales[of * groups + group] * 0x10001u;
-        }
-        uint4 b[HALVES][LANE / 8];
+        for (int n = 0; n < PIECES; n++)
 #pragma unroll
-        for (int i = 0; i < HALVES * (LANE / 8); i++) {
-            int request = row + i / (LANE / 8) * 8, part = i % (LANE / 8);
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (there && request < rows) v = x[(long long)request * (in_features / 8) + unit * (LANE / 8) + part];
-            if (BITS == 4)  // in the order of the pairs
-                v = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
-                               __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
-            b[i / (LANE / 8)][part] = v;
-        }
+            for (int i = 0; i < 2 * TILES; i++) {
+                held[n][i] = next[n][i];
+                scale[n][i] = BITS == 16 ? 0 : next_scale[n][i] * 0x10001u;
+            }
+        if (at + WARPS * TURN < units) load(at + WARPS * TURN);
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            const u32 *low = (const u32*)&held[tile][0], *high = (const u32*)&held[tile][1];
-            u32 a[2][4 * WORD];
+        for (int n = 0; n < PIECES; n++) {
+            int unit = at + n * 4 + four;
+            uint4 b[HALVES][PARTS];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                unpack<BITS>(low[i], scale[tile][0], &a[0][i * WORD]);
-                unpack<BITS>(high[i], scale[tile][1], &a[1][i * WORD]);
+            for (int i = 0; i < HALVES * PARTS; i++) {
+                int request = row + i / PARTS * 8, part = i % PARTS;
+                uint4 v = make_uint4(0, 0, 0, 0);
+                if (unit < units && request < rows) v = x[(long long)request * (in_features / 8) + unit * PARTS + part];
+                if (BITS == 4)  // in the order of the pairs
+                    v = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
+                                   __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
+                b[i / PARTS][part] = v;
             }
 #pragma unroll
-            for (int i = 0; i < HALVES * 4 * WORD; i += 2) {
-                int other = i / (4 * WORD), at = i % (4 * WORD);
-                const u32* columns = (const u32*)b[other];
-                mma(found[tile][other], a[0][at], a[1][at], a[0][at + 1], a[1][at + 1], columns[at], columns[at + 1]);
+            for (int tile = 0; tile < TILES; tile++) {
+                const u32 *low = (const u32*)&held[n][2 * tile], *high = (const u32*)&held[n][2 * tile + 1];
+                u32 a[2][4 * WORD];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    unpack<BITS>(low[i], scale[n][2 * tile], &a[0][i * WORD]);
+                    unpack<BITS>(high[i], scale[n][2 * tile + 1], &a[1][i * WORD]);
+                }
+#pragma unroll
+                for (int i = 0; i < HALVES * 4 * WORD; i += 2) {
+                    int other = i / (4 * WORD), k = i % (4 * WORD);
+                    const u32* columns = (const u32*)b[other];
+                    mma(found[tile][other], a[0][k], a[1][k], a[0][k + 1], a[1][k + 1], columns[k], columns[k + 1]);
+                }
             }
         }
     }
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
+    for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
         for (int i = 0; i < HALVES * 4; i++)
             sums[warp][tile * 16 + row + i % 4 / 2 * 8][i / 4 * 8 + four * 2 + i % 2] = found[tile][i / 4][i % 4];
-    }
     __syncthreads();
     for (int i = threadIdx.x; i < TILES * 16 * rows; i += WARPS * 32) {
         int of = i % (TILES * 16), request = i / (TILES * 16), out = first + of;
         if (out >= out_features) continue;
         float sum = 0;
+#pragma unroll
         for (int other = 0; other < WARPS; other++) sum += sums[other][of][request];
         unsigned short result = half(BITS == 16 ? sum : sum * UNSCALE);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;
@@ -143,24 +155,25 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
     }
 }
 
-#define GEMV(NAME, BITS, TILES, WARPS, HALVES, THREADS) \
+#define GEMV(NAME, BITS, TILES, WARPS, HALVES, PIECES, THREADS) \
 extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
     const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out, unsigned short* second_out, \
     unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int group_size, int rows) { \
-    gemv<BITS, TILES, WARPS, HALVES>(weight, scales, x, first_out, second_out, third_out, first_end, second_end, out_features, \
-                             in_features, group_size, rows); }
-GEMV(gemv_16_1_16_8, 16, 1, 16, 1, 512)
-GEMV(gemv_16_2_8_8, 16, 2, 8, 1, 256)
-GEMV(gemv_8_1_16_8, 8, 1, 16, 1, 512)
-GEMV(gemv_8_2_8_8, 8, 2, 8, 1, 256)
-GEMV(gemv_4_1_16_8, 4, 1, 16, 1, 512)
-GEMV(gemv_4_2_8_8, 4, 2, 8, 1, 256)
-GEMV(gemv_16_1_16_16, 16, 1, 16, 2, 512)
-GEMV(gemv_16_2_8_16, 16, 2, 8, 2, 256)
-GEMV(gemv_8_1_16_16, 8, 1, 16, 2, 512)
-GEMV(gemv_8_2_8_16, 8, 2, 8, 2, 256)
-GEMV(gemv_4_1_16_16, 4, 1, 16, 2, 512)
-GEMV(gemv_4_2_8_16, 4, 2, 8, 2, 256)
+    gemv<BITS, TILES, WARPS, HALVES, PIECES>(weight, scales, x, first_out, second_out, third_out, first_end, second_end, \
+                                             out_features, in_features, group_size, rows); }
+// The fastest on an H200, for many outputs and for few: products.py chooses.
+GEMV(gemv_16_2_16_8, 16, 2, 16, 1, 1, 512)
+GEMV(gemv_16_1_16_8, 16, 1, 16, 1, 1, 512)
+GEMV(gemv_16_2_8_16, 16, 2, 8, 2, 2, 256)
+GEMV(gemv_16_2_16_16, 16, 2, 16, 2, 2, 512)
+GEMV(gemv_8_1_4_8, 8, 1, 4, 1, 2, 128)
+GEMV(gemv_8_1_16_8, 8, 1, 16, 1, 1, 512)
+GEMV(gemv_8_2_4_16, 8, 2, 4, 2, 2, 128)
+GEMV(gemv_8_2_16_16, 8, 2, 16, 2, 1, 512)
+GEMV(gemv_4_1_4_8, 4, 1, 4, 1, 2, 128)
+GEMV(gemv_4_2_16_8, 4, 2, 16, 1, 2, 512)
+GEMV(gemv_4_2_4_16, 4, 2, 4, 2, 1, 128)
+GEMV(gemv_4_2_16_16, 4, 2, 16, 2, 1, 512)
 
 // A weight as fp16. A thread has eight numbers of one group.
 template <int BITS>
