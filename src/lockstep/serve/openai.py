@@ -35,7 +35,7 @@ class CompletionBody(Parameters, kw_only=True):
 
 async def completion_asks(body: CompletionBody, service: Service) -> list[Ask]:
     """The prompts of a body. Raises BadRequest for values that cannot be."""
-    await service.bring_adapter(body.lora)
+    await service.adapters.bring(body.lora)
     check_supported(body, service)
     prompts, texts = await _prompts(body.prompt, service.tokenizer)
     if not body.echo:

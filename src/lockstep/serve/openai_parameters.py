@@ -101,7 +101,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 def check_supported(body: Parameters, service: Service) -> None:
     """Raise BadRequest for another model, and for a parameter that is not taken here."""
-    service.adapter_of(body.model, body.lora)
+    service.adapters.named(body.model, body.lora)
     refuse(body, _UNSUPPORTED)
 
 
@@ -176,7 +176,7 @@ def asks_of(
             grammar=grammar,
             prompt_logprobs=prompt_logprobs,
             cache_salt=salt,
-            adapter=service.adapter_of(body.model, body.lora),
+            adapter=service.adapters.named(body.model, body.lora),
         )
         asks.append(Ask(request, stop))
     return asks

@@ -80,7 +80,7 @@ class Triton:
                 generation.close()
             return Inference(id=request.id)
         lora = request.parameters.get("lora")
-        await self.service.bring_adapter(lora if isinstance(lora, str) and lora else None)
+        await self.service.adapters.bring(lora if isinstance(lora, str) and lora else None)
         generation = Generation(self, request, batch, await prompts_of(batch, self.service, self._fold_ids, lora))
         if request.id:
             self._running.setdefault(request.id, set()).add(generation)

@@ -130,17 +130,18 @@ async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any =
 def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | None:
     """The adapter of a prompt: by its name, or by `lora_task_id`, its place among the names from 1 on; 0 is none."""
     task = batch.value("lora_task_id", number, 0)
-    if not 0 <= task <= len(service.adapters):
+    names = service.adapters.names
+    if not 0 <= task <= len(names):
         raise BadRequest(
-            f"lora_task_id: expected 0 (none) to {len(service.adapters)}, the adapters in the order of their names "
-            f"({', '.join(service.adapters) or 'the model has none'}), found {task}",
+            f"lora_task_id: expected 0 (none) to {len(names)}, the adapters in the order of their names "
+            f"({', '.join(names) or 'the model has none'}), found {task}",
             "lora_task_id",
-            404 if service.adapters else 400,
+            404 if names else 400,
         )
     if lora is not None and not isinstance(lora, str):
         raise BadRequest(f"lora: expected the name of an adapter, found {str(lora)[:40]}", "lora")
-    named = service.adapters[task - 1] if task else None
-    return service.adapter_of(service.name if named is None else f"{service.name}:{named}", lora or None)
+    named = names[task - 1] if task else None
+    return service.adapters.named(service.name if named is None else f"{service.name}:{named}", lora or None)
 
 
 async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any) -> Prompt:
