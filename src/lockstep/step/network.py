@@ -19,7 +19,7 @@ from lockstep.step.kv_cache import LayerShape
 @dataclass(frozen=True)
 class Piece:
     """What a rank runs of a block between two sums. sums: {partial sum that it gives: the name under which later
-    pieces, or whoever reads the block, find what is added up over the ranks}."""
+    pieces, or whoever reads the block, find the sum over the ranks}."""
 
     run: Executable
     signature: Signature
