@@ -4,19 +4,34 @@ out."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.provenance.diff import changes
 from lockstep.provenance.locked import expected_items, without_places
-from lockstep.provenance.lockfile import lock_path, read_lock, sections_of
+from lockstep.provenance.lockfile import Section, lock_path, read_lock, sections_of
 from lockstep.provenance.record import records
-from lockstep.targets import Results
+from lockstep.targets import Results, Target
 
 
-def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, list[str]]:
-    """Lines by model: where a result is, and "locked -> found". Models without a lock in `locks` are left out.
+@dataclass(frozen=True)
+class Change:
+    """What differs from a lock. line: where a result is, and "locked -> found". names: which precision, layers and
+    backend the result is of; without those that it is not made for."""
+
+    line: str
+    names: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_of(self, target: Target) -> bool:
+        """Whether the result is this target's, or one that it shares with others of its model."""
+        own = {"precision": target.precision, "layers": target.layers, "backend": target.backend}
+        return all(str(self.names.get(name, value)) == str(value) for name, value in own.items())
+
+
+def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, list[Change]]:
+    """What changed, by model. Models without a lock in `locks` are left out.
 
     What is locked and not there yet is no change: the table of targets says what has not run.
     """
@@ -27,23 +42,24 @@ def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str
     }
 
 
-def _changes(results: Results, model: str, lock_file: Path) -> list[str]:
+def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
     try:
         lock = read_lock(lock_file)
     except LockstepError as error:
-        return [str(error)]
-    found: dict[tuple[str, ...], Mapping[str, Any]] = {}
+        return [Change(str(error))]
+    found: dict[tuple[str, ...], Section] = {}
     for path in records(results.root / model):
         try:
-            found |= {section.where: section.items for section in sections_of(path)}
+            found |= {section.where: section for section in sections_of(path)}
         except (LockstepError, OSError):
             continue  # damaged, or being made: the check that reads it says so
-    lines = []
-    for where, items in sorted(found.items()):
+    made = []
+    for where, section in sorted(found.items()):
         name, expected = " / ".join(where), expected_items(lock, where)
         if expected is None:
-            lines.append(f"{name}: not in the lock")
+            lines = [f"{name}: not in the lock"]
         else:
-            differing = changes(without_places(expected), without_places(items))
-            lines += [f"{name}: {' / '.join(at)}: {change}" for at, change in differing]
-    return lines
+            differing = changes(without_places(expected), without_places(section.items))
+            lines = [f"{name}: {' / '.join(at)}: {change}" for at, change in differing]
+        made += [Change(line, section.record["names"]) for line in lines]
+    return made
