@@ -162,6 +162,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
 @click.option("--adapter", metavar="NAME", help="Compute it with this adapter of the model.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
+@JSON
 @RESULTS
 def generate(
     target: str | None,
@@ -174,10 +175,11 @@ def generate(
     stop: tuple[str, ...],
     adapter: str | None,
     threads: int | None,
+    as_json: bool,
     results: Path,
     **sampling: Any,
 ) -> None:
-    """Text from an engine set or a bundle, as it is made; then the speed, on stderr.
+    """Text from an engine set or a bundle, as it is made; then the speed, on stderr. With --json both in one document.
 
     With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it goes
     on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}."""
@@ -194,9 +196,13 @@ def generate(
             )
         )
 
+    if as_json and prompt is None:
+        raise InputError("generate: expected --json with --prompt, found it with --input; its --output is JSON already")
     with runnable("generate", "--target", target, archive, weights, results) as found:
         place = found.place
-        asked = {"prompt": prompt} if source is None else {"source": str(source), "out": str(out)}
+        asked: dict[str, Any] = {"prompt": prompt, "as_json": as_json}
+        if source is not None:
+            asked = {"source": str(source), "out": str(out)}
         worker.call(
             found.python,
             "generate" if source is None else "generate_file",
