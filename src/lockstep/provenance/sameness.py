@@ -94,7 +94,8 @@ def _made_by(results: Results, target: Target) -> dict[str, Any]:
             raise InputError(
                 f"{output}: expected the record of how it was made, found none of this file; run snakemake first"
             )
-        found[stage] = {part: record[part] for part in _MADE_BY if part in record}
+        key = record.key.to_json()
+        found[stage] = {part: key[part] for part in _MADE_BY if part in key}
     return found
 
 

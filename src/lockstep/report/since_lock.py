@@ -61,5 +61,5 @@ def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
         else:
             differing = changes(without_places(expected), without_places(section.items))
             lines = [f"{name}: {' / '.join(at)}: {change}" for at, change in differing]
-        made += [Change(line, section.record["names"]) for line in lines]
+        made += [Change(line, section.key.names) for line in lines]
     return made
