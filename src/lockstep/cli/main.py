@@ -72,7 +72,7 @@ def report(results: Path) -> None:
     "-v",
     "--verbose",
     is_flag=True,
-    help="Also which block class, kind and exit each layer uses, of the models that are exported.",
+    help="Also which block class, attention variant and exit each layer uses, of the models that are exported.",
 )
 @JSON
 @CONFIG
