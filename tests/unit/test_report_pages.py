@@ -18,7 +18,7 @@ from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import failed_path, record_path
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
 from lockstep.report import charts, summary
-from lockstep.report.since_lock import Change
+from lockstep.report.change import Change
 from lockstep.report.verdict import sentence
 from lockstep.targets import Results, Target
 

@@ -15,10 +15,10 @@ from typing import Any
 from lockstep.artifacts.manifest_files import failed_path
 from lockstep.artifacts.summary import SummaryRow
 from lockstep.report import charts
+from lockstep.report.change import Change
 from lockstep.report.details import Details
 from lockstep.report.markup import items, link, page, pairs, result, table, tag, text
 from lockstep.report.prompts import prompt
-from lockstep.report.since_lock import Change
 from lockstep.report.verdict import sentence, verdict
 from lockstep.targets import Results, Target
 

@@ -3,31 +3,16 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.provenance.diff import changes
 from lockstep.provenance.locked import expected_items, without_places
 from lockstep.provenance.lockfile import Section, lock_path, read_lock, sections_of
 from lockstep.provenance.record import records
-from lockstep.targets import Results, Target
-
-
-@dataclass(frozen=True)
-class Change:
-    """What differs from a lock. line: where a result is, and "locked -> found". names: which precision, layers and
-    backend the result is of; without those that it is not made for."""
-
-    line: str
-    names: Mapping[str, Any] = field(default_factory=dict)
-
-    def is_of(self, target: Target) -> bool:
-        """Whether the result is this target's, or one that it shares with others of its model."""
-        own = {"precision": target.precision, "layers": target.layers, "backend": target.backend}
-        return all(str(self.names.get(name, value)) == str(value) for name, value in own.items())
+from lockstep.report.change import Change
+from lockstep.targets import Results
 
 
 def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, list[Change]]:

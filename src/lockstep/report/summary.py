@@ -15,8 +15,8 @@ from lockstep.artifacts.manifest_files import content, failed_path
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.errors import InputError
 from lockstep.report import pages
+from lockstep.report.change import Change
 from lockstep.report.details import Checked, Details, details
-from lockstep.report.since_lock import Change
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, sentence, verdict
 from lockstep.targets import Results, Target
 
