@@ -227,7 +227,7 @@ class _Finder:
                     held[name] = merged(name, wants[name])
             found = {name: held[name] for name in made if name in held}
             if not found:
-                continue  # whole: each rank computes it, such as the angles of rotary encoding
+                continue  # whole: each rank computes it, such as the angles of RoPE
             for name, part in self._needs(node, found):
                 if name in self.slots or name in self.stacks:
                     weight = self.stacks.get(name, name)

@@ -321,7 +321,7 @@ def main() -> None:
             if answer is not None:
                 print(json.dumps(answer))
         except BrokenPipeError:
-            raise SystemExit(1) from None  # who read the text has had enough
+            raise SystemExit(1) from None  # the reader has closed the pipe
         except ModuleNotFoundError as error:
             raise InputError(
                 f"{request['key']}: {sys.executable} has no Python package {error.name!r}; install it there"

@@ -62,7 +62,7 @@ class Kind:
 
     @functools.cached_property
     def inputs(self) -> dict[str, tuple[str, ...]]:
-        """What each phase reads: a variant without rotary encoding decodes without positions."""
+        """What each phase reads: a variant without RoPE decodes without positions."""
         return {
             phase: tuple(io.name for io in graph.signature.inputs) for phase, graph in self.variant.phases().items()
         }
