@@ -20,7 +20,7 @@ from lockstep.cli.locks import COMMANDS
 from lockstep.cli.opened import made_target, runnable, used_config
 from lockstep.cli.serve import serve as serve_command
 from lockstep.cli.stages import CONFIG, RESULTS, Project, load_config, stage_commands
-from lockstep.cli.terminal import JSON, echo_json
+from lockstep.cli.terminal import JSON, echo_json, working
 from lockstep.cli.triton import triton as triton_command
 from lockstep.errors import InputError
 from lockstep.targets import Results
@@ -113,7 +113,7 @@ def show(graph: Path) -> None:
 @main.command()
 @click.argument("target")
 @click.option("--prompt", help="The text to follow.  [default: the first golden prompt that fails, else the longest]")
-@click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
+@JSON
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all]")
 @RESULTS
 def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, results: Path) -> None:
@@ -121,7 +121,6 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
     tree = Results(results)
     config = used_config(tree)
     chosen = config.parse_target(target)
-    from lockstep.artifacts.files import dump_json
     from lockstep.pipeline import worker
     from lockstep.verify.bisect.report import text
     from lockstep.verify.bisect.run import bisect as find
@@ -131,8 +130,11 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
         config.tolerance(chosen.model, chosen.precision, chosen.backend).model_dump(),
     )
     ask = None if python is None else lambda **arguments: worker.ask(python, "bisect", **arguments)
-    report = find(tree, chosen, tolerance, ask, prompt, threads)
-    click.echo(dump_json(report) if as_json else text(report), nl=False)
+    with working(f"bisect {chosen}"):
+        report = find(tree, chosen, tolerance, ask, prompt, threads)
+    if as_json:
+        return echo_json(report)
+    click.echo(text(report), nl=False)
 
 
 @main.command()
