@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -253,7 +254,7 @@ def test_taking_is_a_use(tmp_path: Path, filled: Cache) -> None:
 
 def test_a_blob_of_two_entries_stays_with_one_of_them(tmp_path: Path, filled: Cache) -> None:
     last, middle, oldest = (used.entry for used in look(filled).entries)
-    shared = filled.write({**oldest.made_of, "options": {"other": 1}}, oldest.manifest, oldest.files)
+    shared = filled.write(replace(oldest.made_of, options={"other": 1}), oldest.manifest, oldest.files)
     prune(filled, older_than=86400 / 2)
     assert keys(filled) == [shared.key] and look(filled).blobs.keys() == {blob.sha256 for blob in oldest.files.values()}
 

@@ -76,7 +76,7 @@ def put(cache: Cache | None, step: Step, record: BuildRecord) -> None:
             name: cache.add(step.output.parent / name, sha256)
             for name, sha256 in sorted({**record.outputs, **beside}.items())
         }
-        entry = cache.write(record.key.to_json(), step.output.name, files)
+        entry = cache.write(record.key, step.output.name, files)
     except InputError as error:
         _say(f"{step} is not put into {cache.folder}: {error}")
     except OSError as error:
