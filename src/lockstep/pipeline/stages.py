@@ -21,7 +21,7 @@ from lockstep.pipeline.step import Step
 from lockstep.targets import Results, Target, is_quantized
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Config
+    from lockstep.config.schema import Config
 
 Options = Callable[..., dict[str, Any]]  # (config, and the stage's wildcards by name) -> plain JSON
 

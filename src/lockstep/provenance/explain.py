@@ -25,7 +25,7 @@ from lockstep.provenance.record import backend_identity, content, read_record, r
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Config
+    from lockstep.config.schema import Config
 
 
 @dataclass(frozen=True)

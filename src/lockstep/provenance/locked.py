@@ -36,7 +36,7 @@ from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Config
+    from lockstep.config.schema import Config
     from lockstep.targets import Target
 
 # Recorded where a model comes from, and not compared: it may lie elsewhere.
