@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.serve.adapter_folders import MOST_LOADED, AdapterFolders, LoadedFolder, check_name, stamp_of
 from lockstep.serve.bodies import BadRequest
-from lockstep.serve.frames import Frame
+from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.stream import StreamError
 
@@ -148,12 +148,12 @@ class Adapters:
         """(name, folder, sha256) of what an engine has to load when it starts."""
         return [(name, str(entry.folder), entry.sha256) for name, entry in self._loaded.items()]
 
-    def engine_started(self, link: EngineLink, ready: Frame) -> list[str]:
+    def engine_started(self, link: EngineLink, ready: Ready) -> list[str]:
         """ready: what the engine said of itself. Gives a line for each adapter that it could not load again."""
-        lost: Mapping[str, str] = ready["lost_adapters"]
+        lost = ready.lost_adapters
         for name in lost:
             del self._loaded[name]
-        self._own = {name: digest for name, digest in ready["adapters"].items() if name not in self._loaded}
+        self._own = {name: digest for name, digest in ready.adapters.items() if name not in self._loaded}
         self._link = link
         return [f"an adapter is not loaded again: {line}" for line in lost.values()]
 

@@ -193,8 +193,8 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "lockstep",
-        "max_model_len": service.ready["max_seq_len"],
-        "root": service.ready["identity"] if adapter is None else service.adapters.digest(adapter),
+        "max_model_len": service.ready.max_seq_len,
+        "root": service.ready.identity if adapter is None else service.adapters.digest(adapter),
         **({} if adapter is None else {"parent": service.name}),
     }
 
@@ -212,13 +212,13 @@ def _health(service: Service) -> dict[str, Any]:
 
 def _status(service: Service) -> dict[str, Any]:
     ready, counters = service.ready, service.counters
-    total = ready["num_pages"]
+    total = ready.num_pages
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "chunk_size")
     return {
         "model": service.name,
-        "identity": ready["identity"],
-        "backend": ready["backend"],
-        "limits": {name: ready[name] for name in names},
+        "identity": ready.identity,
+        "backend": ready.backend,
+        "limits": {name: getattr(ready, name) for name in names},
         "running": counters.get("running", 0),
         "waiting": counters.get("waiting", 0),
         "pages": {

@@ -41,10 +41,10 @@ async def completion_asks(body: CompletionBody, service: Service) -> list[Ask]:
     if not body.echo:
         return asks_of(body, prompts, "prompt", service)
     prompt_logprobs = None if body.logprobs is None and body.most_tokens != 0 else body.logprobs or 0
-    if prompt_logprobs is not None and not service.ready["prompt_logprobs"]:
+    if prompt_logprobs is not None and not service.ready.prompt_logprobs:
         raise BadRequest(
             "echo: expected a backend that computes the logits behind all tokens of a prompt, such as onnxruntime, "
-            f"found {service.ready['backend']}; leave out echo, or logprobs, and ask for a token",
+            f"found {service.ready.backend}; leave out echo, or logprobs, and ask for a token",
             "echo",
         )
     asks = asks_of(body, prompts, "prompt", service, prompt_logprobs)

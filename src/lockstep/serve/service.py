@@ -19,7 +19,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.adapter_folders import AdapterFolders
 from lockstep.serve.adapters import Adapters
 from lockstep.serve.chat import Chat
-from lockstep.serve.frames import Frame
+from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
 from lockstep.serve.stream import TENANT, Active, Ask, Stream, StreamError
@@ -70,7 +70,7 @@ class Service:
         None: none."""
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
         self.chat = Chat(chat_template)
-        self.ready: Frame = {}  # what the engine said of itself
+        self._ready: Ready | None = None
         self.counters: Frame = {}  # its last
         self._earlier: dict[str, int] = dict.fromkeys(_TOTALS, 0)  # what engines that died had counted
         self.draining = False
@@ -94,6 +94,12 @@ class Service:
         await self.chat.start()
         await self._open()
         self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine says of itself; of a service that was started."""
+        assert self._ready is not None
+        return self._ready
 
     async def stop(self) -> None:
         """End the engine, and all that is not through."""
@@ -179,7 +185,7 @@ class Service:
             len(active.choices) for each in self._streams for active in each.actives if active.admitted is not None
         )
         # What fits into free slots does not wait.
-        room = self.limits.max_queue + max(0, self.ready["max_batch_size"] - running)
+        room = self.limits.max_queue + max(0, self.ready.max_batch_size - running)
         if wanted > room or (waiting and tokens > self.limits.max_queue_tokens):
             backlog = sum(
                 len(active.ask.request.prompt_ids) + active.ask.request.n * active.ask.request.max_new_tokens
@@ -197,11 +203,11 @@ class Service:
 
     async def _open(self) -> None:
         asked = {**self._asked, "loaded": self.adapters.to_load()}
-        link, self.ready = await EngineLink.start(self._python, asked, self.limits.start)
-        for line in self.adapters.engine_started(link, self.ready):
+        link, self._ready = await EngineLink.start(self._python, asked, self.limits.start)
+        for line in self.adapters.engine_started(link, self._ready):
             self._log(line)
         self._link = link
-        self.counters = {"running": 0, "waiting": 0, "free_pages": self.ready["num_pages"], "cached_pages": 0}
+        self.counters = {"running": 0, "waiting": 0, "free_pages": self.ready.num_pages, "cached_pages": 0}
 
     async def _supervise(self) -> None:
         while True:

@@ -65,7 +65,7 @@ class Triton:
 
     async def infer(self, request: InferRequest) -> Inference:
         """Take a request. Raises BadRequest, and StreamError where there is no room."""
-        batch = Batch(request.model, request.inputs, self.service.ready["max_batch_size"])
+        batch = Batch(request.model, request.inputs, self.service.ready.max_batch_size)
         outputs = request.outputs
         check_outputs(request)
         kept = lambda made: [tensor for tensor in made if outputs is None or tensor.name in outputs]

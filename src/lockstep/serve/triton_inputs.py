@@ -146,7 +146,7 @@ def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | No
 
 async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any) -> Prompt:
     ready, tokenizer = service.ready, service.tokenizer
-    vocab_size, limit, longest = ready["vocab_size"], ready["max_input_len"], ready["max_seq_len"]
+    vocab_size, limit, longest = ready.vocab_size, ready.max_input_len, ready.max_seq_len
     if batch.value("beam_width", number, 1) != 1:
         raise BadRequest("beam_width: expected 1, as this server has no beam search, found another", "beam_width")
     if "input_ids" in batch:
@@ -177,11 +177,11 @@ async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, l
     if wanted < 1:
         raise BadRequest(f"max_tokens: expected 1 or more, found {wanted}", "max_tokens")
     n = batch.value("num_return_sequences", number, 1) or 1
-    if not 1 <= n <= ready["max_batch_size"]:
-        raise BadRequest(f"num_return_sequences: expected 1 to {ready['max_batch_size']}, found {n}")
+    if not 1 <= n <= ready.max_batch_size:
+        raise BadRequest(f"num_return_sequences: expected 1 to {ready.max_batch_size}, found {n}")
     end_id = batch.value("end_id", number)
     # -1, or another that is no token: the end never comes.
-    end_ids = frozenset(token for token in (ready["eos_token_ids"] if end_id is None else [end_id]))
+    end_ids = frozenset(token for token in (ready.eos_token_ids if end_id is None else [end_id]))
     end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
     log_probs = batch.value("return_log_probs", number, False)
     sampling = _sampling(batch, number, bias, bad_words, log_probs)
