@@ -131,11 +131,11 @@ def hardware(name: str, builds: bool) -> str | None:
 
 
 def inspect(engines: str, assembly: str) -> dict[str, Any]:
-    """What of an engine set that opens here can be compared with another: `backends.inspected`."""
+    """What of an engine set that opens here can be compared with another: an `InspectedSet`, as JSON."""
     from lockstep.backends import EngineSet
     from lockstep.backends.inspected import inspected
 
-    return inspected(EngineSet.open(engines, assembly))
+    return inspected(EngineSet.open(engines, assembly)).to_json()
 
 
 def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
