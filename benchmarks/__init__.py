@@ -23,7 +23,7 @@ INSIDE = {
     "pipeline.wanted": "the same",
     "pipeline": "worker: measures and plants faults in the Python that a backend runs in",
     # What the numbers were measured on.
-    "backends.onnxruntime.cpu": "the CPU and its threads",
+    "backends.cpu": "the CPU and its threads",
     # Faults are planted in what nobody is to change.
     "backends": "default options of a build",
     "backends.tensorrt.fused_attention": "fused attention goes wrong",

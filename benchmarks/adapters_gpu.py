@@ -4,8 +4,6 @@ the same model whose graphs take none, in turn; how long one takes to load; and 
 In: assemblies of a shape in fp16, one of which takes adapters; a scratch folder. Out: a record. In the scratch folder
 it is written after each part, so that a run that is cut short says what it came to.
 
-Beside the forms: kernels of our own, segmented by adapter (sgmv.py), of all products of a decoder layer.
-
 The forms, of q, k and v of one layer beside the layers alone: as they are exported, two thin products for each layer
 and the resident adapters' columns of which a token's own are kept; with one first product for the three; with one of
 each, whose second matrix is block diagonal; the first and the third with the first product as further rows of the
@@ -26,7 +24,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import batches, sgmv
+from benchmarks import batches
 from benchmarks.gpu import random_weights
 from benchmarks.measure import in_turn, spread
 from lockstep import Advance, Model, Sampling, build_engines
@@ -113,7 +111,6 @@ def run(
     note(load={"bytes": _nbytes(assembly, SMALL), **_load(model, names, rounds)})
     if forms:
         hidden = assembly.hidden_size
-        note(sgmv=sgmv.measure(groups(assembly), min(assembly.adapters.max_adapters, ROWS)))
         note(forms={str(t): found for t, found in _forms(hidden, assembly.adapters, work / "forms", rounds).items()})
     if vllm:
         note(vllm=of_vllm(read_json(Path(vllm))))
@@ -154,19 +151,6 @@ def _modules(assembly: Assembly) -> dict[str, tuple[int, int]]:
         part.slots[weight][0].removesuffix(".weight"): (slot.in_features, slot.out_features)
         for part in parts
         for weight, slot in assembly.adapters.classes.get(part.graph, {}).items()
-    }
-
-
-def groups(assembly: Assembly) -> dict[str, tuple[int, list[int]]]:
-    """Of a Llama's first decoder layer the linear layers that read the same values: in_features, out_features of
-    each."""
-    sizes: dict[str, tuple[int, int]] = {}
-    for module, size in _modules(assembly).items():
-        sizes.setdefault(module.rpartition(".")[2], size)
-    same = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-    return {
-        "_".join(name.removesuffix("_proj") for name in names): (sizes[names[0]][0], [sizes[name][1] for name in names])
-        for names in same
     }
 
 

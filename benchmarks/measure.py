@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from lockstep.backends.onnxruntime.cpu import describe_cpu, thread_count
+from lockstep.backends.cpu import describe_cpu, thread_count
 
 _PAUSE = 0.05  # seconds: thread pools stop spinning before the next contestant starts
 

@@ -2,8 +2,8 @@
 stages.
 
 In: model types (default: all). Out: for each whether it works (with the error of its logits against transformers' eager
-forward, and the numbers of block classes and kinds), is refused (with the reason), or why no tiny model could be made.
-Each type has a process of its own.
+forward, and the numbers of block classes and attention variants), is refused (with the reason), or why no tiny model
+could be made. Each type has a process of its own.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
         "",
         "## Works",
         "",
-        "| type | logit error | of transformers itself | block classes | kinds |",
+        "| type | logit error | of transformers itself | block classes | attention variants |",
         "|---|---|---|---|---|",
     ]
     models = report["models"]

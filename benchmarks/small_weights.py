@@ -28,7 +28,7 @@ from benchmarks.export import SHAPES, shape_names
 from benchmarks.measure import in_turn, ratios, spread, surroundings, thread_count
 from benchmarks.peer_steps import PEERS, PeerProcess
 from lockstep.artifacts.files import read_json
-from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE
+from lockstep.backends.cpu import THREADS_VARIABLE
 from lockstep.config.backends import backends as known_backends
 
 PACKAGES = ("numpy", "onnxruntime")

@@ -27,7 +27,7 @@ from benchmarks.faults.list import FAULTS
 from benchmarks.faults.models import make, start
 from benchmarks.measure import surroundings
 from lockstep import CheckError, InputError
-from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, thread_count
+from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
 from lockstep.config.backends import backends
 from lockstep.config.types import Tolerances
 from lockstep.pipeline import worker

@@ -254,31 +254,6 @@ def all_gather(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     state[0] = launch
 
 
-def sgmv_shrink(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
-    """What benchmarks/sgmv.cu says."""
-    for adapter, rows in _segments(gpu, blocks // k.columns, k):
-        a = gpu.array(k.a, (adapter + 1, k.columns, k.units * 8), "f2")[adapter].astype(np.float32)
-        x = gpu.array(k.x, (max(rows) + 1, k.units * 8), "f2")[rows].astype(np.float32)
-        gpu.array(k.shrunk, (max(rows) + 1, k.columns), "f4")[rows] = x @ a.T
-
-
-def sgmv_expand(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
-    """What benchmarks/sgmv.cu says, where it has 128 threads and a rank of 16."""
-    size = k.out_features
-    for adapter, rows in _segments(gpu, blocks // -(-size // 128), k):
-        b = gpu.array(k.b, (adapter + 1, size, 16), "f2")[adapter].astype(np.float32)
-        shrunk = gpu.array(k.shrunk, (max(rows) + 1, k.columns), "f4")[rows].reshape(len(rows), -1, 16)
-        layer = np.searchsorted([k.second, k.third], np.arange(size), side="right")
-        y = gpu.array(k.y, (max(rows) + 1, size), "f2")
-        y[rows] = (y[rows] + np.einsum("tcr,cr->tc", shrunk[:, layer], b)).astype(np.float16)
-
-
-def _segments(gpu: Gpu, count: int, k: SimpleNamespace) -> list[tuple[int, list[int]]]:
-    starts = gpu.array(k.starts, (count + 1,), "i4").tolist()
-    rows, adapters = (gpu.array(at, (size,), "i4") for at, size in ((k.rows, starts[-1]), (k.adapters, count)))
-    return [(int(adapters[n]), rows[starts[n] : starts[n + 1]].tolist()) for n in range(count)]
-
-
 def _weight(gpu: Gpu, k: SimpleNamespace, bits: int) -> np.ndarray:
     """[out_features, in_features] float32 of small_weights.cu's forms, `2^8` times as large where it has scales."""
     if bits == 16:
@@ -312,8 +287,6 @@ def dequantize(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int) -> None:
 
 
 KERNELS: dict[str, Callable] = {
-    "sgmv_shrink": sgmv_shrink,
-    "sgmv_expand": sgmv_expand,
     "adapter_mask": adapter_mask,
     "all_reduce": all_reduce,
     "all_gather": all_gather,

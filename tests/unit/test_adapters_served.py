@@ -152,6 +152,8 @@ def test_generate_and_files_take_adapters(results: Results, tmp_path: Path) -> N
     place = ["--target", TARGET, "--results", str(results.root), "--max-new-tokens", "16"]
     made = run("generate", *place, "--prompt", "Light", "--adapter", "captain")
     assert made.returncode == 0 and made.stdout.strip() == LIGHT["captain"].strip()
+    made = run("generate", *place, "--prompt", "Light", "--adapter", "captain", "--json")
+    assert made.returncode == 0 and json.loads(made.stdout)["choices"][0]["text"] == LIGHT["captain"]
     made = run("generate", *place, "--prompt", "Light", "--adapter", "pirate")
     assert made.returncode == 2 and "expected one of captain, shakespeare; found 'pirate'" in made.stderr
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

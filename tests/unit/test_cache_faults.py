@@ -148,6 +148,12 @@ def names_a_file_outside(path: Path) -> None:
     write_json(path, value)
 
 
+def is_made_of_others(path: Path) -> None:
+    value = json.loads(path.read_text())
+    value["made_of"]["options"] = {"other": 1}
+    write_json(path, value)
+
+
 def lacks_a_file(path: Path) -> None:
     value = json.loads(path.read_text())
     del value["files"]["weights.safetensors"]
@@ -169,7 +175,9 @@ ENTRY = {
     "deep": lambda path: path.write_text("[" * 200_000),
     "not a number": lambda path: path.write_text('{"format": "lockstep.cache/1", "sealed_sha256": "", "files": NaN}'),
     "another format": sealed(format="lockstep.cache/2"),
-    "another key": sealed(made_of={"stage": "convert", "names": {}}),
+    "another key": is_made_of_others,
+    "half a key": sealed(made_of={"stage": "convert", "names": {}}),
+    "a key of another kind": sealed(made_of=[1]),
     "no files": sealed(files={}),
     "files of another kind": sealed(files=[1]),
     "another manifest": sealed(manifest="other.json"),

@@ -51,6 +51,12 @@ def test_targets_with_layers_are_text_only(project: Path, capsys: pytest.Capture
     assert ended.value.code == 2 and "expected --json or --verbose" in capsys.readouterr().err
 
 
+def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--target", TARGET, "--input", "in", "--output", "out", "--json"], prog_name="lockstep")
+    assert ended.value.code == 2 and "expected --json with --prompt, found it with --input" in capsys.readouterr().err
+
+
 def test_summary(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, code = told(capsys, "summary")
     assert code == 0 and [row["verdict"] for row in found["targets"]] == ["not run"] * 14

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from lockstep.artifacts.files import write_json
 from lockstep.config.backends import backends
-from lockstep.config.load import Config, load, load_merged
+from lockstep.config.load import load, load_merged
+from lockstep.config.schema import Config
 from lockstep.errors import InputError
 from lockstep.targets import Results, Target
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.backends.onnxruntime.cpu import describe_cpu
+from lockstep.backends.cpu import describe_cpu
 from lockstep.errors import InputError
 from lockstep.pipeline import worker
 from lockstep.pipeline.step import Step

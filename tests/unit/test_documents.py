@@ -7,7 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.documents import read_document
-from lockstep.config.load import Config, load
+from lockstep.config.load import load
+from lockstep.config.schema import Config
 from lockstep.errors import InputError
 
 PITFALLS = {

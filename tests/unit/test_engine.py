@@ -17,8 +17,8 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.signature import IO
 from lockstep.backends import EngineSet, build, builder, engine_set, get_backend
 from lockstep.backends.base import Built
+from lockstep.backends.cpu import THREADS_VARIABLE, describe_cpu, thread_count
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, describe_cpu, thread_count
 from lockstep.backends.tensorrt.device import gpu_key
 from lockstep.config.backends import backends
 from lockstep.errors import CheckError, InputError

@@ -69,7 +69,7 @@ def name(path: Path) -> str:
 def layer(path: Path) -> int:
     first, *rest = path.relative_to(PACKAGE).parts
     # What a backend brings to the config: whether its engines run here is asked of the device, without its library.
-    is_settings = first == "backends" and rest[1:] in (["settings.py"], ["gpu.py"], ["cpu.py"])
+    is_settings = first == "backends" and rest[-1] in ("settings.py", "gpu.py", "cpu.py")
     return LAYERS.index("config" if is_settings else first.removesuffix(".py"))
 
 

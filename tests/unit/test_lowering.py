@@ -190,7 +190,7 @@ def test_layer_table_says_which_layer_uses_which_class(shared, tmp_path):
     }
     shared.assembled(config, "fp32")[1].save(tmp_path / "assembly.json")
     lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]
-    assert lines[0] == "4 layers, 6 classes, 1 kinds".split()
+    assert lines[0] == "4 layers, 6 classes, 1 attention variants".split()
     assert lines[2:5] == [
         ["0", "entry", "attention", "exit"],
         ["1", "middle", "attention", "exit_2"],

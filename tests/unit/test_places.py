@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from demo_model import DEMO
 
 from lockstep.artifacts.files import write_bytes, write_json
-from lockstep.backends.onnxruntime.cpu import THREADS_VARIABLE, thread_count
+from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
 from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
 from lockstep.export import export

@@ -18,6 +18,7 @@ from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import failed_path, record_path
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
 from lockstep.report import charts, summary
+from lockstep.report.change import Change
 from lockstep.report.verdict import sentence
 from lockstep.targets import Results, Target
 
@@ -162,7 +163,7 @@ def test_speeds_of_cut_models_stand_apart_from_those_of_whole_ones(results: Resu
 def test_every_text_is_escaped(results: Results) -> None:
     entry = prompt(NASTY, text_out=NASTY, reference_text=NASTY[:5], expected=NASTY[:8])
     fill(results, TARGETS[1], entry, failure=NASTY)
-    made = pages(results, since_lock={"m": [NASTY]})
+    made = pages(results, since_lock={"m": [Change(NASTY)]})
     for page in made.values():
         assert "<script" not in page and "\x07" not in page and "script" not in Parsed(page).tags
     assert "<script>alert('x')</script> & \"quoted\" \u2407" in Parsed(made["index.html"]).text
@@ -200,8 +201,29 @@ def test_what_changed_since_the_lock_stands_where_there_is_one(results: Results)
     assert (
         "What changed since the lock of m</h2>\n<p>Nothing.</p>" in pages(results, since_lock={"m": []})["index.html"]
     )
-    for page in pages(results, since_lock={"m": ["middle.onnx: 00 -> 11"]}).values():
+    for page in pages(results, since_lock={"m": [Change("middle.onnx: 00 -> 11")]}).values():
         assert "middle.onnx: 00 -&gt; 11" in page
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ({"model": "m"}, {2, "all"}),
+        ({"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {2, "all"}),
+        ({"model": "m", "precision": "fp16", "layers": "2"}, {2}),
+        ({"model": "m", "precision": "fp32"}, set()),
+        ({"model": "m", "precision": "fp16", "backend": "openvino"}, set()),
+    ],
+)
+def test_a_target_is_told_what_changed_of_it_alone(results: Results, names: dict[str, str], shown: set) -> None:
+    made = pages(results, since_lock={"m": [Change("00 -> 11", names)]})
+    found = {target.layers for target in TARGETS if "00 -&gt; 11" in made[results.target_page(target).name]}
+    assert found == shown and "00 -&gt; 11" in made["index.html"]
+
+
+def test_options_are_words_and_no_json(results: Results) -> None:
+    page = Parsed(pages(results)["m-fp16-2-onnxruntime.html"])
+    assert "opset: null" in page.text and '{"opset' not in page.text
 
 
 def test_the_page_of_a_target_that_is_none_any_more_goes(results: Results) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import InputError
+from lockstep.pipeline import worker
 from lockstep.runtime import Decoding, Model, Request, Sampling, Tokenizer, generate
 
 EXPECTED = json.loads((Path(__file__).parents[2] / "resources" / "demo-llama" / "expected.json").read_text())
@@ -147,6 +148,33 @@ def test_where_all_take_the_most_likely_token_only_tokens_come_back(model, token
         (made.request, made.token, made.finish) for made in chosen
     ]
     assert all(made.logits is None for made in alone) and all(made.logits is not None for made in chosen)
+
+
+def test_json_is_one_document_with_what_the_text_has(demo, capsys):
+    paths = {
+        "assembly": demo.assembly("demo-llama", "fp16"),
+        "weights": demo.weights("demo-llama", "fp16"),
+        "engines": demo.engines("demo-llama", "fp16", "onnxruntime"),
+    }
+    asked = {
+        **{name: str(path) for name, path in paths.items()},
+        "layers": "all",
+        "limits": {"max_seq_len": 64, "max_num_tokens": 64, "max_input_len": 32},
+        "prompt": PROMPTS[2],
+        "max_new_tokens": 8,
+        "sampling": {},
+        "stop": [],
+    }
+    worker.generate(**asked)
+    text = capsys.readouterr().out
+    worker.generate(**asked, as_json=True)
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    (choice,) = found["choices"]
+    assert not told.err and choice["text"] + "\n" == text and choice["finish_reason"] == "max_new_tokens"
+    prompt = Tokenizer.open(paths["assembly"]).encode(PROMPTS[2])
+    assert found["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 8}
+    assert len(choice["token_ids"]) == 8 and found["speed"]["decode_tokens_per_s"] > 0
 
 
 def test_generating_loads_no_torch(demo):

@@ -164,13 +164,13 @@ MIXED = {
         for name, config in MIXED.items()
     ],
 )
-def test_stamped_and_fully_traced_files_are_the_same_bytes(config):
+def test_unique_and_fully_traced_files_are_the_same_bytes(config):
     config = {**TINY, "num_key_value_heads": 2, **config}
     meta = meta_model(config, "fp32")
-    stamped, traced = assemble(meta, config, "fp32"), assemble(meta, config, "fp32", stamp=False)
-    assert stamped == traced
+    unique, traced = assemble(meta, config, "fp32"), assemble(meta, config, "fp32", trace_unique_layers=False)
+    assert unique == traced
     more = {"middle_2", "exit_2"} if config["model_type"] == "qwen3_moe" else set()
-    assert set(stamped[1].classes) == {"entry", "middle", "exit", "embedding", *more}
+    assert set(unique[1].classes) == {"entry", "middle", "exit", "embedding", *more}
 
 
 def run(path, feeds, weights):

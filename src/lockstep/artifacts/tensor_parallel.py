@@ -93,7 +93,7 @@ class Shard:
 @dataclass(frozen=True)
 class Piece:
     """What a rank runs between two sums: the name of its graph. sums: {partial sum that it gives: the name under which
-    later pieces, or the block's readers, find what is added up}."""
+    later pieces, or the block's readers, find their sum}."""
 
     graph: str
     sums: Mapping[str, str]

@@ -13,10 +13,10 @@ from lockstep.errors import CheckError, InputError
 
 @dataclass(frozen=True)
 class RotaryGraph(GraphFile):
-    """The decode graph of a variant that stands for its rotary encoding alone.
+    """The decode graph of a variant that stands for its RoPE alone.
 
     A backend that has attention of its own may take it as `<variant>.rotary` (`Backend.graphs`). That engine is a graph
-    too, cut out of the decode graph (rotary.py): engines run where the assembly's graphs are not.
+    too, cut out of the decode graph (onnx_tools/rope.py): engines run where the assembly's graphs are not.
     """
 
     variant: AttentionVariant

@@ -100,7 +100,7 @@ def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:
         raise InputError(
             f"{manifest}: expected a manifest with the record of how it was made, found none; run snakemake first"
         )
-    yield _file(f"{folder}/{manifest.name}", manifest, record["outputs"][manifest.name])
+    yield _file(f"{folder}/{manifest.name}", manifest, record.outputs[manifest.name])
     path = record_path(manifest)
     yield _file(f"{folder}/{path.name}", path, digest(path))
 

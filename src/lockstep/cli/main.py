@@ -20,7 +20,7 @@ from lockstep.cli.locks import COMMANDS
 from lockstep.cli.opened import made_target, runnable, used_config
 from lockstep.cli.serve import serve as serve_command
 from lockstep.cli.stages import CONFIG, RESULTS, Project, load_config, stage_commands
-from lockstep.cli.terminal import JSON, echo_json
+from lockstep.cli.terminal import JSON, echo_json, working
 from lockstep.cli.triton import triton as triton_command
 from lockstep.errors import InputError
 from lockstep.targets import Results
@@ -72,7 +72,7 @@ def report(results: Path) -> None:
     "-v",
     "--verbose",
     is_flag=True,
-    help="Also which block class, kind and exit each layer uses, of the models that are exported.",
+    help="Also which block class, attention variant and exit each layer uses, of the models that are exported.",
 )
 @JSON
 @CONFIG
@@ -113,7 +113,7 @@ def show(graph: Path) -> None:
 @main.command()
 @click.argument("target")
 @click.option("--prompt", help="The text to follow.  [default: the first golden prompt that fails, else the longest]")
-@click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
+@JSON
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all]")
 @RESULTS
 def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, results: Path) -> None:
@@ -121,7 +121,6 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
     tree = Results(results)
     config = used_config(tree)
     chosen = config.parse_target(target)
-    from lockstep.artifacts.files import dump_json
     from lockstep.pipeline import worker
     from lockstep.verify.bisect.report import text
     from lockstep.verify.bisect.run import bisect as find
@@ -131,8 +130,11 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
         config.tolerance(chosen.model, chosen.precision, chosen.backend).model_dump(),
     )
     ask = None if python is None else lambda **arguments: worker.ask(python, "bisect", **arguments)
-    report = find(tree, chosen, tolerance, ask, prompt, threads)
-    click.echo(dump_json(report) if as_json else text(report), nl=False)
+    with working(f"bisect {chosen}"):
+        report = find(tree, chosen, tolerance, ask, prompt, threads)
+    if as_json:
+        return echo_json(report)
+    click.echo(text(report), nl=False)
 
 
 @main.command()
@@ -162,6 +164,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
 @click.option("--adapter", metavar="NAME", help="Compute it with this adapter of the model.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
+@JSON
 @RESULTS
 def generate(
     target: str | None,
@@ -174,10 +177,11 @@ def generate(
     stop: tuple[str, ...],
     adapter: str | None,
     threads: int | None,
+    as_json: bool,
     results: Path,
     **sampling: Any,
 ) -> None:
-    """Text from an engine set or a bundle, as it is made; then the speed, on stderr.
+    """Text from an engine set or a bundle, as it is made; then the speed, on stderr. With --json both in one document.
 
     With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it goes
     on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}."""
@@ -194,9 +198,13 @@ def generate(
             )
         )
 
+    if as_json and prompt is None:
+        raise InputError("generate: expected --json with --prompt, found it with --input; its --output is JSON already")
     with runnable("generate", "--target", target, archive, weights, results) as found:
         place = found.place
-        asked = {"prompt": prompt} if source is None else {"source": str(source), "out": str(out)}
+        asked: dict[str, Any] = {"prompt": prompt, "as_json": as_json}
+        if source is not None:
+            asked = {"source": str(source), "out": str(out)}
         worker.call(
             found.python,
             "generate" if source is None else "generate_file",

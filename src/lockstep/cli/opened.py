@@ -13,7 +13,7 @@ from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
-    from lockstep.config.load import Config
+    from lockstep.config.schema import Config
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lockstep.errors import InputError
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Config
+    from lockstep.config.schema import Config
     from lockstep.pipeline.stages import Stage
 
 RESULTS = click.option(

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.artifacts.files import dump_json, write_bytes
 from lockstep.config.backends import backends
-from lockstep.config.load import Config
+from lockstep.config.schema import Config
 from lockstep.config.section import INT32_MAX
 from lockstep.errors import CheckError, guard
 

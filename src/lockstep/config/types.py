@@ -278,7 +278,7 @@ class Tolerance(Section):
     """The largest absolute errors that pass."""
 
     block: Error = Field(
-        description="Largest error of a block, a kind or a layer against torch in fp32 on "
+        description="Largest error of a block, an attention or a layer against torch in fp32 on "
         "the same weights: absolute for values up to one, relative to the size of larger ones."
     )
     logits: Error = Field(description="Largest absolute error of the logits: whole forward, and golden check.")

@@ -50,7 +50,7 @@ HARMLESS = {
     "sliding_window": "read by flash attention alone; the mask that eager attention is given says the same, "
     "and is what counts",
     "position_ids": "read by flash attention to tell packed sequences apart; positions reach queries and "
-    "keys through the rotary encoding",
+    "keys through RoPE",
     "output_attentions": "asks for the weights beside the result",
     "output_hidden_states": "asks for what the layers give, beside the result",
     "output_router_logits": "asks for what the router gives, beside the result",

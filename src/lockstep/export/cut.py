@@ -2,7 +2,7 @@
 
 In: a packed trace (simplify.pack). Out: a block before each attention, the exit block after the last, and for each
 layer its batchless region: the nodes between the block's flat query, key, value and the attention that see positions
-(rotary encoding) and hold no weight, with the data movement around them.
+(RoPE) and hold no weight, with the data movement around them.
 """
 
 from __future__ import annotations

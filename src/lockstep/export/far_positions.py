@@ -1,4 +1,4 @@
-"""The proof's look at long contexts: new tokens behind a long synthetic KV cache, and at far positions, against
+"""The parity check of long contexts: new tokens behind a long synthetic KV cache, and at far positions, against
 transformers.
 
 In: a small model in split form and transformers' own model with the same weights. Out: logits of both. A fault may
@@ -10,7 +10,6 @@ at which things begin and end are scaled up, so that one row too many or too few
 from __future__ import annotations
 
 import contextvars
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,8 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.errors import InputError
 from lockstep.export.reference_runner import Part, Walk
+from lockstep.export.torch_model import eager_attention
 
 _BEHIND = "lockstep_behind"
 NEW = 4  # tokens that each request prefills; one more is then decoded
@@ -137,18 +136,13 @@ def _attend_behind(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers calls this for attention: the layer's past rows come before the new ones, which join them; the rest
     is the model's own."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None:
-        raise InputError(
-            f"{type(module).__name__}: expected eager_attention_forward beside it to compare with, found none"
-        )
     past = _past.get()
     key, value = (
         torch.cat([old.to(new.dtype), new], dim=2)
         for old, new in zip(past[module.layer_idx], (key, value), strict=True)
     )
     past[module.layer_idx] = (key, value)
-    return eager(module, query, key, value, attention_mask, **options)
+    return eager_attention(module)(module, query, key, value, attention_mask, **options)
 
 
 AttentionInterface.register(_BEHIND, _attend_behind)

@@ -81,8 +81,8 @@ class Flow:
         """Where to cut for one input of an attention: of the single values that hold just its numbers in the narrowest
         type, the earliest.
 
-        Rotary encoding then falls into the batchless part. Where no such value exists before positions come in (a key
-        that is put together from two tensors), the cut is at the attention and the rotary encoding stays batchful.
+        RoPE then falls into the batchless part. Where no such value exists before positions come in (a key
+        that is put together from two tensors), the cut is at the attention and RoPE stays batchful.
         """
         width = number(shape_of(value)[1]) * number(shape_of(value)[2])
         _, region = self.walk(value)

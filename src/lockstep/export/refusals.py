@@ -1,8 +1,8 @@
 """Why a model cannot be split, in the words of what it does: for the one line that a refusal is.
 
-In: a model whose trace or proof failed. Out: what its config and modules are known to do that a split form over a KV
-cache does not have, if anything. Nothing is refused here: a model that traces and proves itself is taken, whatever its
-modules are called.
+In: a model whose trace or parity check failed. Out: what its config and modules are known to do that a split form over
+a KV cache does not have, if anything. Nothing is refused here: a model that traces and agrees with transformers is
+taken, whatever its modules are called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary encodings whose frequencies change with length, held to the frequencies of the lengths at which they do not.
+"""RoPE whose frequencies change with length, held to the frequencies of the lengths at which they do not.
 
 `longrope` takes other frequencies for all positions as soon as one position of the batch passes
 `original_max_position_embeddings`, and `dynamic` beyond `max_position_embeddings`. transformers' `generate` then drops

@@ -173,13 +173,13 @@ def assemble(
     meta: PreTrainedModel,
     config: dict[str, Any],
     precision: str,
-    stamp: bool = True,
+    trace_unique_layers: bool = True,
     tensor_parallel: int = 1,
     parts: Parts | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """All graph files by name, and the assembly without tokenizer and end-of-sequence ids. parts: of the model, where
     they are there already."""
-    parts = parts or parts_of(meta, stamp)
+    parts = parts or parts_of(meta, trace_unique_layers)
     layers = parts.layers
     classes, variants = _Registry(), _Variants()
     entries = [
@@ -292,7 +292,7 @@ class _Variants:
         self._seen: dict[int, str] = {}
 
     def add(self, region: Region) -> str:
-        if id(region) in self._seen:  # stamped layers share one region
+        if id(region) in self._seen:  # layers that are alike share one region
             return self._seen[id(region)]
         prefill, decode = attention.prefill(region), attention.decode(region)
         key = (prefill.sha256, decode.sha256)

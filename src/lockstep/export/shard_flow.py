@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,55 +19,10 @@ import onnx
 from onnx import helper, numpy_helper
 
 from lockstep.errors import InputError
+from lockstep.export.shard_parts import Held, NotSplit, Uneven, even, merged
+from lockstep.export.shard_rules import BROADCAST, Rules
 
-_UNARY = {
-    "Abs", "Cast", "Cos", "Erf", "Exp", "Gelu", "Identity", "Log", "Neg", "Not", "Reciprocal", "Relu", "Sigmoid", "Sin",
-    "Softplus", "Sqrt", "Tanh", "Elu", "LeakyRelu", "HardSigmoid", "Floor",
-}  # fmt: skip
-_BROADCAST = {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Where", "Greater", "Less", "And", "Or", "Clip"}
-_WITHIN = {"ReduceMean", "ReduceSum", "ReduceMax", "Softmax", "LayerNormalization"}  # of whole vectors along an axis
 _LINEAR_MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Neg"}
-
-
-@dataclass(frozen=True)
-class Held:
-    """What ranks hold of a tensor: `indices[rank]` along `axis`, [ranks, held] int64, ascending within a section."""
-
-    axis: int
-    indices: np.ndarray
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and self.axis == other.axis and np.array_equal(self.indices, other.indices)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def count(self) -> int:
-        return self.indices.shape[1]
-
-    def at(self, axis: int, indices: np.ndarray | None = None) -> Held:
-        return Held(axis, self.indices if indices is None else indices)
-
-
-def even(axis: int, size: int, ranks: int, unit: int = 1) -> Held | None:
-    """Successive parts of `size` numbers, in whole units; where there are fewer units than ranks, successive ranks hold
-    the same unit. None where that does not come out even."""
-    units = size // unit
-    if units % ranks == 0:
-        whole = np.arange(units).reshape(ranks, -1)
-    elif ranks % units == 0:
-        whole = np.repeat(np.arange(units), ranks // units)[:, None]
-    else:
-        return None
-    return Held(axis, (whole[:, :, None] * unit + np.arange(unit)).reshape(ranks, -1))
-
-
-class NotSplit(Exception):
-    """This part cannot be split, for the reason given."""
-
-
-class Uneven(NotSplit):
-    """It could be split, but its size does not divide by the ranks: left whole, each rank would do all the work."""
 
 
 @dataclass
@@ -117,6 +72,7 @@ class _Finder:
         self.graph, self.slots, self.given, self.wanted, self.ranks = model.graph, slots, given, wanted, ranks
         self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.graph.initializer}
         self.shapes = shapes_of(model)
+        self.rules = Rules(self.shapes, self.constants, ranks)
         self.producer = {output: node for node in self.graph.node for output in node.output if output}
         self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.graph.node:
@@ -193,7 +149,7 @@ class _Finder:
 
     def _is_wide(self, name: str, node: onnx.NodeProto) -> bool:
         """Not just one number a token, which any rank can know, beside values that are wider."""
-        if node.op_type not in _BROADCAST:
+        if node.op_type not in BROADCAST:
             return True
         sizes = lambda name: [size for size in self.shapes[name] if isinstance(size, int)]
         return math.prod(sizes(name)) > 1 or math.prod(sizes(node.output[0])) == 1
@@ -256,7 +212,7 @@ class _Finder:
         for node in reversed(self.graph.node):
             product = reading.get(node.output[0])
             if product is not None:
-                size = self._size(product.value, product.value_axis)
+                size = self.rules.size(product.value, product.value_axis)
                 given = self._given_for(product.value, members)
                 part = given or even(product.value_axis, size, self.ranks)
                 if part is None or (given is None and part.indices.size != size):
@@ -268,11 +224,11 @@ class _Finder:
                 continue
             for name in made:
                 if name in wants:
-                    held[name] = self._merged(name, wants[name])
+                    held[name] = merged(name, wants[name])
             found = {name: held[name] for name in made if name in held}
             if not found:
-                continue  # whole: each rank computes it, such as the angles of rotary encoding
-            for name, part in self._back(node, found):
+                continue  # whole: each rank computes it, such as the angles of RoPE
+            for name, part in self._needs(node, found):
                 if name in self.slots or name in self.stacks:
                     weight = self.stacks.get(name, name)
                     if weights.setdefault(weight, part) != part:
@@ -281,7 +237,7 @@ class _Finder:
                     wants[name].append(part)
         for name in inputs:
             if name in wants:
-                held[name] = self._merged(name, wants[name])
+                held[name] = merged(name, wants[name])
             if name not in self.given or name not in held:
                 raise NotSplit(f"{name} comes whole")
             if held[name] != self.given[name]:
@@ -305,47 +261,14 @@ class _Finder:
                     return part
         return None
 
-    def _size(self, name: str, axis: int) -> int:
-        size = self.shapes[name][axis]
-        if not isinstance(size, int):
-            raise NotSplit(f"{name} has no fixed size along axis {axis}")
-        return size
-
-    def _merged(self, name: str, wants: Sequence[Held]) -> Held:
-        """One part for all readers: the same, or those of sections of it, one after another."""
-        if all(want == wants[0] for want in wants):
-            return wants[0]
-        if len({want.axis for want in wants}) > 1:
-            raise NotSplit(f"{name} is read along different axes")
-        distinct: list[Held] = []
-        for want in wants:
-            if not any(want == other for other in distinct):
-                distinct.append(want)
-        ordered = sorted(distinct, key=lambda want: int(want.indices.min()))
-        for one, other in zip(ordered, ordered[1:]):
-            if one.indices.max() >= other.indices.min():
-                raise NotSplit(f"{name} is read in parts that overlap")
-        return Held(ordered[0].axis, np.concatenate([want.indices for want in ordered], axis=1))
-
-    # -- one operator, backwards: what it needs of its inputs for what is wanted of its outputs
-
-    def _back(self, node: onnx.NodeProto, found: Mapping[str, Held]) -> list[tuple[str, Held]]:
-        name, part = next(iter(found.items()))
+    def _needs(self, node: onnx.NodeProto, found: Mapping[str, Held]) -> list[tuple[str, Held]]:
         product = self.products.get(node.output[0])
-        if product is not None:
-            return self._back_product(node, product, part)
-        if node.op_type in _UNARY:
-            return [(node.input[0], part)]
-        if node.op_type in _BROADCAST:
-            return self._back_broadcast(node, name, part)
-        step: Callable[..., list[tuple[str, Held]]] | None = getattr(self, f"_back_{node.op_type.lower()}", None)
-        if step is None and node.op_type in _WITHIN:
-            step = self._back_within
-        if step is None:
-            raise NotSplit(f"{node.op_type} is not known to be split")
-        return step(node, found) if node.op_type in ("Split",) else step(node, name, part)
+        if product is None:
+            return self.rules.needs(node, found)
+        (part,) = found.values()
+        return self._product_needs(node, product, part)
 
-    def _back_product(self, node: onnx.NodeProto, product: _Product, part: Held) -> list[tuple[str, Held]]:
+    def _product_needs(self, node: onnx.NodeProto, product: _Product, part: Held) -> list[tuple[str, Held]]:
         if part.axis != product.result_axis:
             raise NotSplit(f"{node.output[0]} is needed along axis {part.axis}")
         found = [(product.weight, part.at(product.weight_result_axis))]
@@ -353,125 +276,11 @@ class _Finder:
             found.append((node.input[2], part.at(len(self.shapes[node.input[2]]) - 1)))
         return found
 
-    def _back_broadcast(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        rank, found = len(self.shapes[name]), []
-        for given in node.input:
-            if not given:
-                continue
-            shape = self.shapes[given]
-            axis = part.axis - (rank - len(shape))
-            if axis < 0 or shape[axis] == 1:
-                continue
-            if given in self.constants:
-                self._check_constant(given, axis, part)
-                continue
-            found.append((given, part.at(axis)))
-        return found
-
-    def _check_constant(self, name: str, axis: int, part: Held) -> None:
-        """Engines are the same at all ranks, so a constant must look the same to each."""
-        taken = [np.take(self.constants[name], indices, axis) for indices in part.indices]
-        if any(not np.array_equal(each, taken[0]) for each in taken):
-            raise NotSplit(f"a constant of {self.constants[name].shape} differs between the ranks' parts")
-
-    def _back_within(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        given = node.input[0]
-        rank = len(self.shapes[given])
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        if node.op_type in ("Softmax", "LayerNormalization"):
-            start = attributes.get("axis", -1) % rank
-            axes = [start] if node.op_type == "Softmax" else list(range(start, rank))
-        else:
-            taken = self.constants[node.input[1]].tolist() if len(node.input) > 1 else attributes.get("axes", [])
-            axes = [axis % rank for axis in taken]
-        axis = part.axis
-        if not attributes.get("keepdims", 1) and node.op_type.startswith("Reduce"):
-            left = [index for index in range(rank) if index not in axes]
-            axis = left[part.axis]
-        if axis in axes or not axes:
-            raise NotSplit(f"{node.op_type} goes over all of what would be split")
-        # Gains and biases lie along the axes that are whole.
-        return [(given, part.at(axis))]
-
-    def _back_reshape(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        given = node.input[0]
-        return [(given, reshaped(self.shapes[name], self.shapes[given], part))]
-
-    def _back_transpose(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        (order,) = [helper.get_attribute_value(a) for a in node.attribute if a.name == "perm"]
-        return [(node.input[0], part.at(order[part.axis]))]
-
-    def _back_unsqueeze(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        rank = len(self.shapes[name])
-        added = {axis % rank for axis in self.constants[node.input[1]].tolist()}
-        if part.axis in added:
-            raise NotSplit("an axis of one number is needed in parts")
-        return [(node.input[0], part.at(part.axis - sum(axis < part.axis for axis in added)))]
-
-    def _back_squeeze(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        rank = len(self.shapes[node.input[0]])
-        taken = {axis % rank for axis in self.constants[node.input[1]].tolist()}
-        left = [axis for axis in range(rank) if axis not in taken]
-        return [(node.input[0], part.at(left[part.axis]))]
-
-    def _back_expand(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        given = node.input[0]
-        axis = part.axis - (len(self.shapes[name]) - len(self.shapes[given]))
-        if axis < 0 or self.shapes[given][axis] == 1:
-            raise NotSplit("copies of a value are needed in parts")
-        return [(given, part.at(axis))]
-
-    def _back_gather(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        axis = next((helper.get_attribute_value(a) for a in node.attribute if a.name == "axis"), 0)
-        if axis != 0 or part.axis == 0 or len(self.shapes[node.input[1]]) != 1:
-            raise NotSplit("Gather takes from what would be split")
-        return [(node.input[0], part)]
-
-    def _back_slice(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        given = node.input[0]
-        starts, _, axes, steps = (self.constants[each].tolist() for each in node.input[1:5])
-        rank = len(self.shapes[given])
-        for start, axis, step in zip(starts, axes, steps, strict=True):
-            if axis % rank == part.axis:
-                if step != 1:
-                    raise NotSplit("every other number of what would be split is taken")
-                begin = start if start >= 0 else start + self._size(given, part.axis)
-                return [(given, part.at(part.axis, part.indices + begin))]
-        return [(given, part)]
-
-    def _back_split(self, node: onnx.NodeProto, found: Mapping[str, Held]) -> list[tuple[str, Held]]:
-        axis = next((helper.get_attribute_value(a) for a in node.attribute if a.name == "axis"), 0)
-        given = node.input[0]
-        axis %= len(self.shapes[given])
-        wants, offset = [], 0
-        for name in node.output:
-            if name not in found:
-                raise NotSplit(f"{name} is not read")
-            part = found[name]
-            wants.append(part.at(axis, part.indices + offset) if part.axis == axis else part)
-            offset += self._size(name, axis)
-        return [(given, self._merged(given, wants))]
-
-    def _back_concat(self, node: onnx.NodeProto, name: str, part: Held) -> list[tuple[str, Held]]:
-        (axis,) = [helper.get_attribute_value(a) for a in node.attribute if a.name == "axis"]
-        if axis % len(self.shapes[name]) != part.axis:
-            return [(given, part) for given in node.input]
-        found, offset = [], 0
-        for given in node.input:
-            size = self._size(given, part.axis)
-            inside = (part.indices >= offset) & (part.indices < offset + size)
-            counts = inside.sum(axis=1)
-            if counts.min() != counts.max() or not counts.min():
-                raise NotSplit("ranks hold different numbers of what is joined")
-            found.append((given, part.at(part.axis, part.indices[inside].reshape(self.ranks, -1) - offset)))
-            offset += size
-        return found
-
     # -- partial sums
 
     def _partial_sums(self) -> None:
-        """Which values are partial sums, and which of them are added up: all that something reads which is not linear,
-        or which is whole."""
+        """Which values are partial sums, and which of them are summed over the ranks: all that something reads which
+        is not linear, or which is whole."""
         flow = self.flow
         rows = {p.node.output[0]: p for p in self.products.values() if p.value in flow.held}
         for product in rows.values():
@@ -515,67 +324,6 @@ class _Finder:
         if node.op_type == "Add":
             return all(given in partial or given in self.slots for given in node.input)
         return False
-
-
-def reshaped(before: Sequence[int | str], after: Sequence[int | str], part: Held) -> Held:
-    """What is held of a value of shape `before`, once it has the shape `after`. Sizes that are names stand for a number
-    of tokens, which no axis is joined with. Raises NotSplit where it is no part along one axis."""
-    for old, new in _axes_kept(before, after):
-        if part.axis not in old:
-            continue
-        sizes = [_number(before[axis]) for axis in old]
-        numbers = np.arange(math.prod(sizes)).reshape(sizes)
-        targets = [_number(after[axis]) for axis in new]
-        taken = [np.take(numbers, indices, old.index(part.axis)).reshape(-1) for indices in part.indices]
-        for position, axis in enumerate(new):
-            rows = [np.unravel_index(each, targets)[position] for each in taken]
-            kept = [rows_of[np.sort(np.unique(rows_of, return_index=True)[1])] for rows_of in rows]
-            if len({len(each) for each in kept}) > 1:
-                continue
-            whole = np.arange(math.prod(targets)).reshape(targets)
-            if all(
-                np.array_equal(np.take(whole, indices, position).reshape(-1), each)
-                for indices, each in zip(kept, taken, strict=True)
-            ):
-                return Held(axis, np.stack(kept))
-    raise NotSplit(f"a reshape of {list(before)} to {list(after)} does not keep the ranks' parts together")
-
-
-def _number(size: int | str) -> int:
-    if not isinstance(size, int):
-        raise NotSplit(f"a reshape joins {size} with what would be split")
-    return size
-
-
-def _axes_kept(before: Sequence[int | str], after: Sequence[int | str]) -> list[tuple[list[int], list[int]]]:
-    """Axes of the one and of the other shape that hold the same numbers, group by group."""
-    groups, i, j = [], 0, 0
-    while i < len(before) and j < len(after):
-        old, new = [i], [j]
-        i, j = i + 1, j + 1
-        if not (isinstance(before[old[0]], int) and isinstance(after[new[0]], int)):
-            if isinstance(before[old[0]], int) or isinstance(after[new[0]], int):
-                raise NotSplit(f"a reshape of {list(before)} to {list(after)} joins axes of tokens")
-            groups.append((old, new))
-            continue
-        sizes = lambda shape, axes: math.prod(_number(shape[axis]) for axis in axes)
-        while sizes(before, old) != sizes(after, new):
-            if sizes(before, old) < sizes(after, new):
-                if i == len(before):
-                    raise NotSplit("a reshape that does not come out even")
-                old.append(i)
-                i += 1
-            else:
-                if j == len(after):
-                    raise NotSplit("a reshape that does not come out even")
-                new.append(j)
-                j += 1
-        groups.append((old, new))
-    for axis in range(i, len(before)):
-        groups.append(([axis], []))
-    for axis in range(j, len(after)):
-        groups.append(([], [axis]))
-    return groups
 
 
 def shapes_of(model: onnx.ModelProto) -> dict[str, list[int | str]]:

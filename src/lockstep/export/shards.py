@@ -18,7 +18,8 @@ from lockstep.artifacts.tensor_parallel import Shard, heads_divide
 from lockstep.errors import InputError
 from lockstep.export.canonical import OPSET, Graph, canonical
 from lockstep.export.cut import INPUT_ORDER, Region
-from lockstep.export.shard_flow import Flow, Held, NotSplit, even, find_flow, shapes_of
+from lockstep.export.shard_flow import Flow, find_flow, shapes_of
+from lockstep.export.shard_parts import Held, NotSplit, even
 from lockstep.export.shard_sums import join_sums
 
 
@@ -33,8 +34,8 @@ def as_shard(held: Held) -> Shard:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank runs between two sums. sums: {partial sum that it gives: the name under which later pieces read what
-    is added up}."""
+    """What a rank runs between two sums. sums: {partial sum that it gives: the name under which later pieces read their
+    sum}."""
 
     graph: Graph
     sums: Mapping[str, str]
@@ -166,7 +167,7 @@ class _Cutter:
         self._declared = {value.name for value in (*self.graph.input, *self.graph.output)}
 
     def whole_graph(self) -> onnx.GraphProto:
-        """All in one, where nothing is added up."""
+        """All in one, where nothing is summed over the ranks."""
         if self.flow.summed:
             raise NotSplit("an attention without weights has sums over heads")
         return self._graph(list(self.graph.node), [v.name for v in self.graph.input], self.outputs, {})

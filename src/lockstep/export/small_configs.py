@@ -1,8 +1,9 @@
 """Small models of the same class and settings: a config.json in, config.json mappings of smaller models out.
 
 Kept: the class, norms, biases, activations, caps, tied weights, rotary settings, head size, the sequence of layer
-looks. Made small: depth, width, heads, experts, vocabulary, and windows that are wider than the proof's longest
-context. Keys are told by their names, which transformers' models share, so no model needs code of its own.
+looks. Made small: depth, width, heads, experts, vocabulary, and windows that are wider than the longest
+context of the parity check. Keys are told by their names, which transformers' models share, so no model needs code of
+its own.
 """
 
 from __future__ import annotations

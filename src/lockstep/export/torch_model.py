@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
     if layers != depth:
         made.config_of_all_layers = copy.deepcopy(without_packing(config))
     return made
+
+
+def eager_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The plain attention function of a model, given one of its attention modules: transformers' own in the module's
+    file. Raises InputError where there is none."""
+    found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if found is None:
+        raise InputError(
+            f"{type(module).__name__}: expected eager_attention_forward beside it to compare with, found none; this "
+            "model cannot be checked"
+        )
+    return found
 
 
 def keep_constants(model: PreTrainedModel) -> None:

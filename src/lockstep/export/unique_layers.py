@@ -1,4 +1,4 @@
-"""Trace few layers and stamp the rest: which blocks, exits and kinds a model of any depth is made of.
+"""Trace each unique layer once: which blocks, exits and attention variants a model of any depth is made of.
 
 In: a meta model. Out: its embedding, and for each layer its block, the exit that follows it when the model is cut
 there, its batchless region, and the tensors that the slots take. Layers are alike when their modules, shapes and
@@ -47,11 +47,11 @@ class Parts:
     embedding_slots: dict[str, list[str]]
 
 
-def parts_of(meta: PreTrainedModel, stamp: bool = True) -> Parts:
-    """All parts of the model. With `stamp=False` every depth is traced whole (slow; the result is the same, a test
-    holds it)."""
+def parts_of(meta: PreTrainedModel, trace_unique_layers: bool = True) -> Parts:
+    """All parts of the model. With `trace_unique_layers=False` every depth is traced whole (slow; the result is the
+    same, a test holds it)."""
     looks, prefix = signatures(meta), layer_list(meta)[0]
-    cuts = _Cuts(meta, looks) if stamp else _FullCuts(meta, len(looks))
+    cuts = _Cuts(meta, looks) if trace_unique_layers else _FullCuts(meta, len(looks))
     layout = checkpoint_layout(meta)
     layers = []
     for index in range(len(looks)):

@@ -1,1 +1,1 @@
-"""Measure a server that speaks OpenAI's API: what is sent and when, the client, and what its records add up to."""
+"""Measure a server that speaks OpenAI's API: what is sent and when, the client, and figures from its records."""

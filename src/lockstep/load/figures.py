@@ -1,4 +1,4 @@
-"""What records add up to: throughput, latencies, goodput. Records in, a flat mapping of figures out."""
+"""The figures of a measurement: throughput, latencies, goodput. Records in, a flat mapping of figures out."""
 
 from __future__ import annotations
 

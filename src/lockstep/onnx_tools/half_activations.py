@@ -1,7 +1,7 @@
 """A float32 graph in, one with float16 activations out: what it takes and gives is float16, and so are its products.
 
 The rest stays float32 inside: norms, activation functions and sums of a block round once, where a value leaves it. What
-is made of integers alone, such as angles of a rotary encoding, is left as it is.
+is made of integers alone, such as angles of RoPE, is left as it is.
 """
 
 from __future__ import annotations

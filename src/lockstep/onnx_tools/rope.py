@@ -1,4 +1,4 @@
-"""The rotary encoding of an attention variant alone, for a backend that has attention of its own.
+"""RoPE of an attention variant alone, for a backend that has attention of its own.
 
 In: an attention variant and its decode graph. Out: a graph query, key, position_ids -> query_out [num_tokens,
 num_heads, head_dim], key_out [num_tokens, num_kv_heads, head_dim], cut out of it. That what is left is plain attention
@@ -28,8 +28,7 @@ _BF16 = 2**-7  # its eps
 
 
 def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProto:
-    """Cut the rotary encoding out of a decode graph. Raises CheckError where the graph is not rotary encoding and then
-    attention."""
+    """Cut RoPE out of a decode graph. Raises CheckError where the graph is not RoPE and then attention."""
     given, decode = decode, widened(decode)
     graph = decode.graph
     query, scale = _rotated_query(graph, variant, None if decode is given else _BF16)
@@ -119,8 +118,8 @@ def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVari
     error = float(np.abs(expected["attention"].astype(np.float32) - found).max())
     if not error <= allowed or not np.array_equal(expected["key_out"], rotated["key_out"]):
         raise CheckError(
-            f"graph {decode.graph.name}: expected rotary encoding followed by attention, found "
-            f"a difference of {error:.1e}; build with attention: traced"
+            f"graph {decode.graph.name}: expected RoPE followed by attention, found a difference of {error:.1e}; build "
+            "with attention: traced"
         )
 
 

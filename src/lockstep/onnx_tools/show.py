@@ -33,11 +33,11 @@ def show(path: str | os.PathLike) -> str:
 
 
 def layer_table(assembly_json: str | os.PathLike) -> str:
-    """Which class, kind and exit each layer of an assembly uses; equal neighbours share a line. Raises InputError for
-    no assembly."""
+    """Which class, attention variant and exit each layer of an assembly uses; equal neighbours share a line. Raises
+    InputError for no assembly."""
     assembly = Assembly.load(assembly_json)
     used = [(layer.block.graph, layer.variant, layer.exit.graph) for layer in assembly.layers]
-    rows, start = [("layers", "block", "kind", "exit when cut here")], 0
+    rows, start = [("layers", "block", "attention", "exit when cut here")], 0
     for index in range(1, len(used) + 1):
         if index == len(used) or used[index] != used[start]:
             rows.append((str(start) if index == start + 1 else f"{start}-{index - 1}", *used[start]))
@@ -45,7 +45,8 @@ def layer_table(assembly_json: str | os.PathLike) -> str:
     digests = [(name, graph.sha256[:12]) for name, graph in sorted(assembly.classes.items())]
     for name, variant in sorted(assembly.variants.items()):
         digests += [(f"{name}.{phase}", graph.sha256[:12]) for phase, graph in variant.phases().items()]
-    count = f"{len(assembly.layers)} layers, {len(assembly.classes)} classes, {len(assembly.variants)} kinds"
+    sizes = ((assembly.layers, "layers"), (assembly.classes, "classes"), (assembly.variants, "attention variants"))
+    count = ", ".join(f"{len(parts)} {name}" for parts, name in sizes)
     return "\n".join([count, *_columns(rows), *_columns(digests)])
 
 

@@ -1,6 +1,6 @@
 """What a lock pins of each artefact.
 
-In: a manifest, and the record of how it was made. Out: where it stands in the lock, and what it must be, by name.
+In: a manifest, and the build key of its record. Out: where it stands in the lock, and what it must be, by name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.adapters import AdaptersManifest
+from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
@@ -22,55 +23,55 @@ from lockstep.artifacts.reports import GoldenPrompt, GoldenReport
 Pinned = tuple[tuple[str, ...], dict[str, Any]]
 
 
-def pin_checkpoint(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+def pin_checkpoint(manifest: Path, key: BuildKey) -> Pinned:
     value = CheckpointManifest.load(manifest)
     about = {"source": value.source, **({"commit": value.commit} if value.commit else {})}
     return ("checkpoint",), {**about, **{file.path: file.sha256 for file in value.files}}
 
 
-def pin_weights(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    return ("precisions", record["names"]["precision"], "weights"), _named(manifest)
+def pin_weights(manifest: Path, key: BuildKey) -> Pinned:
+    return ("precisions", key.names["precision"], "weights"), _named(manifest)
 
 
-def pin_graphs(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+def pin_graphs(manifest: Path, key: BuildKey) -> Pinned:
     items = {**_named(manifest), manifest.name: digest(manifest)}
-    return ("precisions", record["names"]["precision"], "graphs"), items
+    return ("precisions", key.names["precision"], "graphs"), items
 
 
-def pin_engines(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    names, device = record["names"], device_name(record["backend"])
+def pin_engines(manifest: Path, key: BuildKey) -> Pinned:
+    names, device = key.names, device_name(key.backend or {})
     items = {entry.file: entry.sha256 for entry in EngineSetManifest.load(manifest).engines.values()}
     return ("precisions", names["precision"], "engines", names["backend"], device), items
 
 
-def pin_reference(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    return ("reference", record["names"]["layers"]), _tokens(ReferenceManifest.load(manifest).prompts)
+def pin_reference(manifest: Path, key: BuildKey) -> Pinned:
+    return ("reference", key.names["layers"]), _tokens(ReferenceManifest.load(manifest).prompts)
 
 
-def pin_golden(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    names = record["names"]
+def pin_golden(manifest: Path, key: BuildKey) -> Pinned:
+    names = key.names
     where = ("precisions", names["precision"], "golden", names["backend"], names["layers"])
     return where, _tokens(GoldenReport.load(manifest).prompts)
 
 
-def pin_adapters(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+def pin_adapters(manifest: Path, key: BuildKey) -> Pinned:
     adapters = AdaptersManifest.load(manifest).adapters
     files = {f"{name}/{file.path}": file.sha256 for name, adapter in adapters.items() for file in adapter.files}
     commits = {f"{name}/commit": adapter.commit for name, adapter in adapters.items() if adapter.commit}
-    return ("results", record["stage"], "all"), {**files, **commits}
+    return ("results", key.stage, "all"), {**files, **commits}
 
 
-def pin_adapted(manifest: Path, record: Mapping[str, Any]) -> Pinned:
-    where = "/".join(value for name, value in record["names"].items() if name != "model")
+def pin_adapted(manifest: Path, key: BuildKey) -> Pinned:
+    where = "/".join(value for name, value in key.names.items() if name != "model")
     prompts = AdaptedReport.load(manifest).prompts
     tokens = {f"{prompt.adapter}: {prompt.text}": " ".join(map(str, prompt.tokens)) for prompt in prompts}
-    return ("results", record["stage"], where), tokens
+    return ("results", key.stage, where), tokens
 
 
-def pin_files(manifest: Path, record: Mapping[str, Any]) -> Pinned:
+def pin_files(manifest: Path, key: BuildKey) -> Pinned:
     """Of a stage without a place of its own: the manifest and the files that it names."""
-    where = "/".join(value for name, value in record["names"].items() if name != "model")
-    return ("results", record["stage"], where or "all"), {**_named(manifest), manifest.name: digest(manifest)}
+    where = "/".join(value for name, value in key.names.items() if name != "model")
+    return ("results", key.stage, where or "all"), {**_named(manifest), manifest.name: digest(manifest)}
 
 
 def _named(manifest: Path) -> dict[str, str]:

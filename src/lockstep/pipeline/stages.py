@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.artifacts.build_record import BuildKey
 from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
 from lockstep.pipeline import pinned
 from lockstep.pipeline.step import Step
 from lockstep.targets import Results, Target, is_quantized
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Config
+    from lockstep.config.schema import Config
 
 Options = Callable[..., dict[str, Any]]  # (config, and the stage's wildcards by name) -> plain JSON
 
@@ -45,7 +46,7 @@ class Stage:
     options: Options = lambda config, **names: {}
     needed: Callable[[Config, Target], bool] = lambda config, target: True
     # What a lock pins of it, from its manifest and its record. None: nothing.
-    pinned: Callable[[Path, Mapping[str, Any]], pinned.Pinned] | None = None
+    pinned: Callable[[Path, BuildKey], pinned.Pinned] | None = None
     is_check: bool = False  # the lock pins what the config says to it; a failure leaves a report
     is_judged: bool = False  # a failure leaves its report or its reason as `<name>.failed.json`
     is_cached: bool = False  # in the shared cache of artefacts

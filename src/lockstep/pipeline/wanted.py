@@ -17,7 +17,7 @@ from lockstep.pipeline.step import Step
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Config
+    from lockstep.config.schema import Config
 
 _SHOWN = ("validate", "build", "compare", "golden", "served", "adapted")  # what the summary reads
 

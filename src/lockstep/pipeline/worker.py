@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import processes
+from lockstep.artifacts.files import dump_json
 from lockstep.errors import ENDING, PREFIX, CheckError, InputError, guard
 
 _SOURCES = Path(__file__).resolve().parents[2]
@@ -130,11 +131,11 @@ def hardware(name: str, builds: bool) -> str | None:
 
 
 def inspect(engines: str, assembly: str) -> dict[str, Any]:
-    """What of an engine set that opens here can be compared with another: `backends.inspected`."""
+    """What of an engine set that opens here can be compared with another: an `InspectedSet`, as JSON."""
     from lockstep.backends import EngineSet
     from lockstep.backends.inspected import inspected
 
-    return inspected(EngineSet.open(engines, assembly))
+    return inspected(EngineSet.open(engines, assembly)).to_json()
 
 
 def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
@@ -222,8 +223,9 @@ def generate(
     threads: int | None = None,
     adapters: str | None = None,
     adapter: str | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Text on stdout as it is made; then the speed, on stderr."""
+    """Text on stdout as it is made; then the speed, on stderr. as_json: one document at the end, with both."""
     from lockstep.runtime import Model, Sampling, Tokenizer
     from lockstep.runtime import generate as start
 
@@ -241,9 +243,17 @@ def generate(
         adapter=adapter,
     )
     for piece in generation:
-        print(piece.text, end="", flush=True)
-    print(flush=True)
+        if not as_json:
+            print(piece.text, end="", flush=True)
     speed = generation.speed
+    if as_json:
+        rates = {
+            "prefill_tokens_per_s": speed.prefill_tokens_per_second,
+            "decode_tokens_per_s": speed.decode_tokens_per_second,
+        }
+        print(dump_json({**generation.completions[0].record(), "speed": rates}), end="")
+        return
+    print(flush=True)
     for what, tokens, rate in (
         ("prefill", speed.prefill_tokens, speed.prefill_tokens_per_second),
         ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
@@ -311,7 +321,7 @@ def main() -> None:
             if answer is not None:
                 print(json.dumps(answer))
         except BrokenPipeError:
-            raise SystemExit(1) from None  # who read the text has had enough
+            raise SystemExit(1) from None  # the reader has closed the pipe
         except ModuleNotFoundError as error:
             raise InputError(
                 f"{request['key']}: {sys.executable} has no Python package {error.name!r}; install it there"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.build_record import BuildKey
 from lockstep.provenance.lockfile import read_lock
 
 _DIGEST = 64
@@ -43,18 +44,16 @@ def words(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def cause(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Why two build keys differ: inputs, options, packages, code, backend, in words with both values."""
-    lines = []
-    for part, what in (
-        ("names", ""),
-        ("inputs", "input "),
-        ("options", "option "),
-        ("backend", "backend "),
-        ("environment", ""),
-        ("code", "code "),
-    ):
-        before, after = recorded.get(part), now.get(part)
-        if before is not None and after is not None:
-            lines += [f"{what}{'.'.join(where)} {change}" for where, change in changes(before, after)]
-    return lines
+def cause(recorded: BuildKey, now: BuildKey) -> list[str]:
+    """Why two build keys of one stage differ: inputs, options, backend, packages, code, in words with both values."""
+    parts = (
+        ("", recorded.names, now.names),
+        ("input ", recorded.inputs, now.inputs),
+        ("option ", recorded.options, now.options),
+        ("backend ", recorded.backend or {}, now.backend or {}),
+        ("", recorded.environment, now.environment),
+        ("code ", recorded.code, now.code),
+    )
+    return [
+        f"{what}{'.'.join(where)} {change}" for what, before, after in parts for where, change in changes(before, after)
+    ]

@@ -3,11 +3,13 @@ what they would be now."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.manifest_files import failed_path, lost_files
@@ -23,7 +25,7 @@ from lockstep.provenance.record import backend_identity, content, read_record, r
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Config
+    from lockstep.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -75,26 +77,27 @@ def _explain(step: Step, again: Mapping[Path, str], source: Path | None) -> Expl
             if reasons
             else Explained(step, (f"the record of how {step.output.name} was made {what}",), unknown=True)
         )
-    return Explained(step, tuple(reasons + cause(record, _key_now(step, record, again))))
+    return Explained(step, tuple(reasons + cause(record.key, _key_now(step, record.key, again))))
 
 
-def _key_now(step: Step, record: Mapping[str, Any], again: Mapping[Path, str]) -> dict[str, Any]:
-    """The build key as a run would have it now: with the pinned packages, and inputs that are not made again first."""
+def _key_now(step: Step, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
+    """The build key as a run would have it now, as far as that can be told: with the pinned packages, and inputs that
+    are not made again first."""
     entry, backend = STAGES[step.stage].code, step.backend
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
-    kept = {name: value for name, value in record["inputs"].items() if step.inputs.get(name) in again}
-    now = {
-        "inputs": {**kept, **inputs},
-        "options": dict(step.options),
-        "code": code_identity.code_files(entry, backend),
-        "environment": code_identity.pinned_packages(entry, backend),
-    }
-    if "backend" in record:
-        try:
-            now["backend"] = backend_identity(step)
-        except LockstepError:
-            pass  # its library or its device is not here: nothing can be said
-    return now
+    kept = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}
+    identity = recorded.backend
+    if identity is not None:
+        with contextlib.suppress(LockstepError):  # its library or its device is not here: nothing can be said
+            identity = backend_identity(step)
+    return replace(
+        recorded,
+        inputs={**kept, **inputs},
+        options=dict(step.options),
+        code=code_identity.code_files(entry, backend),
+        environment=code_identity.pinned_packages(entry, backend),
+        backend=identity,
+    )
 
 
 def _changed_files(step: Step, source: Path) -> list[str]:

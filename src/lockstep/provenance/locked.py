@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.digest_cache import check_files, digest
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import CheckError, InputError
@@ -35,7 +36,7 @@ from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Config
+    from lockstep.config.schema import Config
     from lockstep.targets import Target
 
 # Recorded where a model comes from, and not compared: it may lie elsewhere.
@@ -144,7 +145,7 @@ def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool
     return {"check": before_weights(config, model, lock_file), "commit": commit}
 
 
-def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
+def check_step(step: Step, key: BuildKey, lock_file: Path) -> None:
     """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms or
     for another device; InputError when a file that a manifest names is not the one."""
     lock = read_lock(lock_file)
@@ -156,9 +157,9 @@ def check_step(step: Step, key: Mapping[str, Any], lock_file: Path) -> None:
             check_files(named_files(path), "make it again")
     if line := _other_terms(lock, step):
         _refuse(line, lock_file)
-    if step.stage == "build":
+    if step.stage == "build" and key.backend:
         where = ("precisions", step.names["precision"], "engines", step.names["backend"])
-        here = device_name(key["backend"])
+        here = device_name(key.backend)
         devices = expected_items(lock, where) or {}
         if here not in devices:
             _refuse(f"build: device differs: {' or '.join(sorted(devices)) or 'none'} -> {here}", lock_file)
@@ -233,12 +234,12 @@ def other_commit(lock: Mapping[str, Any], commit: str | None) -> str | None:
 
 def _other_makers(lock: Mapping[str, Any], section: Section) -> str:
     """What of the makers of an artefact is not as in the lock: packages, library, whether the code is another."""
-    locked, now = lock[MADE].get(maker(section.record)), made_with(section.record)
+    locked, now = lock[MADE].get(maker(section.key)), made_with(section.key)
     if locked is None:
         return ""
     packages = [f"{' '.join(where)} {change}" for where, change in changes(locked["packages"], now["packages"])]
     libraries = changes(locked.get("backend", {}), now.get("backend", {}))
-    backend = [f"{section.record['names']['backend']} {'.'.join(where)} {change}" for where, change in libraries]
+    backend = [f"{section.key.names['backend']} {'.'.join(where)} {change}" for where, change in libraries]
     code = [f"code {words(locked['code'])} -> {words(now['code'])}"] if locked["code"] != now["code"] else []
     options = changes(locked.get("options", {}), now.get("options", {}))
     return ", ".join([*packages, *backend, *(f"option {'.'.join(where)} {change}" for where, change in options), *code])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import manifest_entries
@@ -28,17 +29,17 @@ MADE, TERMS = "made with", "checks"
 
 @dataclass(frozen=True)
 class Section:
-    """One artefact, or the terms of one check: where it stands in the lock, what made it, and what it must be, by
+    """One artefact, or the terms of one check: where it stands in the lock, its build key, and what it must be, by
     name."""
 
     where: tuple[str, ...]
     manifest: Path
-    record: Mapping[str, Any]
+    key: BuildKey
     items: Mapping[str, Any]
 
     @property
     def stage(self) -> str:
-        return self.record["stage"]
+        return self.key.stage
 
 
 def lock_path(folder: Path, model: str) -> Path:
@@ -115,7 +116,7 @@ def collect(results: Path, model: str) -> dict[str, Any]:
     left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden", "adapted"}
     if not any(section.stage == "adapters" for section in found):
         left_out |= {name for name, entry in STAGES.items() if "adapters" in (name, *entry.reads)}
-    precisions = {"", *(section.record["names"].get("precision", "") for section in found)}
+    precisions = {"", *(section.key.names.get("precision", "") for section in found)}
     left_out |= {name for name, entry in STAGES.items() if not any(map(entry.is_of, precisions))}
     if precisions - {""} and all(map(is_quantized, precisions - {""})):
         left_out.add("adapted_reference")
@@ -147,25 +148,25 @@ def _runs(section: Section) -> bool:
 
 def put(lock: dict[str, Any], section: Section) -> None:
     """Add a section to a lock, with what made it."""
-    lock[MADE][maker(section.record)] = made_with(section.record)
+    lock[MADE][maker(section.key)] = made_with(section.key)
     place = lock
     for name in section.where[:-1]:
         place = place.setdefault(name, {})
     place[section.where[-1]] = dict(section.items)
 
 
-def maker(record: Mapping[str, Any]) -> str:
+def maker(key: BuildKey) -> str:
     """The name that a lock has for what made an artefact: the stage, and the backend where one runs it."""
-    return "/".join([record["stage"], *([record["names"]["backend"]] if "backend" in record["names"] else [])])
+    return "/".join([key.stage, *([key.names["backend"]] if "backend" in key.names else [])])
 
 
-def made_with(record: Mapping[str, Any]) -> dict[str, Any]:
+def made_with(key: BuildKey) -> dict[str, Any]:
     """Code, packages and library of a stage, as a lock holds them."""
-    backend = {name: value for name, value in record.get("backend", {}).items() if name not in ("name", "device")}
+    backend = {name: value for name, value in (key.backend or {}).items() if name not in ("name", "device")}
     return {
-        "code": sha256_json(record["code"]),
-        "packages": record["environment"],
-        **({} if STAGES[record["stage"]].is_check else {"options": json.loads(dump_json(record["options"]))}),
+        "code": sha256_json(key.code),
+        "packages": key.environment,
+        **({} if STAGES[key.stage].is_check else {"options": json.loads(dump_json(key.options))}),
         **({"backend": json.loads(dump_json(backend))} if backend else {}),
     }
 
@@ -201,10 +202,9 @@ def sections_of(path: Path) -> list[Section]:
 
     Raises InputError or CheckError when record and manifest are damaged or do not belong together.
     """
-    record = checked_record(path)
+    key = checked_record(path).key
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
-    names, stage = record["names"], record["stage"]
-    entry = STAGES.get(stage)
+    entry = STAGES.get(key.stage)
     if entry is None or not (entry.pinned or entry.is_check):
         return []
     if read_record(manifest) is None:
@@ -215,10 +215,10 @@ def sections_of(path: Path) -> list[Section]:
     found = []
     if entry.pinned:
         with manifest_entries(manifest):
-            where, items = entry.pinned(manifest, record)
-        found.append(Section(where, manifest, record, items))
+            where, items = entry.pinned(manifest, key)
+        found.append(Section(where, manifest, key, items))
     if entry.is_check:
-        found.append(Section(terms_place(stage, names), manifest, record, terms(record["options"])))
+        found.append(Section(terms_place(key.stage, key.names), manifest, key, terms(key.options)))
     return found
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.build_record import BuildKey, BuildRecord
 from lockstep.artifacts.digest_cache import digest
-from lockstep.artifacts.files import read_json, sha256_json, write_json
+from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.manifest_files import SUFFIX, content, named_files, record_path
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline import worker
@@ -26,21 +27,21 @@ from lockstep.provenance import code_identity
 from lockstep.provenance.shapes import RECORD, misfit
 
 
-def build_key(step: Step, here: bool = True) -> dict[str, Any]:
+def build_key(step: Step, here: bool = True) -> BuildKey:
     """What decides what `step` makes. `here`: with the packages installed here; else with those that are pinned."""
     packages = code_identity.installed_packages if here else code_identity.pinned_packages
     stage, backend = STAGES.get(step.stage), step.backend
     entry = stage.code if stage else REPORTS.get(step.stage)
     is_named = stage is None or stage.is_named  # else the results are the same under any name of the model
-    key = {
-        "stage": step.stage,
-        "names": {name: str(value) for name, value in step.names.items() if name != "model" or is_named},
-        "inputs": {name: _input(step, path) for name, path in step.inputs.items()},
-        "options": dict(step.options),
-        "code": code_identity.code_files(entry, backend) if entry else {},
-        "environment": packages(entry, backend) if entry else {},
-    }
-    return {**key, "backend": backend_identity(step)} if backend else key
+    return BuildKey(
+        stage=step.stage,
+        names={name: str(value) for name, value in step.names.items() if name != "model" or is_named},
+        inputs={name: _input(step, path) for name, path in step.inputs.items()},
+        options=dict(step.options),
+        code=code_identity.code_files(entry, backend) if entry else {},
+        environment=packages(entry, backend) if entry else {},
+        backend=backend_identity(step) if backend else None,
+    )
 
 
 def backend_identity(step: Step) -> dict[str, Any]:
@@ -64,10 +65,10 @@ def _check_device(step: Step, device: Mapping[str, str]) -> None:
         )
 
 
-def write_record(step: Step, key: Mapping[str, Any]) -> dict[str, Any]:
+def write_record(step: Step, key: BuildKey) -> BuildRecord:
     """Write the record of `step`, which has just made its output with `key`, and give it."""
-    record = {"format": formats.BUILD, **key, "key": sha256_json(key), "outputs": outputs_of(step.output, step.beside)}
-    write_json(record_path(step.output), record)
+    record = BuildRecord(key, outputs_of(step.output, step.beside))
+    write_json(record_path(step.output), record.to_json())
     return record
 
 
@@ -96,24 +97,23 @@ def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
     return outputs
 
 
-def read_record(output: Path) -> dict[str, Any] | None:
+def read_record(output: Path) -> BuildRecord | None:
     """The record of the manifest `output`; None where there is none, or where it is of another file. Raises InputError
     when it is damaged."""
     path = record_path(output)
     if not path.is_file():
         return None
     record = checked_record(path)
-    return record if output.is_file() and record["outputs"].get(output.name) == digest(output) else None
+    return record if output.is_file() and record.outputs.get(output.name) == digest(output) else None
 
 
-def checked_record(path: Path) -> dict[str, Any]:
+def checked_record(path: Path) -> BuildRecord:
     """A record whose key is that of its parts. Raises InputError, or CheckError for parts that were changed."""
-    record = read_json(path, formats.BUILD)
-    if wrong := misfit(record, RECORD):
+    value = read_json(path, formats.BUILD)
+    if wrong := misfit(value, RECORD):
         raise InputError(f"{path}: {wrong}; delete the file and run again")
-    if record["key"] != sha256_json(
-        {name: value for name, value in record.items() if name not in ("format", "key", "outputs")}
-    ):
+    record = BuildRecord.from_json(value)
+    if value != record.to_json():
         raise CheckError(f"{path}: expected the key of what it lists, found another; delete the file and run again")
     return record
 

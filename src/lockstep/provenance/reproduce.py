@@ -21,6 +21,7 @@ from lockstep import processes
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
+from lockstep.artifacts.inspected import InspectedSet
 from lockstep.artifacts.summary import ReproducedLevel, Reproduction
 from lockstep.config.backends import backends
 from lockstep.errors import PREFIX, CheckError
@@ -50,12 +51,12 @@ def reproduce(
     device = config.get("devices", {}).get(target.backend, {"backend": target.backend})
     python = device.get("python") or config["backends"].get(device["backend"], {}).get("python")
 
-    def look(tree: Results) -> dict[str, Any]:
+    def look(tree: Results) -> InspectedSet:
         engines, assembly = (
             tree.engines(target.model, target.precision, target.backend),
             tree.assembly(target.model, target.precision),
         )
-        return worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly))
+        return InspectedSet.from_json(worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly)))
 
     present = look(results)
     before = facts(results, target, present, is_run=_is_run(results, target))
@@ -68,7 +69,7 @@ def reproduce(
             made = Results(Path(folder) / "results")
             found.append(compare(before, facts(made, target, look(made), again, _is_run(results, target))))
     manifest = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
-    record = _record(manifest, present["digest"], target, before, found)
+    record = _record(manifest, present.digest, target, before, found)
     record.save(results.reproduction(*names))
     return record
 

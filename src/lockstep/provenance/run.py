@@ -6,11 +6,12 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import check_place, write_bytes, write_json
 from lockstep.artifacts.manifest_files import failed_path
@@ -52,7 +53,7 @@ def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cach
     return made
 
 
-def _is_locked(step: Step, key: Mapping[str, Any], lock_file: Path | None) -> bool:
+def _is_locked(step: Step, key: BuildKey, lock_file: Path | None) -> bool:
     """Whether what the cache gave is what the lock says. Else it is taken away again, and the cache has nothing."""
     if lock_file is None:
         return True
@@ -159,7 +160,7 @@ def check_input(path: Path) -> None:
             f"it was made; make it again, by its stage or snakemake"
         )
     recorded = checked_record(record)
-    expected, found = recorded["outputs"].get(path.name), digest(path)
+    expected, found = recorded.outputs.get(path.name), digest(path)
     if found != expected:
         raise InputError(
             f"{path}: expected sha256 {expected} as {record.name} says, found {found}: it was "

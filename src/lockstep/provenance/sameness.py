@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_json
+from lockstep.artifacts.inspected import InspectedSet
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import InputError
 from lockstep.provenance.diff import changes
@@ -40,25 +41,24 @@ class Facts:
 
 
 def facts(
-    results: Results, target: Target, found: Mapping[str, Any], failure: str | None = None, is_run: bool = True
+    results: Results, target: Target, found: InspectedSet, failure: str | None = None, is_run: bool = True
 ) -> Facts:
-    """Of the engine set of `target` in a results tree, in which `engine.inspected` has `found` what the backend says.
+    """Of the engine set of `target` in a results tree, of which `found` is what its backend says.
     `failure`: the line of a golden check that did not pass, which then has no tokens. is_run: whether its engines run
     here; without it there is no R3.
 
     Raises InputError where something was not made, or has no record of how it was made.
     """
     manifest = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).to_json()
-    settings = {**{name: manifest[name] for name in _SETTINGS}, "device": found["device"]}
-    engines = found["engines"]
+    settings = {**{name: manifest[name] for name in _SETTINGS}, "device": found.device}
     levels = {
         "R0": {**_made_by(results, target), "engines": settings},
-        "R1": {name: engine["choices"] for name, engine in engines.items()},
-        "R2": {name: engine["layers"] for name, engine in engines.items()},
+        "R1": {name: engine.choices for name, engine in found.engines.items()},
+        "R2": {name: engine.layers for name, engine in found.engines.items()},
         **({"R3": {"golden check": failure} if failure else _tokens(results, target)} if is_run else {}),
-        "R4": {name: engine["sha256"] for name, engine in engines.items()},
+        "R4": {name: engine.sha256 for name, engine in found.engines.items()},
     }
-    return Facts(levels, {name: tuple(engine["left_out"]) for name, engine in engines.items() if engine["left_out"]})
+    return Facts(levels, {name: engine.left_out for name, engine in found.engines.items() if engine.left_out})
 
 
 def compare(one: Facts, other: Facts) -> dict[str, list[str]]:
@@ -94,7 +94,8 @@ def _made_by(results: Results, target: Target) -> dict[str, Any]:
             raise InputError(
                 f"{output}: expected the record of how it was made, found none of this file; run snakemake first"
             )
-        found[stage] = {part: record[part] for part in _MADE_BY if part in record}
+        key = record.key.to_json()
+        found[stage] = {part: key[part] for part in _MADE_BY if part in key}
     return found
 
 

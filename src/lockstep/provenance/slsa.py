@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
+from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
@@ -65,7 +66,7 @@ def _rfc3339(time: datetime.datetime) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def write_provenance(step: Step, key: Mapping[str, Any], started: str) -> Path:
+def write_provenance(step: Step, key: BuildKey, started: str) -> Path:
     """Write the provenance of the engine set that the build `step` has just made with `key`; gives its path."""
     statement = make(step, key, started, now())
     statement["predicate"][SEAL] = _seal(statement)
@@ -74,7 +75,7 @@ def write_provenance(step: Step, key: Mapping[str, Any], started: str) -> Path:
     return path
 
 
-def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dict[str, Any]:
+def make(step: Step, key: BuildKey, started: str, finished: str) -> dict[str, Any]:
     """The statement, not sealed."""
     engines = EngineSetManifest.load(step.output)
     subjects = [
@@ -83,15 +84,14 @@ def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dic
     definition = {
         "buildType": BUILD_TYPE,
         "externalParameters": {**step.names, "options": engines.options},
-        "internalParameters": {"buildKey": sha256_json(key), "backend": key["backend"], "device": engines.device},
+        "internalParameters": {"buildKey": key.sha256, "backend": key.backend, "device": engines.device},
         "resolvedDependencies": list(_dependencies(step, key)),
     }
     builder = {
         "id": BUILDER,
         "version": {"lockstep": __version__},
         "builderDependencies": [
-            {"name": f"lockstep/{name}", "digest": {"sha256": sha256_file(SOURCES / name)}}
-            for name in sorted(key["code"])
+            {"name": f"lockstep/{name}", "digest": {"sha256": sha256_file(SOURCES / name)}} for name in sorted(key.code)
         ],
     }
     return {
@@ -105,12 +105,12 @@ def make(step: Step, key: Mapping[str, Any], started: str, finished: str) -> dic
     }
 
 
-def _dependencies(step: Step, key: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _dependencies(step: Step, key: BuildKey) -> Iterator[dict[str, Any]]:
     assembly = step.inputs["assembly"]
     for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
         yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
     yield from _checkpoint_files(step)
-    for name, version in sorted(key["environment"].items()):
+    for name, version in sorted(key.environment.items()):
         yield {"name": name, "uri": f"pkg:pypi/{name}@{version}"}
 
 

@@ -106,7 +106,7 @@ def _root(results: Path, deep: bool) -> list[Finding]:
 def _of_record(path: Path) -> Iterator[Expected]:
     """The files that a record says came out, and those that the manifest names elsewhere: a checkpoint's."""
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
-    outputs = checked_record(path)["outputs"]
+    outputs = checked_record(path).outputs
     yield from (Expected(path.parent / name, sha256) for name, sha256 in outputs.items())
     if manifest.is_file() and digest(manifest) == outputs.get(manifest.name):
         yield from named_files(manifest)

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.artifacts.manifest_files import failed_path
 from lockstep.artifacts.summary import SummaryRow
 from lockstep.report import charts
+from lockstep.report.change import Change
 from lockstep.report.details import Details
 from lockstep.report.markup import items, link, page, pairs, result, table, tag, text
 from lockstep.report.prompts import prompt
@@ -31,7 +32,7 @@ _CHECKS = {
 _SHORT = "All golden prompts in one batch; they are short: for comparing targets, not machines."
 
 
-def index(results: Results, rows: Sequence[SummaryRow], since_lock: Mapping[str, Sequence[str]]) -> bytes:
+def index(results: Results, rows: Sequence[SummaryRow], since_lock: Mapping[str, Sequence[Change]]) -> bytes:
     """The first page: the verdict, all targets, their speeds, and what changed since the locks."""
     here, verdicts = results.report_page(), [row.verdict for row in rows]
     said = result(verdict(verdicts), sentence(verdicts))
@@ -56,9 +57,9 @@ def target(
     rows: Sequence[SummaryRow],
     row: SummaryRow,
     known: Details,
-    since_lock: Sequence[str] | None,
+    since_lock: Sequence[Change] | None,
 ) -> bytes:
-    """The page of one target. rows: those of all targets; row: its own."""
+    """The page of one target. rows: those of all targets; row: its own; since_lock: of its model."""
     here = results.target_page(name)
     parts = [
         tag("p", link(results.report_page(), here, "All targets")),
@@ -73,7 +74,7 @@ def target(
         _shown(lambda: _speed(rows, row, known)),
         "<h2>Engines</h2>",
         _shown(lambda: _engines(results, name, row, known)),
-        *_since_lock(name.model, since_lock),
+        *_since_lock(name.model, since_lock and [change for change in since_lock if change.is_of(name)]),
         "<h2>Files</h2>",
         items([link(path, here, title) for title, path in _files(results, name) if path.is_file()]),
     ]
@@ -123,11 +124,11 @@ def _speeds(title: str, rows: Sequence[SummaryRow], caption: str) -> list[str]:
     )
 
 
-def _since_lock(model: str, lines: Sequence[str] | None) -> list[str]:
-    if lines is None:
+def _since_lock(model: str, changes: Sequence[Change] | None) -> list[str]:
+    if changes is None:
         return []
     title = tag("h2", f"What changed since the lock of {text(model)}")
-    return [title, items([tag("code", text(line)) for line in lines]) if lines else "<p>Nothing.</p>"]
+    return [title, items([tag("code", text(change.line)) for change in changes]) if changes else "<p>Nothing.</p>"]
 
 
 def _checks(known: Details) -> str:
@@ -144,7 +145,7 @@ def _checks(known: Details) -> str:
 def _prompts(known: Details) -> str:
     golden = known.golden.report
     if not golden or not golden.prompts:
-        return tag("p", text(f"Nothing to show. {known.golden.reason or ''}"))
+        return _nothing(known.golden.reason)
     entries, long = golden.prompts, golden.long_prompt
     equal = sum(entry.tokens_equal for entry in entries)
     lines = [f"{equal} of {len(entries)} prompts give the reference's tokens."]
@@ -162,7 +163,7 @@ def _adapted(known: Details) -> str:
     """What each adapter says, beside the base."""
     report = known.adapted.report if known.adapted else None
     if not report:
-        return tag("p", text(f"Nothing to show. {known.adapted.reason if known.adapted else ''}"))
+        return _nothing(known.adapted.reason if known.adapted else None)
     head = (
         f"{len(report.adapters)} adapters, {report.places} of them resident at a time, beside requests without one, in "
         f"one batch."
@@ -182,10 +183,14 @@ def _adapted(known: Details) -> str:
     return f"{tag('p', text(head), 'quiet')}\n{table(headings, cells, numbers=(4, 5))}"
 
 
+def _nothing(reason: str | None) -> str:
+    return tag("p", text(f"Nothing to show: {reason}." if reason else "Nothing to show."))
+
+
 def _errors(name: Target, known: Details) -> str:
     validation = known.validate.report
     if not validation or not validation.blocks:
-        return tag("p", text(f"Nothing to show. {known.validate.reason or ''}"))
+        return _nothing(known.validate.reason)
     line = charts.error_line(f"{name.precision}, {name.layers} layers", validation.blocks)
     caption = "Of what each layer of the graphs computes, against PyTorch: absolute up to one, relative above."
     return f"{tag('p', text(caption), 'quiet')}\n{charts.error_by_layer([line])}"
@@ -234,15 +239,20 @@ def _engines(results: Results, name: Target, row: SummaryRow, known: Details) ->
         ("reproduced", text(_reproduced(known))),
         ("built by", text(f"{known.engines.backend} {known.engines.backend_version}")),
         ("for", text(" ".join(_words(device)))),
-        ("options", text(json.dumps(known.engines.options, sort_keys=True, ensure_ascii=False))),
+        ("options", text(_options(known.engines.options))),
     )
     return f"{pairs(facts)}\n{table(('engine', 'size', 'sha256'), cells, numbers=(1,))}"
 
 
 def _words(device: Mapping[str, Any]) -> Iterable[str]:
     """What names a device: the texts and numbers of its entry, not its instruction sets."""
-    keys = ("name", "type", "vendor", "architecture", "compute_capability")
+    keys = ("name" if "name" in device else "type", "vendor", "architecture", "compute_capability")
     return (str(device[key]) for key in keys if isinstance(device.get(key), (str, int, float)))
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    shown = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return ", ".join(f"{name}: {shown(value)}" for name, value in sorted(options.items()))
 
 
 def _reproduced(known: Details) -> str:

@@ -3,20 +3,20 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.provenance.diff import changes
 from lockstep.provenance.locked import expected_items, without_places
-from lockstep.provenance.lockfile import lock_path, read_lock, sections_of
+from lockstep.provenance.lockfile import Section, lock_path, read_lock, sections_of
 from lockstep.provenance.record import records
+from lockstep.report.change import Change
 from lockstep.targets import Results
 
 
-def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, list[str]]:
-    """Lines by model: where a result is, and "locked -> found". Models without a lock in `locks` are left out.
+def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, list[Change]]:
+    """What changed, by model. Models without a lock in `locks` are left out.
 
     What is locked and not there yet is no change: the table of targets says what has not run.
     """
@@ -27,23 +27,24 @@ def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str
     }
 
 
-def _changes(results: Results, model: str, lock_file: Path) -> list[str]:
+def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
     try:
         lock = read_lock(lock_file)
     except LockstepError as error:
-        return [str(error)]
-    found: dict[tuple[str, ...], Mapping[str, Any]] = {}
+        return [Change(str(error))]
+    found: dict[tuple[str, ...], Section] = {}
     for path in records(results.root / model):
         try:
-            found |= {section.where: section.items for section in sections_of(path)}
+            found |= {section.where: section for section in sections_of(path)}
         except (LockstepError, OSError):
             continue  # damaged, or being made: the check that reads it says so
-    lines = []
-    for where, items in sorted(found.items()):
+    made = []
+    for where, section in sorted(found.items()):
         name, expected = " / ".join(where), expected_items(lock, where)
         if expected is None:
-            lines.append(f"{name}: not in the lock")
+            lines = [f"{name}: not in the lock"]
         else:
-            differing = changes(without_places(expected), without_places(items))
-            lines += [f"{name}: {' / '.join(at)}: {change}" for at, change in differing]
-    return lines
+            differing = changes(without_places(expected), without_places(section.items))
+            lines = [f"{name}: {' / '.join(at)}: {change}" for at, change in differing]
+        made += [Change(line, section.key.names) for line in lines]
+    return made

@@ -15,6 +15,7 @@ from lockstep.artifacts.manifest_files import content, failed_path
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.errors import InputError
 from lockstep.report import pages
+from lockstep.report.change import Change
 from lockstep.report.details import Checked, Details, details
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, sentence, verdict
 from lockstep.targets import Results, Target
@@ -52,12 +53,12 @@ def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
 def write(
     results: Results,
     targets: Sequence[Target],
-    since_lock: Mapping[str, Sequence[str]] | None = None,
+    since_lock: Mapping[str, Sequence[Change]] | None = None,
     not_run: Mapping[str, str] | None = None,
 ) -> Summary:
     """Collect the checks of `targets`, write summary.json, summary.csv and the report's pages, and give the summary.
 
-    since_lock: what differs from the lock, a line each, by model; models without a lock are left out. not_run: why
+    since_lock: what differs from the lock, by model; models without a lock are left out. not_run: why
     engines do not run here, as `Config.not_run` gives it; None: as in the summary that is there.
     """
     not_run = known_not_run(results) if not_run is None else not_run

@@ -253,14 +253,4 @@ def _word(word: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 def _answer(completion: Completion, where: str) -> dict[str, Any]:
     if any(choice.finish == "error" for choice in completion.choices):
         return {"error": f"{where}: logits: expected finite numbers, found NaN or infinity as the largest"}
-    choices = []
-    for index, choice in enumerate(completion.choices):
-        entry = {"index": index, "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish}
-        if choice.logprobs:
-            entry["logprobs"] = [
-                {"token_id": token, "logprob": of.chosen, "top": [list(pair) for pair in of.top]}
-                for token, of in zip(choice.token_ids, choice.logprobs)
-            ]
-        choices.append(entry)
-    made = sum(len(choice.token_ids) for choice in completion.choices)
-    return {"choices": choices, "usage": {"prompt_tokens": completion.num_prompt_tokens, "completion_tokens": made}}
+    return completion.record()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.runtime.request import Token
@@ -33,6 +34,20 @@ class Completion:
     def done(self) -> bool:
         """All choices have ended."""
         return all(choice.finish for choice in self.choices)
+
+    def record(self) -> dict[str, Any]:
+        """`choices` and `usage`, plain JSON, as OpenAI's API has them, with token ids."""
+        choices = []
+        for index, choice in enumerate(self.choices):
+            entry = {"index": index, "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish}
+            if choice.logprobs:
+                entry["logprobs"] = [
+                    {"token_id": token, "logprob": of.chosen, "top": [list(pair) for pair in of.top]}
+                    for token, of in zip(choice.token_ids, choice.logprobs)
+                ]
+            choices.append(entry)
+        made = sum(len(choice.token_ids) for choice in self.choices)
+        return {"choices": choices, "usage": {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": made}}
 
 
 class Collector:

@@ -26,14 +26,14 @@ class Piece:
 
 
 class Generation:
-    """Iterate to generate. `tokens[i]` holds prompt i's new tokens so far; `speed` the tokens a second of prefill and
-    decode."""
+    """Iterate to generate. `completions[i]` is what prompt i has by now, `tokens[i]` its new tokens; `speed` the tokens
+    a second of prefill and decode."""
 
-    def __init__(self, decoding: Decoding, tokenizer: Tokenizer, count: int, stop: Sequence[str]):
+    def __init__(self, decoding: Decoding, tokenizer: Tokenizer, requests: Sequence[Request], stop: Sequence[str]):
         self._decoding = decoding
-        self._collectors = [Collector(tokenizer, 0, 1, stop) for _ in range(count)]
-        self._choices = [collector.completion.choices[0] for collector in self._collectors]
-        self.tokens: list[list[int]] = [choice.token_ids for choice in self._choices]
+        self._collectors = [Collector(tokenizer, len(request.prompt_ids), 1, stop) for request in requests]
+        self.completions = [collector.completion for collector in self._collectors]
+        self.tokens: list[list[int]] = [completion.choices[0].token_ids for completion in self.completions]
 
     @property
     def speed(self) -> Speed:
@@ -42,7 +42,7 @@ class Generation:
     def __iter__(self) -> Iterator[Piece]:
         for made in self._decoding:
             collector = self._collectors[made.request]
-            text, finish = collector.push(made), self._choices[made.request].finish
+            text, finish = collector.push(made), self.completions[made.request].choices[0].finish
             if collector.stopped(made):
                 self._decoding.finish(made.request)
             if text or finish:
@@ -75,4 +75,4 @@ def generate(
         )
         for i, prompt in enumerate(prompts)
     ]
-    return Generation(Decoding(model, requests, max_input_len, max_num_tokens), tokenizer, len(prompts), stop)
+    return Generation(Decoding(model, requests, max_input_len, max_num_tokens), tokenizer, requests, stop)

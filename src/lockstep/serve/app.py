@@ -97,20 +97,20 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         return _Answer(service, stream, ChatFormat(body, service, stream), bool(body.stream))
 
     async def models(request: Request) -> Any:
-        return _json({"object": "list", "data": [_model(service, name) for name in service.model_names]})
+        return _json({"object": "list", "data": [_model(service, name) for name in service.adapters.model_names]})
 
     async def model(request: Request) -> Any:
-        service.adapter_of(request.path_params["name"])
+        service.adapters.named(request.path_params["name"])
         return _json(_model(service, request.path_params["name"]))
 
     async def load_adapter(request: Request) -> Any:
         body = decoded(await read_body(request, access), LoadAdapterBody)
-        await service.load_adapter(body.lora_name, body.lora_path)
+        await service.adapters.load(body.lora_name, body.lora_path)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     async def unload_adapter(request: Request) -> Any:
         body = decoded(await read_body(request, access), UnloadAdapterBody)
-        service.unload_adapter(body.lora_name)
+        service.adapters.unload(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
     async def live(request: Request) -> Any:
@@ -187,14 +187,14 @@ def _json(value: Any, status: int = 200) -> Response:
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     """parent: of an adapter the model that it is of, as vLLM has it."""
-    adapter = service.adapter_of(name)
+    adapter = service.adapters.named(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "lockstep",
-        "max_model_len": service.ready["max_seq_len"],
-        "root": service.ready["identity"] if adapter is None else service.adapter_digest(adapter),
+        "max_model_len": service.ready.max_seq_len,
+        "root": service.ready.identity if adapter is None else service.adapters.digest(adapter),
         **({} if adapter is None else {"parent": service.name}),
     }
 
@@ -212,13 +212,13 @@ def _health(service: Service) -> dict[str, Any]:
 
 def _status(service: Service) -> dict[str, Any]:
     ready, counters = service.ready, service.counters
-    total = ready["num_pages"]
+    total = ready.num_pages
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "chunk_size")
     return {
         "model": service.name,
-        "identity": ready["identity"],
-        "backend": ready["backend"],
-        "limits": {name: ready[name] for name in names},
+        "identity": ready.identity,
+        "backend": ready.backend,
+        "limits": {name: getattr(ready, name) for name in names},
         "running": counters.get("running", 0),
         "waiting": counters.get("waiting", 0),
         "pages": {

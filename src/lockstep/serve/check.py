@@ -138,14 +138,14 @@ class _Check:
         return ServedReport(
             result=PASS,
             target=target,
-            engine_digest=ready["engine_digest"],
-            identity=ready["identity"],
-            batch_invariant=ready["batch_invariant"],
+            engine_digest=ready.engine_digest,
+            identity=ready.identity,
+            batch_invariant=ready.batch_invariant,
             tolerance=self.tolerance,
             phases={name: found.entry() for name, found in phases.items()},
             prefix_hit_tokens=hits,
             restarts=self.service.restarts,
-            num_pages=ready["num_pages"],
+            num_pages=ready.num_pages,
         )
 
     async def _alone(self) -> _Found:
@@ -173,7 +173,7 @@ class _Check:
         """The long prompt twice: the second finds what the first left."""
         found = _Found()
         ready = self.service.ready
-        if self.long is None or not ready["prefix_caching"] or len(self.long.prompt_ids) <= ready["chunk_size"]:
+        if self.long is None or not ready.prefix_caching or len(self.long.prompt_ids) <= ready.chunk_size:
             return found
         answers = []
         before = self.service.total("prefix_hits")
@@ -184,7 +184,7 @@ class _Check:
         miss, hit = answers
         if self.service.total("prefix_hits") == before:
             self.failures.append("prefix: expected tokens of the long prompt to be found again, found none")
-        if self.service.ready["batch_invariant"] and (hit.token_ids, hit.logprobs) != (miss.token_ids, miss.logprobs):
+        if self.service.ready.batch_invariant and (hit.token_ids, hit.logprobs) != (miss.token_ids, miss.logprobs):
             self.failures.append("prefix: expected the same log-probabilities with and without it, found others")
         return found
 
@@ -232,7 +232,7 @@ class _Check:
         """Ask for a golden prompt and judge the answer. first: set when a token is there."""
         prompt = self.prompts[number]
         answer = await self._answer(prompt.text, self.max_new_tokens, first)
-        self._judge(prompt, self.expected[number], answer, how, found, exact=self.service.ready["batch_invariant"])
+        self._judge(prompt, self.expected[number], answer, how, found, exact=self.service.ready.batch_invariant)
 
     def _judge(
         self, prompt: Prompt, expected: Sequence[int], answer: Answer, how: str, found: _Found, exact: bool
@@ -260,10 +260,10 @@ class _Check:
     async def _other(self, is_cancelled: bool) -> None:
         """A request whose answer nobody compares."""
         draw, ready = self.random, self.service.ready
-        most = min(64, ready["max_seq_len"] // 2)
+        most = min(64, ready.max_seq_len // 2)
         body = {
             "model": self.service.name,
-            "prompt": [draw.randrange(ready["vocab_size"]) for _ in range(draw.randint(1, most))],
+            "prompt": [draw.randrange(ready.vocab_size) for _ in range(draw.randint(1, most))],
             "max_tokens": draw.randint(1, most),
             "temperature": draw.choice([0, 1]),
             "top_p": 0.9,

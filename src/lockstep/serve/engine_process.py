@@ -8,7 +8,6 @@ again to another engine. Without the API process it ends.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from lockstep.runtime.model import Model
 from lockstep.runtime.prefix import root_key
 from lockstep.runtime.request import Request, Token
 from lockstep.serve.adapter_loader import AdapterLoader
-from lockstep.serve.frames import Connection, Frame, finite, request_of
+from lockstep.serve.frames import Connection, Frame, Ready, finite, request_of
 from lockstep.step.sampling import Logprobs
 
 TICK = 1.0  # seconds between the signs of life of an idle engine
@@ -64,13 +63,12 @@ def _serve(connection: Connection) -> None:
         frames = connection.receive(60)
     asked = frames.pop(0)
     engine, adapters, ready = _open(asked)
-    connection.send(ready)
+    connection.send(ready.to_frame())
     _Loop(connection, engine, AdapterLoader(adapters, asked.get("checkpoint")) if adapters else None).run(frames)
 
 
-def _open(asked: Frame) -> tuple[Engine, Adapters | None, Frame]:
+def _open(asked: Frame) -> tuple[Engine, Adapters | None, Ready]:
     limits = asked["limits"]
-    began = time.monotonic()
     model = Model.open(
         Path(asked["engines"]),
         Path(asked["assembly"]),
@@ -96,28 +94,24 @@ def _open(asked: Frame) -> tuple[Engine, Adapters | None, Frame]:
     for _ in engine.run([Request([0, 0], min(2, model.max_seq_len - 1), cache_salt="warm-up")]):
         pass
     pool, scheduler = model.tables.pool, engine.scheduler
-    ready = {
-        "type": "ready",
-        "pid": os.getpid(),
-        "seconds": round(time.monotonic() - began, 3),
-        "identity": root_key(model).hex(),
-        "backend": model.engines.manifest.backend,
-        "batch_invariant": model.engines.backend.batch_invariant,
-        "engine_digest": model.engines.digest(),
-        "vocab_size": model.vocab_size,
-        "eos_token_ids": list(model.eos_token_ids),
-        "max_batch_size": model.max_batch_size,
-        "max_seq_len": model.max_seq_len,
-        "max_input_len": min(limits["max_input_len"] or model.max_seq_len, model.max_seq_len),
-        "max_num_tokens": scheduler.max_num_tokens,
-        "chunk_size": scheduler.chunk_size,
-        "prefix_caching": engine.prefix_caching,
-        "num_pages": pool.num_pages,
-        "prompt_logprobs": model.gives_all_logits,
-        "page_nbytes": pool.page_nbytes,
-        "adapters": {name: adapter.sha256 for name, adapter in model.adapters.known.items()} if model.adapters else {},
-        "lost_adapters": lost,
-    }
+    ready = Ready(
+        identity=root_key(model).hex(),
+        backend=model.engines.manifest.backend,
+        batch_invariant=model.engines.backend.batch_invariant,
+        engine_digest=model.engines.digest(),
+        vocab_size=model.vocab_size,
+        eos_token_ids=list(model.eos_token_ids),
+        max_batch_size=model.max_batch_size,
+        max_seq_len=model.max_seq_len,
+        max_input_len=min(limits["max_input_len"] or model.max_seq_len, model.max_seq_len),
+        max_num_tokens=scheduler.max_num_tokens,
+        chunk_size=scheduler.chunk_size,
+        prefix_caching=engine.prefix_caching,
+        num_pages=pool.num_pages,
+        prompt_logprobs=model.gives_all_logits,
+        adapters={name: adapter.sha256 for name, adapter in model.adapters.known.items()} if model.adapters else {},
+        lost_adapters=lost,
+    )
     return engine, model.adapters, ready
 
 

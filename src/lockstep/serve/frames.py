@@ -13,8 +13,8 @@ import json
 import select
 import socket
 import struct
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lockstep.errors import InputError
@@ -27,6 +27,39 @@ HEADER = struct.Struct("!I")
 LARGEST = 1 << 28  # bytes: of a frame that is none, its length would be any number
 _BUFFER = 1 << 22
 _DEFAULTS = asdict(Sampling())
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The frame "ready": what an engine process says of its engines and limits.
+
+    identity: hex, of all that decides what is computed; prompt_logprobs: whether it gives those of prompts; adapters:
+    hex sha256 by name; lost_adapters: of those that were loaded before, by name why one is not loaded again.
+    """
+
+    identity: str
+    backend: str
+    batch_invariant: bool
+    engine_digest: str
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    max_batch_size: int
+    max_seq_len: int
+    max_input_len: int
+    max_num_tokens: int
+    chunk_size: int
+    prefix_caching: bool
+    num_pages: int
+    prompt_logprobs: bool
+    adapters: Mapping[str, str]
+    lost_adapters: Mapping[str, str]
+
+    def to_frame(self) -> Frame:
+        return {"type": "ready", **asdict(self)}
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> Ready:
+        return cls(**{field.name: frame[field.name] for field in fields(cls)})
 
 
 def packed(frame: Mapping[str, Any]) -> bytes:

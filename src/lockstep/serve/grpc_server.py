@@ -142,7 +142,7 @@ class GrpcServer:
         return MESSAGES["ModelMetadataResponse"](**metadata(model_of(request.name, request.version)))
 
     async def _model_config(self, request: Any, notes: _Notes) -> Any:
-        given = config(model_of(request.name, request.version), self._service.ready["max_batch_size"])
+        given = config(model_of(request.name, request.version), self._service.ready.max_batch_size)
         for tensor in (*given["input"], *given["output"]):
             tensor["data_type"] = DATA_TYPES[tensor["data_type"]]
         return MESSAGES["ModelConfigResponse"](config=given)

@@ -125,7 +125,7 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
         return _json(metadata(asked_model(request)))
 
     async def configuration(request: Request) -> Any:
-        return _json(config(asked_model(request), service.ready["max_batch_size"]))
+        return _json(config(asked_model(request), service.ready.max_batch_size))
 
     async def index(request: Request) -> Any:
         await read_body(request, access)

@@ -17,7 +17,7 @@ import msgspec
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime.request import Request
 from lockstep.serve.engine_process import error_of
-from lockstep.serve.frames import HEADER, Frame, packed, packed_add
+from lockstep.serve.frames import HEADER, Frame, Ready, packed, packed_add
 
 _SOURCES = Path(__file__).resolve().parents[2]
 _decode = msgspec.json.Decoder().decode
@@ -71,10 +71,10 @@ class EngineLink:
         self._process, self._transport, self._frames = process, transport, frames
 
     @classmethod
-    async def start(cls, python: str | None, asked: Mapping[str, Any], seconds: float) -> tuple[EngineLink, Frame]:
+    async def start(cls, python: str | None, asked: Mapping[str, Any], seconds: float) -> tuple[EngineLink, Ready]:
         """Start an engine process in the interpreter `python` (None: this one); `asked`: what it opens. Gives it, ready
-        and warm, and its frame "ready". Raises what opening raises, and CheckError for one that ends before, or is not
-        ready in time."""
+        and warm, and what it says of itself. Raises what opening raises, and CheckError for one that ends before, or is
+        not ready in time."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [python or sys.executable, "-m", "lockstep.serve.engine_process", str(theirs.fileno())]
         environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
@@ -106,7 +106,7 @@ class EngineLink:
         if frame["type"] == "failed":
             await link.stop()
             raise error_of(frame)
-        return link, frame
+        return link, Ready.from_frame(frame)
 
     @property
     def last_frame(self) -> float:

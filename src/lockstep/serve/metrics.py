@@ -92,8 +92,8 @@ class Metrics:
         return made if labels else made.labels(self._model)
 
     def _usage(self) -> float:
-        total = self._service.ready.get("num_pages", 0)
-        return 1 - self._service.counters.get("free_pages", total) / total if total else 0.0
+        free = self._service.counters.get("free_pages")
+        return 0.0 if free is None else 1 - free / self._service.ready.num_pages
 
     def admitted(self, waited: float, prompt_tokens: int) -> None:
         self._queue.observe(waited)

@@ -35,16 +35,16 @@ class CompletionBody(Parameters, kw_only=True):
 
 async def completion_asks(body: CompletionBody, service: Service) -> list[Ask]:
     """The prompts of a body. Raises BadRequest for values that cannot be."""
-    await service.bring_adapter(body.lora)
+    await service.adapters.bring(body.lora)
     check_supported(body, service)
     prompts, texts = await _prompts(body.prompt, service.tokenizer)
     if not body.echo:
         return asks_of(body, prompts, "prompt", service)
     prompt_logprobs = None if body.logprobs is None and body.most_tokens != 0 else body.logprobs or 0
-    if prompt_logprobs is not None and not service.ready["prompt_logprobs"]:
+    if prompt_logprobs is not None and not service.ready.prompt_logprobs:
         raise BadRequest(
             "echo: expected a backend that computes the logits behind all tokens of a prompt, such as onnxruntime, "
-            f"found {service.ready['backend']}; leave out echo, or logprobs, and ask for a token",
+            f"found {service.ready.backend}; leave out echo, or logprobs, and ask for a token",
             "echo",
         )
     asks = asks_of(body, prompts, "prompt", service, prompt_logprobs)

@@ -30,7 +30,7 @@ class AnswerFormat:
             "id": f"{self.ID}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": body.model,
-            "system_fingerprint": service.ready["identity"][:12],
+            "system_fingerprint": service.ready.identity[:12],
         }
 
     @property

@@ -57,7 +57,7 @@ class ChatBody(Parameters, kw_only=True):
 
 async def chat_asks(body: ChatBody, service: Service) -> list[Ask]:
     """The prompt of a body. Raises BadRequest for values that cannot be, and where the model has no chat template."""
-    await service.bring_adapter(body.lora)
+    await service.adapters.bring(body.lora)
     check_supported(body, service)
     refuse(body, _UNSUPPORTED)
     if service.chat.fault is not None:

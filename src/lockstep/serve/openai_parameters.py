@@ -101,7 +101,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 def check_supported(body: Parameters, service: Service) -> None:
     """Raise BadRequest for another model, and for a parameter that is not taken here."""
-    service.adapter_of(body.model, body.lora)
+    service.adapters.named(body.model, body.lora)
     refuse(body, _UNSUPPORTED)
 
 
@@ -128,16 +128,14 @@ def asks_of(
     """What the engine is asked for, by prompt. param: the field that the prompts stand in. prompt_logprobs: as of
     `Request`; an answer may then have no token. Raises BadRequest for values that cannot be."""
     most, least = body.most_tokens, int(prompt_logprobs is None)
-    longest, limit = service.ready["max_seq_len"], service.ready["max_input_len"]
-    stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(
-        () if body.ignore_eos else service.ready["eos_token_ids"]
-    )
+    longest, limit = service.ready.max_seq_len, service.ready.max_input_len
+    stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else service.ready.eos_token_ids)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if not all(stop):
         raise BadRequest("stop: expected strings that are not empty, found an empty one", "stop")
     seed = secrets.randbits(63) if body.seed is None else body.seed
-    n, vocab_size = 1 if body.n is None else body.n, service.ready["vocab_size"]
-    _expect("n", n, 1, service.ready["max_batch_size"])
+    n, vocab_size = 1 if body.n is None else body.n, service.ready.vocab_size
+    _expect("n", n, 1, service.ready.max_batch_size)
     _expect("seed", seed, 0, (1 << 64) - 1)
     _expect("priority", body.priority or 0, -(1 << 31), (1 << 31) - 1)
     for token in body.stop_token_ids or ():
@@ -176,7 +174,7 @@ def asks_of(
             grammar=grammar,
             prompt_logprobs=prompt_logprobs,
             cache_salt=salt,
-            adapter=service.adapter_of(body.model, body.lora),
+            adapter=service.adapters.named(body.model, body.lora),
         )
         asks.append(Ask(request, stop))
     return asks

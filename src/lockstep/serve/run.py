@@ -148,8 +148,8 @@ async def _serve(
         ]
         say(
             f"ready: {' and '.join(places)} serves {service.name} "
-            f"({ready['backend']}, identity {ready['identity'][:12]}): up to {ready['max_batch_size']} requests of "
-            f"{ready['max_seq_len']} tokens at a time, {ready['num_pages']} pages of KV cache"
+            f"({ready.backend}, identity {ready.identity[:12]}): up to {ready.max_batch_size} requests of "
+            f"{ready.max_seq_len} tokens at a time, {ready.num_pages} pages of KV cache"
             + (f"; gRPC at {shown}:{grpc.port}" if grpc is not None else "")
         )
         await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)

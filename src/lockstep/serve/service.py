@@ -10,17 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import LockstepError
 from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.serve.adapter_folders import MOST_LOADED, AdapterFolders, LoadedFolder, check_name, stamp_of
-from lockstep.serve.bodies import BadRequest
+from lockstep.serve.adapter_folders import AdapterFolders
+from lockstep.serve.adapters import Adapters
 from lockstep.serve.chat import Chat
-from lockstep.serve.frames import Frame
+from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
 from lockstep.serve.stream import TENANT, Active, Ask, Stream, StreamError
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 _FORGIVEN = 60.0  # seconds after which a death of the engine no longer counts
 _TOTALS = ("prefix_queries", "prefix_hits", "swaps")  # counters that only grow
 _ERRORS = ("error", "grammar_error")  # ends that are none of an answer
-_FEW = 20  # names that an error lists
 _PATIENCE = 30.0  # most seconds between two starts that fail
 
 
@@ -72,7 +70,7 @@ class Service:
         None: none."""
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
         self.chat = Chat(chat_template)
-        self.ready: Frame = {}  # what the engine said of itself
+        self._ready: Ready | None = None
         self.counters: Frame = {}  # its last
         self._earlier: dict[str, int] = dict.fromkeys(_TOTALS, 0)  # what engines that died had counted
         self.draining = False
@@ -81,9 +79,7 @@ class Service:
         self.metrics = Metrics(name, self, metrics_prefix)
         self.request_log = request_log
         self._python, self._asked, self._log = python, asked, log
-        self._folders = folders
-        self._loads: dict[str, asyncio.Task[LoadedFolder]] = {}  # under way, by name
-        self._answers: dict[int, asyncio.Future[Frame]] = {}  # of the engine, by number
+        self.adapters = Adapters(name, folders, self._is_used)
         self._link: EngineLink | None = None
         self._numbers = itertools.count()
         self._actives: dict[int, tuple[Active, int]] = {}  # by number: a prompt, and what to add to its choice numbers
@@ -98,6 +94,12 @@ class Service:
         await self.chat.start()
         await self._open()
         self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine says of itself; of a service that was started."""
+        assert self._ready is not None
+        return self._ready
 
     async def stop(self) -> None:
         """End the engine, and all that is not through."""
@@ -115,115 +117,6 @@ class Service:
         end = time.monotonic() + seconds
         while self._streams and time.monotonic() < end:
             await asyncio.sleep(0.02)
-
-    @property
-    def adapters(self) -> list[str]:
-        """The names of the model's own adapters: those of its config."""
-        return sorted(self.ready.get("adapters", ()))
-
-    def _loaded(self) -> dict[str, LoadedFolder]:
-        """Adapters that were loaded while the server runs."""
-        return {} if self._folders is None else self._folders.loaded
-
-    @property
-    def model_names(self) -> list[str]:
-        """What a request may call the model: its name, and with each adapter `name:adapter`."""
-        return [self.name, *(f"{self.name}:{adapter}" for adapter in (*self.adapters, *sorted(self._loaded())))]
-
-    def adapter_digest(self, name: str) -> str:
-        """Hex sha256 of what an adapter computes."""
-        loaded = self._loaded().get(name)
-        return self.ready["adapters"][name] if loaded is None else loaded.sha256
-
-    def adapter_of(self, model: str, lora: str | None = None) -> str | None:
-        """The adapter that a request names as part of the model, or by `lora`; None: none. Raises BadRequest, 404,
-        with the names that are there, for another."""
-        if model not in self.model_names:
-            raise BadRequest(f"model: expected {_one_of(self.model_names)}, found {model[:80]!r}", "model", 404)
-        named = model.removeprefix(self.name).removeprefix(":") or None
-        if lora is None or lora == named:
-            return named
-        found: str | None = lora if lora in self.adapters else None
-        if found is None and self._folders is not None:
-            found = self._folders.name_of(lora)
-        if found is None:
-            there = _one_of([*self.adapters, *self._loaded()]) or "none, for the model has no adapters"
-            more = "; --allow-adapter-loading lets requests name folders" if "/" in lora and not self._folders else ""
-            raise BadRequest(f"lora: expected {there}, found {lora[:80]!r}{more}", "lora", 404)
-        if named not in (None, found):
-            raise BadRequest(f"lora: expected {named!r} as in model, found {lora[:80]!r}; leave one out", "lora")
-        return found
-
-    async def bring_adapter(self, lora: str | None) -> None:
-        """Load the folder that a request names as its adapter, where that is allowed, and it is not loaded yet. Raises
-        BadRequest for one that cannot be used, that changed since, or that lies elsewhere."""
-        if lora is None or self._folders is None or lora in self.adapters:
-            return
-        if lora in self._folders.loaded:
-            return self._folders.use(lora)
-        name, folder = self._folders.find(lora)
-        if name in self._folders.loaded:
-            return self._folders.use(name)
-        await self.load_adapter(name, folder)
-
-    async def load_adapter(self, name: str, folder: Path | str) -> None:
-        """Load a folder under a name; several requests for it wait for one. Raises BadRequest."""
-        if self._folders is None:
-            raise BadRequest("lora_path: expected a server with --allow-adapter-loading, found one without", None, 403)
-        if isinstance(folder, str):
-            check_name("lora_name", name)
-            _, folder = self._folders.find(folder)
-            if name in self.adapters or name in self._folders.loaded:
-                raise BadRequest(f"lora_name: expected a new name, found {name!r}, which is there", "lora_name", 409)
-        if name not in self._loads:
-            task = self._loads[name] = asyncio.create_task(self._load(name, folder))
-            task.add_done_callback(lambda task: self._has_loaded(name, task))
-        await asyncio.shield(self._loads[name])
-
-    def _has_loaded(self, name: str, task: asyncio.Task[LoadedFolder]) -> None:
-        del self._loads[name]
-        if not task.cancelled():
-            task.exception()  # whoever still waits for it is told
-
-    async def _load(self, name: str, folder: Path) -> LoadedFolder:
-        assert self._folders is not None
-        loaded = self._folders.loaded
-        if self._link is None:
-            raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
-        if len(loaded) >= MOST_LOADED:
-            unused = next((each for each in loaded if not self._is_used(each)), None)
-            if unused is None:
-                raise StreamError(f"{len(loaded)} adapters are loaded and in use; try again", 503, "adapters_in_use", 1)
-            self.unload_adapter(unused)
-        stamp, number = stamp_of(folder), next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._link.load(number, name, str(folder))
-        try:
-            frame = await answer
-        finally:
-            self._answers.pop(number, None)
-        if frame["type"] == "not_loaded":
-            raise BadRequest(f"lora: {frame['message']}", "lora")
-        entry = loaded[name] = LoadedFolder(folder, stamp, frame["sha256"])
-        return entry
-
-    def unload_adapter(self, name: str) -> None:
-        """Forget an adapter that was loaded. Raises BadRequest for one that is not, or that requests are computed
-        with."""
-        loaded = self._loaded()
-        if name not in loaded:
-            there = _one_of(sorted(loaded)) or "none, for none was loaded"
-            raise BadRequest(f"lora_name: expected {there}, found {name[:80]!r}", "lora_name", 404)
-        if self._is_used(name):
-            raise BadRequest(
-                f"lora_name: expected an adapter that no request uses, found {name!r} in use; try again when they have "
-                "ended",
-                "lora_name",
-                409,
-            )
-        del loaded[name]
-        if self._link is not None:
-            self._link.unload(name)
 
     def _is_used(self, name: str) -> bool:
         return any(active.ask.request.adapter == name for each in self._streams for active in each.actives)
@@ -292,7 +185,7 @@ class Service:
             len(active.choices) for each in self._streams for active in each.actives if active.admitted is not None
         )
         # What fits into free slots does not wait.
-        room = self.limits.max_queue + max(0, self.ready["max_batch_size"] - running)
+        room = self.limits.max_queue + max(0, self.ready.max_batch_size - running)
         if wanted > room or (waiting and tokens > self.limits.max_queue_tokens):
             backlog = sum(
                 len(active.ask.request.prompt_ids) + active.ask.request.n * active.ask.request.max_new_tokens
@@ -309,25 +202,19 @@ class Service:
             )
 
     async def _open(self) -> None:
-        loaded = [(name, str(entry.folder), entry.sha256) for name, entry in self._loaded().items()]
-        asked = {**self._asked, "loaded": loaded}
-        link, self.ready = await EngineLink.start(self._python, asked, self.limits.start)
-        for name, line in self.ready["lost_adapters"].items():
-            del self._loaded()[name]
-            self._log(f"an adapter is not loaded again: {line}")
-        for name in self._loaded():
-            del self.ready["adapters"][name]
+        asked = {**self._asked, "loaded": self.adapters.to_load()}
+        link, self._ready = await EngineLink.start(self._python, asked, self.limits.start)
+        for line in self.adapters.engine_started(link, self._ready):
+            self._log(line)
         self._link = link
-        self.counters = {"running": 0, "waiting": 0, "free_pages": self.ready["num_pages"], "cached_pages": 0}
+        self.counters = {"running": 0, "waiting": 0, "free_pages": self.ready.num_pages, "cached_pages": 0}
 
     async def _supervise(self) -> None:
         while True:
             assert self._link is not None
             words = await self._link.run(self._take)
             died, self._link = self._link, None
-            for answer in self._answers.values():
-                if not answer.done():
-                    answer.set_exception(StreamError("the engine died while it loaded the adapter; try again", 503))
+            self.adapters.engine_died()
             for name in _TOTALS:
                 self._earlier[name] += self.counters.get(name, 0)
             self.counters = {}
@@ -386,9 +273,7 @@ class Service:
 
     def _take(self, frame: Frame) -> None:
         if frame["type"] in ("loaded", "not_loaded"):
-            if (answer := self._answers.get(frame["id"])) is not None and not answer.done():
-                answer.set_result(frame)
-            return
+            return self.adapters.engine_answered(frame)
         if frame["type"] == "refused":
             if found := self._actives.get(frame["id"]):
                 code = "invalid_grammar" if frame["param"] else "request_too_large"
@@ -512,12 +397,6 @@ class Service:
             rate = self._counted / elapsed
             self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
         self._rate_at, self._counted = now, 0
-
-
-def _one_of(names: Sequence[str]) -> str:
-    """Names for an error; of many the first."""
-    shown = ", ".join(names[:_FEW]) + (f" ... ({len(names)} in all)" if len(names) > _FEW else "")
-    return f"one of {shown}" if len(names) > 1 else shown
 
 
 def _logprobs(entry: Sequence[Any]) -> Logprobs:

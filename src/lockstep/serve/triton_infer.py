@@ -65,7 +65,7 @@ class Triton:
 
     async def infer(self, request: InferRequest) -> Inference:
         """Take a request. Raises BadRequest, and StreamError where there is no room."""
-        batch = Batch(request.model, request.inputs, self.service.ready["max_batch_size"])
+        batch = Batch(request.model, request.inputs, self.service.ready.max_batch_size)
         outputs = request.outputs
         check_outputs(request)
         kept = lambda made: [tensor for tensor in made if outputs is None or tensor.name in outputs]
@@ -80,7 +80,7 @@ class Triton:
                 generation.close()
             return Inference(id=request.id)
         lora = request.parameters.get("lora")
-        await self.service.bring_adapter(lora if isinstance(lora, str) and lora else None)
+        await self.service.adapters.bring(lora if isinstance(lora, str) and lora else None)
         generation = Generation(self, request, batch, await prompts_of(batch, self.service, self._fold_ids, lora))
         if request.id:
             self._running.setdefault(request.id, set()).add(generation)

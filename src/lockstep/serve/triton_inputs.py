@@ -130,22 +130,23 @@ async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any =
 def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | None:
     """The adapter of a prompt: by its name, or by `lora_task_id`, its place among the names from 1 on; 0 is none."""
     task = batch.value("lora_task_id", number, 0)
-    if not 0 <= task <= len(service.adapters):
+    names = service.adapters.names
+    if not 0 <= task <= len(names):
         raise BadRequest(
-            f"lora_task_id: expected 0 (none) to {len(service.adapters)}, the adapters in the order of their names "
-            f"({', '.join(service.adapters) or 'the model has none'}), found {task}",
+            f"lora_task_id: expected 0 (none) to {len(names)}, the adapters in the order of their names "
+            f"({', '.join(names) or 'the model has none'}), found {task}",
             "lora_task_id",
-            404 if service.adapters else 400,
+            404 if names else 400,
         )
     if lora is not None and not isinstance(lora, str):
         raise BadRequest(f"lora: expected the name of an adapter, found {str(lora)[:40]}", "lora")
-    named = service.adapters[task - 1] if task else None
-    return service.adapter_of(service.name if named is None else f"{service.name}:{named}", lora or None)
+    named = names[task - 1] if task else None
+    return service.adapters.named(service.name if named is None else f"{service.name}:{named}", lora or None)
 
 
 async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any) -> Prompt:
     ready, tokenizer = service.ready, service.tokenizer
-    vocab_size, limit, longest = ready["vocab_size"], ready["max_input_len"], ready["max_seq_len"]
+    vocab_size, limit, longest = ready.vocab_size, ready.max_input_len, ready.max_seq_len
     if batch.value("beam_width", number, 1) != 1:
         raise BadRequest("beam_width: expected 1, as this server has no beam search, found another", "beam_width")
     if "input_ids" in batch:
@@ -176,11 +177,11 @@ async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, l
     if wanted < 1:
         raise BadRequest(f"max_tokens: expected 1 or more, found {wanted}", "max_tokens")
     n = batch.value("num_return_sequences", number, 1) or 1
-    if not 1 <= n <= ready["max_batch_size"]:
-        raise BadRequest(f"num_return_sequences: expected 1 to {ready['max_batch_size']}, found {n}")
+    if not 1 <= n <= ready.max_batch_size:
+        raise BadRequest(f"num_return_sequences: expected 1 to {ready.max_batch_size}, found {n}")
     end_id = batch.value("end_id", number)
     # -1, or another that is no token: the end never comes.
-    end_ids = frozenset(token for token in (ready["eos_token_ids"] if end_id is None else [end_id]))
+    end_ids = frozenset(token for token in (ready.eos_token_ids if end_id is None else [end_id]))
     end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
     log_probs = batch.value("return_log_probs", number, False)
     sampling = _sampling(batch, number, bias, bad_words, log_probs)

@@ -16,7 +16,7 @@ from lockstep.serve.triton_inputs import Batch, check_ids, encoded, with_spaces,
 async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     """Tokens of the texts of a batch, and its words as tokens. Raises BadRequest."""
     tokenizer, count = service.tokenizer, range(batch.size)
-    ends = service.ready["eos_token_ids"]
+    ends = service.ready.eos_token_ids
     end = batch_values(batch, "END_ID", ends[0] if ends else -1)
     pad = batch_values(batch, "PAD_ID", ends[0] if ends else 0)
     texts = [next(iter(batch.texts("QUERY", number)), "") for number in count]
@@ -28,9 +28,9 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     biases = [
         word_biases(batch, "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", number, tokenizer) for number in count
     ]
-    bias = np.zeros((batch.size, service.ready["vocab_size"] if any(biases) else 0), np.float32)
+    bias = np.zeros((batch.size, service.ready.vocab_size if any(biases) else 0), np.float32)
     for row, found in zip(bias, biases):
-        check_ids("EMBEDDING_BIAS_WORDS", found, service.ready["vocab_size"])
+        check_ids("EMBEDDING_BIAS_WORDS", found, service.ready.vocab_size)
         for token, weight in found.items():
             row[token] = weight
     column = lambda name, values: of(name, "INT32", values, batch.size, 1)

@@ -19,7 +19,7 @@ from lockstep.step.kv_cache import LayerShape
 @dataclass(frozen=True)
 class Piece:
     """What a rank runs of a block between two sums. sums: {partial sum that it gives: the name under which later
-    pieces, or whoever reads the block, find what is added up over the ranks}."""
+    pieces, or whoever reads the block, find the sum over the ranks}."""
 
     run: Executable
     signature: Signature
@@ -62,7 +62,7 @@ class Kind:
 
     @functools.cached_property
     def inputs(self) -> dict[str, tuple[str, ...]]:
-        """What each phase reads: a variant without rotary encoding decodes without positions."""
+        """What each phase reads: a variant without RoPE decodes without positions."""
         return {
             phase: tuple(io.name for io in graph.signature.inputs) for phase, graph in self.variant.phases().items()
         }

@@ -35,7 +35,8 @@ class Difference:
         """Whether the error is at most `tolerance` times max(1, rms of the array, |value|).
 
         Floating point carries digits, not decimals: a value of 1000 in fp16 is itself known to 0.25 only, and a
-        product's error grows with the size of what is added up. Up to values of order one this is the absolute error.
+        product's error grows with the size of what is accumulated. Up to values of order one this is the absolute
+        error.
         """
         return self.relative_error is not None and self.relative_error <= tolerance
 

@@ -2,6 +2,15 @@
 
 from lockstep.weights.convert import convert
 from lockstep.weights.reader import Tensors, Weights
-from lockstep.weights.slots import check_arrays, check_slots, slot_array
+from lockstep.weights.slots import check_arrays, check_bound_slots, check_inputs, check_slots, slot_array
 
-__all__ = ["Tensors", "Weights", "check_arrays", "check_slots", "convert", "slot_array"]
+__all__ = [
+    "Tensors",
+    "Weights",
+    "check_arrays",
+    "check_bound_slots",
+    "check_inputs",
+    "check_slots",
+    "convert",
+    "slot_array",
+]

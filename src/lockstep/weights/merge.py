@@ -104,4 +104,4 @@ def _factors(place: TensorPlace, a: np.ndarray, b: np.ndarray, where: str) -> tu
         return b, a
     if place.shape == (a.shape[1], b.shape[0]):
         return a.T.copy(), b.T
-    raise InputError(f"{where}: expected a product of shape {[b.shape[0], a.shape[1]]}, or turned; check it again")
+    raise InputError(f"{where}: expected a product of shape {[b.shape[0], a.shape[1]]}, or transposed; check it again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -88,6 +88,22 @@ def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
     return len(shape) == len(expected) and all(
         isinstance(want, str) or want == found for found, want in zip(shape, expected)
     )
+
+
+def check_inputs(slots: Collection[str], inputs: Collection[str], where: str) -> None:
+    """Raises CheckError unless an engine has an input for each of its slots. where: its file."""
+    if missing := sorted(set(slots) - set(inputs)):
+        raise CheckError(
+            f"{where}: expected weight inputs {sorted(slots)}, found none for {missing}; build the engines again"
+        )
+
+
+def check_bound_slots(slots: Collection[str], given: Collection[str], where: str) -> None:
+    """Raises CheckError unless the slots of an engine are those that weights are bound to. where: its file."""
+    if set(given) != set(slots):
+        raise CheckError(
+            f"{where}: expected weights for the slots {sorted(slots)}, found {sorted(given)}; export and build again"
+        )
 
 
 def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.dtype, where: str) -> None:

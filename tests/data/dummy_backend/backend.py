@@ -12,23 +12,22 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
-from lockstep.backends.base import Built, CanonicalBytes
+from lockstep.backends.base import Built
+from lockstep.backends.host import HostBackend
 from lockstep.onnx_tools import saved_graph
 from lockstep.onnx_tools.signature import dtype_name
 from lockstep.weights import Weights, slot_array
 
 
-class DummyBackend:
+class DummyBackend(HostBackend):
     name = "dummy"
     suffixes = (".dummy",)
+    ending = ".dummy"
     revision = 1
     precisions = ("fp32",)
     batch_invariant = False
-    takes_long = False
-    rank_devices = False
 
     def version(self) -> str:
         return onnx.__version__
@@ -42,23 +41,8 @@ class DummyBackend:
     def default_options(self) -> dict[str, Any]:
         return {"checked": True, "opset": None, "fuse_projections": False}
 
-    def options_key(self, options: Mapping[str, Any]) -> Any:
-        return dict(options)
-
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Any:
         return assembly.graphs()
-
-    def file(self, name: str) -> str:
-        return f"{name}.dummy"
-
-    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
-        pass
-
-    def keeps(self, name: str, entry: EngineFile) -> bool:
-        return True
-
-    def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        return {}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         if options["checked"]:
@@ -74,17 +58,6 @@ class DummyBackend:
 
     def layer_information(self, engine_path: Path) -> Any:
         return saved_graph.layers(_opened(engine_path))
-
-    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        return CanonicalBytes(engine_path.read_bytes())
-
-    def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        return np.empty(shape, dtype)
-
-    def executor(
-        self, network: Any, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: int | None = None
-    ) -> None:
-        return None  # the runtime's own, on NumPy arrays
 
 
 BACKEND = DummyBackend

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
 
-PIECE = 128  # the least numbers that ONNX Runtime adds up without a cut
+PIECE = 128  # the least numbers that ONNX Runtime accumulates without a cut
 
 _CONTRIB = "com.microsoft"
 

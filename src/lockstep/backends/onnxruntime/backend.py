@@ -10,29 +10,27 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
-from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.dtypes import named_dtype, onnx_dtype
-from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
-from lockstep.backends.base import Built, CanonicalBytes
+from lockstep.backends.base import Built
+from lockstep.backends.cpu import thread_count
+from lockstep.backends.host import Declared, HostBackend
 from lockstep.backends.onnxruntime.adapter_products import keep_order
-from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_count
 from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools import saved_graph
 from lockstep.step.executable import Run, check_bound
-from lockstep.step.network import Network
-from lockstep.weights import Tensors, check_arrays, slot_array
+from lockstep.weights import Tensors, check_arrays, check_bound_slots, check_inputs, slot_array
 
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -44,47 +42,22 @@ _FULL_DISK_BYTES = 1 << 16  # less free than an engine needs
 _pool_threads: int | None = None
 
 
-class OnnxRuntimeBackend:
+class OnnxRuntimeBackend(HostBackend):
     """ONNX Runtime, CPU provider. fp16 graphs are computed in fp32 with casts, as ONNX Runtime does on x86; bf16 does
     not load. w8a16 and w4a16 are computed in int8, on activations of 16 bits: two_parts.py."""
 
     name = "onnxruntime"
     suffixes = (".onnx",)
+    ending = ".onnx"
     revision = 2
     precisions = ("fp32", "fp16", "w8a16", "w4a16")
     batch_invariant = True
-    takes_long = False
-    rank_devices = False
 
     def version(self) -> str:
         return ort.__version__
 
-    def describe_device(self) -> dict[str, Any]:
-        return {"type": "cpu", **describe_cpu()}
-
-    def device_key(self, device: Mapping[str, Any]) -> Any:
-        return cpu_key(device)
-
     def default_options(self) -> dict[str, Any]:
         return {"optimization_level": "all", "opset": None, "fuse_projections": False}
-
-    def options_key(self, options: Mapping[str, Any]) -> Any:
-        return dict(options)
-
-    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        return assembly.engine_graphs()
-
-    def file(self, name: str) -> str:
-        return f"{name}.onnx"
-
-    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
-        pass
-
-    def keeps(self, name: str, entry: EngineFile) -> bool:
-        return True
-
-    def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        return {}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         level = options["optimization_level"]
@@ -120,17 +93,6 @@ class OnnxRuntimeBackend:
     def layer_information(self, engine_path: Path) -> dict[str, Any]:
         return saved_graph.layers(onnx.ModelProto.FromString(engine_path.read_bytes()))
 
-    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        return CanonicalBytes(engine_path.read_bytes())  # canonical already: see `build`
-
-    def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        return np.empty(shape, dtype)
-
-    def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
-    ) -> None:
-        return None
-
 
 BACKEND = OnnxRuntimeBackend
 
@@ -146,11 +108,7 @@ class OnnxRuntimeProgram:
         _inputs_to_initializers(self._model.graph, self._slots, engine_path)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
-        if set(slots) != set(self._slots):
-            raise CheckError(
-                f"{self._path}: expected weights for the slots {sorted(self._slots)}, found "
-                f"{sorted(slots)}; export and build again"
-            )
+        check_bound_slots(self._slots, slots, str(self._path))
         # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the
         # weights' memory.
         level = "disabled" if self._low_memory or not slots else "basic"
@@ -171,13 +129,6 @@ class OnnxRuntimeProgram:
 def _numpy_type(value: str) -> np.dtype:
     """The NumPy type of what ONNX Runtime calls "tensor(float)"."""
     return named_dtype(onnx_dtype(value.removeprefix("tensor(").removesuffix(")")))
-
-
-class Declared(NamedTuple):
-    """An input or output of a session; dimensions are numbers or names."""
-
-    dtype: np.dtype
-    shape: Sequence[int | str]
 
 
 class OnnxRuntimeExecutable:
@@ -265,13 +216,8 @@ def _inputs_to_initializers(
     graph: onnx.GraphProto, slots: Mapping[str, tuple[tuple[int, ...], np.dtype]], where: Path
 ) -> None:
     """Turn the weight inputs into initializers whose data lies elsewhere."""
+    check_inputs(slots, [value.name for value in graph.input], str(where))
     kept = [value for value in graph.input if value.name not in slots]
-    missing = set(slots) - {value.name for value in graph.input}
-    if missing:
-        raise CheckError(
-            f"{where}: expected weight inputs {sorted(slots)}, found none for "
-            f"{sorted(missing)}; build the engines again"
-        )
     del graph.input[:]
     graph.input.extend(kept)
     for name, (shape, dtype) in slots.items():

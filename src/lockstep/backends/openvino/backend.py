@@ -5,42 +5,38 @@ When an engine is bound its weights become constants on the mapped checkpoint, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
 
-from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.dtypes import named_dtype
-from lockstep.artifacts.engines import EngineFile, EngineSetManifest
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
-from lockstep.backends.base import Built, CanonicalBytes
-from lockstep.backends.onnxruntime.cpu import cpu_key, describe_cpu, thread_count
+from lockstep.backends.base import Built
+from lockstep.backends.cpu import describe_cpu, thread_count
+from lockstep.backends.host import Declared, HostBackend
 from lockstep.backends.openvino import ir, layers
 from lockstep.backends.openvino.cpu import why_not
 from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace, tensor_on, type_name
 from lockstep.backends.openvino.quantized import group_size
 from lockstep.errors import CheckError, InputError
 from lockstep.step.executable import Run, check_bound
-from lockstep.step.network import Network
-from lockstep.weights import Tensors, check_arrays, slot_array
-
-_SUFFIX = ".ir.zip"
+from lockstep.weights import Tensors, check_arrays, check_bound_slots, check_inputs, slot_array
 
 
-class OpenVINOBackend:
+class OpenVINOBackend(HostBackend):
     """OpenVINO's CPU plugin. Precision is the graph's: bf16 graphs multiply in bf16, and what is float32 in them stays
-    it."""
+    it. Engines are the same bytes on every CPU (`ir`), but what was checked of them is what they compute on one."""
 
     name = "openvino"
     suffixes = (".zip",)
+    ending = ".ir.zip"
     revision = 1
     precisions = ("fp32", "bf16", "w8a16", "w4a16")
-    takes_long = False
-    rank_devices = False
 
     @property
     def batch_invariant(self) -> bool:
@@ -51,33 +47,11 @@ class OpenVINOBackend:
     def version(self) -> str:
         return VERSION
 
-    def describe_device(self) -> dict[str, Any]:
-        return {"type": "cpu", **describe_cpu()}
-
-    def device_key(self, device: Mapping[str, Any]) -> Any:
-        """Engines are the same bytes on every CPU, but what has been checked of them is what they compute on one."""
-        return cpu_key(device)
-
     def default_options(self) -> dict[str, Any]:
         return {"opset": None, "fuse_projections": False}
 
-    def options_key(self, options: Mapping[str, Any]) -> Any:
-        return dict(options)
-
-    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        return assembly.engine_graphs()
-
-    def file(self, name: str) -> str:
-        return name + _SUFFIX
-
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         _require(manifest.precision, str(folder))
-
-    def keeps(self, name: str, entry: EngineFile) -> bool:
-        return True
-
-    def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        return {}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         out_path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,26 +71,8 @@ class OpenVINOBackend:
     def layer_information(self, engine_path: Path) -> dict[str, Any]:
         return layers.layers(ir.from_file(engine_path))
 
-    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        return CanonicalBytes(engine_path.read_bytes())  # canonical already: see `ir`
-
-    def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        return np.empty(shape, dtype)
-
-    def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
-    ) -> None:
-        return None
-
 
 BACKEND = OpenVINOBackend
-
-
-class Declared(NamedTuple):
-    """An input or output of a compiled model; dimensions are numbers, or "any"."""
-
-    dtype: np.dtype
-    shape: Sequence[int | str]
 
 
 class OpenVINOProgram:
@@ -128,20 +84,12 @@ class OpenVINOProgram:
         self._model = ir.from_file(engine_path)
         self._group_size = group_size(self._model)
         inputs = {value.any_name: value.element_type for value in self._model.inputs}
-        if missing := sorted(set(self._slots) - set(inputs)):
-            raise CheckError(
-                f"{engine_path}: expected weight inputs {sorted(self._slots)}, found none for {missing}; build the "
-                "engines again"
-            )
+        check_inputs(self._slots, inputs, str(engine_path))
         if any(kind == openvino.Type.bf16 for kind in inputs.values()):
             _require("bf16", str(engine_path))
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OpenVINOExecutable:
-        if set(slots) != set(self._slots):
-            raise CheckError(
-                f"{self._path}: expected weights for the slots {sorted(self._slots)}, found {sorted(slots)}; export "
-                "and build again"
-            )
+        check_bound_slots(self._slots, slots, str(self._path))
         model, held = self._model.clone(), []
         for parameter in model.get_parameters():
             slot = parameter.output(0).get_any_name()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.backends.onnxruntime.cpu import describe_cpu
+from lockstep.backends.cpu import describe_cpu
 
 _BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # the last on AArch64
 

@@ -105,6 +105,6 @@ def _join_transposes(model: Any) -> None:
     for node in model.get_ordered_ops():
         if node.get_type_name() != "MatMul" or node.get_attributes()["transpose_b"]:
             continue
-        turned = node.input_value(1).get_node()
-        if turned.get_type_name() == "Transpose" and turned.input_value(0).get_node().get_type_name() == "Parameter":
-            replace(node.output(0), _opset.matmul(node.input_value(0), turned.input_value(0), False, True).output(0))
+        factor = node.input_value(1).get_node()
+        if factor.get_type_name() == "Transpose" and factor.input_value(0).get_node().get_type_name() == "Parameter":
+            replace(node.output(0), _opset.matmul(node.input_value(0), factor.input_value(0), False, True).output(0))

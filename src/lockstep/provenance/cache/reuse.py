@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from lockstep.artifacts.build_record import BuildKey, BuildRecord
 from lockstep.artifacts.digest_cache import remember
-from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file, sha256_json
+from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import InputError
 from lockstep.pipeline.stages import entry_of
@@ -40,12 +40,12 @@ def cache_for(step: Step, configured: str) -> Cache | None:
     return Cache(folder) if folder else None
 
 
-def take(cache: Cache | None, step: Step, key: Mapping[str, Any]) -> bool:
+def take(cache: Cache | None, step: Step, key: BuildKey) -> bool:
     """Restore the artefact with this build key to the output of `step`, if the cache has it whole. False: it is to be
     made."""
     if cache is None:
         return False
-    name = sha256_json(key)
+    name = key.sha256
     try:
         entry = cache.read(name)
         if entry is None:
@@ -64,20 +64,19 @@ def take(cache: Cache | None, step: Step, key: Mapping[str, Any]) -> bool:
     return True
 
 
-def put(cache: Cache | None, step: Step, record: Mapping[str, Any]) -> None:
+def put(cache: Cache | None, step: Step, record: BuildRecord) -> None:
     """Put what `step` has just made, and what its record lists, into the cache. Not what names files elsewhere: it is
     right in one place only."""
-    if cache is None or not _is_whole(step.output, record["outputs"]):
+    if cache is None or not _is_whole(step.output, record.outputs):
         return
     try:
-        _check_unchanged(step, record)
+        _check_unchanged(step, record.key)
         beside = {path.name: sha256_file(path) for path in _beside(step)}
         files = {
             name: cache.add(step.output.parent / name, sha256)
-            for name, sha256 in sorted({**record["outputs"], **beside}.items())
+            for name, sha256 in sorted({**record.outputs, **beside}.items())
         }
-        made_of = {name: part for name, part in record.items() if name not in ("format", "key", "outputs")}
-        entry = cache.write(made_of, step.output.name, files)
+        entry = cache.write(record.key, step.output.name, files)
     except InputError as error:
         _say(f"{step} is not put into {cache.folder}: {error}")
     except OSError as error:
@@ -118,12 +117,12 @@ def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
     )
 
 
-def _check_unchanged(step: Step, record: Mapping[str, Any]) -> None:
+def _check_unchanged(step: Step, key: BuildKey) -> None:
     """Raises InputError when inputs or code are not those that the key is of: others may have been read when the
     artefact was made."""
     package = code_identity.SOURCES
-    found = {path: (content(path), record["inputs"][name]) for name, path in step.inputs.items()}
-    code = {package / name: digest for name, digest in record["code"].items()}
+    found = {path: (content(path), key.inputs[name]) for name, path in step.inputs.items()}
+    code = {package / name: digest for name, digest in key.code.items()}
     found |= {path: (code_identity.digest_of(path), digest) for path, digest in code.items()}
     for path, (now, before) in found.items():
         if now != before:

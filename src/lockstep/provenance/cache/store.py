@@ -21,7 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import atomic_path, read_json, sha256_file, sha256_json, write_json
+from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.files import atomic_path, read_json, sha256_file, write_json
 from lockstep.errors import InputError
 
 VARIABLE = "LOCKSTEP_CACHE"
@@ -42,17 +43,17 @@ class Blob:
 
 @dataclass(frozen=True)
 class Entry:
-    """One artefact. made_of: the parts of its build key; manifest: the file that names the others; files: blob by path,
-    relative to the manifest."""
+    """One artefact. key: hex sha256 of what it was made of; manifest: the file that names the others; files: blob by
+    path, relative to the manifest."""
 
     key: str
-    made_of: Mapping[str, Any]
+    made_of: BuildKey
     manifest: str
     files: Mapping[str, Blob]
 
     @property
     def stage(self) -> str:
-        return str(self.made_of["stage"])
+        return self.made_of.stage
 
     @property
     def size(self) -> int:
@@ -60,7 +61,7 @@ class Entry:
         return sum(blob.size for blob in self.files.values())
 
     def __str__(self) -> str:
-        return " ".join([self.stage, *map(str, self.made_of["names"].values())])
+        return " ".join([self.stage, *self.made_of.names.values()])
 
 
 def cache_folder(configured: str = "") -> Path | None:
@@ -149,18 +150,19 @@ class Cache:
                 raise InputError(f"{source}: expected sha256 {sha256}, found {found}: the file has changed")
         return Blob(sha256, size)
 
-    def write(self, made_of: Mapping[str, Any], manifest: str, files: Mapping[str, Blob]) -> Entry:
+    def write(self, made_of: BuildKey, manifest: str, files: Mapping[str, Blob]) -> Entry:
         """Write the entry of an artefact whose files are in."""
-        value: dict[str, Any] = {
+        entry = Entry(made_of.sha256, made_of, manifest, dict(files))
+        value = {
             "format": formats.CACHE,
-            "key": sha256_json(made_of),
-            "made_of": dict(made_of),
+            "key": entry.key,
+            "made_of": made_of.to_json(),
             "manifest": manifest,
             "files": {name: {"sha256": blob.sha256, "size": blob.size} for name, blob in files.items()},
         }
-        with _new(self.entry_path(value["key"])) as temporary:
+        with _new(self.entry_path(entry.key)) as temporary:
             write_json(temporary, value)
-        return Entry(value["key"], value["made_of"], manifest, dict(files))
+        return entry
 
 
 def _new(path: Path) -> contextlib.AbstractContextManager[Path]:
@@ -215,11 +217,11 @@ def _is_file(path: Path, size: int) -> bool:
 def _entry(path: Path, key: str, value: Mapping[str, Any]) -> Entry:
     """Raises one of several errors, or InputError, when `value` is no entry of `key`."""
     files = {name: Blob(blob["sha256"], blob["size"]) for name, blob in value["files"].items()}
-    entry = Entry(value["key"], value["made_of"], value["manifest"], files)
+    entry = Entry(value["key"], BuildKey.from_json(value["made_of"]), value["manifest"], files)
     plain = all(
         _is_plain(name) and DIGEST.fullmatch(blob.sha256) and type(blob.size) is int for name, blob in files.items()
     )
-    if not (plain and entry.manifest in files and entry.key == key == sha256_json(entry.made_of) and str(entry)):
+    if not (plain and entry.manifest in files and entry.key == key == entry.made_of.sha256 and str(entry)):
         raise InputError(f"{path}: expected an entry of the cache, found other content")
     return entry
 

@@ -217,7 +217,10 @@ def _verdict(
     if served and not served["passed"]:
         where = f"off from position {served['position']} on, {_found(served)}"
         line = f"runtime: each graph and each engine alone is right, but the logits of lockstep.runtime are {where}"
-        return line, ["how steps are packed and cache rows are kept (lockstep.runtime), or errors that add up", within]
+        return line, [
+            "how steps are packed and cache rows are kept (lockstep.runtime), or errors that accumulate",
+            within,
+        ]
     return f"nothing: no graph and no engine is off on these tokens; {within}", [
         "another prompt (--prompt), or what this request cannot show: other requests beside it"
     ]

@@ -21,6 +21,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
+from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_logits, short
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import difference, finish, largest
@@ -61,22 +62,8 @@ def check(
     the first thing wrong, with the whole report in `<out>.failed.json`; InputError for inputs that do not fit together.
     """
     reference, prompts = _read(Path(reference_json), expected)
-    if reference.layers != target.layers:
-        raise InputError(
-            f"{reference_json}: layers: expected {target.layers}, found {reference.layers}; make the reference of this "
-            "target"
-        )
-    model = Model.open(
-        engines_json,
-        assembly_json,
-        weights_json,
-        target.layers,
-        max_batch_size=limits["max_batch_size"],
-        max_seq_len=limits["max_seq_len"],
-        max_num_tokens=limits["max_num_tokens"],
-        threads=threads,
-        adapters_json=adapters_json,
-    )
+    check_layers(reference_json, reference.layers, target)
+    model = open_model(assembly_json, weights_json, engines_json, target, limits, threads, adapters_json)
     assert model.adapters is not None  # `open` refuses a model without
     for answer in reference.answers:
         model.check_adapter(answer.adapter or None)
@@ -129,12 +116,12 @@ class _Check:
         assert self.model.adapters is not None
         forced = self._decode([self._along(one) for one in self.prompts])
         free = self._decode([self._freely(one) for one in self.prompts])
-        turned = self._decode([self._freely(one) for one in reversed(self.prompts)])[::-1]
+        backwards = self._decode([self._freely(one) for one in reversed(self.prompts)])[::-1]
         generated = self._generate()
         entries = []
         for i, one in enumerate(self.prompts):
             alone = self._decode([self._freely(one)])[0]
-            others = (("alone", alone), ("with adapters in other places", turned[i]))
+            others = (("alone", alone), ("with adapters in other places", backwards[i]))
             same = [self._same(one, how, free[i], other) for how, other in others]
             entries.append(self._judge(one, free[i], forced[i], all(same)))
             self._first_difference(one, "as lockstep generate decodes", free[i].tokens, generated[i])

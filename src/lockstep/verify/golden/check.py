@@ -23,6 +23,7 @@ from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
 from lockstep.verify.golden.forced import Errors, force, pieces, stretches
+from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt, first_difference, read_reference, short
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import Difference, difference, finish, largest
@@ -48,22 +49,9 @@ def check_engines(
     `<out>.failed.json`; InputError for inputs that do not fit together or prompts that exceed the limits.
     """
     prompts, long, reference = read_reference(Path(reference_json), expected)
-    if reference.layers != target.layers:
-        raise InputError(
-            f"{reference_json}: layers: expected {target.layers}, found {reference.layers}; "
-            f"make the reference of this target"
-        )
+    check_layers(reference_json, reference.layers, target)
     _check_limits(prompts, long, reference.max_new_tokens, limits)
-    model = Model.open(
-        engines_json,
-        assembly_json,
-        weights_json,
-        target.layers,
-        max_batch_size=limits["max_batch_size"],
-        max_seq_len=limits["max_seq_len"],
-        max_num_tokens=limits["max_num_tokens"],
-        threads=threads,
-    )
+    model = open_model(assembly_json, weights_json, engines_json, target, limits, threads)
     vocab_size = prompts[0].logits.shape[1]
     if vocab_size != model.vocab_size:
         raise InputError(

@@ -158,7 +158,7 @@ class Graphs:
         return {**self._noise[name], IDS: np.full(tokens, -1, np.int64)}
 
     def run_attention(self, variant: str, phase: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a variant's prefill or decode graph on what it names of `inputs` (one without rotary encoding may need no
+        """Run a variant's prefill or decode graph on what it names of `inputs` (one without RoPE may need no
         position_ids): `attention`, `key_out`, `value_out`."""
         graph, ranks, name = self.attention[f"{variant}.{phase}"], self.assembly.tensor_parallel, f"{variant}.{phase}"
         if ranks is None:

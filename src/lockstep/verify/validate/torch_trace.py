@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.errors import InputError
-from lockstep.export.torch_model import cut_config, layer_of, load_tensors
+from lockstep.export.torch_model import cut_config, eager_attention, layer_of, load_tensors
 from lockstep.export.tracer import layer_list
 from lockstep.weights import Weights
 
@@ -174,12 +173,7 @@ def _record_attention(
     """transformers calls this for attention: query [1, num_heads, num_tokens, head_dim], key, value [1, num_kv_heads,
     ...]."""
     recording = _recording.get()
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None:
-        raise InputError(
-            f"{type(module).__name__}: expected eager_attention_forward beside it, found none; "
-            f"this model cannot be validated"
-        )
+    eager = eager_attention(module)
     if module.layer_idx in recording.calls:
         raise InputError(
             f"{type(module).__name__}: expected one attention in layer {module.layer_idx}, "

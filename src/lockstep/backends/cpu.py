@@ -1,5 +1,5 @@
-"""What an engine depends on in a CPU: its architecture and the instruction sets that ONNX Runtime's kernels and layouts
-choose by."""
+"""The CPU here: its architecture and the instruction sets that libraries choose kernels and layouts by, and how many
+threads to start."""
 
 from __future__ import annotations
 

@@ -1,0 +1,37 @@
+"""What can be compared of two engine sets: JSON, so that one may be looked at in another Python than the one that
+compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.artifacts.typed import decode, encode
+
+
+@dataclass(frozen=True)
+class InspectedEngine:
+    """One engine. choices, layers: as its backend gives them, JSON; sha256: of the bytes that equal builds share;
+    left_out: the other bytes, in words."""
+
+    choices: Any
+    layers: Any
+    sha256: str
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class InspectedSet:
+    """All engines of a set by name. digest: of the set; device: what of it matters, JSON."""
+
+    digest: str
+    device: Any
+    engines: Mapping[str, InspectedEngine]
+
+    def to_json(self) -> dict[str, Any]:
+        return encode(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> InspectedSet:
+        return decode(cls, value, "inspected")

@@ -1,0 +1,377 @@
+"""The config as a type: what is made, and what follows from it for each stage, target and machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from lockstep.artifacts.adapters import fetched_manifest
+from lockstep.artifacts.fetched import folder_of, known
+from lockstep.config.backends import BackendSettings, backends
+from lockstep.config.consistency import (
+    device_problems,
+    limit_problems,
+    model_problems,
+    name_problems,
+    shape_problems,
+    unknown_backends,
+)
+from lockstep.config.messages import Problem, Problems, describe, join, nearest
+from lockstep.config.section import Flag, PathText, Section
+from lockstep.config.sources import (
+    FolderSource,
+    HubSource,
+    RandomSource,
+    parse_source,
+    places_of,
+    resolve_random,
+    resolve_source,
+)
+from lockstep.config.types import (
+    COMPARED_PRECISIONS,
+    Backends,
+    Device,
+    DeviceName,
+    Limits,
+    ModelConfig,
+    ModelName,
+    Prompt,
+    Tolerance,
+    Tolerances,
+)
+from lockstep.errors import InputError
+from lockstep.targets import Results, Target
+
+
+class Config(Section):
+    """What is made: models, and for all of them limits and tolerances."""
+
+    models: dict[ModelName, ModelConfig] = Field(
+        min_length=1, description="The models by name. A name is also a folder in `results/`."
+    )
+    limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
+    tolerances: Tolerances = Field(default=Tolerances(), description="Largest absolute errors that pass, by precision.")
+    cache: PathText = Field(
+        default="",
+        description="A folder of artefacts shared between checkouts and machines (docs/cache.md); a relative "
+        "path is looked up from the working "
+        "directory. The environment variable `LOCKSTEP_CACHE` goes before it, and turns it off where it is empty.",
+    )
+    skip_missing_backends: Flag = Field(
+        default=False,
+        description="Leave out the targets of a backend whose package is not installed, and say so; else that is a "
+        "mistake of the config.",
+    )
+    skip_missing_precisions: Flag = Field(
+        default=False,
+        description="Build no engines in a precision that the processor here does not compute in, and show their "
+        "targets as not run, with the reason; else that is a mistake of the config.",
+    )
+    require_run: Flag = Field(
+        default=False,
+        description="Refuse targets whose engines cannot be run here, which else are shown as not run: "
+        "`--config require_run=true`.",
+    )
+    check_server: Flag = Field(
+        default=True,
+        description="Check a server on each target that is run, too: the golden prompts over HTTP, alone, under load, "
+        "on a reused prefix, and with its engine killed.",
+    )
+    backends: Backends = Field(
+        default=Backends(), description="Settings of each backend; which models use it stands with them."
+    )
+    devices: dict[DeviceName, Device] = Field(
+        default={},
+        description="Several kinds of device for one backend, by names of yours that models put in `backends`.",
+    )
+
+    @model_validator(mode="after")
+    def _across_fields(self) -> Config:
+        problems = [*limit_problems(self.limits)]
+        problems += name_problems(self.models)
+        problems += device_problems(self.devices)
+        for name, model in self.models.items():
+            unknown = list(unknown_backends(name, model, self.devices))
+            problems += unknown or model_problems(name, model, self.limits, self.backend_of)
+            problems += [] if self.skip_missing_precisions or unknown else self._lacking_problems(name, model)
+        if problems:
+            raise Problems(problems)
+        return self
+
+    def targets(self) -> list[Target]:
+        """All targets: models by name, then precisions, layer counts and backends in the order of the config; without
+        those of backends that it skips here."""
+        skipped = self.skipped_backends()
+        return [target for target in self._all_targets() if target.backend not in skipped]
+
+    def _all_targets(self) -> Iterator[Target]:
+        for name, model in sorted(self.models.items()):
+            for precision in model.all_precisions():
+                for layers in model.layers:
+                    for backend in model.backends:
+                        if precision in model.precisions_of(backend):
+                            yield Target(name, precision, layers, backend)
+
+    def skipped_backends(self) -> dict[str, str]:
+        """Why, by backend, its targets are left out here: `skip_missing_backends`."""
+        return self._missing_backends() if self.skip_missing_backends else {}
+
+    def _missing_backends(self) -> dict[str, str]:
+        used = {backend for model in self.models.values() for backend in model.backends}
+        missing = {backend: self._settings(backend).missing() for backend in sorted(used)}
+        return {backend: reason for backend, reason in missing.items() if reason}
+
+    def backend_of(self, name: str) -> str:
+        """The backend that a target names: of a device its backend."""
+        return self.devices[name].backend if name in self.devices else name
+
+    def device_of(self, name: str) -> dict[str, str] | None:
+        """The backend and the hardware of a target's device, plain JSON; None where it names a backend."""
+        if name not in self.devices:
+            return None
+        return {"backend": self.devices[name].backend, "hardware": self.devices[name].hardware}
+
+    def _lacking(self, precision: str, backend: str) -> str | None:
+        """Why the processor here does not compute in a precision; None where it does."""
+        return self._settings(backend).lacks_here(precision)
+
+    def _lacking_problems(self, name: str, model: ModelConfig) -> Iterator[Problem]:
+        for backend in model.backends:
+            own = backend in model.backend_precisions
+            place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
+            for index, precision in enumerate(model.precisions_of(backend)):
+                if reason := self._lacking(precision, backend):
+                    text = (
+                        f"expected a precision of this machine for backend {backend} ({reason}), or "
+                        f"skip_missing_precisions: true; found {precision!r}"
+                    )
+                    yield Problem(("models", name, *place, index), text)
+
+    def check_device(self, name: str | None) -> str | None:
+        """The device that a run is for, as `--config device=NAME` says. Raises InputError where there is none."""
+        if name is not None and name not in self.devices:
+            found = ", ".join(self.devices) or "none, for the config has no devices"
+            raise InputError(f"device: expected one of {found}; found {describe(name)}")
+        return name
+
+    def _settings(self, name: str) -> BackendSettings:
+        return backends()[self.backend_of(name)]
+
+    def cannot_run(self, backend: str) -> str | None:
+        """Why engines of a backend cannot run here, though they can be built; None where they can, and for a device:
+        its jobs run where it is."""
+        return None if backend in self.devices else self._settings(backend).cannot_run(self.build_options(backend))
+
+    def not_built(self) -> dict[str, str]:
+        """Why engines are not built here, by `<precision>/<backend>` of the targets: `skip_missing_precisions`."""
+        pairs = sorted({(one.precision, one.backend) for one in self.targets()})
+        reasons = {f"{precision}/{backend}": self._lacking(precision, backend) for precision, backend in pairs}
+        return {name: reason for name, reason in reasons.items() if reason}
+
+    def not_run(self) -> dict[str, str]:
+        """Why engines are not run here, by backend of the targets, and as `not_built` where a precision is the reason;
+        those that are run are left out."""
+        reasons = {backend: self.cannot_run(backend) for backend in sorted({one.backend for one in self.targets()})}
+        return {backend: reason for backend, reason in reasons.items() if reason} | self.not_built()
+
+    def check_backends(self, where: str = "config") -> None:
+        """Raises InputError where a backend is not installed that the config does not skip then, and where it asks for
+        checks that cannot run here."""
+        problems: list[Problem] = []
+        absent = self._missing_backends()
+        skipped, missing = (absent, {}) if self.skip_missing_backends else ({}, absent)
+        for name, model in self.models.items():
+            for index, backend in enumerate(model.backends):
+                here = ("models", name, "backends", index)
+                if reason := missing.get(backend):
+                    text = f"expected backends that are installed, or skip_missing_backends: true; {backend}: {reason}"
+                    problems.append(Problem(here, text))
+                elif self.require_run and backend not in skipped:
+                    reasons = [
+                        self.cannot_run(backend),
+                        *(self._lacking(one, backend) for one in model.precisions_of(backend)),
+                    ]
+                    if why := next(filter(None, reasons), None):
+                        text = f"expected to run its engines (require_run: true); {backend}: {why}"
+                        problems.append(Problem(here, text))
+        if problems:
+            raise InputError(f"{where}: {join(Config, problems)}")
+
+    def is_compared(self, target: Target) -> bool:
+        """Whether its engines are compared with their graphs in ONNX Runtime: where the precision is one that it
+        computes in, and they run here."""
+        return target.precision in COMPARED_PRECISIONS and self.is_run(target)
+
+    def is_built(self, target: Target) -> bool:
+        """Whether its engines are built here: the processor computes in their precision."""
+        return self.why_not_built(target) is None
+
+    def why_not_built(self, target: Target) -> str | None:
+        """Why its engines are not built here (`skip_missing_precisions`); None where they are."""
+        return self._lacking(target.precision, target.backend)
+
+    def is_run(self, target: Target) -> bool:
+        """Whether its engines run here; else they are built, and no more, or not even that."""
+        return self.why_not_run(target) is None
+
+    def why_not_run(self, target: Target) -> str | None:
+        """Why its engines do not run here; None where they do."""
+        return self.why_not_built(target) or self.cannot_run(target.backend)
+
+    def reference_terms(self, model: str) -> dict[str, Any]:
+        """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long
+        prompt. Plain JSON."""
+        golden = self.models[model].golden
+        fills = self.limits.max_seq_len - golden.max_new_tokens
+        long_prompt = fills if golden.long_prompt is None else golden.long_prompt
+        return {
+            "max_new_tokens": golden.max_new_tokens,
+            "prompts": [prompt.text for prompt in golden.prompts],
+            "long_prompt": long_prompt,
+        }
+
+    def adapter_prompts(self, model: str) -> dict[str, tuple[Prompt, ...]]:
+        """The golden prompts of each adapter of a model, and under "" those that are run without; the model's own texts
+        where an adapter has none."""
+        own = self.models[model].golden.prompts
+        texts = tuple(Prompt(text=prompt.text) for prompt in own)
+        found = {name: adapter.prompts or texts for name, adapter in sorted(self.models[model].adapters.items())}
+        return {"": texts, **found}
+
+    def adapter_folders(
+        self,
+        model: str,
+        folders: Sequence[str | os.PathLike] | None = None,
+        where: str = "config",
+        results: Results = Results(),
+    ) -> dict[str, Path]:
+        """The folder of each adapter of a model, looked up as `check_sources` does; of one on the hub where a job of
+        `results` brings it. Raises InputError, which names every place looked at, where there is none."""
+        found, problems = {}, []
+        for name, adapter in sorted(self.models[model].adapters.items()):
+            if isinstance(parse_source(adapter.source), HubSource):
+                found[name] = folder_of(fetched_manifest(results.adapter_sources(model), name))
+                continue
+            places = places_of(adapter.source, folders)
+            place = next((place for place in places if os.path.isdir(place)), None)
+            if place is None:
+                looked = " and ".join(map(str, places))
+                text = f"expected the folder of an adapter, as PEFT saves it; found none at {looked}"
+                problems.append(Problem(("models", model, "adapters", name, "source"), text))
+            else:
+                found[name] = place
+        if problems:
+            raise InputError(f"{where}: {join(Config, problems)}")
+        return found
+
+    def parse_target(self, text: str) -> Target:
+        """The target named `<model>/<precision>/<layers>` (on the model's first backend) or with `/<backend>` after it.
+
+        Raises InputError listing the targets there are, or for one that is skipped with the reason.
+        """
+        by_name: dict[str, Target] = {}
+        for target in self.targets():
+            by_name[str(target)] = target
+            by_name.setdefault(str(target).rpartition("/")[0], target)
+        if text in by_name:
+            return by_name[text]
+        skipped = self.skipped_backends()
+        for target in self._all_targets():
+            if text == str(target) and (reason := skipped.get(target.backend)):
+                raise InputError(
+                    f"target: expected one that is made here, found {text}: the config skips the backend "
+                    f"{target.backend} (skip_missing_backends), for {reason}"
+                )
+        names = [str(target).rpartition("/")[0] for target in self.targets()]
+        allowed = list(dict.fromkeys(names))
+        more = f" (and {len(allowed) - 20} more)" if len(allowed) > 20 else ""
+        guess = nearest(text, by_name).removeprefix(",")
+        raise InputError(
+            f"target: expected one of {', '.join(allowed[:20])}{more}; found "
+            f"{describe(text)}{';' + guess if guess else ''}"
+        )
+
+    def check_sources(
+        self, folders: Sequence[str | os.PathLike] | None = None, where: str = "config", results: Results = Results()
+    ) -> dict[str, Path]:
+        """Hold the config against the `config.json` of each model; gives the folder, or for random weights the
+        config.json, of each.
+
+        `folders` is where relative sources are looked up (default: working directory, then repository), `where` opens
+        the message. No network is used: a model on the hub is held against what `results` has of it, and left out
+        before that.
+        Raises InputError when a folder is not there, or is a model with fewer layers or positions than asked.
+        """
+        found: dict[str, Path] = {}
+        problems: list[Problem] = []
+        for name, model in self.models.items():
+            try:
+                place = _place(model.source, folders, results.source(name))
+                if place:
+                    found[name] = place
+                    problems += shape_problems(name, model, self.limits, place, self._settings)
+            except InputError as error:
+                problems.append(Problem(("models", name, "source"), str(error)))
+        if problems:
+            raise InputError(f"{where}: {join(Config, problems)}")
+        return found
+
+    def check_model(self, name: str, place: Path, where: str = "config") -> None:
+        """As `check_sources` for one model, with the folder of its checkpoint or its config.json at hand."""
+        problems = [*shape_problems(name, self.models[name], self.limits, place, self._settings)]
+        if problems:
+            raise InputError(f"{where}: {join(Config, problems)}")
+
+    def tolerance(self, model: str, precision: str, backend: str | None = None) -> Tolerance:
+        """What passes for targets of a model in a precision: its own where it has one, else that of all models. Of a
+        backend that rounds activations to fp16, at least what passes in fp16. None: of graphs."""
+        own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
+        found = self.tolerances[precision].model_copy(update=own)
+        if backend is None or precision not in self._settings(backend).fp16_activations:
+            return found
+        half = self.tolerance(model, "fp16").model_dump()
+        return found.model_copy(update={name: max(size, getattr(found, name)) for name, size in half.items()})
+
+    def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
+        """The largest error of an engine beside its graph, relative to its output: see `BackendSettings`."""
+        return self._settings(backend).compare_tolerance(precision, self.tolerance(model, precision, backend).block)
+
+    def build_options(self, backend: str) -> dict[str, Any]:
+        """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on
+        them. Plain JSON."""
+        section = getattr(self.backends, self.backend_of(backend), None)
+        return self._settings(backend).build_options(section, self.engine_limits())
+
+    def engine_limits(self) -> dict[str, int]:
+        """The limits that sizes of engines' inputs come from."""
+        return self.limits.model_dump(include={"max_batch_size", "max_num_tokens", "max_seq_len"})
+
+    def interpreter(self, backend: str) -> str | None:
+        """The Python that builds and runs a backend's engines; None: this one."""
+        own = self.devices[backend].python if backend in self.devices else ""
+        section = getattr(self.backends, self.backend_of(backend), None)
+        return own or (section.python if section is not None and self._settings(backend).has_interpreter else None)
+
+    def gpus(self, backend: str) -> int:
+        """GPUs that a job takes which builds or runs a backend's engines."""
+        return self._settings(backend).gpus
+
+    def dump(self) -> dict[str, Any]:
+        """Plain JSON types, with all defaults filled in; `load` of it gives the same config. Not the cache: results do
+        not hang on where it lies."""
+        return self.model_dump(mode="json", exclude={"cache", *(() if self.devices else ("devices",))})
+
+
+def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:
+    """What holds the model's shape: a folder or a config.json. None for a model on the hub that was not fetched yet."""
+    kind = parse_source(source)
+    if isinstance(kind, FolderSource):
+        return resolve_source(source, folders)
+    if isinstance(kind, RandomSource):
+        return resolve_random(kind, folders)
+    fetched = known(manifest, source)
+    return fetched.folder if fetched and (fetched.folder / "config.json").is_file() else None

@@ -1,0 +1,176 @@
+"""The adapters that requests may name: the model's own, and folders that are loaded while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from lockstep.serve.adapter_folders import MOST_LOADED, AdapterFolders, LoadedFolder, check_name, stamp_of
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.frames import Frame, Ready
+from lockstep.serve.link import EngineLink
+from lockstep.serve.stream import StreamError
+
+_FEW = 20  # names that an error lists
+
+
+class Adapters:
+    """Names of adapters, and what of them the engine has."""
+
+    def __init__(self, model: str, folders: AdapterFolders | None, is_used: Callable[[str], bool]):
+        """model: its name in requests. folders: that requests may name as adapters; None: none. is_used: whether a
+        request is computed with an adapter."""
+        self._model, self._folders, self._is_used = model, folders, is_used
+        self._own: Mapping[str, str] = {}  # {name: sha256}
+        self._link: EngineLink | None = None
+        self._loads: dict[str, asyncio.Task[LoadedFolder]] = {}  # under way, by name
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Frame]] = {}  # of the engine, by number
+
+    # -- what there is
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the model's own adapters: those of its config."""
+        return sorted(self._own)
+
+    @property
+    def _loaded(self) -> dict[str, LoadedFolder]:
+        """Adapters that were loaded while the server runs."""
+        return {} if self._folders is None else self._folders.loaded
+
+    @property
+    def model_names(self) -> list[str]:
+        """What a request may call the model: its name, and with each adapter `name:adapter`."""
+        return [self._model, *(f"{self._model}:{adapter}" for adapter in (*self.names, *sorted(self._loaded)))]
+
+    def digest(self, name: str) -> str:
+        """Hex sha256 of what an adapter computes."""
+        loaded = self._loaded.get(name)
+        return self._own[name] if loaded is None else loaded.sha256
+
+    def named(self, model: str, lora: str | None = None) -> str | None:
+        """The adapter that a request names as part of the model, or by `lora`; None: none. Raises BadRequest, 404,
+        with the names that are there, for another."""
+        if model not in self.model_names:
+            raise BadRequest(f"model: expected {_one_of(self.model_names)}, found {model[:80]!r}", "model", 404)
+        named = model.removeprefix(self._model).removeprefix(":") or None
+        if lora is None or lora == named:
+            return named
+        found: str | None = lora if lora in self._own else None
+        if found is None and self._folders is not None:
+            found = self._folders.name_of(lora)
+        if found is None:
+            there = _one_of([*self.names, *self._loaded]) or "none, for the model has no adapters"
+            more = "; --allow-adapter-loading lets requests name folders" if "/" in lora and not self._folders else ""
+            raise BadRequest(f"lora: expected {there}, found {lora[:80]!r}{more}", "lora", 404)
+        if named not in (None, found):
+            raise BadRequest(f"lora: expected {named!r} as in model, found {lora[:80]!r}; leave one out", "lora")
+        return found
+
+    # -- loading
+
+    async def bring(self, lora: str | None) -> None:
+        """Load the folder that a request names as its adapter, where that is allowed, and it is not loaded yet. Raises
+        BadRequest for one that cannot be used, that changed since, or that lies elsewhere."""
+        if lora is None or self._folders is None or lora in self._own:
+            return
+        if lora in self._folders.loaded:
+            return self._folders.use(lora)
+        name, folder = self._folders.find(lora)
+        if name in self._folders.loaded:
+            return self._folders.use(name)
+        await self.load(name, folder)
+
+    async def load(self, name: str, folder: Path | str) -> None:
+        """Load a folder under a name; several requests for it wait for one. Raises BadRequest."""
+        if self._folders is None:
+            raise BadRequest("lora_path: expected a server with --allow-adapter-loading, found one without", None, 403)
+        if isinstance(folder, str):
+            check_name("lora_name", name)
+            _, folder = self._folders.find(folder)
+            if name in self._own or name in self._folders.loaded:
+                raise BadRequest(f"lora_name: expected a new name, found {name!r}, which is there", "lora_name", 409)
+        if name not in self._loads:
+            task = self._loads[name] = asyncio.create_task(self._load(name, folder, self._folders))
+            task.add_done_callback(lambda task: self._has_loaded(name, task))
+        await asyncio.shield(self._loads[name])
+
+    def _has_loaded(self, name: str, task: asyncio.Task[LoadedFolder]) -> None:
+        del self._loads[name]
+        if not task.cancelled():
+            task.exception()  # whoever still waits for it is told
+
+    async def _load(self, name: str, folder: Path, folders: AdapterFolders) -> LoadedFolder:
+        loaded = folders.loaded
+        if self._link is None:
+            raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
+        if len(loaded) >= MOST_LOADED:
+            unused = next((each for each in loaded if not self._is_used(each)), None)
+            if unused is None:
+                raise StreamError(f"{len(loaded)} adapters are loaded and in use; try again", 503, "adapters_in_use", 1)
+            self.unload(unused)
+        stamp, number = stamp_of(folder), next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._link.load(number, name, str(folder))
+        try:
+            frame = await answer
+        finally:
+            self._answers.pop(number, None)
+        if frame["type"] == "not_loaded":
+            raise BadRequest(f"lora: {frame['message']}", "lora")
+        entry = loaded[name] = LoadedFolder(folder, stamp, frame["sha256"])
+        return entry
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter that was loaded. Raises BadRequest for one that is not, or that requests are computed
+        with."""
+        loaded = self._loaded
+        if name not in loaded:
+            there = _one_of(sorted(loaded)) or "none, for none was loaded"
+            raise BadRequest(f"lora_name: expected {there}, found {name[:80]!r}", "lora_name", 404)
+        if self._is_used(name):
+            raise BadRequest(
+                f"lora_name: expected an adapter that no request uses, found {name!r} in use; try again when they have "
+                "ended",
+                "lora_name",
+                409,
+            )
+        del loaded[name]
+        if self._link is not None:
+            self._link.unload(name)
+
+    # -- the engine
+
+    def to_load(self) -> list[tuple[str, str, str]]:
+        """(name, folder, sha256) of what an engine has to load when it starts."""
+        return [(name, str(entry.folder), entry.sha256) for name, entry in self._loaded.items()]
+
+    def engine_started(self, link: EngineLink, ready: Ready) -> list[str]:
+        """ready: what the engine said of itself. Gives a line for each adapter that it could not load again."""
+        lost = ready.lost_adapters
+        for name in lost:
+            del self._loaded[name]
+        self._own = {name: digest for name, digest in ready.adapters.items() if name not in self._loaded}
+        self._link = link
+        return [f"an adapter is not loaded again: {line}" for line in lost.values()]
+
+    def engine_died(self) -> None:
+        """Tell those that wait for it to load an adapter."""
+        self._link = None
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(StreamError("the engine died while it loaded the adapter; try again", 503))
+
+    def engine_answered(self, frame: Frame) -> None:
+        """A frame of type `loaded` or `not_loaded`."""
+        if (answer := self._answers.get(frame["id"])) is not None and not answer.done():
+            answer.set_result(frame)
+
+
+def _one_of(names: Sequence[str]) -> str:
+    """Names for an error; of many the first."""
+    shown = ", ".join(names[:_FEW]) + (f" ... ({len(names)} in all)" if len(names) > _FEW else "")
+    return f"one of {shown}" if len(names) > 1 else shown
