@@ -26,7 +26,7 @@ from lockstep.step.sampling import Logprobs, Sampled, Sampler, Sampling, log_pro
 from lockstep.targets import Limits
 
 # Of prompts in a step beside requests that decode, on a GPU: about where its products are bound by arithmetic, so that
-# more together are hardly sooner done than one after the other. For 24 requests a second see docs/scheduling.md.
+# more together are hardly sooner done than one after the other: docs/tensorrt.md, "The server".
 MAX_PREFILL_TOKENS = 512
 _PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothing else
 
