@@ -25,9 +25,7 @@ from shared import Shared
 
 # What differs most: biases and shared heads; a fused weight; transposed weights with learned positions; query, key and
 # value of a head together and two branches in one sum; tied, with softcaps and windows; experts; latent attention.
-# One of each way that blocks are split: fused projections, soft caps and windows, experts, latent attention. Logits of
-# llama, gpt2 and gpt_neox on several ranks are looked at in test_tensor_parallel.py.
-ALWAYS = ("phi3", "gemma2", "mixtral", "minicpm3")
+ALWAYS = ("llama", "phi3", "gpt2", "gpt_neox", "gemma2", "mixtral", "minicpm3")
 ASKED = {"max_new_tokens": 4, "prompts": ["San Francisco is a", "Light"], "long_prompt": 40}
 # As long as any of the families may be: a longrope ends at 64 tokens.
 LIMITS = {"max_batch_size": 3, "max_input_len": 56, "max_seq_len": 64, "max_num_tokens": 128}
