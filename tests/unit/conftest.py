@@ -1,13 +1,8 @@
 """The demo checkpoint, taken through the stages that others build on, once a test run."""
 
 import gc
-import hashlib
 import importlib
-import json
-import pickle
 import shutil
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +18,7 @@ from lockstep.provenance.cache.store import Cache
 from lockstep.targets import Results
 from lockstep.verify import golden
 from lockstep.weights import convert
-from shared import Shared, shared_root
+from shared import Shared
 
 
 @pytest.fixture(scope="session")
@@ -79,51 +74,6 @@ def references(demo: Results, shared: Shared) -> Results:
             )
 
     return Results(shared.folder("references", make))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    global traces_anew
-    traces_anew = item.get_closest_marker("traces") is not None
-
-
-traces_anew = False
-
-
-def is_patched(module: str) -> bool:
-    """Whether a model's module is a test's own, or a test has put a function or method there."""
-    values = list(vars(sys.modules[module]).values())
-    values += [method for value in values if isinstance(value, type) for method in vars(value).values()]
-    files = {value.__code__.co_filename for value in values if isinstance(value, types.FunctionType)}
-    return any(file.startswith(str(TESTS)) for file in files)
-
-
-TESTS = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A trace of layers takes seconds, and many tests export the same models: once a test run for each content, but
-    for tests marked `traces`. Of the processes that tests start, each traces by itself."""
-    unique_layers = sys.modules.get("lockstep.export.unique_layers")  # where no test loads it, it loads torch
-    if unique_layers is None:
-        yield
-        return
-    own, shared = unique_layers._cut, Shared(shared_root(tmp_path_factory.getbasetemp()))
-
-    def cut(meta, indices):
-        kind = type(meta)
-        if traces_anew or is_patched(kind.__module__):
-            return own(meta, indices)
-        look = unique_layers._look(meta, {})  # the module tree, its tensors and plain settings
-        content = [f"{kind.__module__}.{kind.__qualname__}", meta.config.to_json_string(False), look, list(indices)]
-        digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        make = lambda folder: (folder / "cut.pickle").write_bytes(pickle.dumps(own(meta, indices)))
-        return pickle.loads((shared.folder(f"traces/{digest}", make) / "cut.pickle").read_bytes())
-
-    unique_layers._cut = cut
-    yield
-    unique_layers._cut = own
 
 
 @pytest.fixture(autouse=True)
