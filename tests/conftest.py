@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import os
+import pickle
 import signal
+import sys
+import types
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,6 +49,51 @@ def frozen() -> None:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     return Shared(shared_root(tmp_path_factory.getbasetemp()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global traces_anew
+    traces_anew = item.get_closest_marker("traces") is not None
+
+
+traces_anew = False
+
+
+def is_patched(module: str) -> bool:
+    """Whether a model's module is a test's own, or a test has put a function or method there."""
+    values = list(vars(sys.modules[module]).values())
+    values += [method for value in values if isinstance(value, type) for method in vars(value).values()]
+    files = {value.__code__.co_filename for value in values if isinstance(value, types.FunctionType)}
+    return any(file.startswith(str(TESTS)) for file in files)
+
+
+TESTS = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A trace of layers takes seconds, and many tests export the same models: once a test run for each content, but
+    for tests marked `traces`. Of the processes that tests start, each traces by itself."""
+    unique_layers = sys.modules.get("lockstep.export.unique_layers")  # where no test loads it, it loads torch
+    if unique_layers is None or find_spec("filelock") is None:  # the Python of the tests on a GPU may not have it
+        yield
+        return
+    own, shared = unique_layers._cut, Shared(shared_root(tmp_path_factory.getbasetemp()))
+
+    def cut(meta, indices):
+        kind = type(meta)
+        if traces_anew or is_patched(kind.__module__):
+            return own(meta, indices)
+        look = unique_layers._look(meta, {})  # the module tree, its tensors and plain settings
+        content = [f"{kind.__module__}.{kind.__qualname__}", meta.config.to_json_string(False), look, list(indices)]
+        digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        make = lambda folder: (folder / "cut.pickle").write_bytes(pickle.dumps(own(meta, indices)))
+        return pickle.loads((shared.folder(f"traces/{digest}", make) / "cut.pickle").read_bytes())
+
+    unique_layers._cut = cut
+    yield
+    unique_layers._cut = own
 
 
 import lockstep  # noqa: E402, F401  first: it switches off what other packages send when they are imported

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from demo_model import DEMO, ROOT
 
+import fork_server
 from hub_server import HubServer
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.manifest_files import lost_files, named_files
@@ -47,10 +47,8 @@ class User:
         (self.folder / "config.json").write_text(json.dumps({"models": {"m": model}}))
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         variables = {"HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, "PYTHONPATH": str(ROOT / "src")}
-        return subprocess.run(
-            [sys.executable, "-m", "lockstep", command, "--config", "config.json"], cwd=self.folder, text=True,
-            env={**kept, **variables, **environment}, capture_output=True, timeout=120,
-        )  # fmt: skip
+        arguments = (command, "--config", "config.json")
+        return fork_server.run("lockstep", arguments, self.folder, {**kept, **variables, **environment}, 120)
 
     def error(self, *arguments: str, **environment: str) -> str:
         made = self.run("fetch_adapters", *arguments, **environment)

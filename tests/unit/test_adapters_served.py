@@ -16,6 +16,7 @@ import pytest
 from demo_model import ROOT
 from lora_folders import LIGHT, TARGET, served_lora
 
+from calls import call
 from lockstep.runtime.target import open_model
 from lockstep.targets import Results
 from real_server import RealServer
@@ -173,5 +174,6 @@ def test_a_model_that_is_opened_by_its_targets_name_has_its_adapters(results: Re
 
 
 def test_bisect_follows_a_request_without_an_adapter_and_says_so(results: Results) -> None:
-    made = run("bisect", TARGET, "--results", str(results.root), "--prompt", "Light")
+    arguments = ("bisect", TARGET, "--results", str(results.root), "--prompt", "Light")
+    made = call("lockstep", arguments, ROOT, os.environ)  # here, where torch is loaded
     assert made.returncode == 0 and "the request is followed without one" in made.stdout

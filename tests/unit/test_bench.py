@@ -351,6 +351,7 @@ print(json.dumps({{"torch": gpu_transformers.torch.__version__}}))
 """
 
 
+@pytest.mark.long  # its parts are looked at above and in test_bench_dag.py, test_bench_ranks.py
 @pytest.mark.exports
 def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     """The command, through interpreters that only their own scripts make what they are, as an environment for TensorRT

@@ -19,8 +19,9 @@ import pytest
 
 from lockstep.errors import InputError
 from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
-from lockstep.runtime.grammar import Grammar
+from lockstep.runtime.grammar import Grammar, compiler
 from lockstep.runtime.grammar.compiler import Compiler
+from lockstep.runtime.grammar.trial import Trial
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.grammar import grammar_of
 from lockstep.serve.openai import CompletionBody
@@ -175,6 +176,24 @@ def test_lists_do_not_count_where_they_leave_nothing_of_the_grammar() -> None:
     assert Sampler(Sampling(logprobs=1))(logits, 0, allowed).logprobs.top[0][0] == 3  # of the model's own logits
 
 
+@pytest.fixture
+def end_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Processes that compile are ended with the test: one that goes on takes a CPU from the tests behind it."""
+    trials: list[Trial] = []
+
+    class Noted(Trial):
+        def __init__(self, *terms: Any):
+            super().__init__(*terms)
+            trials.append(self)
+
+    monkeypatch.setattr(compiler, "Trial", Noted)
+    yield
+    for trial in trials:
+        if trial._process is not None:
+            trial._process.kill()  # the thread that waits for it does the rest
+
+
+@pytest.mark.usefixtures("end_trials")
 def test_a_grammar_waits_without_a_slot_and_can_be_aborted(model: Model, tokenizer: Tokenizer, assembly: Path) -> None:
     engine = Engine(model, grammars=Compiler(assembly, model.vocab_size, model.eos_token_ids, seconds=60))
     slow = [engine.add(request(model, tokenizer, Grammar("lark", SLOW))) for _ in range(3)]

@@ -60,6 +60,12 @@ RUNS_ALONE = (
     "bundle.opened",
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
+# What lies in each package or module of the list.
+PACKAGES = {
+    package: [path for path in MODULES if path.relative_to(PACKAGE).parts[0].removesuffix(".py") == package]
+    for package in LAYERS
+}
+each_package = pytest.mark.parametrize("paths", PACKAGES.values(), ids=PACKAGES)
 
 
 def name(path: Path) -> str:
@@ -78,22 +84,32 @@ def outside(path: Path) -> set[str]:
     return {module.partition(".")[0] for module in code_identity._read(path).imports}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_imports_run_one_way(path: Path) -> None:
-    imported = {file for module in code_identity._read(path).imports if (file := code_identity._file_of(module))}
-    above = {name(file) for file in imported if layer(file) > layer(path)}
-    assert not above, f"{name(path)} is below them"
+def test_each_module_is_in_a_package_of_the_list() -> None:
+    assert all(PACKAGES.values())
+    assert sorted(path for paths in PACKAGES.values() for path in paths) == MODULES
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_torch_and_transformers_stay_where_they_belong(path: Path) -> None:
-    if not name(path).startswith(TORCH):
-        assert not outside(path) & {"torch", "transformers"}
+@each_package
+def test_imports_run_one_way(paths: list[Path]) -> None:
+    imported = {
+        (path, file)
+        for path in paths
+        for module in code_identity._read(path).imports
+        if (file := code_identity._file_of(module))
+    }
+    above = {name(path): name(file) for path, file in imported if layer(file) > layer(path)}
+    assert not above, "the first imports the second, and is below it"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_the_package_knows_no_snakemake(path: Path) -> None:
-    assert "snakemake" not in outside(path)
+@each_package
+def test_torch_and_transformers_stay_where_they_belong(paths: list[Path]) -> None:
+    heavy = {"torch", "transformers"}
+    assert not [name(path) for path in paths if not name(path).startswith(TORCH) and outside(path) & heavy]
+
+
+@each_package
+def test_the_package_knows_no_snakemake(paths: list[Path]) -> None:
+    assert not [name(path) for path in paths if "snakemake" in outside(path)]
 
 
 def loaded_by(code: str) -> set[str]:

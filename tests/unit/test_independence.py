@@ -165,6 +165,7 @@ def test_a_rope_that_changes_with_length_is_held_to_its_first_frequencies(config
     assert at and not beyond
 
 
+@pytest.mark.traces
 @pytest.mark.exports
 def test_a_frozen_rope_leaves_no_look_at_other_tokens_in_the_trace():
     parts_of(meta_model(PHI3, "fp32"))

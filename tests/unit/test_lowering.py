@@ -27,7 +27,7 @@ BASE = {
 # Those that other tests trace too, where that is as good.
 FAMILIES = {
     "llama": ({"model_type": "llama", **BASE}, "fp16"),
-    "qwen2 (biases)": (families.FAMILIES["qwen2"].config, "fp32"),
+    "llama (biases)": (families.FAMILIES["llama"].config, "fp32"),
     "gemma2 (windows, soft caps, tanh gelu)": (families.FAMILIES["gemma2"].config, "fp32"),
     "gpt_neox (one tensor for q, k and v; erf gelu)": (families.FAMILIES["gpt_neox"].config, "fp32"),
     "gpt2 (learned positions)": (families.FAMILIES["gpt2"].config, "fp32"),
@@ -116,7 +116,7 @@ def test_reduction_over_axes_that_are_computed_is_refused():
         lower(onnx.parser.parse_model(text))
 
 
-@pytest.mark.parametrize(("family", "products"), [("llama", 4), ("qwen2 (biases)", 4)])
+@pytest.mark.parametrize(("family", "products"), [("llama", 4), ("llama (biases)", 4)])
 def test_fused_projections_compute_the_same(graphs, family, products):
     (model,) = [model for name, model in graphs(family) if name == "middle.onnx"]
     slots = {value.name for value in model.graph.input if value.name not in ("hidden", "attention")}
@@ -177,25 +177,22 @@ def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
         assert "\n" not in str(error.value) and name in str(error.value)
 
 
-def test_layer_table_says_which_layer_uses_which_class(shared, tmp_path):
-    config = {
-        "model_type": "qwen3_moe",
-        **BASE,
-        "num_hidden_layers": 4,
-        "head_dim": 8,
-        "mlp_only_layers": [0],
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    }
-    shared.assembled(config, "fp32")[1].save(tmp_path / "assembly.json")
+@pytest.mark.parametrize(
+    ("family", "head", "rows"),
+    [
+        (
+            "qwen3_moe",
+            "3 layers, 6 classes, 1 attention variants",
+            ["0 entry attention exit", "1 middle attention exit_2", "2 middle_2 attention exit_2"],
+        ),
+        ("llama", "3 layers, 4 classes, 1 attention variants", ["0 entry attention exit", "1-2 middle attention exit"]),
+    ],
+)
+def test_layer_table_says_which_layer_uses_which_class(shared, tmp_path, family, head, rows):
+    shared.assembled(families.FAMILIES[family].config, "fp32")[1].save(tmp_path / "assembly.json")
     lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]
-    assert lines[0] == "4 layers, 6 classes, 1 attention variants".split()
-    assert lines[2:5] == [
-        ["0", "entry", "attention", "exit"],
-        ["1", "middle", "attention", "exit_2"],
-        ["2-3", "middle_2", "attention", "exit_2"],
-    ]
+    assert lines[0] == head.split()
+    assert lines[2 : 2 + len(rows)] == [row.split() for row in rows]
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16"])

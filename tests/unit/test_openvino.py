@@ -21,7 +21,18 @@ import pytest
 from checkpoints import error_of
 from demo_model import CONFIG, DEMO, LIMITS
 from families import FAMILIES
-from test_quantization import FAMILY_ASKED, FAULTS, LIMIT, RANDOM, check, damaged, product, random_family, random_source
+from test_quantization import (
+    FAMILY_ASKED,
+    FAULTS,
+    LIMIT,
+    RANDOM,
+    check,
+    damaged,
+    each_random_family,
+    product,
+    random_family,
+    random_source,
+)
 from test_quantization import demo as quantized_demo
 from test_runtime_engine import argmax, ids, with_logits
 
@@ -144,7 +155,7 @@ def test_random_families_in_small_weights(shared, tmp_path, family, precision):
 
 
 @bf16
-@pytest.mark.parametrize("family", RANDOM)
+@pytest.mark.parametrize("family", each_random_family)
 def test_random_families_in_bf16(shared, tmp_path, family):
     results, config = Results(tmp_path), dict(FAMILIES[family].config)
     source = random_source(shared, family)

@@ -46,6 +46,8 @@ TOLERANCES = {precision: CONFIG.tolerances[precision].model_dump() for precision
 PROMPTS = [prompt.text for prompt in GOLDEN.prompts]
 # Untied with biases; tied and scaled, with norms behind; a fused query, key and value.
 RANDOM = ("llama", "gemma2", "gpt_neox")
+# The demo is a Llama, which runs in each precision.
+each_random_family = [pytest.param(name, marks=[pytest.mark.long] * (name == "llama")) for name in RANDOM]
 LIMIT = {"max_batch_size": 3, "max_input_len": 64, "max_seq_len": 96, "max_num_tokens": 128}
 
 
@@ -156,7 +158,7 @@ def random_family(shared: Shared, family: str, precision: str) -> Results:
     return Results(shared.folder(f"quantized-{family}/{precision}", make))
 
 
-@pytest.mark.parametrize("family", RANDOM)
+@pytest.mark.parametrize("family", each_random_family)
 def test_random_families_say_what_their_dequantised_weights_say(shared, tmp_path, family):
     for precision in PRECISIONS:
         results = random_family(shared, family, precision)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
+from lockstep.export import export
 from lockstep.export.flow import Flow
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
@@ -125,11 +126,24 @@ def digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def test_another_process_over_an_older_export_gives_the_same_bytes_and_leaves_no_stale_graph(exported, tmp_path):
-    """With another hash seed."""
+@pytest.fixture
+def older(tmp_path):
+    """The folder of an export of another model."""
     folder = tmp_path / "again"
     folder.mkdir()
     (folder / "middle_2.onnx").write_bytes(b"of an earlier model")
+    return folder
+
+
+def test_an_export_over_an_older_one_leaves_no_stale_graph(exported, older):
+    export(exported / "checkpoint.json", "fp16", older / "assembly.json")
+    assert digests(older) == digests(exported / "fp16" / "graphs")
+
+
+@pytest.mark.long  # test_reproduce.py and test_committed_lock.py export anew by default, and compare all bytes
+def test_another_process_over_an_older_export_gives_the_same_bytes(exported, older):
+    """With another hash seed."""
+    folder = older
     code = "import sys; from lockstep.export import export; export(sys.argv[1], 'fp16', sys.argv[2])"
     arguments = [str(exported / "checkpoint.json"), str(folder / "assembly.json")]
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, env={**os.environ, "PYTHONHASHSEED": "12345"})
@@ -157,6 +171,7 @@ MIXED = {
 }
 
 
+@pytest.mark.traces
 @pytest.mark.parametrize(
     "config",
     [

@@ -364,6 +364,8 @@ def test_the_tokens_that_ranks_tell_are_those_of_the_whole_logits(rows: list[lis
             assert most_likely_of_ranks(found).tolist() == most_likely(logits).tolist()
 
 
+@pytest.mark.traces
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.long)], indirect=True)
 def test_an_export_is_the_same_bytes_again(tiny: Results, degree: int, tmp_path: Path) -> None:
     again = export(tiny.checkpoint("tiny"), "fp32", tmp_path / "assembly.json", degree)
     first = tiny.assembly("tiny", "fp32").parent

@@ -32,6 +32,13 @@ from shared import Shared
 
 FORMS = [("8.6.0", "fp16", "fused", "tensorrt"), ("10.9.0", "fp32", "traced", "tensorrt")]
 FORMS += [("8.6.0", "fp16", "fused", "cublas"), ("10.9.0", "fp16", "fused", "cublas")]
+# Of what takes seconds, the form that has most of its own; all forms give the tokens of ONNX Runtime below.
+MOST = pytest.mark.parametrize(
+    "form",
+    [FORMS[2], *(pytest.param(each, marks=pytest.mark.long) for each in FORMS if each != FORMS[2])],
+    indirect=True,
+    ids="-".join,
+)
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}  # of logits, largest 20: sums in another order; fp16: roundings between engines
 SIZES = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 Open = Callable[..., Model]
@@ -137,6 +144,7 @@ def test_a_place_holds_nothing_of_the_adapter_before(open_model: Open, gpu: fake
     assert np.array_equal(logits, fresh.step([Advance(0, np.arange(5), 0)]))
 
 
+@MOST
 def test_loading_an_adapter_waits_for_nothing_and_builds_nothing(
     open_model: Open, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +178,7 @@ def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(lora: Results, f
     assert found[0] == found[1]
 
 
+@MOST
 def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_without(
     demo: Results, form: Form, open_model: Open, shared: Shared
 ) -> None:
@@ -189,6 +198,7 @@ def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_witho
                 logits_of(model, requests())
 
 
+@MOST
 def test_nothing_is_captured_behind_the_warm_up(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.backends.tensorrt import cuda
 

@@ -54,7 +54,11 @@ def test_tolerances_are_those_of_fp16_activations():
 
 
 @pytest.mark.parametrize("tensorrt_version", ["8.6.0"])
-@pytest.mark.parametrize("precision, layers", [("w8a16", 2), ("w4a16", "all")])
+@pytest.mark.parametrize(
+    # 8 bits run with gemma2 below
+    "precision, layers",
+    [pytest.param("w8a16", 2, marks=pytest.mark.long), ("w4a16", "all")],
+)
 def test_the_demo_says_what_its_dequantised_weights_say(shared, gpu, tmp_path, precision, layers):
     results = demo(shared, precision)
     engines = built(results, precision, tmp_path)

@@ -134,7 +134,12 @@ def test_ranks_give_the_logits_of_one(open_model, reference, form: tuple, monkey
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[form[1]])
 
 
-@pytest.mark.parametrize("form", FORMS[:2], indirect=True, ids=["traced", "fused"])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(FORMS[0], marks=pytest.mark.long), FORMS[1]],  # traced attention has the ranks of the tests above
+    indirect=True,
+    ids=["traced", "fused"],
+)
 def test_the_demo_passes_the_golden_check(references: Results, paths, form: tuple, gpu, tmp_path: Path) -> None:
     engines, assembly, weights = paths
     golden.check_engines(
@@ -152,6 +157,12 @@ def test_the_demo_passes_the_golden_check(references: Results, paths, form: tupl
     assert read_json(tmp_path / "golden.json")["result"] == "pass"
 
 
+@pytest.mark.parametrize(
+    "form",
+    [*FORMS[:2], pytest.param(FORMS[2], marks=pytest.mark.long)],  # four compute in the tests around it
+    indirect=True,
+    ids=lambda form: "-".join(map(str, form)),
+)
 def test_requests_share_pages_are_sampled_and_swapped_out(open_model, form: tuple) -> None:
     """The scheduler's work on all ranks at once: the tokens that each request has alone, and a pool that is whole."""
     shared_prompt = list(range(3, 73))

@@ -83,7 +83,7 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, gpu, preci
     assert set(gpu.specializations) == {"eager", "lazy"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "fp16"])
 def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, precision):
     golden.check_engines(
         references.assembly(MODEL, precision),

@@ -111,14 +111,10 @@ MODELS = {
 
 
 @pytest.mark.exports
-@pytest.mark.parametrize(
-    "name",
-    [
-        # test_architectures.py runs norms, learned positions and fused projections through this stage too
-        pytest.param(name, marks=() if name == "windows and soft caps" else pytest.mark.long)
-        for name in MODELS
-    ],
-)
+# test_architectures.py runs norms, learned positions and windows through this stage too, test_ranks_families.py runs
+# soft caps and fused projections.
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
 def test_other_architectures_pass(tmp_path, name):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name]())

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+import fork_server
 from calls import call
 from lockstep.artifacts.files import sha256_file
 
@@ -37,7 +38,7 @@ class Checkout:
         for part in PARTS:
             source = REPOSITORY / part
             if source.is_dir():
-                shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+                shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("*.egg-info"))
             else:
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, folder / part)
@@ -80,11 +81,16 @@ class Checkout:
     def run(
         self, module: str, *arguments: str, folder: Path | None = None, check: bool = True
     ) -> subprocess.CompletedProcess:
-        """`python -m module arguments`; output and exit code, which must be 0 where `check`."""
-        process = subprocess.run(
-            [sys.executable, "-m", module, *arguments], cwd=folder or self.folder, env=self.environment(),
-            text=True, capture_output=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        """`python -m module arguments`; output and exit code, which must be 0 where `check`. A process of its own, of
+        this checkout's code; where it is recorded, one that starts from nothing."""
+        folder, environment = folder or self.folder, self.environment()
+        if "LD_PRELOAD" in environment:
+            process = subprocess.run(
+                [sys.executable, "-m", module, *arguments], cwd=folder, env=environment,
+                text=True, capture_output=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        else:
+            process = fork_server.run(module, arguments, folder, environment, TIMEOUT)
         if check:
             assert process.returncode == 0, failure(process)
         return process
@@ -148,7 +154,7 @@ def _files(part: Path) -> dict[str, tuple[int, int]]:
     return {
         path.relative_to(part).as_posix(): (found.st_size, found.st_mtime_ns)
         for path in paths
-        if path.suffix not in (".pyc", "") or path == part
-        if not path.parent.name.endswith(".egg-info")
+        if path.suffix or path == part
+        if path.parent.name != "__pycache__" and not path.parent.name.endswith(".egg-info")
         for found in [path.stat()]
     }

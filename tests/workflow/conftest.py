@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import compileall
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from checkout import Checkout
+from checkout import REPOSITORY, Checkout
 
 from network import TELEMETRY, Recorder
 from shared import Shared
@@ -16,6 +19,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.workflow)
+
+
+READ_ALL_MODULES = """
+from lockstep.pipeline.stages import REPORTS, STAGES
+from lockstep.provenance.code_identity import stage_key
+for code in [*(stage.code for stage in STAGES.values()), *REPORTS.values()]:
+    stage_key(code)
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(shared: Shared) -> None:
+    """What Python and the package keep of each module lies beside the repository's, as after a first run: checkouts
+    take it along, and hundreds of processes need neither compile nor parse."""
+
+    def make(folder: Path) -> None:
+        compileall.compile_dir(REPOSITORY / "src", quiet=1)
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        subprocess.run([sys.executable, "-c", READ_ALL_MODULES], env=environment, check=True)
+
+    shared.folder("compiled", make)
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +57,6 @@ def first_run(shared: Shared) -> Checkout:
     def make(folder: Path) -> None:
         recorder = Recorder.make(folder / "recorder")
         checkout = Checkout.make(folder / "checkout", {**dict.fromkeys(TELEMETRY, ""), **recorder.environment})
-        # copies take the bytecode along: hundreds of processes need not compile
-        compileall.compile_dir(checkout.folder / "src", quiet=1)
         checkout.finish("--config", f"cache={folder / 'cache'}")
 
     return Checkout(shared.folder("first_run", make) / "checkout")

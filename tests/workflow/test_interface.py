@@ -59,16 +59,20 @@ def test_another_config_in_another_folder_whose_first_run_fails_has_a_summary_th
     fresh: Checkout, filled_cache: Path, tmp_path: Path
 ) -> None:
     """Only the models of that config, and all results in that folder."""
-    golden = {"max_new_tokens": 4, "prompts": [{"text": "Light", "expected": {1: "nonsense"}}]}
-    config = {"models": {"mine": {"source": "resources/demo-llama", "layers": [1], "golden": golden}}}
+    demo = yaml.safe_load((fresh.folder / "config" / "config.yaml").read_text())
+    golden = demo["models"]["demo-llama"]["golden"]
+    for number, prompt in enumerate(golden["prompts"]):
+        prompt["expected"] = {} if number else {2: "nonsense"}
+    model = {"source": "resources/demo-llama", "layers": [2], "golden": golden}
+    config = {"models": {"mine": model}, "limits": demo["limits"]}
     path, results = tmp_path / "my.yaml", tmp_path / "out" / "results"
     path.write_text(yaml.safe_dump(config))
-    cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs, engines and weights already
+    cache = shutil.copytree(filled_cache, tmp_path / "cache")  # with graphs, engines, weights and references
     asked = ("--configfile", str(path), "--directory", str(results.parent), "--config", f"cache={cache}")
     assert fresh.snakemake("--cores", "2", *asked, check=False).returncode == 1
     (row,) = json.loads((results / "summary.json").read_text())["targets"]
     assert row["golden"] == "fail" and "nonsense" in row["reason"]
-    assert (results / "mine" / "fp32" / "golden" / "onnxruntime" / "1.failed.json").is_file()
+    assert (results / "mine" / "fp32" / "golden" / "onnxruntime" / "2.failed.json").is_file()
     assert not (results / "demo-llama").exists() and not fresh.results.exists()
     fresh.call("lockstep", "verify", "--results", str(results))
 

@@ -32,6 +32,13 @@ rule mine:
 """
 
 
+class Outer(Checkout):
+    """A folder without a checkout, in which the repository's own code runs."""
+
+    def is_edited(self) -> bool:
+        return False
+
+
 def outer(folder: Path, prefix: str = "", change: Callable[[dict], object] = lambda config: None) -> Checkout:
     """A workflow of somebody else that takes this one in. It brings a config: the demo's is for no model named."""
     (folder / "Snakefile").write_text(
@@ -43,7 +50,7 @@ def outer(folder: Path, prefix: str = "", change: Callable[[dict], object] = lam
     demo.pop("backend_precisions")
     change(config)
     (folder / "my.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
-    return Checkout(folder, {"PYTHONPATH": str(REPOSITORY / "src")})
+    return Outer(folder, {"PYTHONPATH": str(REPOSITORY / "src")})
 
 
 @pytest.mark.parametrize("prefix", ["", "sub/"])

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from checkout import Checkout
 
 BACKEND = Path(__file__).resolve().parents[1] / "data" / "dummy_backend"
@@ -19,7 +20,9 @@ def with_dummy(config: dict[str, Any]) -> None:
     config["backends"] = {"dummy": {"checked": False}}
 
 
-def test_a_dummy_backend_is_one_folder(demo: Checkout) -> None:
+@pytest.fixture
+def dummy(demo: Checkout) -> Checkout:
+    """The demo in a checkout with one more backend, and that one in its config."""
     package = demo.folder / "src/lockstep"
     shutil.copytree(BACKEND, package / "backends/dummy")
     assert not {*demo.would_run()} - {"config"}  # its section, with all defaults; no job of another backend
@@ -27,7 +30,21 @@ def test_a_dummy_backend_is_one_folder(demo: Checkout) -> None:
     jobs = demo.would_run()
     assert (jobs["build"], jobs["compare"], jobs["golden"]) == (1, 1, 1)
     assert not {"convert", "export", "validate", "reference"} & set(jobs)
+    return demo
 
+
+def test_a_dummy_backend_is_one_folder(dummy: Checkout) -> None:
+    """As far as its engines; test_two_devices.py has two of them checked, locked and bundled."""
+    made = dummy.results / "demo-llama/fp32/engines/dummy/engines.json"
+    dummy.finish(str(made.relative_to(dummy.folder)))
+    assert json.loads(made.read_text())["options"]["checked"] is False
+    dummy.append("src/lockstep/backends/dummy/backend.py", "EDITED = 1\n")
+    assert {"build", "compare", "golden"} <= set(dummy.would_run())
+
+
+@pytest.mark.long
+def test_a_dummy_backend_is_checked_and_locked(dummy: Checkout) -> None:
+    demo = dummy
     demo.finish()
     folder = demo.results / "demo-llama/fp32"
     engines = json.loads((folder / "engines/dummy/engines.json").read_text())

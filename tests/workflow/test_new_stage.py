@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from checkout import Checkout
 
 ENTRY = """    Stage(
-        "count", makes="count", reads=("assembly",), code="toy", job="lockstep.toy:count",
-        options=lambda config, **names: {"unit": "nodes"}, pinned=pinned.pin_files, is_cached=True,
-        help="How many nodes the graphs of an assembly have.",
+        "count", makes="count", reads=("checkpoint",), code="toy", job="lockstep.toy:count",
+        options=lambda config, **names: {"unit": "files"}, pinned=pinned.pin_files, is_cached=True,
+        help="How many files a checkpoint has.",
     ),
 )  # fmt: skip
 
@@ -27,9 +28,8 @@ from lockstep.artifacts.manifest_files import named_files
 
 
 def count(job):
-    graphs = [file.path for file in named_files(job.path("assembly")) if file.path.suffix == ".onnx"]
-    number = sum(len(onnx.load(path).graph.node) for path in graphs)
-    write_json(job.output, {"format": "toy.count/1", job.options["unit"]: number})
+    number = len(read_json(job.path("checkpoint"))["files"])
+    write_json(job.output, {"format": "toy.count/1", job.options["unit"]: number, "IR": onnx.IR_VERSION})
 """
 RULE = """
 rule count:
@@ -53,8 +53,10 @@ def only_one_target(config: dict[str, Any]) -> None:
         prompt["expected"].pop("all")
 
 
-def test_a_toy_stage_is_one_entry_and_one_rule(demo: Checkout) -> None:
-    demo.edit_config(only_one_target)  # all of it is made again, for all stages read the table
+@pytest.fixture
+def counted(demo: Checkout) -> Checkout:
+    """A finished run of one target, with a stage more. All of it would be made again, for all stages read the table."""
+    demo.edit_config(only_one_target)
     package = demo.folder / "src/lockstep"
     stages, targets = package / "pipeline/stages.py", package / "targets.py"
     end = ")  # fmt: skip\n\nSTAGES"
@@ -64,14 +66,41 @@ def test_a_toy_stage_is_one_entry_and_one_rule(demo: Checkout) -> None:
     (package / "toy.py").write_text(FUNCTION)
     demo.append("workflow/rules/export.smk", RULE)
 
-    assert demo.would_run()["count"] == 1
-    demo.finish("--config", f"cache={demo.folder / 'cache'}")
-    made = demo.results / "demo-llama/fp16/count.json"
-    assert json.loads(made.read_text())["nodes"] > 10
-    record = json.loads(made.with_name("count.build.json").read_text())
-    assert record["options"] == {"unit": "nodes"} and "toy.py" in record["code"] and "onnx" in record["environment"]
-    assert not demo.would_run("--config", f"cache={demo.folder / 'cache'}")
+    return demo
 
+
+COUNT = "results/demo-llama/fp16/count.json"
+
+
+def test_a_toy_stage_is_one_entry_and_one_rule(counted: Checkout) -> None:
+    demo, made = counted, counted.folder / COUNT
+    assert demo.would_run()["count"] == 1
+    cached = ("--config", f"cache={demo.folder / 'cache'}")
+    demo.finish(COUNT, *cached)
+    assert json.loads(made.read_text())["files"] > 2
+    record = json.loads(made.with_name("count.build.json").read_text())
+    assert record["options"] == {"unit": "files"} and "toy.py" in record["code"] and "onnx" in record["environment"]
+    assert not demo.would_run(COUNT, *cached)
+
+    made.unlink()
+    demo.finish(COUNT, *cached)
+    assert "cache: count demo-llama/fp16 is taken from" in said_of(demo)
+    made.unlink()
+    assert "count demo-llama/fp16" in demo.run("lockstep", "explain", "demo-llama/fp16/2").stdout
+    assert COUNT in demo.run("lockstep", "count", "demo-llama/fp16").stdout
+    assert not demo.would_run(COUNT, *cached)
+    demo.append("src/lockstep/toy.py", "EDITED = 1\n")
+    assert demo.would_run(COUNT)["count"] == 1
+
+
+def said_of(checkout: Checkout) -> str:
+    return (checkout.results / "logs/count/demo-llama/fp16.log").read_text()
+
+
+@pytest.mark.long
+def test_what_a_toy_stage_makes_is_locked(counted: Checkout) -> None:
+    demo, made = counted, counted.folder / COUNT
+    demo.finish()
     demo.run("lockstep", "lock")
     lock = json.loads((demo.folder / "locks/demo-llama.lock.json").read_text())
     assert set(lock["results"]["count"]) == {"fp16"} and "count" in lock["made with"]
@@ -79,9 +108,6 @@ def test_a_toy_stage_is_one_entry_and_one_rule(demo: Checkout) -> None:
     demo.run("lockstep", "verify")
 
     made.unlink()
-    assert "count demo-llama/fp16" in demo.run("lockstep", "explain", "demo-llama/fp16/2").stdout
-    assert str(made.relative_to(demo.folder)) in demo.run("lockstep", "count", "demo-llama/fp16").stdout
+    demo.run("lockstep", "count", "--locked", "demo-llama/fp16")
     process = demo.run("lockstep", "golden", "--locked", "demo-llama/fp16/2")
     assert process.returncode == 0
-    demo.append("src/lockstep/toy.py", "EDITED = 1\n")
-    assert demo.would_run()["count"] == 1

@@ -46,7 +46,8 @@ def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(
 ) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
-    demo.append("src/lockstep/export/run.py", "\nraise RuntimeError('planted')\n")
+    package = demo.folder / "src/lockstep/export/__init__.py"
+    package.write_text(package.read_text().replace("import gc\n", "raise RuntimeError('planted')\n", 1))  # before torch
     before = demo.digests()
     process = demo.run("lockstep", "reproduce", TARGET, "--rounds", "1", check=False)
     assert process.returncode == 1

@@ -49,6 +49,16 @@ def engines(checkout: Checkout, name: str) -> Path:
     return checkout.results / "demo-llama/fp32/engines" / name / "engines.json"
 
 
+def looks_like_a_dummy(checkout: Checkout, name: str) -> None:
+    """What the stages know of a backend that is one folder more (test_new_backend.py)."""
+    manifest = json.loads(engines(checkout, name).read_text())
+    assert {Path(entry["file"]).suffix for entry in manifest["engines"].values()} == {".dummy"}
+    comparison = json.loads((checkout.results / f"demo-llama/fp32/compare/{name}.json").read_text())
+    assert set(comparison["engines"]) == set(manifest["engines"]) and 0 < comparison["relative_error"] < 1e-5
+    code = json.loads(engines(checkout, name).with_suffix(".build.json").read_text())["code"]
+    assert {path.split("/")[1] for path in code if path.count("/") == 2 and path.startswith("backends/")} == {"dummy"}
+
+
 def results(checkout: Checkout) -> dict[str, str]:
     """Digests of what is there, but the config's, which every run writes."""
     return {name: digest for name, digest in checkout.digests().items() if not name.startswith("config.")}
@@ -92,6 +102,7 @@ def test_each_device_has_its_own_engines_checks_and_row(both: Checkout) -> None:
         manifest = json.loads(engines(both, name).read_text())
         assert (manifest["backend"], manifest["device"]["name"]) == ("dummy", gpu)
         assert (both.results / f"demo-llama/fp32/golden/{name}/2.json").is_file()
+        looks_like_a_dummy(both, name)
     rows = json.loads((both.results / "summary.json").read_text())["targets"]
     assert {(row["backend"], row["device"], row["verdict"]) for row in rows} == {
         (name, gpu, "pass") for name, gpu in GPUS.items()
@@ -122,18 +133,24 @@ def test_a_lost_engine_is_made_again_where_its_device_is(both: Checkout, tmp_pat
     os.remove(next(engines(copy, "alpha").parent.glob("*.dummy")))
     jobs = copy.would_run()
     assert jobs["build"] == 1 and not copy.would_run("--config", "device=beta")
-    node(copy, "alpha").finish("--config", "locked=true", "device=alpha")
-    copy.finish()
-    assert copy.digests() == before
+    made = str(engines(copy, "alpha").relative_to(copy.folder))  # what reads it reads the same bytes as before
+    node(copy, "alpha").finish(made, "--config", "locked=true", "device=alpha")
+    assert copy.digests() == before and "build" not in copy.would_run()
 
 
-def test_a_target_is_reproduced_where_its_device_is(both: Checkout, tmp_path: Path) -> None:
-    copy = both.copy(tmp_path / "checkout")
-    asked = ("reproduce", "demo-llama/fp32/2/alpha", "--rounds", "1")
-    wrong = node(copy, "beta").run("lockstep", *asked, check=False)
+REPRODUCE = ("reproduce", "demo-llama/fp32/2/alpha", "--rounds", "1")
+
+
+def test_a_target_is_not_reproduced_where_its_device_is_not(both: Checkout) -> None:
+    wrong = node(both, "beta").run("lockstep", *REPRODUCE, check=False)
     (line,) = wrong.stderr.splitlines()
     assert wrong.returncode == 1 and "made for name Alpha 100 80GB" in line and "name Beta 4" in line
-    said = node(copy, "alpha").run("lockstep", *asked).stdout
+
+
+@pytest.mark.long  # test_reproduce.py does it with the demo
+def test_a_target_is_reproduced_where_its_device_is(both: Checkout, tmp_path: Path) -> None:
+    copy = both.copy(tmp_path / "checkout")
+    said = node(copy, "alpha").run("lockstep", *REPRODUCE).stdout
     assert re.search(r"^R4 .*1 of 1", said, re.MULTILINE), said
 
 
