@@ -75,7 +75,9 @@ def kernels(request, tmp_path_factory):
     """(bits, rows at most, (tiles, kernel) of each form)"""
     folder, (bits, most) = tmp_path_factory.mktemp("kernel"), request.param
     found = []
-    for name, tiles, warps in re.findall(rf"^GEMV\((gemv_{bits}_(\d+)_(\d+)_{most}),", KERNEL.read_text(), re.MULTILINE):
+    for name, tiles, warps in re.findall(
+        rf"^GEMV\((gemv_{bits}_(\d+)_(\d+)_{most}),", KERNEL.read_text(), re.MULTILINE
+    ):
         source = SOURCE.replace("KERNEL", str(KERNEL)) + f"RUN({name})\n"
         (folder / f"{name}.cpp").write_text(f"#define BLOCK_THREADS {32 * int(warps)}\n{source}")
         flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"{name}.cpp", "-o", f"{name}.so"]
