@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 from demo_model import DEMO
 from test_load import told
 
+from lockstep.load import endpoints
+from lockstep.load.http import Client, NoAnswer
+from lockstep.load.records import Prompt
 from lockstep.load.report import LoadReport
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
@@ -127,6 +131,25 @@ def test_a_server_with_a_key_needs_it(
     assert code == 0, said
     code, _, said = told(capsys, *arguments)
     assert code == 1 and "authorization: expected 'Bearer' and a key of this server" in said, said
+
+
+def test_a_refusal_that_comes_before_the_request_is_written_is_told_as_it_is(guarded: tuple[RealServer, Path]) -> None:
+    """Over gRPC a server may end a stream while the client still writes: that the write failed is not what counts."""
+    address = f"127.0.0.1:{grpc_port(guarded[0])}"
+
+    async def ask(endpoint: endpoints.Endpoint) -> str:
+        try:
+            await endpoint.whole(*endpoints.request("grpc", Prompt("word " * 20_000, 1), "", {}), timeout=60)
+        except NoAnswer as error:
+            return str(error)
+        return "an answer"
+
+    async def ask_many() -> set[str]:
+        async with endpoints.opened(Client(address), "grpc") as endpoint:
+            return {said for _ in range(10) for said in await asyncio.gather(*(ask(endpoint) for _ in range(20)))}
+
+    found = asyncio.run(ask_many())
+    assert found == {"gRPC UNAUTHENTICATED: authorization: expected 'Bearer' and a key of this server, found nothing"}
 
 
 def test_the_spelling_of_the_benchmark_of_the_backend(

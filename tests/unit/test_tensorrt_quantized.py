@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -152,6 +153,21 @@ def test_a_machine_without_cublas_is_told_so(monkeypatch):
     monkeypatch.setattr(needs, "open_library", refuse)
     with pytest.raises(InputError, match="expected the library cuBLAS 12 or 13, which multiplies with the weights"):
         needs.require_cublas()
+
+
+@pytest.mark.parametrize("tensorrt_version", ["8.6.0"])
+def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkeypatch):
+    from lockstep.backends.tensorrt import cuda
+    from lockstep.backends.tensorrt.cublas import Gemm
+
+    library = SimpleNamespace(_name="/opt/libcublas.so.12", cublasCreate_v2=lambda handle: 1)
+    monkeypatch.setattr(needs, "open_library", lambda name: library)
+    with pytest.raises(CheckError) as error:
+        Gemm(cuda.Stream())
+    assert str(error.value) == (
+        "expected the library cuBLAS (/opt/libcublas.so.12) to start, found CUBLAS_STATUS_NOT_INITIALIZED; free memory "
+        "of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
+    )
 
 
 @pytest.mark.long

@@ -49,7 +49,9 @@ class GrpcEndpoint:
     async def __aenter__(self) -> GrpcEndpoint:
         self._channel = grpc.aio.insecure_channel(self._address, [("grpc.max_receive_message_length", 64 << 20)])
         parse = MESSAGES["ModelStreamInferResponse"].FromString
-        self._call = self._channel.stream_stream(_METHOD, lambda data: data, parse)
+        # The method takes a stream of requests; one of a single request is the same on the wire. Writing to a stream
+        # that the server has ended fails with an error of its own (INTERNAL), and what the server said is lost.
+        self._call = self._channel.unary_stream(_METHOD, lambda data: data, parse)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -74,10 +76,8 @@ class GrpcEndpoint:
         return Whole(record.text, None, None, record.output_tokens or 0)
 
     async def _read(self, body: bytes, record: Record, start: float) -> None:
-        call, is_final = self._call(metadata=self._metadata), False
+        call, is_final = self._call(body, metadata=self._metadata), False
         try:
-            await call.write(body)
-            await call.done_writing()
             # To the stream's end, behind the final response: where a stream is cancelled between the two, Triton 2.51
             # never unloads its model.
             async for answer in call:

@@ -178,7 +178,8 @@ def check_key(authorization: str, keys: Sequence[bytes]) -> None:
     if keys:
         TENANT.set(hashlib.sha256(given).hexdigest())
     if keys and not sum(hmac.compare_digest(given, key) for key in keys):  # all of them: the time says nothing
-        raise BadRequest("authorization: expected 'Bearer' and a key of this server, found another", status=401)
+        found = "another" if authorization else "nothing"
+        raise BadRequest(f"authorization: expected 'Bearer' and a key of this server, found {found}", status=401)
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -12,6 +12,8 @@ from lockstep.errors import CheckError
 _WORKSPACE = 32 << 20  # bytes, as NVIDIA advises for Hopper
 # cublas_api.h, library_types.h
 _TRANSPOSE, _AS_IS, _FP16, _SUMS_FP32, _DEFAULT = 1, 0, 2, 68, -1
+_STATUS = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR",
+           13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR"}  # fmt: skip
 
 
 class Gemm:
@@ -20,7 +22,12 @@ class Gemm:
     def __init__(self, stream: cuda.Stream):
         self._library, self._stream = require_cublas(), stream
         self._handle, self._memory = ctypes.c_void_p(), cuda.empty((_WORKSPACE,), "u1", "cuBLAS to work in")
-        self._check("cublasCreate_v2", ctypes.byref(self._handle))
+        if status := self._library.cublasCreate_v2(ctypes.byref(self._handle)):
+            raise CheckError(
+                f"expected the library cuBLAS ({getattr(self._library, '_name', 'libcublas')}) to start, found "
+                f"{_said(status)}; free memory of the GPU, or name the folder of a cuBLAS for this driver in "
+                "LD_LIBRARY_PATH"
+            )
         self._check("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.handle))
         size = ctypes.c_size_t(_WORKSPACE)
         self._check("cublasSetWorkspace_v2", self._handle, ctypes.c_void_p(self._memory.address), size)
@@ -42,15 +49,19 @@ class Gemm:
         def multiply(rows: int, held: object = (self, weight, x, out)) -> None:
             """`held` keeps the memory alive."""
             if status := gemm(*front, rows, *back):
-                raise CheckError(f"cuBLAS: cublasGemmEx: status {status}")
+                raise CheckError(f"cuBLAS: cublasGemmEx: {_said(status)}")
 
         return multiply
 
     def _check(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
         if status:
-            raise CheckError(f"cuBLAS: {name}: status {status}")
+            raise CheckError(f"cuBLAS: {name}: {_said(status)}")
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.cublasDestroy_v2(self._handle)
+
+
+def _said(status: int) -> str:
+    return f"CUBLAS_STATUS_{_STATUS[status]}" if status in _STATUS else f"status {status}"
