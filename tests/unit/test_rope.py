@@ -18,7 +18,7 @@ import torch
 from families import FAMILIES
 
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.backends.tensorrt.attention_kinds import can_fuse
+from lockstep.backends.tensorrt.fused_variants import can_fuse
 from lockstep.backends.tensorrt.rotation import Tables, check_rotation, read_rotation
 from lockstep.errors import CheckError
 from lockstep.export.run import assemble

@@ -21,7 +21,7 @@ from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.errors import InputError
 from lockstep.step.executable import Executable, HasAdapterRows
 from lockstep.step.host import check_engine
-from lockstep.step.network import Block, Kind, Network, Piece, layer_count
+from lockstep.step.network import Block, LayerAttention, Network, Piece, layer_count
 from lockstep.step.ranks import RankAttention, RankBlock
 from lockstep.weights import Weights, check_slots
 from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
@@ -72,10 +72,12 @@ def open_network(
         plain = bases[base].bind(weights, engines.tensors(base, part.slots))
         return replace(block, base=Block.whole(plain, _without(signature, assembly.adapters, part.graph)))
 
-    kinds = _kinds(engines, assembly.variants, chosen, load)
+    attentions = _layer_attentions(engines, assembly.variants, chosen, load)
     if ranks is not None:
-        kinds = {name: _heads_of_ranks(kind, ranks, name) for name, kind in kinds.items()}
-    return _network(assembly, chosen, bound, kinds)
+        attentions = {
+            name: _heads_of_ranks(layer_attention, ranks, name) for name, layer_attention in attentions.items()
+        }
+    return _network(assembly, chosen, bound, attentions)
 
 
 def _as_run(engines: EngineSet) -> Assembly:
@@ -87,11 +89,14 @@ def _as_run(engines: EngineSet) -> Assembly:
 
 
 def _network(
-    assembly: Assembly, chosen: Sequence[Layer], bound: Callable[[Part], Block], kinds: Mapping[str, Kind]
+    assembly: Assembly,
+    chosen: Sequence[Layer],
+    bound: Callable[[Part], Block],
+    attentions: Mapping[str, LayerAttention],
 ) -> Network:
     return Network(
         embedding=bound(assembly.embedding),
-        layers=tuple((bound(layer.block), kinds[layer.variant]) for layer in chosen),
+        layers=tuple((bound(layer.block), attentions[layer.variant]) for layer in chosen),
         exit=bound(chosen[-1].exit),
         dtype=named_dtype(assembly.dtype),
         vocab_size=assembly.vocab_size,
@@ -149,7 +154,7 @@ def _network_of_rank(
             pieces.append(Piece(run, own, piece.sums))
         return Block(tuple(pieces), _local(signature, sharded))
 
-    return _network(assembly, chosen, bound, _kinds(engines, ranks.variants, chosen, load))
+    return _network(assembly, chosen, bound, _layer_attentions(engines, ranks.variants, chosen, load))
 
 
 def _local(signature: Signature, sharded: ShardedClass) -> Signature:
@@ -158,19 +163,21 @@ def _local(signature: Signature, sharded: ShardedClass) -> Signature:
     return Signature(tuple(map(own, signature.inputs)), tuple(map(own, signature.outputs)))
 
 
-def _kinds(
+def _layer_attentions(
     engines: EngineSet,
     variants: Mapping[str, AttentionVariant],
     chosen: Sequence[Layer],
     load: Callable[[str], Program],
-) -> dict[str, Kind]:
+) -> dict[str, LayerAttention]:
     """The attention of the chosen layers, each variant with its engines by phase: prefill and decode, or what the
     backend has instead."""
-    kinds = {}
+    attentions = {}
     for name in sorted({layer.variant for layer in chosen}):
         named = (engine for engine in engines.names() if engine.rpartition(".")[0] == name)
-        kinds[name] = Kind({engine.rpartition(".")[2]: load(engine).bind(None, {}) for engine in named}, variants[name])
-    return kinds
+        attentions[name] = LayerAttention(
+            {engine.rpartition(".")[2]: load(engine).bind(None, {}) for engine in named}, variants[name]
+        )
+    return attentions
 
 
 def engine_blocks(assembly: Assembly) -> set[str]:
@@ -215,12 +222,13 @@ def _bind_piece(
     return programs[piece.graph].bind(own if tensors else None, tensors)
 
 
-def _heads_of_ranks(kind: Kind, ranks: TensorParallel, name: str) -> Kind:
-    shards, own = attention_shards(kind.variant, ranks.degree), ranks.variants[name].phases()
-    for phase, run in kind.engines.items():
+def _heads_of_ranks(layer_attention: LayerAttention, ranks: TensorParallel, name: str) -> LayerAttention:
+    shards, own = attention_shards(layer_attention.variant, ranks.degree), ranks.variants[name].phases()
+    for phase, run in layer_attention.engines.items():
         check_engine(run, own[phase].signature)
-    graphs = kind.variant.phases()
+    graphs = layer_attention.variant.phases()
     engines = {
-        phase: RankAttention(shards, graphs[phase].signature, run, ranks.degree) for phase, run in kind.engines.items()
+        phase: RankAttention(shards, graphs[phase].signature, run, ranks.degree)
+        for phase, run in layer_attention.engines.items()
     }
-    return Kind(engines, kind.variant)
+    return LayerAttention(engines, layer_attention.variant)

@@ -54,7 +54,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerAttention:
     """An attention variant with its engines by phase: prefill and decode, or what the backend has instead."""
 
     engines: Mapping[str, Executable]
@@ -85,7 +85,7 @@ class Network:
     """
 
     embedding: Block
-    layers: tuple[tuple[Block, Kind], ...]
+    layers: tuple[tuple[Block, LayerAttention], ...]
     exit: Block
     dtype: np.dtype
     vocab_size: int

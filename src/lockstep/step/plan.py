@@ -22,7 +22,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.step.executable import Run
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.kv_cache import KVCache, Place
-from lockstep.step.network import Block, Kind, Network
+from lockstep.step.network import Block, LayerAttention, Network
 from lockstep.step.ranks import RankBlock
 
 
@@ -101,9 +101,9 @@ class Plan:
         values[IDS] = self.adapter_ids
         self._calls: list[Callable[[], None]] = []
         self._add_block(network.embedding, values)
-        for index, (block, kind) in enumerate(network.layers):
+        for index, (block, layer_attention) in enumerate(network.layers):
             self._add_block(block, values)
-            self._add_attention(index, kind, values)
+            self._add_attention(index, layer_attention, values)
         self._exit, self._before_exit = network.exit, dict(values)
         self._add_exit(network.exit, values)
 
@@ -166,27 +166,27 @@ class Plan:
             call = block.run.prepare(_inputs(block, values), outputs)
         self._calls.append(call)
 
-    def _add_attention(self, index: int, kind: Kind, values: dict[str, np.ndarray]) -> None:
-        attention = self._buffer(kind.attention, self.layout.num_tokens)
+    def _add_attention(self, index: int, layer_attention: LayerAttention, values: dict[str, np.ndarray]) -> None:
+        attention = self._buffer(layer_attention.attention, self.layout.num_tokens)
         cache, slices = self._cache, self.slices
         group, index_in_group = cache.layer(index)
         for part, tokens, new in zip(self.layout.decoding, slices, self._new):
             past = cache.view(index, part.capacity, part.low, part.high)
             lengths = self.position_ids[tokens]  # a token's position is the length of its past
             keys, new_values = (array[index_in_group] for array in new[group])
-            self._add_call(kind, "decode", tokens, values, past, lengths, attention, keys, new_values)
+            self._add_call(layer_attention, "decode", tokens, values, past, lengths, attention, keys, new_values)
         for chunk, tokens in zip(self.layout.chunks, slices[len(self.layout.decoding) :]):
-            key, value = self._chunk_buffers(chunk, kind)
-            past = self._past(index, chunk, kind)
+            key, value = self._chunk_buffers(chunk, layer_attention)
+            past = self._past(index, chunk, layer_attention)
             lengths = np.array([chunk.start], np.int64)
-            self._add_call(kind, "prefill", tokens, values, past, lengths, attention, key, value)
+            self._add_call(layer_attention, "prefill", tokens, values, past, lengths, attention, key, value)
             self._calls.append(functools.partial(cache.write, index, chunk.place, chunk.start, key, value))
         values["attention"] = attention
 
-    def _past(self, index: int, chunk: Chunk, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+    def _past(self, index: int, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
         """What a chunk looks at: a contiguous copy of its past, made by a call before it; for a prompt's first chunk
         one masked position."""
-        shape, length = kind.cache, max(chunk.start, 1)
+        shape, length = layer_attention.cache, max(chunk.start, 1)
         pair = self._buffers.get(("past", chunk, shape))
         if pair is None:
             dims = (1, shape.num_kv_heads, length)
@@ -200,7 +200,7 @@ class Plan:
 
     def _add_call(
         self,
-        kind: Kind,
+        layer_attention: LayerAttention,
         phase: str,
         tokens: slice,
         values: Mapping[str, np.ndarray],
@@ -212,9 +212,9 @@ class Plan:
     ) -> None:
         inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
         inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": past_lengths}
-        inputs = {name: inputs[name] for name in kind.inputs[phase]}
+        inputs = {name: inputs[name] for name in layer_attention.inputs[phase]}
         outputs = {"attention": attention[tokens], "key_out": key_out, "value_out": value_out}
-        self._calls.append(kind.engines[phase].prepare(inputs, outputs))
+        self._calls.append(layer_attention.engines[phase].prepare(inputs, outputs))
 
     def _buffer(self, io: IO, first_dim: int | None = None) -> np.ndarray:
         """Two buffers a name, in turn: a block reads the value that it replaces."""
@@ -227,10 +227,10 @@ class Plan:
         pair.reverse()
         return pair[1]
 
-    def _chunk_buffers(self, chunk: Chunk, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+    def _chunk_buffers(self, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
         """Shared by all layers: each layer's keys and values are written to the cache before the next layer's are
         made."""
-        shape = kind.cache
+        shape = layer_attention.cache
         pair = self._buffers.get((chunk, shape))
         if pair is None:
             dims = (chunk.count, shape.num_kv_heads)

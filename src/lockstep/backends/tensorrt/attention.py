@@ -1,9 +1,9 @@
 """Attention over the KV cache on a GPU. Both forms have one signature: `reserve`, `reset`, `begin`, `calls`.
 
-TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any kind, any version,
+TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any variant, any version,
 three to ten times slower than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads,
-capacity, head_dim], whose capacity doubles. FusedAttention (fused.py) has a paged cache: rows that decode are one
-kernel of our own a layer; a prompt's tokens are turned by a kernel, and then cuDNN's.
+capacity, head_dim], whose capacity doubles. FusedAttention (fused_attention.py) has a paged cache: rows that decode are
+one kernel of our own a layer; a prompt's tokens get their RoPE from a kernel, and then cuDNN's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.kernels import Kernels
 from lockstep.backends.tensorrt.program import TensorRTExecutable
 from lockstep.errors import CheckError
-from lockstep.step.network import Kind, Network
+from lockstep.step.network import LayerAttention, Network
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
 FIRST_CAPACITY = 64
@@ -53,7 +53,7 @@ class Attention(Protocol):
     def calls(
         self,
         index: int,
-        kind: Kind,
+        layer_attention: LayerAttention,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
         chunks: Chunks,
@@ -102,31 +102,35 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
 
 
 def _fused(network: Network) -> list[int]:
-    """The layers whose kind was built for fused attention."""
-    return [index for index, (_, kind) in enumerate(network.layers) if "rotary" in kind.engines]
+    """The layers whose variant was built for fused attention."""
+    return [index for index, (_, layer_attention) in enumerate(network.layers) if "rotary" in layer_attention.engines]
 
 
 def make_attention(
     network: Network, tables: PageTables, num_slots: int, max_seq_len: int, kernels: Kernels, stream: cuda.Stream
 ) -> list[Attention]:
-    """For each layer the attention that its kind was built for, on a device's stream; layers of one form share it."""
-    fused, kinds = set(_fused(network)), [kind for _, kind in network.layers]
+    """For each layer the attention that it was built for, on a device's stream; layers of one form share it."""
+    fused, attentions = set(_fused(network)), [layer_attention for _, layer_attention in network.layers]
     made: dict[bool, Attention] = {}
-    for is_fused in sorted({index in fused for index in range(len(kinds))}):
-        layers = {index: kind for index, kind in enumerate(kinds) if (index in fused) == is_fused}
+    for is_fused in sorted({index in fused for index in range(len(attentions))}):
+        layers = {
+            index: layer_attention for index, layer_attention in enumerate(attentions) if (index in fused) == is_fused
+        }
         if is_fused:
             from lockstep.backends.tensorrt.fused_attention import FusedAttention  # loads cuDNN
 
             made[True] = FusedAttention(layers, network.dtype, tables, num_slots, max_seq_len, kernels, stream)
         else:
             made[False] = TracedAttention(layers, network.dtype, num_slots, max_seq_len, kernels)
-    return [made[index in fused] for index in range(len(kinds))]
+    return [made[index in fused] for index in range(len(attentions))]
 
 
 class TracedAttention:
     """The exported graphs as engines, over a contiguous cache."""
 
-    def __init__(self, layers: Mapping[int, Kind], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels):
+    def __init__(
+        self, layers: Mapping[int, LayerAttention], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels
+    ):
         self._layers = layers
         self._dtype, self._rows, self._max, self._kernels = dtype, rows, max_seq_len, kernels
         self.capacity = 0
@@ -140,12 +144,15 @@ class TracedAttention:
         bucket = min(bucket, self._max)
         if self._cache and bucket <= self.capacity < 3 * bucket:
             return False
-        make = lambda kind, dim: cuda.zeros(
-            (self._rows, kind.cache.num_kv_heads, bucket, dim), self._dtype, "the KV cache"
+        make = lambda layer_attention, dim: cuda.zeros(
+            (self._rows, layer_attention.cache.num_kv_heads, bucket, dim), self._dtype, "the KV cache"
         )
         grown = {
-            index: (make(kind, kind.cache.head_dim), make(kind, kind.cache.value_head_dim))
-            for index, kind in self._layers.items()
+            index: (
+                make(layer_attention, layer_attention.cache.head_dim),
+                make(layer_attention, layer_attention.cache.value_head_dim),
+            )
+            for index, layer_attention in self._layers.items()
         }
         used = int(lengths.max())
         for index, pair in self._cache.items() if used else ():
@@ -170,7 +177,7 @@ class TracedAttention:
     def calls(
         self,
         index: int,
-        kind: Kind,
+        layer_attention: LayerAttention,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
         chunks: Chunks,
@@ -178,7 +185,7 @@ class TracedAttention:
         stream: cuda.Stream,
         own: bool,
     ) -> list[tuple[str, Call]]:
-        shape, total = kind.cache, values["attention"].shape[0]
+        shape, total = layer_attention.cache, values["attention"].shape[0]
         keys, cached = self._cache[index]
         new_key = buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
         new_value = buffer("value_out", (total, shape.num_kv_heads, shape.value_head_dim), self._dtype)
@@ -187,13 +194,13 @@ class TracedAttention:
         def add(phase: str, tokens: slice, past: tuple[cuda.Array, cuda.Array], lengths: cuda.Array) -> None:
             inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
             inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": lengths}
-            inputs = {name: inputs[name] for name in kind.inputs[phase]}
+            inputs = {name: inputs[name] for name in layer_attention.inputs[phase]}
             outputs = {
                 "attention": values["attention"][tokens],
                 "key_out": new_key[tokens],
                 "value_out": new_value[tokens],
             }
-            engine = cast(TensorRTExecutable, kind.engines[phase])  # this backend made the network's engines
+            engine = cast(TensorRTExecutable, layer_attention.engines[phase])  # this backend made the network's engines
             calls.append(("attention", engine.prepare(inputs, outputs, own)))
 
         if not chunks:

@@ -25,11 +25,11 @@ from lockstep.backends.base import Built, CanonicalBytes, Program
 from lockstep.backends.graphs import RotaryGraph, base_graphs, with_rows
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import profiles
-from lockstep.backends.tensorrt.attention_kinds import ATTENTIONS, can_fuse
 from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
 from lockstep.backends.tensorrt.cut_engine import MAGIC, CutBlock, cuts, is_cut, pack, plans_of, prepare_pieces
 from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
+from lockstep.backends.tensorrt.fused_variants import ATTENTIONS, can_fuse
 from lockstep.backends.tensorrt.layers import (
     Layer,
     any_in_region,

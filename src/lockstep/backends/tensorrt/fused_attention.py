@@ -1,6 +1,6 @@
 """Fused attention over a paged KV cache. A row that decodes is a kernel of our own (paged_decode_attention.py), with
-the kind's rotary encoding (rotation.py) in it; a prompt's tokens are turned by another (rope_kernel.py) and go through
-cuDNN's (prompt_attention.py).
+the variant's RoPE (rotation.py) in it; a prompt's tokens are turned by another (rope_kernel.py) and go through cuDNN's
+(prompt_attention.py).
 
 A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]; one table for all layers says which pages a
 row has: step/pages.py gives them out.
@@ -24,16 +24,16 @@ from lockstep.backends.tensorrt.rope_kernel import Rotate
 from lockstep.backends.tensorrt.rotation import read_rotation
 from lockstep.backends.tensorrt.staging import Staging
 from lockstep.step.executable import HostExecutable
-from lockstep.step.network import Kind
+from lockstep.step.network import LayerAttention
 from lockstep.step.pages import PageTables
 
 
 class FusedAttention:
-    """For the layers of `layers` (number: kind). Same signature as attention.Attention."""
+    """For the layers of `layers` (by number). Same signature as attention.Attention."""
 
     def __init__(
         self,
-        layers: Mapping[int, Kind],
+        layers: Mapping[int, LayerAttention],
         dtype: np.dtype,
         tables: PageTables,
         rows: int,
@@ -48,18 +48,20 @@ class FusedAttention:
         self._sent = [0] * rows  # pages of each row that the table on the device has
         self._table = cuda.zeros(self._host_table.shape, "i4")
         self._table_staging = Staging(self._table.nbytes, 1)
-        kinds = {id(kind): kind for kind in layers.values()}
-        self._rotations = {key: _rotation(kind, max_seq_len) for key, kind in kinds.items()}
-        forms = self._forms = {key: _form(kind, self._dtype, bool(kernels.wide)) for key, kind in kinds.items()}
+        attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
+        self._rotations = {key: _rotation(layer_attention, max_seq_len) for key, layer_attention in attentions.items()}
+        forms = self._forms = {
+            key: _form(layer_attention, self._dtype, bool(kernels.wide)) for key, layer_attention in attentions.items()
+        }
         self._decode = {key: DecodeAttention(form) for key, form in forms.items()}
         self._rotate = {key: Rotate(form) for key, form in forms.items()}
         self._scratch = Scratch(forms.values(), rows)
         self._cache = {}
-        for index, kind in layers.items():
-            heads = kind.cache.num_kv_heads
+        for index, layer_attention in layers.items():
+            heads = layer_attention.cache.num_kv_heads
             self._cache[index] = tuple(
                 cuda.zeros((pages, heads, PAGE, dim), self._dtype, "the KV cache")
-                for dim in (kind.cache.head_dim, kind.cache.value_head_dim)
+                for dim in (layer_attention.cache.head_dim, layer_attention.cache.value_head_dim)
             )
         self._prompts = PromptAttention(list(forms.values()), rows, pages, pages_per_row, stream)
 
@@ -121,7 +123,7 @@ class FusedAttention:
     def calls(
         self,
         index: int,
-        kind: Kind,
+        layer_attention: LayerAttention,
         values: Mapping[str, cuda.Array],
         rows: cuda.Array,
         chunks: Chunks,
@@ -129,20 +131,20 @@ class FusedAttention:
         stream: cuda.Stream,
         own: bool,
     ) -> list[tuple[str, Call]]:
-        variant, shape, total = kind.variant, kind.cache, values["attention"].shape[0]
+        variant, shape, total = layer_attention.variant, layer_attention.cache, values["attention"].shape[0]
         keys, cached = self._cache[index]
         query = values["query"].reshape(total, variant.num_heads, shape.head_dim)
         key = values["key"].reshape(total, shape.num_kv_heads, shape.head_dim)
         value = values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim)
         out = values["attention"].reshape(total, variant.num_heads, shape.value_head_dim)
-        positions, rotation, scale = values["position_ids"], self._rotations[id(kind)], variant.scale
+        positions, rotation, scale = values["position_ids"], self._rotations[id(layer_attention)], variant.scale
         if not chunks:  # the executor puts row i into request i, or nothing
-            decode, scratch, table = self._decode[id(kind)], self._scratch, self._table
+            decode, scratch, table = self._decode[id(layer_attention)], self._scratch, self._table
             arrays = (query, key, value, out, keys, cached, rotation, rows, positions, table)
             return [("attention", lambda: decode.launch(stream, *arrays, scale, scratch))]
         turned = buffer("query_out", query.shape, self._dtype)
         rotate = functools.partial(
-            self._rotate[id(kind)].launch,
+            self._rotate[id(layer_attention)].launch,
             stream,
             query,
             key,
@@ -155,20 +157,20 @@ class FusedAttention:
             positions,
             self._table,
         )
-        attend = self._prompts.calls(self._forms[id(kind)], scale, turned, keys, cached, out)
+        attend = self._prompts.calls(self._forms[id(layer_attention)], scale, turned, keys, cached, out)
         return [("rotary and cache", rotate), *(("attention", call) for call in attend)]
 
 
-def _rotation(kind: Kind, positions: int) -> Rotation:
-    """The rotary encoding of a kind, on the device."""
-    rotary = cast(HostExecutable, kind.engines["rotary"])  # the backend loads it with ONNX Runtime
+def _rotation(layer_attention: LayerAttention, positions: int) -> Rotation:
+    """The RoPE of a layer, on the device."""
+    rotary = cast(HostExecutable, layer_attention.engines["rotary"])  # the backend loads it with ONNX Runtime
     tables = read_rotation(rotary, positions, "attention: fused")
     return Rotation(_up(tables.own), _up(tables.other), _up(tables.partner))
 
 
-def _form(kind: Kind, dtype: np.dtype, wide: bool) -> Form:
-    """What the kernels of a kind are compiled for."""
-    variant, shape = kind.variant, kind.cache
+def _form(layer_attention: LayerAttention, dtype: np.dtype, wide: bool) -> Form:
+    """What the kernels of a layer are compiled for."""
+    variant, shape = layer_attention.variant, layer_attention.cache
     (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
     return Form(
         dtype=dtype.name,

@@ -26,7 +26,7 @@ from lockstep.backends.tensorrt.prompt_blocks import BoundBlock, BoundPiece, Bou
 from lockstep.backends.tensorrt.prompts import Inputs, PromptInputs
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.step.advance import Advance
-from lockstep.step.network import Block, Kind, Network, Piece
+from lockstep.step.network import Block, LayerAttention, Network, Piece
 from lockstep.step.pages import PageTables
 
 Call = Callable[[], None]
@@ -203,10 +203,12 @@ class Rank:
             ]
 
         calls = self._mask_calls(inputs, mask) + prepare("embedding", network.embedding)
-        for index, (block, kind) in enumerate(network.layers):
+        for index, (block, layer_attention) in enumerate(network.layers):
             calls += prepare("block", block)
-            self._add_attention(kind, values, total)
-            calls += self._attention[index].calls(index, kind, values, inputs.rows, [], self._buffer, self.stream, True)
+            self._add_attention(layer_attention, values, total)
+            calls += self._attention[index].calls(
+                index, layer_attention, values, inputs.rows, [], self._buffer, self.stream, True
+            )
         whole = _whole(network, values, total)
         calls += prepare("exit", network.exit)
         made = values["logits"]
@@ -248,14 +250,16 @@ class Rank:
             yield add(name, call)
         for name, call in a_pass.embedding():
             yield add(name or "embedding", call)
-        for index, (_, kind) in enumerate(self.network.layers):
+        for index, (_, layer_attention) in enumerate(self.network.layers):
             calls, values = a_pass.layer(index)
             for name, call in calls:
                 yield add(name or "block", call)
             attention = self._attention[index]
             for part in values:
                 which = (prompts, chunks) if part is values[-1] else (decoding, [])
-                for name, call in attention.calls(index, kind, part, *which, self._buffer, self.stream, False):
+                for name, call in attention.calls(
+                    index, layer_attention, part, *which, self._buffer, self.stream, False
+                ):
                     yield add(name, call)
         calls, found = a_pass.exit()
         for name, call in calls:
@@ -287,7 +291,7 @@ class Rank:
         arrays, network, largest = self._prompts.arrays, self.network, self._largest_pass
         values, mask = arrays.values(), self._mask_array(arrays, adapted)
         dims = {"num_tokens": largest, "num_requests": self._num_slots}
-        for block, kind in ((network.embedding, None), *network.layers, (network.exit, None)):
+        for block, layer_attention in ((network.embedding, None), *network.layers, (network.exit, None)):
             parts: list[BoundPiece | BoundSum] = []
             for step in self._steps(block.for_rows(adapted), values, dims, "prompts"):
                 if isinstance(step, _Sum):
@@ -301,13 +305,13 @@ class Rank:
                     declared |= {name: ("num_tokens", *given[name].shape[1:]) for name in given if mask_rank(name)}
                     shapes = tuple((name, declared[name]) for name in given if name in dynamic)
                     parts.append(BoundPiece(engine.bind(given, step.outputs), engine.program, shapes))
-            if kind is not None:
-                self._add_attention(kind, values, largest)
+            if layer_attention is not None:
+                self._add_attention(layer_attention, values, largest)
             yield BoundBlock(parts, dict(values))
 
-    def _add_attention(self, kind: Kind, values: dict[str, cuda.Array], total: int) -> None:
-        width = tuple(int(size) for size in kind.attention.shape[1:])  # all but the first are numbers
-        values["attention"] = self._buffer("attention", (total, *width), kind.attention.numpy_dtype)
+    def _add_attention(self, layer_attention: LayerAttention, values: dict[str, cuda.Array], total: int) -> None:
+        width = tuple(int(size) for size in layer_attention.attention.shape[1:])  # all but the first are numbers
+        values["attention"] = self._buffer("attention", (total, *width), layer_attention.attention.numpy_dtype)
 
     def _steps(
         self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], of: str
