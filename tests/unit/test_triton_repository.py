@@ -422,10 +422,14 @@ def test_the_core_model_starts_the_server_again_and_ends_it(
     assert own._process._process.returncode == 0 and not path.exists()
 
 
-@pytest.mark.parametrize("call", ["time.sleep(1000)", "ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock"])
-def test_a_model_s_process_ends_where_its_parent_is_killed(repository: Path, call: str) -> None:
+KEEPS_THE_LOCK = "ctypes.PyDLL(None).sleep(1000)  # the interpreter's"
+
+
+@pytest.mark.parametrize(("after", "call"), [(1, "time.sleep(1000)"), (1, KEEPS_THE_LOCK), (0, KEEPS_THE_LOCK)])
+def test_a_model_s_process_ends_where_its_parent_is_killed(repository: Path, after: int, call: str) -> None:
+    """After seconds of a call that never returns; one that is the first thing that a model does, too."""
     code = "import ctypes, time, lockstep_watchdog\nlockstep_watchdog._STUCK_SECONDS = 2\n"
-    code += f"watchdog = lockstep_watchdog.Watchdog()\ntime.sleep(1)\nprint('runs', flush=True)\n{call}\n"
+    code += f"watchdog = lockstep_watchdog.Watchdog()\ntime.sleep({after})\nprint('runs', flush=True)\n{call}\n"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     folder = str(repository / "preprocessing" / "1")
     parent = subprocess.Popen(

@@ -14,6 +14,7 @@ class Watchdog:
 
     def __init__(self):
         self._parent, self._ended = os.getppid(), threading.Event()
+        self._set_timer()  # a call that comes before the thread's first turn may be one that never returns
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -29,5 +30,8 @@ class Watchdog:
     def _run(self):
         while not self._ended.wait(_PERIOD_SECONDS):
             self.check()
-            faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True)
+            self._set_timer()
         faulthandler.cancel_dump_traceback_later()
+
+    def _set_timer(self):
+        faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True)
