@@ -27,7 +27,7 @@ from lockstep.targets import Limits
 
 # Of prompts in a step beside requests that decode, on a GPU: about where its products are bound by arithmetic, so that
 # more together are hardly sooner done than one after the other: docs/tensorrt.md, "The server".
-MAX_PREFILL_TOKENS = 512
+_MAX_PREFILL_TOKENS = 512
 _PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothing else
 
 
@@ -96,7 +96,7 @@ class Engine:
             # A CPU's step takes as long as it has tokens: chunk by chunk, the others wait least. On a GPU each step
             # has a price of its own, and few long steps delay fewer tokens of the others than many short ones.
             long_prefill_token_threshold = chunk_size
-        max_prefill_tokens = None if model.engines.backend.batch_invariant else MAX_PREFILL_TOKENS
+        max_prefill_tokens = None if model.engines.backend.batch_invariant else _MAX_PREFILL_TOKENS
         self._scheduler = Scheduler(
             model.tables,
             model.max_batch_size,

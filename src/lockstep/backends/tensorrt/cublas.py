@@ -24,7 +24,7 @@ class Gemm:
         self._handle, self._memory = ctypes.c_void_p(), cuda.empty((_WORKSPACE,), "u1", "cuBLAS to work in")
         if status := self._library.cublasCreate_v2(ctypes.byref(self._handle)):
             raise CheckError(
-                f"expected the library cuBLAS ({getattr(self._library, '_name', 'libcublas')}) to start, found "
+                f"expected the library cuBLAS ({self._library._name}) to start, found "
                 f"{_said(status)}; free memory of the GPU, or name the folder of a cuBLAS for this driver in "
                 "LD_LIBRARY_PATH"
             )
