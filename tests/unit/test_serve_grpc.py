@@ -245,7 +245,10 @@ def aborted(server: RealServer) -> float:
 def test_a_client_that_leaves_frees_its_slots(server: RealServer) -> None:
     before = aborted(server)
     with Caller(server) as caller:
-        next(caller.stream(iter([long("a"), long("b")])))
+        answers = caller.stream(iter([long("a"), long("b")]))
+        ids = {next(answers).infer_response.id}
+        while len(ids) < 2:  # the server has read both, and neither has ended
+            ids.add(next(answers).infer_response.id)
     server.wait_idle()
     assert aborted(server) == before + 2
     with Caller(server) as caller:
