@@ -146,7 +146,7 @@ def seconds_of_a_step(model: Model, batch: int, sampling: Sampling) -> float:
         if number == WARM:
             began = time.perf_counter()
         advances = [Advance(slot, tokens[slot : slot + 1], CONTEXT + number) for slot in range(batch)]
-        tokens = model.step_tokens(advances, more=number < WARM + STEPS - 1)
+        tokens = model.step_tokens(advances, following=number < WARM + STEPS - 1)
     seconds = (time.perf_counter() - began) / STEPS
     release(model)
     return seconds
@@ -182,13 +182,13 @@ def mixed(model: Model, rows: int, rounds: int) -> dict[str, Any]:
         for number in range(2 + rounds * MIXED_STEPS):
             with waits() as waited:
                 advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
-                seconds, taken = timed(lambda: model.step_tokens([*advances, Advance(rows, given, 0)], more=True))  # noqa: B023
+                seconds, taken = timed(lambda: model.step_tokens([*advances, Advance(rows, given, 0)], following=True))  # noqa: B023
             tokens[:rows], position = taken[:rows], position + 1
             samples += [(seconds, seconds - sum(waited))] if number > 1 else []
         alone = []
         for number in range(2 + MIXED_STEPS):
             advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
-            seconds, taken = timed(lambda: model.step_tokens(advances, more=True))  # noqa: B023
+            seconds, taken = timed(lambda: model.step_tokens(advances, following=True))  # noqa: B023
             tokens[:rows], position = taken, position + 1
             alone += [seconds] if number > 1 else []
         release(model)

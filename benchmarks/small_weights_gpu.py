@@ -180,7 +180,7 @@ def _decode(model: Model, batch: int) -> float:
         if number == WARM:
             began = time.perf_counter()
         advances = [Advance(slot, tokens[slot : slot + 1], CONTEXT + number) for slot in range(batch)]
-        tokens = model.step_tokens(advances, more=number < WARM + STEPS - 1)
+        tokens = model.step_tokens(advances, following=number < WARM + STEPS - 1)
     milliseconds = (time.perf_counter() - began) * 1e3 / STEPS
     _release(model)
     return milliseconds

@@ -91,13 +91,13 @@ def measure(model: Model, requests: int, mean_prompt: int, mean_new: int, prefix
     ]
     prompts = [random.integers(3, model.vocab_size, count) for count in lengths[0]]
 
-    def through_engine(sampling: Sampling) -> list[list[Advance]]:
+    def through_engine(sampling: Sampling) -> list[tuple[Sequence[Advance], bool | Sequence[Advance]]]:
         engine, taken = Engine(model, prefix_caching=False), []
         step_tokens = model.step_tokens
 
-        def recorded(advances: Sequence[Advance], more: bool = False) -> np.ndarray:
-            taken.append(list(advances))
-            return step_tokens(advances, more)
+        def recorded(advances: Sequence[Advance], following: bool | Sequence[Advance] = False) -> np.ndarray:
+            taken.append((advances, following))
+            return step_tokens(advances, following)
 
         model.step_tokens = recorded  # type: ignore[method-assign]
         try:
@@ -113,8 +113,8 @@ def measure(model: Model, requests: int, mean_prompt: int, mean_new: int, prefix
     steps = through_engine(Sampling())
 
     def bare() -> None:
-        for advances in steps:
-            model.step_tokens(advances)
+        for advances, following in steps:
+            model.step_tokens(advances, following)
         for slot in range(model.max_batch_size):
             model.release(slot)
 

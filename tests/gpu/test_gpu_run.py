@@ -23,7 +23,7 @@ def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:
         if number == FIRST:
             model.release(1)
             advances[1] = Advance(1, prompts[1], 0)
-        steps.append(model.step_tokens(advances, more=True))  # which is not so where a prompt comes again
+        steps.append(model.step_tokens(advances, following=True))  # which is not so where a prompt comes again
     return steps
 
 

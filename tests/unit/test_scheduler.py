@@ -40,7 +40,7 @@ def step(scheduler):
     for _, _, pages in scheduler.computed(made):
         scheduler.stored(pages)
     for request, _ in made.shares:
-        if request.decodes and request.siblings:
+        if request.siblings and not request.in_prompt:
             for sibling in scheduler.forked(request):
                 if sibling.num_computed >= sibling.max_tokens:
                     scheduler.finish(sibling)
@@ -125,6 +125,20 @@ def test_a_step_must_have_room_for_a_chunk_beside_all_others():
         make(max_num_tokens=2, chunk_size=1)
     with pytest.raises(InputError, match="chunk_size: expected 1 to 98, .* beside 2 other requests, found 99"):
         make(max_num_tokens=100, chunk_size=99)
+
+
+def test_a_request_that_holds_all_that_it_may_brings_nothing_until_its_last_token_is_known():
+    """The step behind is decided meanwhile: its slot and pages are not free yet."""
+    scheduler = make(num_slots=2, pages=99)
+    for prompt, most in ((5, 6), (9, 20), (7, 9)):
+        scheduler.add(Scheduled(prompt, most))
+    first, second = (request for request, _ in step(scheduler).shares)
+    assert [request for request, _ in step(scheduler).shares] == [first, second]
+    assert (first.decodes, first.in_prompt) == (False, False)
+    assert [request for request, _ in step(scheduler).shares] == [second]
+    assert scheduler.num_waiting == 1
+    scheduler.finish(first)
+    assert [count for _, count in step(scheduler).shares] == [1, 7]
 
 
 def test_a_threshold_below_one_is_refused():

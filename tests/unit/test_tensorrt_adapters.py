@@ -119,13 +119,15 @@ def test_a_slot_that_gets_another_adapter_in_its_place_is_not_given_the_step_und
     def tokens(model: Model) -> list[Any]:
         model.set_adapter(0, "captain")
         model.set_adapter(1, "random")
-        found = [model.step_tokens([Advance(slot, np.arange(5, 12), 0) for slot in range(2)], more=True)]
+        found = [model.step_tokens([Advance(slot, np.arange(5, 12), 0) for slot in range(2)], following=True)]
         for number in range(6):
             if number == 2:
                 model.set_adapter(0, "shakespeare")  # where "captain" was
             if number == 4:
                 model.set_adapter(0, None)
-            found.append(model.step_tokens([Advance(s, found[-1][s : s + 1], 7 + number) for s in range(2)], more=True))
+            found.append(
+                model.step_tokens([Advance(s, found[-1][s : s + 1], 7 + number) for s in range(2)], following=True)
+            )
         return np.array(found).tolist()
 
     assert tokens(open_model()) == tokens(opened(lora, form[1], **SIZES))
@@ -150,7 +152,7 @@ def test_loading_an_adapter_waits_for_nothing_and_builds_nothing(
 ) -> None:
     model = open_model()
     model.warm_up()
-    model.step_tokens([Advance(2, np.arange(5), 0)], more=True)
+    model.step_tokens([Advance(2, np.arange(5), 0)], following=True)
     waited: list[int] = []
     from lockstep.backends.tensorrt import cuda
 

@@ -80,10 +80,10 @@ LIMITS_OF_MODEL = {name: LIMITS[name] for name in ("max_batch_size", "max_num_to
 
 
 class Both:
-    """The model beside the same in ONNX Runtime, step by step. Each slot goes on with the token that was found. more:
-    what each step is told of the next one."""
+    """The model beside the same in ONNX Runtime, step by step. Each slot goes on with the token that was found.
+    following: what each step is told of the next one."""
 
-    def __init__(self, demo, open_model, precision, layers=2, more=False):
+    def __init__(self, demo, open_model, precision, layers=2, following=False):
         paths = (
             demo.engines(MODEL, precision, "onnxruntime"),
             demo.assembly(MODEL, precision),
@@ -94,7 +94,7 @@ class Both:
             open_model(layers),
             TOLERANCE[precision],
         )
-        self.next, self.random, self.more = {}, np.random.default_rng(0), more
+        self.next, self.random, self.following = {}, np.random.default_rng(0), following
 
     def step(self, *slots, prompts=(), tokens=True):
         """One token of each of `slots`, and (slot, count) of `prompts`, which go on where the slot is, or begin; the
@@ -105,7 +105,7 @@ class Both:
         ]
         expected = self.reference.step(advances)
         if tokens:
-            found = self.found.step_tokens(advances, self.more)
+            found = self.found.step_tokens(advances, self.following)
             # The most likely one, or as likely within the tolerance.
             assert (expected[np.arange(len(advances)), found] >= expected.max(axis=1) - self.tolerance).all()
         else:
@@ -119,9 +119,9 @@ class Both:
         self.found.release(slot)
 
 
-@pytest.mark.parametrize("more", [False, True])
-def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, more):
-    both = Both(demo, open_model, form[1], more=more)
+@pytest.mark.parametrize("following", [False, True])
+def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, following):
+    both = Both(demo, open_model, form[1], following=following)
     both.step(prompts=[(2, 45), (0, 8)])
     for number in range(25):  # slot 2 goes over 64 tokens
         both.step(2, 0, tokens=number % 8 != 3)
@@ -210,7 +210,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     gains = next(array for name, array in model._executor.ranks[0].network.exit.run._weights.items() if "norm" in name)
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
     # -1 is no token that a step could go on with
-    assert model.step_tokens([Advance(0, np.array([token]), 5)], more=True).tolist() == [-1] and model.in_flight
+    assert model.step_tokens([Advance(0, np.array([token]), 5)], following=True).tolist() == [-1] and model.in_flight
     model.set_sampling(1, Sampling(1.0))
     assert model.step_tokens([Advance(1, np.arange(5), 0)]).tolist() == [-1]
     for slot in range(2):
@@ -225,7 +225,7 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
     """And whatever is asked for in its place gets what it should."""
     from lockstep.backends.tensorrt import cuda
 
-    both = Both(demo, open_model, form[1], more=True)
+    both = Both(demo, open_model, form[1], following=True)
     both.step(prompts=[(0, 8), (1, 5), (2, 50)])
     for _ in range(3):
         both.step(0, 1, 2)
@@ -275,7 +275,7 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
     """No memory for the step ahead; an interrupt while its predecessor is waited for."""
     from lockstep.backends.tensorrt import cuda
 
-    both = Both(demo, open_model, form[1], more=True)
+    both = Both(demo, open_model, form[1], following=True)
     both.step(prompts=[(0, 61), (1, 5)])
     both.step(0, 1)
     with monkeypatch.context() as patched:
@@ -303,7 +303,7 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
         patched.setattr(cuda.Event, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             both.found.step_tokens(
-                [Advance(slot, np.array([both.next[slot]]), both.found.length(slot)) for slot in (0, 1)], more=True
+                [Advance(slot, np.array([both.next[slot]]), both.found.length(slot)) for slot in (0, 1)], following=True
             )
     for _ in range(3):
         both.step(0, 1)
@@ -334,7 +334,7 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
     model, assembly = open_model("all"), Assembly.load(demo.assembly(MODEL, form[1]))
     tokens, told = model.step_tokens, []
     monkeypatch.setattr(
-        model, "step_tokens", lambda advances, more=False: (told.append(more), tokens(advances, more))[1]
+        model, "step_tokens", lambda advances, following=False: (told.append(following), tokens(advances, following))[1]
     )
     found = bench.decode(model, 2, 1)
     assert told == [False, False, *[True] * 5, False]  # two prompts; the last step has none behind it
@@ -407,31 +407,124 @@ def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longe
         del made.send, made.send_mixed
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
-def test_a_step_is_not_begun_early_where_prompts_will_fill_it(open_model, form, gpu, monkeypatch):
-    """These go through the blocks with the rows that decode; what little is left of a prompt follows them."""
-    model, told = open_model(max_batch_size=2, chunk_size=16, max_num_tokens=64), []
-    step_tokens = model.step_tokens
+def put_passes(model, monkeypatch):
+    """Fills with the lengths of what each step brings that is put on the streams."""
+    executor, put = model._executor, []
+    put_passes = executor._put_passes
     monkeypatch.setattr(
-        model,
-        "step_tokens",
-        lambda advances, more=False: (
-            told.append(([len(each.tokens) for each in advances], more)),
-            step_tokens(advances, more),
+        executor,
+        "_put_passes",
+        lambda decoding, chunks: (
+            put.append([len(each.tokens) for each in (*decoding, *chunks)]),
+            put_passes(decoding, chunks),
         )[1],
     )
+    return put
+
+
+def test_each_step_is_begun_once_before_the_tokens_of_the_one_before_with_the_prompts_that_it_takes_in(
+    open_model, form, gpu, monkeypatch
+):
+    """The parts of a long prompt, prompts that waited for a slot, and one that came while a step was under way."""
+    model = open_model(max_batch_size=2, chunk_size=16, max_num_tokens=64)
+    put, ahead = put_passes(model, monkeypatch), []
     engine = Engine(model, prefix_caching=False)
-    for count, new in ((5, 5), (140, 2), (4, 2)):
+    for count, new in ((5, 7), (140, 2), (4, 3)):
         engine.add(Request(np.arange(count), new))
-    assert sum(1 for _ in engine.run()) == 9
-    assert told == [
-        ([5, 48], False),  # 92 of the prompt are left, and a step has room for 62
-        ([1, 48], True),  # 44
-        ([1, 44], True),
-        ([1, 1], True),  # the second request ends, and the third has its slot
-        ([1, 4], True),
-        ([1], False),
+    while engine.has_work:
+        engine.step()
+        ahead.append(model.in_flight)
+        if len(ahead) == 6:
+            engine.add(Request(np.arange(7), 2))
+    assert put == [
+        [5, 48],
+        [1, 48],
+        [1, 44],
+        [1, 1],
+        [1],  # the second request has ended, which only the step behind knows
+        [1, 4],
+        [1, 1],
+        [1],  # so has the first
+        [7],
+        [1],
     ]
+    assert ahead == [*[True] * (len(put) - 1), False]
+
+
+class Chaos:
+    """Requests that come, end early and are aborted at random."""
+
+    def __init__(self, seed, adapters=(None,)):
+        random = self.random = np.random.default_rng(seed)
+        prefix = random.integers(0, 768, 130)
+        self.requests = []
+        for number in range(16):
+            prompt = random.integers(0, 768, random.integers(*((1, 90) if number % 2 else (56, 64))))
+            if number % 3 == 0:
+                prompt = np.append(prefix, prompt[:40])
+            rule = dataclasses.replace(RULES[number % 4], seed=number, logprobs=0 if number == 13 else None)
+            self.requests.append(
+                Request(
+                    prompt,
+                    int(random.integers(1 if number % 2 else 12, 20)),
+                    sampling=rule,
+                    n=1 + (number % 7 == 5),
+                    adapter=adapters[number % len(adapters)],
+                    priority=int(random.integers(0, 2)),
+                )
+            )
+
+    def expect(self, engine):
+        """The tokens of each request alone; every third one is to stop at one of them from now on."""
+        self.alone = [tokens_of(engine, [request]) for request in self.requests]
+        for number, (request, tokens) in enumerate(zip(self.requests, self.alone)):
+            if number % 3 == 1 and request.n == 1:
+                stop = int(self.random.choice(tokens[0, 0]))
+                end = tokens[0, 0].index(stop) + 1
+                self.requests[number] = dataclasses.replace(request, stop_ids=frozenset([stop]))
+                self.alone[number] = {(0, 0): tokens[0, 0][:end]}
+
+    def check(self, engine):
+        found, aborted, numbers, left = {}, set(), {}, list(self.random.permutation(len(self.requests)))
+        while left or engine.has_work:
+            for _ in range(min(len(left), int(self.random.integers(0, 3)))):
+                number = left.pop()
+                numbers[engine.add(self.requests[number])] = number
+            if numbers and self.random.random() < 0.1:
+                number = int(self.random.choice(list(numbers)[-6:]))
+                if engine.abort(number):
+                    aborted.add(numbers[number])
+            for made in engine.step():
+                found.setdefault(numbers[made.request], {}).setdefault((0, made.choice), []).append(made.token)
+        engine.scheduler.check()
+        for number, expected in enumerate(self.alone):
+            tokens = found.get(number, {})
+            if number in aborted:
+                assert all(each == expected[key][: len(each)] for key, each in tokens.items())
+            else:
+                assert tokens == expected, number
+        assert 0 < len(aborted) < len(self.requests) / 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_early(
+    open_model, form, gpu, monkeypatch, seed
+):
+    model = open_model(chunk_size=64)
+    chaos = Chaos(seed)
+    with monkeypatch.context() as patched:
+        patched.setattr(model._executor, "async_scheduling", False, raising=False)
+        chaos.expect(Engine(model, prefix_caching=False))
+    put = put_passes(model, monkeypatch)
+    chaos.check(Engine(model))
+    assert sum(len(each) > 1 and max(each) > 1 for each in put) > 5
+    model.tables.pool.forget()
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
+    small = open_model(chunk_size=64, kv_bytes=5 * model.tables.pool.page_nbytes)
+    engine = Engine(small, admission="optimistic")
+    chaos.check(engine)
+    assert engine.scheduler.num_swaps
 
 
 def tables(model):
@@ -441,7 +534,7 @@ def tables(model):
 
 def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model, form, gpu):
     """It is not taken again; and the step behind both goes ahead too."""
-    both = Both(demo, open_model, form[1], more=True)
+    both = Both(demo, open_model, form[1], following=True)
     both.step(prompts=[(0, 8), (1, 63)])  # a cache of 64, where the step under way writes the last token
     assert both.found.in_flight, "the prompts' next tokens are on the device"
     for _ in range(3):
@@ -467,7 +560,7 @@ def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model,
 def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, open_model, form, gpu, monkeypatch):
     from lockstep.backends.tensorrt import cuda
 
-    both = Both(demo, open_model, form[1], more=True)
+    both = Both(demo, open_model, form[1], following=True)
     both.found._executor.warm_up()
     captures, contexts = [], len(gpu.profiles)
     capture = cuda.Stream.capture
@@ -633,7 +726,7 @@ def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, f
 def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
     model = open_model()
     for start, count in ((0, 5), (5, 1), (6, 1), (7, 1)):
-        model.step_tokens([Advance(0, np.arange(count), start)], more=True)
+        model.step_tokens([Advance(0, np.arange(count), start)], following=True)
     assert model.in_flight
     gc.collect()
     gc.disable()
@@ -769,7 +862,7 @@ def test_only_the_logits_of_requests_that_need_them_come_back(open_model, form, 
     np.testing.assert_array_equal(logits, expected[[2, 0]])
     tokens = dict(enumerate(found.tolist()))
     advances = lambda: [Advance(slot, np.array([tokens[slot]]), model.length(slot)) for slot in (1, 2, 0)]
-    tokens |= zip((1, 2, 0), model.step_tokens(advances(), more=True).tolist())
+    tokens |= zip((1, 2, 0), model.step_tokens(advances(), following=True).tolist())
     assert model.in_flight
     found, logits = model.step_with_logits(advances(), [1])  # of the step under way
     assert logits.shape == (1, 768) and logits.argmax() == found[1] and not model.in_flight
@@ -777,7 +870,7 @@ def test_only_the_logits_of_requests_that_need_them_come_back(open_model, form, 
 
 def test_a_step_under_way_is_not_asked_for_in_a_slot_that_samples_in_another_way(open_model, form, gpu):
     model = open_model()
-    tokens = model.step_tokens([Advance(slot, np.arange(2, 9), 0) for slot in range(2)], more=True)
+    tokens = model.step_tokens([Advance(slot, np.arange(2, 9), 0) for slot in range(2)], following=True)
     model.set_sampling(1, Sampling(50.0, seed=3))  # hot: another token than the likeliest
     advances = [Advance(slot, tokens[slot : slot + 1], 7) for slot in range(2)]
     found, logits = model.step_with_logits(advances, [0, 1])
@@ -791,7 +884,7 @@ def test_a_step_under_way_is_not_asked_for_in_a_slot_that_samples_in_another_way
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_what_is_swapped_out_comes_back_in_other_pages(demo, open_model, form, gpu):
-    both = Both(demo, open_model, form[1], more=True)
+    both = Both(demo, open_model, form[1], following=True)
     both.step(prompts=[(0, 8), (1, 100), (2, 64)])
     both.step(0, 1, 2)
     model = both.found
@@ -993,9 +1086,9 @@ def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model
     monkeypatch.setattr(
         model,
         "step_tokens",
-        lambda advances, more=False: (
+        lambda advances, following=False: (
             brought.append([len(advance.tokens) for advance in advances]),
-            step_tokens(advances, more),
+            step_tokens(advances, following),
         )[1],
     )
     for threshold, pieces in ((None, [[200], [12], [33]]), (130, [[128, 72], [12], [33]])):
@@ -1010,7 +1103,7 @@ def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model
                 tokens += [made.token for made in engine.step() if made.request == number]
             assert tokens == expected and all(each[0] == 1 for each in brought)
             if engine.prefix_caching:
-                assert [each[1] for each in brought if each[1] > 1] == counts
+                assert [each[1] for each in brought if max(each) > 1] == counts
         assert engine.prefix_hits == (256 if engine.prefix_caching else 0)
         engine.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from lockstep.runtime.prefix import chunk_keys, root_key
 from lockstep.runtime.request import Request, Speed, Token
 from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, Status, Step
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.step.advance import Advance
+from lockstep.step.advance import FOUND, Advance
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs, Sampled, Sampler, Sampling, log_probabilities
 from lockstep.targets import Limits
@@ -61,8 +61,8 @@ class Engine:
     """`add` requests at any time, `step` until there are no more; not for several threads at once.
 
     The model chooses the tokens, greedy or drawn (`Model.step_tokens`): on a GPU no logits come back, and the next step
-    is under way before it is asked for. Not so in steps with a request that needs logits (`choose`, penalties, lists,
-    logprobs, a grammar): its own come back, and the host chooses.
+    is decided and begun before the tokens of this one are known (async scheduling). Not so in steps with a request that
+    needs logits (`choose`, penalties, lists, logprobs, a grammar): its own come back, and the host chooses.
 
     A request with a grammar waits, without a slot, until the grammar is compiled; meanwhile steps go on. `refused`:
     requests whose grammar the last step found not to be one, with one line that says why; they have ended.
@@ -128,6 +128,7 @@ class Engine:
         # Tokens of prompts that were looked for in the prefix cache, and of those found there.
         self.prefix_queries = self.prefix_hits = 0
         self._began: float | None = None  # when the step before ended, if the next one was under way then
+        self._ahead: Step | None = None  # the next step, where it was decided before the tokens of this one were known
 
     @property
     def has_work(self) -> bool:
@@ -246,24 +247,21 @@ class Engine:
         """Take one step; gives the tokens that it made. Raises CheckError, and ends all requests, when the device
         fails."""
         self._take_compiled()
-        self.prompt_logprobs = []
+        self.prompt_logprobs, self.admitted = [], []
         try:
-            step = self._schedule()
+            step = self._next_step()
             if not step.shares:
                 if self._grammars is not None and self._compiling:
                     self._grammars.wait(_PATIENCE)
                 return []
             rows = self._take(step)
-            self._take_prompt_logprobs(step)
-            for request, start, pages in self._scheduler.computed(step):
-                self._model.store(request.slot, start, pages)
-                self._scheduler.stored(pages)
         except BaseException:
             self.close()
+            self._model.tables.pool.forget()  # prefixes that were to be computed in a step that may have failed
             raise
         made = []
         for (scheduled, _), row in zip(step.shares, rows):
-            if scheduled.decodes:
+            if not scheduled.in_prompt:
                 for each in (scheduled, *self._fork(scheduled)):
                     token = self._choose(self._choices[each], row)
                     if token is not None:
@@ -290,6 +288,13 @@ class Engine:
         for _, message in self.refused:
             raise InputError(message)
 
+    def _next_step(self) -> Step:
+        """What was decided ahead, of requests that have not ended since; else what is decided now."""
+        step, self._ahead = self._ahead, None
+        if step is not None:
+            step.shares = [(request, count) for request, count in step.shares if request.status is Status.RUNNING]
+        return step if step is not None and step.shares else self._schedule()
+
     def _schedule(self) -> Step:
         model, scheduler = self._model, self._scheduler
         while (victim := scheduler.victim()) is not None:
@@ -299,7 +304,7 @@ class Engine:
         step = scheduler.schedule()
         for request in step.swapped_in:
             model.swap_in(request.slot, self._swapped.pop(request))
-        self.admitted = [self._choices[request].index for request, _ in step.admitted]
+        self.admitted += [self._choices[request].index for request, _ in step.admitted]
         for request, pages in step.admitted:
             if self.prefix_caching:
                 self.prefix_queries += request.num_prompt_tokens
@@ -312,23 +317,15 @@ class Engine:
 
     def _take(self, step: Step) -> Sequence[np.ndarray | int]:
         """Take the step: for each share its logits, or the token that the model chose."""
-        model, advances, prompt_tokens, goes_on = self._model, [], 0, False
-        wanted = []  # of which logits are
-        for scheduled, count in step.shares:
-            choice, start = self._choices[scheduled], scheduled.num_computed
-            if scheduled.decodes:
-                tokens = np.array([choice.next_token], np.int64)
-            else:
-                tokens = choice.prompt[start : start + count]
-                prompt_tokens += count
-            advances.append(Advance(scheduled.slot, tokens, start))
-            if start + count >= scheduled.num_prompt_tokens:
-                if choice.needs_logits:
-                    wanted.append(len(advances) - 1)
-                elif choice.request.sampling.temperature and choice.sampling_slot != scheduled.slot:
-                    model.set_sampling(scheduled.slot, choice.request.sampling, choice.number)
-                    choice.sampling_slot = scheduled.slot
-            goes_on |= choice.made + 1 < choice.request.max_new_tokens and start + 1 < model.max_seq_len
+        model, advances = self._model, self._advances(step)
+        prompt_tokens = sum(count for request, count in step.shares if request.in_prompt)
+        wanted = self._wanted(step)
+        following: list[Advance] = []
+        if model.async_scheduling:
+            self._computed(step)
+            if not wanted and self._may_decide_ahead(step):
+                self._ahead = self._schedule()
+                following = self._following(self._ahead, step)
         began = self._began or time.perf_counter()
         rows: list[np.ndarray | int]
         if wanted:
@@ -337,11 +334,11 @@ class Engine:
             for number, row in zip(wanted, logits):
                 rows[number] = row
         else:
-            # A GPU computes rows that decode and prompts in one pass, unless the rows are under way already: that is
-            # worth waiting for beside a full step of prompts.
-            more = goes_on and not self._scheduler.fills_next(step)
-            rows = model.step_tokens(advances, more).tolist()
+            rows = model.step_tokens(advances, following).tolist()
         ended = time.perf_counter()
+        if not model.async_scheduling:
+            self._take_prompt_logprobs(step)
+            self._computed(step)
         seconds, self._began = ended - began, ended if model.in_flight else None
         if prompt_tokens:
             self.speed.prefill_tokens += prompt_tokens
@@ -351,10 +348,59 @@ class Engine:
             self.speed.decode_seconds += seconds
         return rows
 
+    def _advances(self, step: Step, before: Container[Scheduled] = ()) -> list[Advance]:
+        """What the model is to take. before: requests of the step before, whose tokens are not known yet. Tells the
+        model how to sample those that it was not told of."""
+        advances = []
+        for scheduled, count in step.shares:
+            choice, start = self._choices[scheduled], scheduled.num_computed
+            if scheduled.in_prompt:
+                tokens = choice.prompt[start : start + count]
+            else:
+                tokens = FOUND if scheduled in before else np.array([choice.next_token], np.int64)
+            advances.append(Advance(scheduled.slot, tokens, start))
+            # At the prompt's end is soon enough where no step is begun that this would change.
+            if self._model.async_scheduling or start + count >= scheduled.num_prompt_tokens:
+                self._set_sampling(choice)
+        return advances
+
+    def _set_sampling(self, choice: _Choice) -> None:
+        slot = choice.scheduled.slot
+        if choice.sampling_slot != slot and choice.request.sampling.temperature and not choice.needs_logits:
+            self._model.set_sampling(slot, choice.request.sampling, choice.number)
+            choice.sampling_slot = slot
+
+    def _wanted(self, step: Step) -> list[int]:
+        """The shares of which logits are: those behind whose tokens the host chooses."""
+        return [
+            number
+            for number, (scheduled, count) in enumerate(step.shares)
+            if scheduled.num_computed + count >= scheduled.num_prompt_tokens and self._choices[scheduled].needs_logits
+        ]
+
+    def _computed(self, step: Step) -> None:
+        for request, start, pages in self._scheduler.computed(step):
+            self._model.store(request.slot, start, pages)
+            self._scheduler.stored(pages)
+
+    def _may_decide_ahead(self, step: Step) -> bool:
+        """Whether nothing but which requests end hangs on the tokens of a step that is about to be taken: no choices
+        fork behind it, none has a next token that was given out before, and nobody is to be swapped out."""
+        for scheduled, _ in step.shares:
+            if not scheduled.in_prompt and (scheduled.siblings or self._choices[scheduled].again):
+                return False
+        return self._scheduler.victim() is None
+
+    def _following(self, ahead: Step, step: Step) -> list[Advance]:
+        """The step behind `step`, for the model to begin; nothing where the host is to choose tokens of it."""
+        if self._wanted(ahead):
+            return []
+        return self._advances(ahead, {scheduled for scheduled, _ in step.shares})
+
     def _take_prompt_logprobs(self, step: Step) -> None:
         for number, (scheduled, _) in enumerate(step.shares):
             choice = self._choices[scheduled]
-            if choice.prompt_logprobs is None or scheduled.decodes:
+            if choice.prompt_logprobs is None or not scheduled.in_prompt:
                 continue
             found, count = [], choice.prompt_logprobs
             for start, logits in self._model.logits_behind(number):

@@ -13,7 +13,7 @@ from lockstep.backends import EngineSet
 from lockstep.errors import InputError
 from lockstep.runtime.adapters import Adapters, unknown_adapter
 from lockstep.runtime.binding import open_network
-from lockstep.step.advance import Advance, Executor, check
+from lockstep.step.advance import Advance, Executor, check, then_decode
 from lockstep.step.host import HostExecutor
 from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.sampling import Sampling
@@ -116,14 +116,16 @@ class Model:
         """
         return self._take(advances, self._executor.logits)
 
-    def step_tokens(self, advances: Sequence[Advance], more: bool = False) -> np.ndarray:
+    def step_tokens(self, advances: Sequence[Advance], following: bool | Sequence[Advance] = False) -> np.ndarray:
         """As `step`, but gives only each request's next token, [len(advances)] int64, the most likely one or what
         `set_sampling` says: on a GPU nothing else comes back. -1 where the largest logit is NaN or infinite.
 
-        more: the next step will go on with these tokens, in all of these slots or in some of them. A GPU may begin it
-        at once, before the tokens are back; any other step may follow all the same.
+        following: the next step, as far as it is known: prompts, and slots of this step that go on with the token
+        which it finds (`FOUND`); True: the latter for all slots. A GPU begins it at once, before the tokens are back
+        (`async_scheduling`); a step of some of it is then there, and any other step may follow all the same.
         """
-        return self._take(advances, lambda advances: self._executor.tokens(advances, more))
+        behind = then_decode(advances) if following is True else following or ()
+        return self._take(advances, lambda advances: self._executor.tokens(advances, behind))
 
     def step_with_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """As `step_tokens`, and the logits [len(wanted), vocab_size] float32 behind `advances[i]` for i of `wanted`: on
@@ -177,6 +179,11 @@ class Model:
         """Prepare all that steps are made of, so that no request waits for what is done once. Caches stay as they
         are."""
         self._executor.warm_up()
+
+    @property
+    def async_scheduling(self) -> bool:
+        """`step_tokens` begins the step that follows before the tokens of this one are back."""
+        return self._executor.async_scheduling
 
     @property
     def in_flight(self) -> bool:

@@ -71,8 +71,14 @@ class Scheduled:
 
     @property
     def decodes(self) -> bool:
-        """Its next share of a step is one token behind its prompt."""
-        return self.num_computed >= self.num_prompt_tokens
+        """Its next share of a step is one token behind its prompt. Not so of one that holds all that it may: it ends
+        once the tokens of the step before are known."""
+        return self.num_prompt_tokens <= self.num_computed < self.max_tokens
+
+    @property
+    def in_prompt(self) -> bool:
+        """Tokens of its prompt are still to be computed."""
+        return self.num_computed < self.num_prompt_tokens
 
     @property
     def slots(self) -> list[int]:
@@ -218,7 +224,10 @@ class Scheduler:
         self.num_swaps += 1
 
     def schedule(self) -> Step:
-        """The next step. What it says is computed, unless `finish` says otherwise before the next call."""
+        """The next step. What it says is computed, unless `finish` says otherwise before the next call.
+
+        The tokens of the step before need not be known yet, if `computed` was told of it: what ends with them, if only
+        its tokens can say so, brings a token that nobody asks for."""
         self._steps += 1
         step = Step()
         if self.admission == "optimistic":  # what runs goes before what comes: `victim` has seen to the pages
@@ -226,13 +235,13 @@ class Scheduler:
         all_in, held = self._swap_in(step)
         if all_in:
             self._admit(step, held)
-        step.shares = [(each, 1) for each in self._running if each.num_computed >= each.num_prompt_tokens]
+        step.shares = [(each, 1) for each in self._running if each.decodes]
         left, decoding = self.max_num_tokens - len(step.shares), bool(step.shares)
         if len(step.shares) < len(self._running):
             if decoding:
                 left = self._beside_decoding(left)
             for request in self._running:
-                if not request.decodes:
+                if request.in_prompt:
                     count = self._chunks(request, left, decoding)
                     if count:
                         step.shares.append((request, count))
@@ -248,18 +257,8 @@ class Scheduler:
         if limit is None or self._num_waiting:
             return left
         limit = max(limit, self.chunk_size)
-        prompts = sum(each.num_prompt_tokens - each.num_computed for each in self._running if not each.decodes)
+        prompts = sum(each.num_prompt_tokens - each.num_computed for each in self._running if each.in_prompt)
         return min(left, limit) if prompts <= _PILE * limit else left
-
-    def fills_next(self, step: Step) -> bool:
-        """Whether prompts that run have more tokens left behind `step` than the step after it has room for."""
-        taken = {id(request): count for request, count in step.shares}
-        left = [
-            each.num_prompt_tokens - each.num_computed - taken.get(id(each), 0)
-            for each in self._running
-            if not each.decodes
-        ]
-        return sum(left) >= self.max_num_tokens - len(self._running)
 
     def computed(self, step: Step) -> list[tuple[Scheduled, int, list[int]]]:
         """A step was taken. Gives (request, first token, pages) of each chunk that can be reused from now on, where its

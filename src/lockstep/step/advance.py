@@ -20,6 +20,7 @@ class Advance:
     slot.
 
     `start` is 0 for a new request, which forgets what the slot held, else the number of tokens that the slot holds.
+    In a step that follows another, `tokens` may be `FOUND`.
     """
 
     slot: int
@@ -36,6 +37,14 @@ class Advance:
         object.__setattr__(self, "tokens", tokens)
 
 
+FOUND = np.array([-1], np.int64)  # the token that the step before finds for the slot, whatever it is
+
+
+def then_decode(advances: Sequence[Advance]) -> list[Advance]:
+    """The step behind `advances` that brings one more token of each."""
+    return [Advance(each.slot, FOUND, each.start + len(each.tokens)) for each in advances]
+
+
 class Executor(Protocol):
     """What runs steps on a device. `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`; slots are 0 to
     `num_slots`-1. `tables` names the pages that the cache is made of.
@@ -47,6 +56,7 @@ class Executor(Protocol):
     num_slots: int
     max_seq_len: int
     tables: PageTables
+    async_scheduling: bool  # a step that `tokens` is told of is begun before the tokens of the one before are known
 
     @property
     def lengths(self) -> np.ndarray: ...
@@ -69,9 +79,9 @@ class Executor(Protocol):
         of the list. Raises InputError, and changes nothing, when the pool lacks pages for it."""
         ...
 
-    def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
+    def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
         """Take a step; each request's next token, as `set_sampling` says, [len(advances)] int64; -1 where the largest
-        logit is NaN or infinite. more: `Model.step_tokens`."""
+        logit is NaN or infinite. following: `Model.step_tokens`."""
         ...
 
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

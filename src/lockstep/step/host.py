@@ -29,7 +29,7 @@ class HostExecutor:
     copies, which `share` copies back.
     """
 
-    in_flight = False
+    in_flight = async_scheduling = False
 
     def __init__(self, network: Network, num_slots: int, max_seq_len: int, chunk_size: int, kv_bytes: int):
         """chunk_size: tokens brought together are cut at multiples of it. kv_bytes: for the pages of all requests."""
@@ -79,7 +79,7 @@ class HostExecutor:
         self._taken = plan, advances
         return plan
 
-    def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
+    def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
         plan = self._take(advances)
         if any(advance.slot in self._samplings for advance in advances):
             return self._choose(advances, plan.logits().astype(np.float32))

@@ -7,8 +7,9 @@ the first layers while the host prepares the next ones. Rows that decode beside 
 pass, which reads the weights once, where that is no slower; each part has the attention that it has alone.
 
 The device chooses the tokens, greedy or drawn: where these alone are asked for, no logits come back, and the device
-holds what the next step goes on with. Where the caller says that it will, that step is launched before these tokens are
-back, so that the device does not wait for the host; prompts that arrive meanwhile follow it in a pass of their own.
+holds what the next step goes on with. A caller that knows what follows says so, prompts and all, and that step is put
+on the stream before these tokens are back, so that the device does not wait for the host. It is a guess: rows that are
+not asked for after all are nobody's, and prompts that come on top follow it in a pass of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.backends.tensorrt.rank_watch import RankWatch
 from lockstep.backends.tensorrt.resident_adapters import ResidentAdapters
 from lockstep.errors import CheckError, InputError
-from lockstep.step.advance import Advance
+from lockstep.step.advance import FOUND, Advance
 from lockstep.step.network import Network
 from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
@@ -44,12 +45,15 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Flight:
-    """A step that the device is at, or through with. ends: of its slots, what they hold then."""
+    """A step that the device is at, or through with. ends: of its slots, what they hold then. chunks: by slot its
+    prompts."""
 
     ends: dict[int, int]
+    chunks: dict[int, Advance]
+    passes: list[list[Plan]]  # by pass, by rank
+    rows: list[dict[int, cuda.Array]]  # by rank, by slot: its logits [1, vocab_size], there until the next step
     fetched: list[tuple[np.ndarray, cuda.Event]]  # by rank, page-locked: what it finds, by slot, behind the event
-    plans: Sequence[Plan] = ()  # of a step in flight: by rank
-    given: np.ndarray | None = None  # of a step in flight: the tokens that it went on with, by slot
+    given: np.ndarray | None = None  # of a step that was not asked for yet: the tokens that it went on with, by slot
     loads: np.ndarray | None = None  # likewise: by slot, which load of an adapter (GpuExecutor._loads)
 
     @property
@@ -73,6 +77,8 @@ def _waits(method: Callable[..., _T]) -> Callable[..., _T]:
 class GpuExecutor:
     """Runs steps of a Network whose engines are TensorRT's. `lengths[slot]`: tokens that a slot
     holds. Several ranks run the same step, each on its device; the first one's tokens and logits come back."""
+
+    async_scheduling = True
 
     def __init__(
         self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None = None
@@ -205,15 +211,12 @@ class GpuExecutor:
         return self.tokens_and_logits(advances, range(len(advances)))[1]
 
     @_waits
-    def tokens(self, advances: Sequence[Advance], more: bool) -> np.ndarray:
+    def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
         """As `logits`, but just the tokens come back that `set_sampling` asks for, [len(advances)] int64; -1 where the
-        largest logit is NaN or infinite.
-
-        more: the next step goes on with these tokens, in these slots or some of them, as far as the caller knows.
-        """
-        flight, _ = self._put(advances)
+        largest logit is NaN or infinite. following: what is put on the streams behind the step: `Model.step_tokens`."""
+        flight = self._put(advances)
         slots = [advance.slot for advance in advances]
-        launched = self._launch_next({slot: flight.ends[slot] for slot in slots}) if more else None
+        launched = self._put_ahead(following, _ends(advances)) if following else None
         self._wait(flight)
         found = flight.tokens.copy()
         if launched is None:
@@ -226,10 +229,11 @@ class GpuExecutor:
     @_waits
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """As `tokens`, and the logits behind some of the requests: see `Executor.tokens_and_logits`."""
-        flight, rows = self._put(advances, gather=True)
-        found = [[by_slot[advances[number].slot] for number in wanted] for by_slot in rows]
+        flight = self._put(advances)
+        self._gather(flight)
+        found = [[by_slot[advances[number].slot] for number in wanted] for by_slot in flight.rows]
         if self._host_logits is None:
-            some = next(iter(rows[0].values()))
+            some = next(iter(flight.rows[0].values()))
             self._host_logits = cuda.pinned((self.num_slots, some.shape[1]), some.dtype)
         logits = self._fetch_logits(self._host_logits, self.ranks[0], found[0])
         self._wait(flight)
@@ -282,89 +286,119 @@ class GpuExecutor:
                 "found others; check that GPU and its links (nvidia-smi, dmesg)"
             )
 
-    def _put(self, advances: Sequence[Advance], gather: bool = False) -> tuple[_Flight, list[dict[int, cuda.Array]]]:
-        """Put a step on the streams, as far as it is not in flight; what it finds, and for each rank by slot the row of
-        logits [1, vocab_size], which is there until the next step. gather: where ranks have parts of the logits, put
-        them together, too."""
+    def _put(self, advances: Sequence[Advance]) -> _Flight:
+        """Put a step on the streams, as far as it is not in flight."""
         decoding, chunks = _split(advances)
-        flight = self._asked_for(decoding)
-        rows: list[dict[int, cuda.Array]] = [{} for _ in self.ranks]
-        if flight is None and self._goes_in_one_pass(decoding, chunks):
-            self._begin(advances)
-            plans = self._mixed(decoding, chunks)
-            if gather:
-                self._gather(plans)
-            rows = [{each.slot: plan.logits[each.slot : each.slot + 1] for each in advances} for plan in plans]
-            return self._fetch(_ends(advances)), rows
-        decoded = () if flight is None else flight.plans
-        if flight is None or chunks:
-            self._begin(advances, flight)
-            if flight is None and decoding:
-                decoded = self._decode(decoding)
-            if chunks:
-                plans = self._prefill(chunks)
-                if gather:
-                    self._gather(plans)
-                for by_slot, plan in zip(rows, plans):
-                    by_slot.update(
-                        {chunk.slot: plan.logits[number : number + 1] for number, chunk in enumerate(chunks)}
-                    )
-            flight = self._fetch(_ends(advances))
-        if gather:
-            self._gather(decoded)
-        for by_slot, rank in zip(rows, self.ranks):
-            by_slot.update({advance.slot: rank.decode_logits(advance.slot) for advance in decoding})
-        return flight, rows
+        flight, self._in_flight = self._in_flight, None
+        if flight is not None and not self._goes_on(flight, decoding, chunks):
+            flight = None  # nobody asks for it any more
+        if flight is None:
+            self._begin(advances, self.lengths)
+            return self._put_passes(decoding, chunks)
+        left = [] if flight.chunks else chunks
+        if not left:
+            return flight
+        self._begin(left, self._behind(flight.ends))
+        behind = self._put_passes([], left)
+        behind.passes += flight.passes
+        behind.rows = [before | after for before, after in zip(flight.rows, behind.rows)]
+        return behind
 
-    def _gather(self, plans: Sequence[Plan]) -> None:
+    def _goes_on(self, flight: _Flight, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
+        """Whether the step in flight has all of these rows that decode, with these tokens, and, if it has prompts, all
+        of these."""
+        given, slots = flight.given, [advance.slot for advance in (*decoding, *chunks)]
+        if given is None or not (decoding or flight.chunks):
+            return False
+        loads = self._loads()
+        if loads is not None and flight.loads is not None and (loads[slots] != flight.loads[slots]).any():
+            return False
+        return all(
+            advance.slot not in flight.chunks
+            and flight.ends.get(advance.slot) == advance.start + 1
+            and given[advance.slot] == advance.tokens[0]
+            for advance in decoding
+        ) and all(
+            chunk.slot in flight.ends and _is_same(chunk, flight.chunks.get(chunk.slot))
+            for chunk in (chunks if flight.chunks else ())
+        )
+
+    def _put_ahead(self, following: Sequence[Advance], ends: Mapping[int, int]) -> _Flight | None:
+        """Put the step behind the one on the streams there too, in which slots come to hold `ends`. None for what is no
+        step behind it, or goes on with other tokens than the device finds, and where there is no room."""
+        decoding, chunks = _split(following)
+        lengths = self._behind(ends)
+        if not self._can_follow(decoding, chunks, ends, lengths):
+            return None
+        try:
+            self._begin(following, lengths)
+            flight = self._put_passes(decoding, chunks)
+        except (CheckError, InputError):  # no memory for a step that may never be asked for; whoever asks is told
+            return None
+        finally:
+            self._prompt = None  # that was asked for
+        flight.loads = self._loads()
+        return flight
+
+    def _can_follow(
+        self, decoding: Sequence[Advance], chunks: Sequence[Advance], ends: Mapping[int, int], lengths: np.ndarray
+    ) -> bool:
+        after, vocab_size = _ends((*decoding, *chunks)), self.ranks[0].network.vocab_size
+        return (
+            len(after) == len(decoding) + len(chunks)
+            and max(after.values()) <= self.max_seq_len
+            and len(decoding) + sum(len(chunk.tokens) for chunk in chunks) <= self._max_num_tokens
+            and all(each.tokens[0] == FOUND[0] and each.start == ends.get(each.slot) for each in decoding)
+            and all(
+                0 <= each.slot < self.num_slots
+                and each.start == lengths[each.slot]
+                and 0 <= each.tokens.min() <= each.tokens.max() < vocab_size
+                for each in chunks
+            )
+        )
+
+    def _put_passes(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> _Flight:
+        """Put a step on the streams for which there is room, in one pass or in two."""
+        self._prompt = None
+        ends = _ends((*decoding, *chunks))
+        passes, rows = [], [dict[int, cuda.Array]() for _ in self.ranks]
+        if self._goes_in_one_pass(decoding, chunks):
+            plans = self._mixed(decoding, chunks)
+            passes.append(plans)
+            rows = [{slot: plan.logits[slot : slot + 1] for slot in ends} for plan in plans]
+        else:
+            if decoding:
+                passes.append(self._decode(decoding))
+            if chunks:
+                passes.append(self._prefill(chunks))
+            for number, (rank, by_slot) in enumerate(zip(self.ranks, rows)):
+                by_slot |= {advance.slot: rank.decode_logits(advance.slot) for advance in decoding}
+                for at, chunk in enumerate(chunks):
+                    by_slot[chunk.slot] = passes[-1][number].logits[at : at + 1]
+        return _Flight(ends, {chunk.slot: chunk for chunk in chunks}, passes, rows, self._fetch())
+
+    def _gather(self, flight: _Flight) -> None:
         """Put the logits together that ranks have parts of, of a step on the streams."""
         with self._together():
-            for rank, plan in zip(self._each(), plans):
-                if plan.part is not None:
-                    rank.gather(plan)
+            for plans in flight.passes:
+                for rank, plan in zip(self._each(), plans):
+                    if plan.part is not None:
+                        rank.gather(plan)
 
-    def _asked_for(self, decoding: Sequence[Advance]) -> _Flight | None:
-        """The step in flight, if these are slots of it; else it is dropped: nobody asks for it any more."""
-        flight, self._in_flight = self._in_flight, None
-        if flight is None or not decoding or flight.given is None:
-            return None
-        loads, slots = self._loads(), [advance.slot for advance in decoding]
-        if loads is not None and flight.loads is not None and (loads[slots] != flight.loads[slots]).any():
-            return None
-        asked = all(
-            flight.ends.get(advance.slot) == advance.start + 1 and flight.given[advance.slot] == advance.tokens[0]
-            for advance in decoding
-        )
-        return flight if asked else None
-
-    def _fetch(self, ends: dict[int, int]) -> _Flight:
+    def _fetch(self) -> list[tuple[np.ndarray, cuda.Event]]:
         """Bring the tokens of the step that was put on the streams last."""
-        fetched = []
         for rank in self._each():
             rank.fetched.reverse()
             tokens, done = rank.fetched[0]
             rank.stream.download(tokens, rank.state.found)
             done.record(rank.stream)
-            fetched.append((tokens, done))
-        return _Flight(ends, fetched)
+        return [rank.fetched[0] for rank in self.ranks]
 
-    def _launch_next(self, held: dict[int, int]) -> _Flight | None:
-        """Put the step of these slots, which hold so much by then, on the streams too, if all have room."""
-        if max(held.values()) == self.max_seq_len:
-            return None
-        ends, lengths = {slot: length + 1 for slot, length in held.items()}, self.lengths.copy()
-        lengths[list(held)] = list(held.values())
-        try:
-            self._reserve(ends, lengths)
-            plans = self._decode_plans(_bucket(max(ends) + 1, self.num_slots), self._adapted(ends), self._drawn(ends))
-        except (CheckError, InputError):  # no memory for a step that may never be asked for; whoever asks is told
-            return None
-        for rank in self._each():
-            rank.state.decode(list(held), None, list(held.values()), rank.stream)
-        self._launch(plans)
-        flight = self._fetch(ends)
-        flight.loads, flight.plans = self._loads(), plans
-        return flight
+    def _behind(self, ends: Mapping[int, int]) -> np.ndarray:
+        """Tokens that each slot holds behind a step in which some come to hold `ends`."""
+        lengths = self.lengths.copy()
+        lengths[list(ends)] = list(ends.values())
+        return lengths
 
     def wait(self) -> None:
         """Until all weights are on the devices. Raises what an upload raised."""
@@ -414,12 +448,10 @@ class GpuExecutor:
                     rank.exchange.give_up()
             raise
 
-    def _begin(self, advances: Sequence[Advance], flight: _Flight | None = None) -> None:
-        """Make room for a step, which goes on behind `flight`."""
+    def _begin(self, advances: Sequence[Advance], lengths: np.ndarray) -> None:
+        """Make room for a step, before which slots hold `lengths` tokens."""
         self.wait()
-        ends, lengths = _ends(advances), self.lengths.copy()
-        if flight is not None:
-            lengths[list(flight.ends)] = list(flight.ends.values())
+        ends = _ends(advances)
         self._reserve(ends, lengths)
         self._written |= ends.keys()
 
@@ -451,8 +483,8 @@ class GpuExecutor:
 
     def _decode(self, decoding: Sequence[Advance]) -> list[Plan]:
         """One token of each slot, put on the streams; each rank's plan."""
-        self._prompt = None
-        slots, tokens, positions = zip(*((advance.slot, advance.tokens[0], advance.start) for advance in decoding))
+        slots, positions = zip(*((advance.slot, advance.start) for advance in decoding))
+        tokens = None if _go_on(decoding) else [advance.tokens[0] for advance in decoding]
         plans = self._decode_plans(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
         for rank in self._each():
             rank.state.decode(slots, tokens, positions, rank.stream)
@@ -487,7 +519,6 @@ class GpuExecutor:
     def _mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[Plan]:
         """Rows that decode and prompts in one pass, put on the streams; each rank's plan has the logits by slot. Rows
         are all up to the highest: engines take a token more for each than `max_num_tokens` (`profiles`)."""
-        self._prompt = None
         ends = _ends((*decoding, *chunks))
         for rank in self._each():
             rank.state.send_samplings(rank.stream)
@@ -497,7 +528,6 @@ class GpuExecutor:
 
     def _prefill(self, chunks: Sequence[Advance]) -> list[Plan]:
         """A pass of prompts, put on the streams; each rank's plan has the logits of `chunks`, in their order."""
-        self._prompt = None
         slots = [chunk.slot for chunk in chunks]
         for rank in self._each():
             rank.state.send_samplings(rank.stream)
@@ -627,3 +657,12 @@ def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
 def _ends(advances: Sequence[Advance]) -> dict[int, int]:
     """By slot the number of tokens that it holds behind the step."""
     return {advance.slot: advance.start + len(advance.tokens) for advance in advances}
+
+
+def _go_on(decoding: Sequence[Advance]) -> bool:
+    """All rows go on with what the step before finds (`FOUND`), or none."""
+    return bool(decoding[0].tokens[0] < 0)
+
+
+def _is_same(chunk: Advance, other: Advance | None) -> bool:
+    return other is not None and chunk.start == other.start and np.array_equal(chunk.tokens, other.tokens)

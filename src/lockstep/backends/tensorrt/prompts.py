@@ -83,10 +83,12 @@ class PromptInputs:
         decoding: Sequence[Advance],
         chunks: Sequence[Advance],
         stream: cuda.Stream,
+        found: cuda.Array,
         adapters: np.ndarray | None = None,
     ) -> tuple[Inputs, Chunks]:
         """As `send`, with the tokens of slots that decode in front: those up to the highest of them, of which some may
-        not decode. The requests are all slots up to the highest of the step."""
+        not decode. The requests are all slots up to the highest of the step. found: by slot what the step before finds,
+        which rows go on with whose token is `FOUND`."""
         count = 1 + max(advance.slot for advance in decoding)
         requests = 1 + max(advance.slot for advance in (*decoding, *chunks))
         total = count + sum(len(chunk.tokens) for chunk in chunks)
@@ -116,7 +118,11 @@ class PromptInputs:
         if adapters is not None:
             of_rows = np.where(rows[:count] >= 0, adapters[:count], -1)
             values[IDS] = np.concatenate([of_rows, *(np.full(len(c.tokens), adapters[c.slot]) for c in chunks)])
-        return self._send(stream, values, count), places
+        inputs = self._send(stream, values, count)
+        if decoding[0].tokens[0] < 0:
+            nbytes = found[:count].nbytes
+            stream.copy_rows(inputs.token_ids.address, nbytes, found.address, nbytes, nbytes, 1)
+        return inputs, places
 
     def _send(self, stream: cuda.Stream, values: Mapping[str, np.ndarray], num_decoding: int = 0) -> Inputs:
         arrays = {name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()}

@@ -173,7 +173,7 @@ class Rank:
 
     def send_mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> tuple[Inputs, Chunks]:
         """See `PromptInputs.send_mixed`."""
-        return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.adapters)
+        return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.token_ids, self.state.adapters)
 
     def prompt_plan(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[Plan]:
         """A pass of chunks, call by call: each is on the stream when the plan is given, which has it then. The rank's
