@@ -32,6 +32,7 @@ def cublas(gpu: Gpu) -> SimpleNamespace:
             raise Fault(f"cublasGemmEx: {told}, {wide_a}, {wide_b}, {wide_c}")
         stream = streams[handle.value]
         gpu.plain += not gpu.capturing(stream)
+        gpu.product_rows.add(rows)
 
         def run() -> None:
             left = gpu.array(weight.value, (out_features, in_features), "f2").astype(np.float32)

@@ -265,10 +265,10 @@ def _weight(gpu: Gpu, k: SimpleNamespace, bits: int) -> np.ndarray:
     return (groups * scales[..., None]).reshape(k.out_features, k.in_features)
 
 
-def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, tiles: int, most: int) -> None:
+def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, outputs: int, most: int) -> None:
     """What small_weights.cu says."""
     columns = 128 // bits
-    if blocks != -(-k.out_features // (16 * tiles)) or not 1 <= k.rows <= most:
+    if blocks != -(-k.out_features // outputs) or not 1 <= k.rows <= most:
         raise Fault(f"gemv: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
     if k.in_features % columns or (bits < 16 and k.group_size % columns) or k.weight % 16 or k.x % 16:
         raise Fault(f"gemv: rows of {k.in_features} numbers in groups of {k.group_size}, {bits} bits")
@@ -300,7 +300,7 @@ KERNELS: dict[str, Callable] = {
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
 for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep.backends.tensorrt") / "small_weights.cu").read_text(), re.M):
-    _bits, _tiles, _, _most = map(int, _name.split("_")[1:])
-    KERNELS[_name] = functools.partial(gemv, bits=_bits, tiles=_tiles, most=_most)
+    _bits, _outputs, _, _most = map(int, _name.split("_")[1:])
+    KERNELS[_name] = functools.partial(gemv, bits=_bits, outputs=_outputs, most=_most)
 for _bits in (4, 8):
     KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)

@@ -71,6 +71,17 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, gpu, tmp_path, p
     assert 0 < report["relative_error"] <= TOLERANCE.block
 
 
+@pytest.mark.parametrize("tensorrt_version", ["8.6.0"])
+def test_the_warm_up_loads_products_of_every_size(shared, gpu, tmp_path):
+    """cuBLAS loads a kernel with its first call, and chooses it by the number of rows."""
+    results = demo(shared, "w8a16")
+    engines = built(results, "w8a16", tmp_path)
+    model = Model.open(engines, results.assembly("model", "w8a16"), results.weights("model", "w8a16"), 2)
+    model.warm_up()
+    largest = model.max_num_tokens + model.max_batch_size
+    assert all(any(rows in gpu.product_rows for rows in range(n, n + 32)) for n in range(33, largest - 31))
+
+
 @pytest.mark.parametrize("tensorrt_version", ["10.9.0"])
 def test_requests_are_served_as_ever(shared, gpu, tmp_path):
     """The scheduler over a cut engine: requests that come and go, prompts in pieces, answers as of each alone."""

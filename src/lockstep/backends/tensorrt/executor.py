@@ -407,7 +407,8 @@ class GpuExecutor:
 
     def warm_up(self) -> None:
         """Run what steps are made of once, so that no request waits for it: capture the decode graph of each number of
-        rows, and take prompts of each power of two of tokens, alone and several at a time. Caches stay as they are."""
+        rows, take prompts of each power of two of tokens, alone and several at a time, and products of many numbers of
+        tokens. Caches stay as they are."""
         self.wait()
         self._reserve({}, self.lengths)
         for rank in self._each():
@@ -427,6 +428,8 @@ class GpuExecutor:
                     chunks = [Advance(slot, np.zeros(count, np.int64), 0) for slot, count in enumerate(counts)]
                     for adapted in ways:
                         self._pass(chunks, write=False, adapted=adapted)
+        for rank, adapted in itertools.product(self.ranks, ways):
+            rank.warm_products(adapted)
         self._synchronize()
         self._check()
 

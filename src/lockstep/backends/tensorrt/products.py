@@ -25,15 +25,16 @@ SCALES_TIMES = 256.0  # what the kernels expect scales to be multiplied by
 _ROWS, _MOST_OUTPUTS = (8, 16), 3  # of a launch of the kernel, at most: each number of rows has its own
 # Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
 MOST_ROWS = {4: 32, 8: 32, 16: 16}
-_WIDE = 8192  # out_features from which a product is wide
-# The kernel's forms for a wide product and for another, by bits and most rows: tiles of a warp, warps of a block.
+_WIDTHS = (8192, 16384)  # out_features from which a product is wide, and very wide
+# The kernel's form for a product that is not wide, wide and very wide, by bits and most rows: outputs and warps of a
+# block.
 _FORMS = {
-    (16, 8): ((2, 16), (1, 16)),
-    (16, 16): ((2, 8), (2, 16)),
-    (8, 8): ((1, 4), (1, 16)),
-    (8, 16): ((2, 4), (2, 16)),
-    (4, 8): ((1, 4), (2, 16)),
-    (4, 16): ((2, 4), (2, 16)),
+    (16, 8): ((32, 16), (64, 4), (16, 8)),
+    (16, 16): ((32, 16), (64, 8), (128, 8)),
+    (8, 8): ((16, 16), (32, 8), (32, 8)),
+    (8, 16): ((32, 16), (16, 4), (64, 4)),
+    (4, 8): ((32, 16), (64, 8), (64, 8)),
+    (4, 16): ((32, 16), (32, 4), (64, 4)),
 }
 _DEQUANTIZE_THREADS = 256
 # Of what adapters add: threads as in lora_expand.cu; rows from which a block makes several, mostly of one adapter.
@@ -124,15 +125,15 @@ class Products:
     ) -> tuple[cuda.Launch, int]:
         """A launch of the kernel for rows from `first` on, at most so many, and its blocks."""
         total, ends = sum(weight.out_features), list(itertools.accumulate(weight.out_features))
-        tiles, warps = _FORMS[weight.bits, most][total < _WIDE]
+        outputs, warps = _FORMS[weight.bits, most][sum(total >= width for width in _WIDTHS)]
         to = [out[first:] for out in outs]
         to += [to[-1]] * (_MOST_OUTPUTS - len(to))
         ends = (ends + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
         sizes = total, weight.in_features, weight.group_size or weight.in_features
-        kernel = self._kernel(f"gemv_{weight.bits}_{tiles}_{warps}_{most}")
+        kernel = self._kernel(f"gemv_{weight.bits}_{outputs}_{warps}_{most}")
         given: tuple[cuda.Array | int, ...]
         given = weight.data, weight.scales, x[first:], *to, *ends, *sizes, most
-        return cuda.Launch(kernel, self._stream, 32 * warps, *given, overlaps=True), -(-total // (16 * tiles))
+        return cuda.Launch(kernel, self._stream, 32 * warps, *given, overlaps=True), -(-total // outputs)
 
     def _many(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
         """By cuBLAS. Made with the first call, when all products are bound that share the memory."""

@@ -7,7 +7,7 @@ prepared the next one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.backends.tensorrt import cuda
@@ -91,6 +91,15 @@ class PromptPass:
     def exit(self) -> tuple[Calls, cuda.Array]:
         """The calls of the exit, and the logits [num_requests, vocab_size] that it makes, or a rank's part of them."""
         return self._calls(-1), self._blocks.logits[: self._dims["num_requests"]]
+
+    def products(self) -> Iterator[Call]:
+        """Give a call of each engine that is cut at its products; layers with the same engine count once."""
+        known = set[TensorRTProgram]()
+        for block in self._blocks.blocks:
+            for part in block.parts:
+                if isinstance(part, BoundPiece) and not part.program.by_profiles and part.program not in known:
+                    known.add(part.program)
+                    yield functools.partial(part.call, *self._context(part))
 
     def _calls(self, number: int) -> Calls:
         return [

@@ -30,6 +30,7 @@ from lockstep.step.network import Block, LayerAttention, Network, Piece
 from lockstep.step.pages import PageTables
 
 Call = Callable[[], None]
+_PRODUCTS_EVERY = 32  # tokens, of sizes whose products are warmed: kernels work in tiles of 64 tokens and more
 
 
 @dataclass
@@ -181,12 +182,24 @@ class Rank:
         self.device.use()
         for attention in self.forms:
             attention.begin(chunks, self.stream)
-        if adapted not in self._prompt_blocks:
-            self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
-        calls = self._prompt_calls(self._prompt_blocks[adapted], inputs, chunks, adapted, drawn)
+        calls = self._prompt_calls(self._blocks_for_prompts(adapted), inputs, chunks, adapted, drawn)
         while (plan := next(calls, None)) is not None:
             yield plan
             self.device.use()
+
+    def warm_products(self, adapted: bool) -> None:
+        """Run products with weights at many numbers of tokens, on what lies in the buffers of prompts. cuBLAS chooses a
+        kernel by the size, and its first call loads it, for which a request would wait."""
+        self.device.use()
+        blocks = self._blocks_for_prompts(adapted)
+        for tokens in range(_PRODUCTS_EVERY, self._largest_pass + 1, _PRODUCTS_EVERY):
+            for call in blocks.begin(tokens, min(tokens, self._num_slots), 0).products():
+                call()
+
+    def _blocks_for_prompts(self, adapted: bool) -> PromptBlocks:
+        if adapted not in self._prompt_blocks:
+            self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
+        return self._prompt_blocks[adapted]
 
     def _plan(self, inputs: Inputs, adapted: bool, drawn: bool) -> Plan:
         """Rows of one token; nothing is put on the stream."""

@@ -4,11 +4,13 @@
 // scales fp16 [out_features, num_groups], 2^8 times as large as they are, so that few are too small for fp16.
 //
 // gemv, of up to eight rows, or up to sixteen (HALVES is 2): a warp makes 16 * TILES outputs of a part of in_features with
-// mma.m16n8k16: weights are its matrix A, rows of activations the columns of B, sums are fp32. The warps of a block share
-// their outputs; in turn each takes PIECES pieces, one behind the other, of 512 bits of a weight's row for each four lanes.
-// Which of the four lanes holds which column is free in a sum, as long as A and B agree: so each lane reads 16 bytes in
-// order, of weights and of the same columns of activations. Weights are read one turn ahead, the first before the kernel in
-// front has ended. A weight may be up to three, one behind the other, each with an output of its own.
+// mma.m16n8k16: weights are its matrix A, rows of activations the columns of B, sums are fp32. Of a block's warps ACROSS make
+// different outputs of the same columns, so that the L1 cache has the activations that they share, and DEEP the same outputs
+// of different columns; in turn each takes PIECES pieces, one behind the other, of 512 bits of a weight's row for each four
+// lanes. Which of the four lanes holds which column is free in a sum, as long as A and B agree: so each lane reads 16 bytes
+// in order, of weights and of the same columns of activations. Weights are read one turn ahead, the first before the kernel
+// in front has ended; with PREFETCH the L2 cache is told to fetch 256 bytes at a time. A weight may be up to three, one
+// behind the other, each with an output of its own.
 
 typedef unsigned int u32;
 
@@ -37,6 +39,12 @@ __device__ __forceinline__ uint4 stream(const uint4* from) {  // read once: not 
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
     return r;
 }
+__device__ __forceinline__ uint4 stream_ahead(const uint4* from) {
+    uint4 r;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
+    return r;
+}
 #endif
 
 // The numbers of one word as pairs of fp16. Four bits: pairs (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has them all.
@@ -55,24 +63,29 @@ template <int BITS> __device__ __forceinline__ void unpack(u32 word, u32 scale, 
     }
 }
 
-template <int BITS, int TILES, int WARPS, int HALVES, int PIECES>
+template <int BITS, int TILES, int ACROSS, int DEEP, int HALVES, int PIECES, bool PREFETCH>
 __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out,
                                      unsigned short* second_out, unsigned short* third_out, int first_end, int second_end,
                                      int out_features, int in_features, int group_size, int rows) {
     constexpr int LANE = 128 / BITS, PARTS = LANE / 8;  // columns of a lane, and how many 16 bytes they are as fp16
     constexpr int PAIRS = 32 / BITS / 2;  // of a word; of fp16 one
     constexpr int WORD = PAIRS ? PAIRS : 1;
-    constexpr int TURN = 4 * PIECES;  // units that a warp takes at once
-    __shared__ float sums[WARPS][TILES * 16][8 * HALVES + 1];
+    constexpr int OUTPUTS = ACROSS * TILES * 16, THREADS = ACROSS * DEEP * 32;
+    constexpr int TURN = 4 * PIECES, STEP = DEEP * TURN;  // units that a warp takes at once, and those that share its outputs
+    __shared__ float sums[DEEP][OUTPUTS][8 * HALVES + 1];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, four = lane % 4;
-    int first = blockIdx.x * TILES * 16, groups = BITS == 16 ? 0 : in_features / group_size;
+    int across = warp % ACROSS, deep = warp / ACROSS;
+    int first = blockIdx.x * OUTPUTS, groups = BITS == 16 ? 0 : in_features / group_size;
     int units = in_features / LANE;  // of 16 bytes, in a row of the weight
     float found[TILES][HALVES][4] = {};
-    long long out_of[2 * TILES];
+    const uint4* from[2 * TILES];
+    const unsigned short* scale_from[2 * TILES];
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++) {
-        int out = first + i * 8 + row;
-        out_of[i] = out < out_features ? out : out_features - 1;
+        int out = first + across * TILES * 16 + i * 8 + row;
+        out = out < out_features ? out : out_features - 1;
+        from[i] = weight + (long long)out * units;
+        scale_from[i] = scales + (long long)out * groups;
     }
     uint4 next[PIECES][2 * TILES];
     unsigned short next_scale[PIECES][2 * TILES];
@@ -84,16 +97,16 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
             int group = BITS == 16 ? 0 : unit * LANE / group_size;
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
-                next[n][i] = stream(weight + out_of[i] * units + unit);
-                if (BITS < 16) next_scale[n][i] = scales[out_of[i] * groups + group];
+                next[n][i] = PREFETCH ? stream_ahead(from[i] + unit) : stream(from[i] + unit);
+                if (BITS < 16) next_scale[n][i] = scale_from[i][group];
             }
         }
     };
     next_may_start();
-    load(warp * TURN);
+    load(deep * TURN);
     wait_for_previous();
 #pragma unroll 1
-    for (int at = warp * TURN; at < units; at += WARPS * TURN) {
+    for (int at = deep * TURN; at < units; at += STEP) {
         uint4 held[PIECES][2 * TILES];
         u32 scale[PIECES][2 * TILES];
 #pragma unroll
@@ -103,7 +116,7 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
                 held[n][i] = next[n][i];
                 scale[n][i] = BITS == 16 ? 0 : next_scale[n][i] * 0x10001u;
             }
-        if (at + WARPS * TURN < units) load(at + WARPS * TURN);
+        if (at + STEP < units) load(at + STEP);
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
             int unit = at + n * 4 + four;
@@ -140,14 +153,14 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
         for (int i = 0; i < HALVES * 4; i++)
-            sums[warp][tile * 16 + row + i % 4 / 2 * 8][i / 4 * 8 + four * 2 + i % 2] = found[tile][i / 4][i % 4];
+            sums[deep][(across * TILES + tile) * 16 + row + i % 4 / 2 * 8][i / 4 * 8 + four * 2 + i % 2] = found[tile][i / 4][i % 4];
     __syncthreads();
-    for (int i = threadIdx.x; i < TILES * 16 * rows; i += WARPS * 32) {
-        int of = i % (TILES * 16), request = i / (TILES * 16), out = first + of;
+    for (int i = threadIdx.x; i < OUTPUTS * rows; i += THREADS) {
+        int of = i % OUTPUTS, request = i / OUTPUTS, out = first + of;
         if (out >= out_features) continue;
         float sum = 0;
 #pragma unroll
-        for (int other = 0; other < WARPS; other++) sum += sums[other][of][request];
+        for (int other = 0; other < DEEP; other++) sum += sums[other][of][request];
         unsigned short result = half(BITS == 16 ? sum : sum * UNSCALE);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;
         else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
@@ -155,25 +168,30 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
     }
 }
 
-#define GEMV(NAME, BITS, TILES, WARPS, HALVES, PIECES, THREADS) \
+#define GEMV(NAME, BITS, TILES, ACROSS, DEEP, HALVES, PIECES, PREFETCH, THREADS) \
 extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
     const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out, unsigned short* second_out, \
     unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int group_size, int rows) { \
-    gemv<BITS, TILES, WARPS, HALVES, PIECES>(weight, scales, x, first_out, second_out, third_out, first_end, second_end, \
-                                             out_features, in_features, group_size, rows); }
-// The fastest on an H200, for many outputs and for few: products.py chooses.
-GEMV(gemv_16_2_16_8, 16, 2, 16, 1, 1, 512)
-GEMV(gemv_16_1_16_8, 16, 1, 16, 1, 1, 512)
-GEMV(gemv_16_2_8_16, 16, 2, 8, 2, 2, 256)
-GEMV(gemv_16_2_16_16, 16, 2, 16, 2, 2, 512)
-GEMV(gemv_8_1_4_8, 8, 1, 4, 1, 2, 128)
-GEMV(gemv_8_1_16_8, 8, 1, 16, 1, 1, 512)
-GEMV(gemv_8_2_4_16, 8, 2, 4, 2, 2, 128)
-GEMV(gemv_8_2_16_16, 8, 2, 16, 2, 1, 512)
-GEMV(gemv_4_1_4_8, 4, 1, 4, 1, 2, 128)
-GEMV(gemv_4_2_16_8, 4, 2, 16, 1, 2, 512)
-GEMV(gemv_4_2_4_16, 4, 2, 4, 2, 1, 128)
-GEMV(gemv_4_2_16_16, 4, 2, 16, 2, 1, 512)
+    gemv<BITS, TILES, ACROSS, DEEP, HALVES, PIECES, PREFETCH>(weight, scales, x, first_out, second_out, third_out, first_end, \
+                                                              second_end, out_features, in_features, group_size, rows); }
+// gemv_BITS_OUTPUTS_WARPS_ROWS, OUTPUTS and WARPS of a block. The fastest on an H200 for 4096, 12288 and 22016 outputs:
+// products.py chooses.
+GEMV(gemv_16_32_16_8, 16, 2, 1, 16, 1, 2, true, 512)
+GEMV(gemv_16_64_4_8, 16, 4, 1, 4, 1, 2, true, 128)
+GEMV(gemv_16_16_8_8, 16, 1, 1, 8, 1, 2, true, 256)
+GEMV(gemv_16_32_16_16, 16, 2, 1, 16, 2, 2, true, 512)
+GEMV(gemv_16_64_8_16, 16, 4, 1, 8, 2, 1, true, 256)
+GEMV(gemv_16_128_8_16, 16, 2, 4, 2, 2, 2, false, 256)
+GEMV(gemv_8_16_16_8, 8, 1, 1, 16, 1, 1, true, 512)
+GEMV(gemv_8_32_8_8, 8, 2, 1, 8, 1, 1, true, 256)
+GEMV(gemv_8_32_16_16, 8, 2, 1, 16, 2, 1, true, 512)
+GEMV(gemv_8_16_4_16, 8, 1, 1, 4, 2, 1, true, 128)
+GEMV(gemv_8_64_4_16, 8, 4, 1, 4, 2, 1, true, 128)
+GEMV(gemv_4_32_16_8, 4, 2, 1, 16, 1, 2, true, 512)
+GEMV(gemv_4_64_8_8, 4, 4, 1, 8, 1, 1, true, 256)
+GEMV(gemv_4_32_16_16, 4, 2, 1, 16, 2, 1, true, 512)
+GEMV(gemv_4_32_4_16, 4, 2, 1, 4, 2, 2, true, 128)
+GEMV(gemv_4_64_4_16, 4, 2, 2, 2, 2, 2, true, 128)
 
 // A weight as fp16. A thread has eight numbers of one group.
 template <int BITS>
