@@ -47,7 +47,7 @@ CAPABILITY = "8.9"  # as TensorRT-RTX asks the driver; what only TensorRT reads 
 BOUND = (
     "cuda",
     "kernels",
-    "fused_form",
+    "fused_spec",
     "paged_decode_attention",
     "rope_kernel",
     "rank_device",

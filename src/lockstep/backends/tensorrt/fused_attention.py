@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.attention import Call, Chunks
-from lockstep.backends.tensorrt.fused_form import PAGE, Form, Rotation
+from lockstep.backends.tensorrt.fused_spec import PAGE, AttentionKernelSpec, Rotation
 from lockstep.backends.tensorrt.kernels import Kernels
 from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
 from lockstep.backends.tensorrt.prompt_attention import PromptAttention
@@ -50,12 +50,12 @@ class FusedAttention:
         self._table_staging = Staging(self._table.nbytes, 1)
         attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
         self._rotations = {key: _rotation(layer_attention, max_seq_len) for key, layer_attention in attentions.items()}
-        forms = self._forms = {
-            key: _form(layer_attention, self._dtype, bool(kernels.wide)) for key, layer_attention in attentions.items()
+        specs = self._specs = {
+            key: _spec(layer_attention, self._dtype, bool(kernels.wide)) for key, layer_attention in attentions.items()
         }
-        self._decode = {key: DecodeAttention(form) for key, form in forms.items()}
-        self._rotate = {key: Rotate(form) for key, form in forms.items()}
-        self._scratch = Scratch(forms.values(), rows)
+        self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
+        self._rotate = {key: Rotate(spec) for key, spec in specs.items()}
+        self._scratch = Scratch(specs.values(), rows)
         self._cache = {}
         for index, layer_attention in layers.items():
             heads = layer_attention.cache.num_kv_heads
@@ -63,7 +63,7 @@ class FusedAttention:
                 cuda.zeros((pages, heads, PAGE, dim), self._dtype, "the KV cache")
                 for dim in (layer_attention.cache.head_dim, layer_attention.cache.value_head_dim)
             )
-        self._prompts = PromptAttention(list(forms.values()), rows, pages, pages_per_row, stream)
+        self._prompts = PromptAttention(list(specs.values()), rows, pages, pages_per_row, stream)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
         """Send the tables of rows that grew since. Nothing moves: the table's contents change, not its place."""
@@ -157,7 +157,7 @@ class FusedAttention:
             positions,
             self._table,
         )
-        attend = self._prompts.calls(self._forms[id(layer_attention)], scale, turned, keys, cached, out)
+        attend = self._prompts.calls(self._specs[id(layer_attention)], scale, turned, keys, cached, out)
         return [("rotary and cache", rotate), *(("attention", call) for call in attend)]
 
 
@@ -168,11 +168,11 @@ def _rotation(layer_attention: LayerAttention, positions: int) -> Rotation:
     return Rotation(_up(tables.own), _up(tables.other), _up(tables.partner))
 
 
-def _form(layer_attention: LayerAttention, dtype: np.dtype, wide: bool) -> Form:
+def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool) -> AttentionKernelSpec:
     """What the kernels of a layer are compiled for."""
     variant, shape = layer_attention.variant, layer_attention.cache
     (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
-    return Form(
+    return AttentionKernelSpec(
         dtype=dtype.name,
         given=given,
         wide=wide,

@@ -1,4 +1,4 @@
-// Compiled behind the words of fused_form.py, which name the sizes and types of a form.
+// Compiled behind the words of fused_spec.py, which name the sizes and types of a spec.
 
 // What CUDA C++ has no words for.
 #define INFINITE __int_as_float(0x7f800000)

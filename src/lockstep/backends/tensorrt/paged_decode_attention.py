@@ -12,40 +12,40 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.fused_form import THREADS, WORDS, Form, Rotation
+from lockstep.backends.tensorrt.fused_spec import THREADS, WORDS, AttentionKernelSpec, Rotation
 
-# Compiled for each form, behind its words.
+# Compiled for each spec, behind the common words.
 _SOURCE = WORDS + Path(__file__).with_name("paged_decode_attention.cu").read_text(encoding="utf-8")
 
 
 class Scratch:
-    """What blocks of a row hand to each other: enough for each of `forms` with up to `rows` requests. Launches that
+    """What blocks of a row hand to each other: enough for each of `specs` with up to `rows` requests. Launches that
     follow each other share it."""
 
-    def __init__(self, forms: Iterable[Form], rows: int):
+    def __init__(self, specs: Iterable[AttentionKernelSpec], rows: int):
         multiprocessors = cuda.multiprocessors(cuda.current_device())
-        groups = max(rows * form.blocks for form in forms)
+        groups = max(rows * spec.blocks for spec in specs)
         heads = [
             (
-                form,
-                form.block_heads
-                * max(count * form.blocks * form.splits(count, multiprocessors) for count in range(1, rows + 1)),
+                spec,
+                spec.block_heads
+                * max(count * spec.blocks * spec.splits(count, multiprocessors) for count in range(1, rows + 1)),
             )
-            for form in forms
+            for spec in specs
         ]
         self.partials = cuda.empty(
-            (max(count * form.value_dim for form, count in heads),), "f4", "attention to work in"
+            (max(count * spec.value_dim for spec, count in heads),), "f4", "attention to work in"
         )
         self.stats = cuda.empty((max(count for _, count in heads), 2), "f4", "attention to work in")
         self.counters = cuda.zeros((groups,), "i4")
 
 
 class DecodeAttention:
-    """The kernel of a form, compiled for this GPU."""
+    """The kernel of a spec, compiled for this GPU."""
 
-    def __init__(self, form: Form):
-        self._form, self._multiprocessors = form, cuda.multiprocessors(cuda.current_device())
-        self._kernel = cuda.compile_kernels(_SOURCE, form.options)["decode_attention"]
+    def __init__(self, spec: AttentionKernelSpec):
+        self._spec, self._multiprocessors = spec, cuda.multiprocessors(cuda.current_device())
+        self._kernel = cuda.compile_kernels(_SOURCE, spec.options)["decode_attention"]
 
     def launch(
         self,
@@ -73,10 +73,10 @@ class DecodeAttention:
         Products are of numbers of the cache's type with fp32 sums; scores, largest scores and sums of weights fp32;
         weights rounded to the cache's type.
         """
-        form, requests = self._form, out.shape[0]
+        spec, requests = self._spec, out.shape[0]
         self._kernel.launch(
             stream,
-            (form.splits(requests, self._multiprocessors), form.blocks, requests),
+            (spec.splits(requests, self._multiprocessors), spec.blocks, requests),
             THREADS,
             query,
             key,

@@ -7,7 +7,7 @@ It moves 16 bytes at a time, and its sizes are known when it is compiled, so tha
 from __future__ import annotations
 
 from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.fused_form import THREADS, WORDS, Form, Rotation
+from lockstep.backends.tensorrt.fused_spec import THREADS, WORDS, AttentionKernelSpec, Rotation
 
 _KERNEL = r"""
 constexpr int QUERIES = KV_HEADS * GROUP * DIM / 8, KEYS = KV_HEADS * DIM / 8, VALUES = KV_HEADS * VALUE_DIM / 8;  // pieces of 8 numbers that a token has
@@ -61,12 +61,12 @@ _PIECES = 2  # of a thread
 
 
 class Rotate:
-    """The kernel of a form, compiled for this GPU."""
+    """The kernel of a spec, compiled for this GPU."""
 
-    def __init__(self, form: Form):
-        pieces = (form.heads * form.head_dim + form.kv_heads * (form.head_dim + form.value_dim)) // 8
+    def __init__(self, spec: AttentionKernelSpec):
+        pieces = (spec.heads * spec.head_dim + spec.kv_heads * (spec.head_dim + spec.value_dim)) // 8
         self._slices = -(-pieces // (_PIECES * THREADS))
-        self._kernel = cuda.compile_kernels(WORDS + _KERNEL, form.options)["rotate"]
+        self._kernel = cuda.compile_kernels(WORDS + _KERNEL, spec.options)["rotate"]
 
     def launch(
         self,

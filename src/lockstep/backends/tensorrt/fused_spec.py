@@ -1,7 +1,7 @@
-"""What the kernels of fused attention share: the form that they are compiled for, the rotary encoding as numbers, and
-their words for numbers of a form.
+"""The kernels of fused attention: what they are compiled for, and the CUDA C++ that they share.
 
-decode_kernel.py: rows that decode. rotate_kernel.py: tokens of prompts. Both need compute capability 8.0 or higher.
+The kernels: paged_decode_attention.py for rows that decode, rope_kernel.py for tokens of prompts. Both need compute
+capability 8.0 or higher.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lockstep.backends.tensorrt.kernels import NUMBERS
 
 PAGE = 64  # tokens of a page of the cache
 THREADS = 128  # of a block
-# In CUDA C++, with the macros of Form.options.
+# In CUDA C++, with the macros of AttentionKernelSpec.options.
 WORDS = r"""
 typedef unsigned short Bits;  // a number of KIND
 struct __align__(16) Piece { unsigned w[4]; };  // 8 numbers of KIND
@@ -63,7 +63,7 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionKernelSpec:
     """What a kernel is compiled for. dtype: of the cache, and of all but queries and keys, which are `given`; both by
     NumPy's names. wide: positions are int64. window: the tokens that a token sees, itself among them; 0: all before
     it."""
