@@ -19,8 +19,8 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.compat import Library, Tensor
 from lockstep.backends.tensorrt.cut_engine import Shape, unpack
-from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
-from lockstep.backends.tensorrt.products import SCALES_TIMES, Adapters, Place, Products, SmallWeight
+from lockstep.backends.tensorrt.device_weights import DeviceWeights, Uploads, WeightCast
+from lockstep.backends.tensorrt.products import SCALES_TIMES, Adapters, Products, SmallWeight, StridedView
 from lockstep.backends.tensorrt.program import Bound, Context, Shapes, TensorRTExecutable, TensorRTProgram, run_once
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.backends.tensorrt.row_kernels import INDEX, PRELUDE, ROWS, WEIGHT, RowKernel
@@ -30,7 +30,7 @@ from lockstep.step.executable import Run
 from lockstep.weights import Tensors
 
 _HALF = np.dtype(np.float16)
-_AS_HALF, _AS_SCALES = Form(_HALF), Form(_HALF, SCALES_TIMES)
+_AS_HALF, _AS_SCALES = WeightCast(_HALF), WeightCast(_HALF, SCALES_TIMES)
 Group = tuple[Product, ...]  # products of one input
 
 
@@ -194,7 +194,7 @@ class _Store:
 
     def plain(self, slot: str) -> cuda.Array:
         """A weight that kernels read, in fp16."""
-        return self._put([slot], self._program.slots[slot][0], self._form(slot))
+        return self._put([slot], self._program.slots[slot][0], self._cast(slot))
 
     def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
         """The weights of a group's products, one behind the other; with adapters A is further rows of them, transposed.
@@ -206,7 +206,7 @@ class _Store:
             data, scales = self._part(group, 0, None, None), self._part(group, 1, None, _AS_SCALES)
             together = (whole,) if beside else outs
             return SmallWeight(data, scales, first.bits, first.group_size, deep, together)
-        data = self._part(group, 0, (whole + more, deep), self._form(first.slots[0]), room=bool(more))
+        data = self._part(group, 0, (whole + more, deep), self._cast(first.slots[0]), room=bool(more))
         at = whole
         for name, count in columns.items():
             rows[name] = data[at : at + count]
@@ -214,18 +214,20 @@ class _Store:
         return SmallWeight(data, data, 16, 0, deep, (whole + more,) if beside or more else outs)
 
     def _part(
-        self, group: Group, part: int, shape: tuple[int, ...] | None, form: Form | None, room: bool = False
+        self, group: Group, part: int, shape: tuple[int, ...] | None, cast: WeightCast | None, room: bool = False
     ) -> cuda.Array:
         slots = [product.slots[part] for product in group]
         sizes = [self._program.slots[slot][0] for slot in slots]
-        return self._put(slots, shape or (sum(rows for rows, *_ in sizes), *sizes[0][1:]), form, room)
+        return self._put(slots, shape or (sum(rows for rows, *_ in sizes), *sizes[0][1:]), cast, room)
 
-    def _put(self, slots: Sequence[str], shape: Sequence[int], form: Form | None, room: bool = False) -> cuda.Array:
+    def _put(
+        self, slots: Sequence[str], shape: Sequence[int], cast: WeightCast | None, room: bool = False
+    ) -> cuda.Array:
         names = [name for slot in slots for name in self._names[slot]]
         where, dtype = f"{self._program.path}: slot {', '.join(slots)}", self._program.slots[slots[0]][1]
-        return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, form=form)
+        return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, cast=cast)
 
-    def _form(self, slot: str) -> Form | None:
+    def _cast(self, slot: str) -> WeightCast | None:
         return _AS_HALF if self._program.slots[slot][1] != _HALF else None
 
 
@@ -288,7 +290,7 @@ class _Call:
         self._shared = _Shared.of(run.program.device, own)
         self._largest = run.program.sizes({name: array.shape for name, array in given.items()})
         self._given, self._counts = given, dict[tuple[int, ...], int]()
-        self._values = {name: Place.of(array) for name, array in given.items()}
+        self._values = {name: StridedView.of(array) for name, array in given.items()}
         for number in sorted(run.program.side_by_side):
             step = cut.steps[number]
             assert not isinstance(step, int)
@@ -296,7 +298,7 @@ class _Call:
                 self._put_beside(step)
         for name, shape in cut.inner.items():
             if name not in self._values:
-                self._values[name] = Place.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
+                self._values[name] = StridedView.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
         self.steps: list[Step] = []
         for number, step in enumerate(cut.steps):
             if not isinstance(step, int):
@@ -335,11 +337,11 @@ class _Call:
             if kind == WEIGHT:
                 arguments.append(self._run._weights[name])
                 continue
-            place = self._values[name]
-            arguments += [place.array, place.step if kind == ROWS else int(place.array.dtype.itemsize == 8)]
+            view = self._values[name]
+            arguments += [view.array, view.stride if kind == ROWS else int(view.array.dtype.itemsize == 8)]
             assert kind in (ROWS, INDEX)
         for name in kernel.outputs:
-            arguments += [self._values[name].array, self._values[name].step]
+            arguments += [self._values[name].array, self._values[name].stride]
         stream = self._program.device.stream
         launch = cuda.Launch(self._program.functions[kernel.name], stream, kernel.threads, *arguments, overlaps=True)
         rows, blocks = kernel.rows, kernel.blocks
@@ -361,14 +363,14 @@ class _Call:
         adapters = Adapters(self._given[IDS], self._given[lora.rows] if lora.rows else None, lora.rank)
         outs = [self._values[product.output].array for product in group]
         matrices = [self._given[product.lora.b] if product.lora else None for product in group]
-        expand = products.expand(Place.of(made), shrunk, adapters, matrices, outs)
+        expand = products.expand(StridedView.of(made), shrunk, adapters, matrices, outs)
         return [*calls, lambda context: expand(context.sizes[rows])]
 
 
-def _part_of(whole: cuda.Array, column: int) -> Place:
+def _part_of(whole: cuda.Array, column: int) -> StridedView:
     """The columns of [rows, columns] from one on."""
     rows, columns = whole.shape
-    return Place(whole.reshape(rows * columns)[column:], columns)
+    return StridedView(whole.reshape(rows * columns)[column:], columns)
 
 
 def _slots(group: Group) -> list[str]:

@@ -23,7 +23,7 @@ _UPLOADERS = 4
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightCast:
     """Numbers on the device that are of another dtype than in the checkpoint, or `times` as large."""
 
     dtype: np.dtype
@@ -73,12 +73,12 @@ class DeviceWeights:
         where: str,
         sign: int = 0,
         room: bool = False,
-        form: Form | None = None,
+        cast: WeightCast | None = None,
     ) -> cuda.Array:
         """The tensors `names`, of `dtype`, one after another, as one array of `shape`; uploaded if they are not there
         yet. sign: what each byte is changed by on its way (`onnx_tools.dequantized`). room: the shape has room for more
-        behind them, which is the caller's alone. form: how the array has them, unless as they are."""
-        key = (sign, form, *map(weights.identity, names))
+        behind them, which is the caller's alone. cast: to what they are cast on the device, if they are."""
+        key = (sign, cast, *map(weights.identity, names))
         array = None if room else self._arrays.get(key)
         if array is not None:
             return array.reshape(*shape)
@@ -91,11 +91,11 @@ class DeviceWeights:
                 f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are "
                 f"graphs and weights of one model and precision?"
             )
-        array = cuda.empty(shape, dtype if form is None else form.dtype, "weights")
+        array = cuda.empty(shape, dtype if cast is None else cast.dtype, "weights")
         self._arrays.setdefault(key, array)  # what lies in a larger array lies there for all
         flat, start = array.reshape(math.prod(shape)), 0
         for part in parts:
-            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part, sign, form))
+            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part, sign, cast))
             start += part.size
         return array
 
@@ -109,22 +109,22 @@ class _Uploader:
         self._pool = ThreadPoolExecutor(min(_UPLOADERS, os.cpu_count() or 1))
         self._own = threading.local()
 
-    def upload(self, array: cuda.Array, part: np.ndarray, sign: int, form: Form | None) -> list[Future]:
+    def upload(self, array: cuda.Array, part: np.ndarray, sign: int, cast: WeightCast | None) -> list[Future]:
         """array: 1-D, of as many numbers as `part`. Each piece holds the memory that it is copied to."""
         copies, start = [], 0
         for values in _pieces(part):
-            copies.append(self._pool.submit(self._copy, array[start : start + values.size], values, sign, form))
+            copies.append(self._pool.submit(self._copy, array[start : start + values.size], values, sign, cast))
             start += values.size
         return copies
 
-    def _copy(self, array: cuda.Array, values: np.ndarray, sign: int, form: Form | None) -> None:
+    def _copy(self, array: cuda.Array, values: np.ndarray, sign: int, cast: WeightCast | None) -> None:
         own = self._own
         if not hasattr(own, "stream"):
             self._device.use()
             own.stream, own.host = cuda.Stream(), cuda.pinned((_PIECE,), np.uint8)
-        if form is not None:
+        if cast is not None:
             with np.errstate(over="ignore"):  # what is too large for the dtype becomes infinite, and is seen
-                values = (values * values.dtype.type(form.times)).astype(form.dtype)
+                values = (values * values.dtype.type(cast.times)).astype(cast.dtype)
         host = own.host[: values.nbytes].view(values.dtype)
         np.copyto(host.reshape(values.shape), values)
         if sign:

@@ -45,15 +45,15 @@ Multiplier = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Place:
+class StridedView:
     """Where a value's rows are. array: [rows, ...], or of a value beside others all that is behind its first number.
-    step: numbers from one row to the next."""
+    stride: numbers from one row to the next."""
 
     array: cuda.Array
-    step: int
+    stride: int
 
     @classmethod
-    def of(cls, array: cuda.Array) -> Place:
+    def of(cls, array: cuda.Array) -> StridedView:
         return cls(array, math.prod(array.shape[1:]))
 
 
@@ -158,8 +158,8 @@ class Products:
 
     def expand(
         self,
-        made: Place,
-        shrunk: Place,
+        made: StridedView,
+        shrunk: StridedView,
         adapters: Adapters,
         matrices: Sequence[cuda.Array | None],
         outs: Sequence[cuda.Array],
@@ -188,8 +188,8 @@ class Products:
             ends = (ends + [total] * fill)[: _MOST_OUTPUTS - 1]
             own = made.array.reshape(math.prod(made.array.shape))[starts[first] :]
             given: tuple[cuda.Array | int, ...]
-            given = own, made.step, shrunk.array, shrunk.step, *whose, *bs, *to, *ends, total, *of, adapters.rank
-            wide = 8 if all(size % 8 == 0 for size in (*ends, total, made.step, starts[first])) else 1
+            given = own, made.stride, shrunk.array, shrunk.stride, *whose, *bs, *to, *ends, total, *of, adapters.rank
+            wide = 8 if all(size % 8 == 0 for size in (*ends, total, made.stride, starts[first])) else 1
             blocks = -(-total // wide // _EXPAND_THREADS)
             launches = {
                 count: cuda.Launch(

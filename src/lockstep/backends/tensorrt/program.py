@@ -19,7 +19,7 @@ from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.compat import Library, Tensor
-from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
+from lockstep.backends.tensorrt.device_weights import DeviceWeights, Uploads, WeightCast
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.dequantized import sign_of
@@ -129,7 +129,7 @@ class TensorRTProgram:
                 f"{self.path}: slot {slot}",
                 self._sign(slot),
                 room=bool(rows_of(slot)),
-                form=self._form(slot),
+                cast=self._cast(slot),
             )
             for slot, names in slots.items()
         }
@@ -145,10 +145,10 @@ class TensorRTProgram:
     def _sign(self, slot: str) -> int:
         return sign_of(self.tensors[slot].dtype.name, self.slots[slot][1].name)
 
-    def _form(self, slot: str) -> Form | None:
+    def _cast(self, slot: str) -> WeightCast | None:
         """Of a model with quantised weights the others are float32 in the checkpoint and float16 here."""
         taken = self.tensors[slot].dtype
-        return Form(taken) if (self.slots[slot][1].name, taken.name) == ("float32", "float16") else None
+        return WeightCast(taken) if (self.slots[slot][1].name, taken.name) == ("float32", "float16") else None
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The first profile that takes these input shapes. Raises CheckError where none does."""
