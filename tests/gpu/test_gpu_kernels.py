@@ -54,9 +54,9 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("given", ["float16", "float32"])
 @pytest.mark.parametrize("wide", [False, True])
-def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
-    from lockstep.backends.tensorrt.fused_spec import AttentionKernelSpec, Rotation
-    from lockstep.backends.tensorrt.rope_kernel import Rotate
+def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
+    from lockstep.backends.tensorrt.fused_spec import AttentionKernelSpec, DeviceRopeTables
+    from lockstep.backends.tensorrt.rope_kernel import RopeKernel
 
     device, random = OnDevice(), np.random.default_rng(0)
     own, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
@@ -70,7 +70,7 @@ def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
         device.up(np.zeros(shape, np.float16)) for shape in (query.shape, *[(PAGES.size, KV_HEADS, PAGE, DIM)] * 2)
     )
     positions = device.up(AT.astype(np.int64 if wide else np.int32))
-    Rotate(AttentionKernelSpec("float16", given, wide, HEADS, KV_HEADS, DIM, DIM, 0)).launch(
+    RopeKernel(AttentionKernelSpec("float16", given, wide, HEADS, KV_HEADS, DIM, DIM, 0)).launch(
         device.stream,
         device.up(query),
         device.up(key),
@@ -78,19 +78,19 @@ def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
         out,
         keys,
         values,
-        Rotation(device.up(own), device.up(other), device.up(partner)),
+        DeviceRopeTables(device.up(own), device.up(other), device.up(partner)),
         device.up(ROWS),
         positions,
         device.up(PAGES),
     )
-    turned = [
+    with_rope = [
         x.astype(np.float32) * own[AT, None] + x[:, :, partner].astype(np.float32) * other[AT, None]
         for x in (query, key)
     ]
     # Computed in fp32, and rounded to fp16 once, a little behind where NumPy does: one unit in the last place.
-    np.testing.assert_allclose(device.down(out), turned[0], rtol=2**-10, atol=2**-13)
+    np.testing.assert_allclose(device.down(out), with_rope[0], rtol=2**-10, atol=2**-13)
     found = {name: device.down(array) for name, array in (("keys", keys), ("values", values))}
-    np.testing.assert_allclose(cached(found["keys"], True), turned[1][ROWS >= 0], rtol=2**-10, atol=2**-13)
+    np.testing.assert_allclose(cached(found["keys"], True), with_rope[1][ROWS >= 0], rtol=2**-10, atol=2**-13)
     assert np.array_equal(cached(found["values"], True), value[ROWS >= 0])
     assert not found["keys"].any() and not found["values"].any()
 
@@ -154,9 +154,9 @@ class Rows:
     def expected(
         self, lengths: list[int], query: np.ndarray, caches: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """From rotated queries and caches with the new token: attention in float64 [rows, heads, value_dim], 0 for rows
-        of no length; and how much it may be off. The weights are rounded to the cache's type, and so is what comes out.
-        1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
+        """From queries with RoPE and caches with the new token: attention in float64 [rows, heads, value_dim], 0 for
+        rows of no length; and how much it may be off. The weights are rounded to the cache's type, and so is what comes
+        out. 1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
         spec, unit = self.spec, {"float16": 2**-11, "bfloat16": 2**-8}[self.spec.dtype]
         out, allowed = (
             np.zeros((len(lengths), spec.kv_heads, spec.heads // spec.kv_heads, spec.value_dim)) for _ in range(2)
@@ -215,54 +215,49 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
         (decoding(kv_heads=1, dim=64, window=4200), LONG, TWO_SPLITS),
     ],
 )
-def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, spec, lengths, multiprocessors):
+def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, spec, lengths, multiprocessors):
     """Captured once, and launched for other lengths too."""
     from lockstep.backends.tensorrt import cuda
-    from lockstep.backends.tensorrt.fused_spec import AttentionKernelSpec, Rotation
+    from lockstep.backends.tensorrt.fused_spec import AttentionKernelSpec, DeviceRopeTables
     from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
-    from lockstep.backends.tensorrt.rope_kernel import Rotate
+    from lockstep.backends.tensorrt.rope_kernel import RopeKernel
 
     monkeypatch.setattr(cuda, "multiprocessors", lambda number: multiprocessors)
     device, spec, count = OnDevice(), AttentionKernelSpec(**spec), len(lengths[0])
-    made, kernel, rotate, scratch = (
+    made, kernel, rope, scratch = (
         Rows(spec, count, -(-max(lengths[0]) // PAGE)),
         DecodeAttention(spec),
-        Rotate(spec),
+        RopeKernel(spec),
         Scratch([spec], count),
     )
-    rotation = Rotation(*(device.up(array) for array in (made.own, made.other, made.partner)))
+    tables = DeviceRopeTables(*(device.up(array) for array in (made.own, made.other, made.partner)))
     given = [device.up(array) for array in (made.query, made.key, made.value)]
-    caches, rotated_caches = ([device.up(cache) for cache in made.full] for _ in range(2))
+    caches, rope_caches = ([device.up(cache) for cache in made.full] for _ in range(2))
     rows, positions, table = (
         device.up(np.zeros(count, np.int32)),
         device.up(np.zeros(count, np.int64 if spec.wide else np.int32)),
         device.up(made.table),
     )
-    rotated = device.up(np.zeros((count, spec.heads, spec.head_dim), numbers(spec.dtype)))
+    query_out = device.up(np.zeros((count, spec.heads, spec.head_dim), numbers(spec.dtype)))
     outs = [device.up(np.zeros((count, spec.heads, spec.value_dim), numbers(spec.dtype))) for _ in range(2)]
     with device.stream.capture() as graph:
         for out in outs:
-            kernel.launch(device.stream, *given, out, *caches, rotation, rows, positions, table, made.SCALE, scratch)
+            kernel.launch(device.stream, *given, out, *caches, tables, rows, positions, table, made.SCALE, scratch)
     for held in lengths:
         before = made.caches(held)
         host = (
             np.where(np.array(held) > 0, np.arange(count), -1).astype(np.int32),
             np.maximum(0, np.array(held) - 1).astype(positions.dtype),
         )
-        for array, values in (
-            (rows, host[0]),
-            (positions, host[1]),
-            *zip(caches, before),
-            *zip(rotated_caches, before),
-        ):
+        for array, values in ((rows, host[0]), (positions, host[1]), *zip(caches, before), *zip(rope_caches, before)):
             device.stream.upload(array, values)
         device.stream.synchronize()
-        rotate.launch(device.stream, *given, rotated, *rotated_caches, rotation, rows, positions, table)
-        after = [device.down(cache) for cache in rotated_caches]
+        rope.launch(device.stream, *given, query_out, *rope_caches, tables, rows, positions, table)
+        after = [device.down(cache) for cache in rope_caches]
         graph.launch(device.stream)
         for cache, exact in zip(caches, after):
             assert np.array_equal(device.down(cache).view(np.uint16), exact.view(np.uint16))
-        expected, allowed = made.expected(held, device.down(rotated), after)
+        expected, allowed = made.expected(held, device.down(query_out), after)
         for out in outs:  # the second launch in a row finds the scratch that the first has left
             error = np.abs(device.down(out).astype(np.float64) - expected)
             assert (error <= allowed).all(), f"{np.nanmax(error - allowed)} more than allowed"

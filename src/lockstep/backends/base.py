@@ -107,7 +107,7 @@ class Backend(Protocol):
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
         """(engine name, graph) of the engines that this backend runs an assembly with: `assembly.engine_graphs()`,
-        unless its attention is its own. A `RotaryGraph` stands for RoPE alone, which is cut out of the
+        unless its attention is its own. A `RopeGraph` stands for RoPE alone, which is cut out of the
         graph and given to `build` as it is, a `BaseGraph` for the graph without room for adapters."""
         ...
 

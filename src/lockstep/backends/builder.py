@@ -21,7 +21,7 @@ from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.backends.base import Backend, Built, CutsGraphs, get_backend
-from lockstep.backends.graphs import BaseGraph, RotaryGraph, RowsGraph, graph_file
+from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
 from lockstep.onnx_tools.cut_products import has_quantized_products
 from lockstep.onnx_tools.prepare import prepare
@@ -118,7 +118,7 @@ def _build_one(
     the entry says which slots it has and of what."""
     canonical = onnx.load(graph_path)
     graph.signature.check(signature_of(canonical.graph), str(graph_path), "export again")
-    cut = rotary(canonical, graph.variant) if isinstance(graph, RotaryGraph) else None
+    cut = rotary(canonical, graph.variant) if isinstance(graph, RopeGraph) else None
     base = without_adapters(canonical) if isinstance(graph, BaseGraph) else None
     rows = isinstance(graph, RowsGraph)
     # A graph with quantised products, which opset 17 has not, is brought into form by the backend itself.

@@ -12,7 +12,7 @@ from lockstep.errors import CheckError, InputError
 
 
 @dataclass(frozen=True)
-class RotaryGraph(GraphFile):
+class RopeGraph(GraphFile):
     """The decode graph of a variant that stands for its RoPE alone.
 
     A backend that has attention of its own may take it as `<variant>.rotary` (`Backend.graphs`). That engine is a graph

@@ -1,6 +1,8 @@
-"""The TensorRT backend on NVIDIA GPUs, one a rank. Engine: a plan whose weights are inputs, less than a megabyte. The
-rotary encoding of a kind with fused attention is no plan: it is read out of its graph (rotation.py), which lies beside
-the plans, and runs on the host.
+"""The TensorRT backend on NVIDIA GPUs, one a rank.
+
+Engine: an engine plan whose weights are inputs, less than a megabyte. The RoPE of an attention variant with fused
+attention is no engine plan: it is read out of its graph (rope_tables.py), which lies beside the engine plans, and runs
+on the host.
 
 One builder and one timing cache serve all graphs that an instance builds: layers that two graphs share are timed once.
 """
@@ -22,7 +24,7 @@ from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes, Program
-from lockstep.backends.graphs import RotaryGraph, base_graphs, with_rows
+from lockstep.backends.graphs import RopeGraph, base_graphs, with_rows
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
@@ -40,7 +42,7 @@ from lockstep.backends.tensorrt.layers import (
     unlisted,
 )
 from lockstep.backends.tensorrt.memory import PeakMemory
-from lockstep.backends.tensorrt.rotation import check_rotation
+from lockstep.backends.tensorrt.rope_tables import check_rope_tables
 from lockstep.backends.tensorrt.row_kernels import RowKernel
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
 from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cublas, require_cudnn, require_nvrtc
@@ -137,7 +139,7 @@ class TensorRTBackend:
         return {key: value for key, value in options.items() if key != "tactics"}
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        """Of variants that fused attention can run only the rotary encoding is needed. Blocks that take adapters have
+        """Of variants that fused attention can run only RoPE is needed. Blocks that take adapters have
         these's first products as rows of weights, and are built without room for them too."""
         if options.get("attention") not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
@@ -164,11 +166,11 @@ class TensorRTBackend:
             if variant not in fused:
                 yield name, with_rows(assembly, name, graph)
             elif phase == "decode":
-                yield (f"{variant}.rotary", RotaryGraph(graph.file, graph.sha256, graph.signature, variants[variant]))
+                yield (f"{variant}.rotary", RopeGraph(graph.file, graph.sha256, graph.signature, variants[variant]))
         yield from base_graphs(assembly)
 
     def file(self, name: str) -> str:
-        """A plan for TensorRT, or the graph of a rotary encoding."""
+        """A plan for TensorRT, or the graph of a RoPE."""
         return name + (_GRAPH if name.endswith(".rotary") else _PLAN)
 
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
@@ -198,7 +200,7 @@ class TensorRTBackend:
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         if out_path.suffix == _GRAPH:
-            check_rotation(
+            check_rope_tables(
                 self._host.load(graph_path, (), None, False).bind(None, {}), options["max_seq_len"], str(out_path)
             )
             write_bytes(out_path, graph_path.read_bytes())

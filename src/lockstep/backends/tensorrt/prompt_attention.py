@@ -92,7 +92,7 @@ class PromptAttention:
         values: cuda.Array,
         out: cuda.Array,
     ) -> list[Call]:
-        """Attention of rotated queries [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim],
+        """Attention of queries with RoPE [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim],
         over keys, values [pages, num_kv_heads, 64, dim], which hold the new ones too: each token sees itself and what
         is before it."""
         planned = self._planned.get((id(spec), scale))
