@@ -27,7 +27,7 @@ import numpy as np
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.all_reduce import connect
 from lockstep.backends.tensorrt.attention import LARGEST_BATCH, make_tables, padded
-from lockstep.backends.tensorrt.rank import Plan, Rank, engine_of, most_exchanged
+from lockstep.backends.tensorrt.rank import Rank, StepCalls, engine_of, most_exchanged
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.backends.tensorrt.rank_watch import RankWatch
 from lockstep.backends.tensorrt.resident_adapters import ResidentAdapters
@@ -50,7 +50,7 @@ class _Flight:
 
     ends: dict[int, int]
     chunks: dict[int, Advance]
-    passes: list[list[Plan]]  # by pass, by rank
+    passes: list[list[StepCalls]]  # by pass, by rank
     rows: list[dict[int, cuda.Array]]  # by rank, by slot: its logits [1, vocab_size], there until the next step
     fetched: list[tuple[np.ndarray, cuda.Event]]  # by rank, page-locked: what it finds, by slot, behind the event
     given: np.ndarray | None = None  # of a step that was not asked for yet: the tokens that it went on with, by slot
@@ -108,10 +108,10 @@ class GpuExecutor:
         ]
         self._watch = RankWatch([rank.exchange for rank in self.ranks if rank.exchange]) if network.others else None
         self._checks_ranks = bool(network.others and os.environ.get(CHECK_RANKS))
-        self._last: list[Plan] = []  # that were put on the streams
+        self._last: list[StepCalls] = []  # that were put on the streams
         self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
-        self._prompt: tuple[list[Plan], list[int]] | None = None
+        self._prompt: tuple[list[StepCalls], list[int]] | None = None
         self._host_logits: np.ndarray | None = None
         self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
         devices[0].use()
@@ -270,7 +270,7 @@ class GpuExecutor:
                 for value, first in zip(values, found[0]):
                     self._compare("values behind the last layer", rank, value, first)
 
-    def _values(self, rank: Rank, plan: Plan) -> list[np.ndarray]:
+    def _values(self, rank: Rank, plan: StepCalls) -> list[np.ndarray]:
         """What the exit of the plan that was put on the stream last reads."""
         hosts = [np.empty(array.shape, array.dtype) for array in plan.whole]
         for host, array in zip(hosts, plan.whole):
@@ -416,7 +416,7 @@ class GpuExecutor:
         draws = (False, True) if self.ranks[0].splits_logits else (False,)
         for count in sorted({_bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
             for adapted, drawn in itertools.product(ways, draws):
-                plans = self._decode_plans(count, adapted, drawn)
+                plans = self._decode_calls(count, adapted, drawn)
                 while plans[0].graph is None:
                     self._launch(plans)
         longest = min(self._max_num_tokens, self.max_seq_len)
@@ -460,7 +460,7 @@ class GpuExecutor:
         for rank in self._each():
             rank.reserve(ends, lengths)
 
-    def _launch(self, plans: Sequence[Plan]) -> None:
+    def _launch(self, plans: Sequence[StepCalls]) -> None:
         """The first time as it is, which TensorRT asks for before a capture; the second time captured; then the
         graph."""
         self._last = list(plans)
@@ -481,18 +481,18 @@ class GpuExecutor:
                 assert plan.graph is not None
                 plan.graph.launch(rank.stream)
 
-    def _decode(self, decoding: Sequence[Advance]) -> list[Plan]:
+    def _decode(self, decoding: Sequence[Advance]) -> list[StepCalls]:
         """One token of each slot, put on the streams; each rank's plan."""
         slots, positions = zip(*((advance.slot, advance.start) for advance in decoding))
         tokens = None if _go_on(decoding) else [advance.tokens[0] for advance in decoding]
-        plans = self._decode_plans(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
+        plans = self._decode_calls(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
         for rank in self._each():
             rank.state.decode(slots, tokens, positions, rank.stream)
         self._launch(plans)
         return plans
 
-    def _decode_plans(self, count: int, adapted: bool, drawn: bool) -> list[Plan]:
-        return [rank.decode_plan(count, adapted, drawn) for rank in self._each()]
+    def _decode_calls(self, count: int, adapted: bool, drawn: bool) -> list[StepCalls]:
+        return [rank.decode_calls(count, adapted, drawn) for rank in self._each()]
 
     def _adapted(self, slots: Iterable[int]) -> bool:
         """Whether one of these slots is computed with an adapter."""
@@ -516,7 +516,7 @@ class GpuExecutor:
         )
         return together <= first + second
 
-    def _mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[Plan]:
+    def _mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[StepCalls]:
         """Rows that decode and prompts in one pass, put on the streams; each rank's plan has the logits by slot. Rows
         are all up to the highest: engines take a token more for each than `max_num_tokens` (`profiles`)."""
         ends = _ends((*decoding, *chunks))
@@ -524,9 +524,9 @@ class GpuExecutor:
             rank.state.send_samplings(rank.stream)
             rank.state.advance(list(ends), list(ends.values()))
         how = self._adapted(ends), self._drawn(ends)
-        return self._run_pass([rank.prompt_plan(*rank.send_mixed(decoding, chunks), *how) for rank in self._each()])
+        return self._run_pass([rank.prompt_calls(*rank.send_mixed(decoding, chunks), *how) for rank in self._each()])
 
-    def _prefill(self, chunks: Sequence[Advance]) -> list[Plan]:
+    def _prefill(self, chunks: Sequence[Advance]) -> list[StepCalls]:
         """A pass of prompts, put on the streams; each rank's plan has the logits of `chunks`, in their order."""
         slots = [chunk.slot for chunk in chunks]
         for rank in self._each():
@@ -537,14 +537,14 @@ class GpuExecutor:
             self._prompt = plans, slots
         return plans
 
-    def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[Plan]:
+    def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[StepCalls]:
         """write: see `PromptInputs.send`. adapted: run what takes adapters; None: if a chunk has one."""
         if adapted is None:
             adapted = self._adapted(chunk.slot for chunk in chunks)
         how = adapted, self._drawn(chunk.slot for chunk in chunks)
-        return self._run_pass([rank.prompt_plan(*rank.send_prompts(chunks, write), *how) for rank in self._each()])
+        return self._run_pass([rank.prompt_calls(*rank.send_prompts(chunks, write), *how) for rank in self._each()])
 
-    def _run_pass(self, passes: Sequence[Iterator[Plan]]) -> list[Plan]:
+    def _run_pass(self, passes: Sequence[Iterator[StepCalls]]) -> list[StepCalls]:
         """Call by call, as `_launch`."""
         with self._together():
             (*_, plans) = zip(*passes, strict=True)
@@ -568,7 +568,7 @@ class GpuExecutor:
             )
         self._prompt = self._in_flight = None
         self._reserve(dict.fromkeys(range(batch), end), self.lengths)
-        plans = self._decode_plans(count, self._adapted(range(batch)), self._drawn(range(batch)))
+        plans = self._decode_calls(count, self._adapted(range(batch)), self._drawn(range(batch)))
         for rank in self._each():
             rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
         while plans[0].graph is None:
@@ -600,11 +600,11 @@ class GpuExecutor:
             for slot in slots:
                 self.reset(slot)
 
-    def _parts(self, plans: Sequence[Plan]) -> dict[str, float]:
+    def _parts(self, plans: Sequence[StepCalls]) -> dict[str, float]:
         """By what calls are named, all ranks at once."""
         return {name: round(self._time(self._alone(plans, name)), 1) for name in dict.fromkeys(plans[0].names)}
 
-    def _alone(self, plans: Sequence[Plan], name: str) -> list[cuda.Graph]:
+    def _alone(self, plans: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
         """Each rank's calls of this name in a graph of their own."""
         graphs = []
         for rank, plan in zip(self._each(), plans):

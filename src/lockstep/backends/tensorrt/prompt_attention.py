@@ -38,7 +38,7 @@ class _Batch:
 class _Call:
     """A call of cuDNN on these packed tokens. more: offsets, of several chunks."""
 
-    plan: _Plan
+    plan: _CudnnPlan
     tokens: slice
     table: cuda.Array
     new: cuda.Array
@@ -146,20 +146,20 @@ def _handle(stream: cuda.Stream) -> Any:
 
 
 @functools.cache
-def _plan(size: _Size, stream: cuda.Stream) -> _Plan:
-    return _Plan(size, stream)
+def _plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan:
+    return _CudnnPlan(size, stream)
 
 
 @functools.cache
-def _batch_plan(size: _Size, stream: cuda.Stream) -> _Plan | None:
+def _batch_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
     """None where this cuDNN has no attention of packed sequences over pages: they are taken one by one then."""
     try:
-        return _Plan(size, stream)
+        return _CudnnPlan(size, stream)
     except CheckError:
         return None
 
 
-class _Plan:
+class _CudnnPlan:
     """cuDNN's plan of one size, with the memory that it works in. Each token sees itself and what is before it (bottom
     right). A batch of several is packed: offsets say where each begins; one alone may begin anywhere."""
 
@@ -244,10 +244,10 @@ class _Plan:
         self._inputs, self._out = {name: tensor.get_uid() for name, tensor in inputs.items()}, out.get_uid()
         self._graph, self._handle = graph, handle
         nbytes = max(1, graph.get_workspace_size())
-        held = _Plan._workspaces.get(stream.handle)
+        held = _CudnnPlan._workspaces.get(stream.handle)
         if held is None or held.nbytes < nbytes:
             # plans that hold a smaller one keep it
-            held = _Plan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
+            held = _CudnnPlan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
         self._work = held
 
     def call(

@@ -33,8 +33,8 @@ Call = Callable[[], None]
 
 
 @dataclass
-class Plan:
-    """The calls of one layout, on buffers that all plans share.
+class StepCalls:
+    """The calls of one layout, on buffers that all steps share.
 
     part: of several ranks, this one's part of the logits where the calls gather none; `logits` are then what
     `Rank.gather` fills.
@@ -101,7 +101,7 @@ class Rank:
         self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
         self.forms = list(dict.fromkeys(self._attention))
         self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
-        self.plans: dict[tuple, Plan] = {}
+        self.step_calls: dict[tuple, StepCalls] = {}
         # of a step, and of the one behind it
         self.fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
 
@@ -113,7 +113,7 @@ class Rank:
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
         """See `Attention.reserve`."""
         if any(attention.reserve(ends, lengths, self.stream) for attention in self.forms):
-            self.plans.clear()
+            self.step_calls.clear()
 
     def tuned_for(self, num_tokens: int) -> int:
         """Return the tokens that a layer's block takes as long for as for so many: those that the profile is tuned
@@ -136,17 +136,17 @@ class Rank:
         """Of the last decode step, [1, vocab_size]."""
         return self._buffers["logits", "decode"][slot : slot + 1]
 
-    def gather(self, plan: Plan) -> None:
-        """Put the logits of a plan together whose ranks have parts of them, as its calls left them."""
-        assert plan.part is not None
-        self._end.gather(plan.part, plan.logits)
+    def gather(self, step: StepCalls) -> None:
+        """Put the logits of a step together whose ranks have parts of them, as its calls left them."""
+        assert step.part is not None
+        self._end.gather(step.part, step.logits)
 
-    def decode_plan(self, count: int, adapted: bool, drawn: bool) -> Plan:
+    def decode_calls(self, count: int, adapted: bool, drawn: bool) -> StepCalls:
         """A token of each of the slots 0 to `count`-1, or of those of them that decode (`state`), of which some have an
         adapter if `adapted`, and tokens of some are drawn if `drawn`; nothing is put on the stream."""
         key = (count, adapted, drawn, *(attention.capacity for attention in self.forms))
-        plan = self.plans.get(key)
-        if plan is None:
+        step = self.step_calls.get(key)
+        if step is None:
             state = self.state
             inputs = Inputs(
                 state.token_ids[:count],
@@ -157,15 +157,15 @@ class Rank:
                 state.positions[:count],
                 state.adapter_ids[:count],
             )
-            plan = self.plans[key] = self._plan(inputs, adapted, drawn)
-        return plan
+            step = self.step_calls[key] = self._make_decode_calls(inputs, adapted, drawn)
+        return step
 
-    def capture(self, plan: Plan) -> None:
-        """Make a graph of a plan whose calls were made once, which TensorRT asks for before a capture."""
+    def capture(self, step: StepCalls) -> None:
+        """Make a graph of a step whose calls were made once, which TensorRT asks for before a capture."""
         with self.stream.capture() as graph:
-            for call in plan.calls:
+            for call in step.calls:
                 call()
-        plan.graph = graph
+        step.graph = graph
 
     def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
         """See `PromptInputs.send`."""
@@ -175,20 +175,20 @@ class Rank:
         """See `PromptInputs.send_mixed`."""
         return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.token_ids, self.state.adapters)
 
-    def prompt_plan(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[Plan]:
-        """A pass of chunks, call by call: each is on the stream when the plan is given, which has it then. The rank's
-        device is used for each, whatever was used meanwhile. adapted, drawn: as of `decode_plan`."""
+    def prompt_calls(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[StepCalls]:
+        """A pass of chunks, call by call: each is on the stream when the step is given, which has it then. The rank's
+        device is used for each, whatever was used meanwhile. adapted, drawn: as of `decode_calls`."""
         self.device.use()
         for attention in self.forms:
             attention.begin(chunks, self.stream)
         if adapted not in self._prompt_blocks:
             self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
-        calls = self._prompt_calls(self._prompt_blocks[adapted], inputs, chunks, adapted, drawn)
-        while (plan := next(calls, None)) is not None:
-            yield plan
+        calls = self._make_prompt_calls(self._prompt_blocks[adapted], inputs, chunks, adapted, drawn)
+        while (step := next(calls, None)) is not None:
+            yield step
             self.device.use()
 
-    def _plan(self, inputs: Inputs, adapted: bool, drawn: bool) -> Plan:
+    def _make_decode_calls(self, inputs: Inputs, adapted: bool, drawn: bool) -> StepCalls:
         """Rows of one token; nothing is put on the stream."""
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
@@ -215,7 +215,7 @@ class Rank:
         logits = self._logits("decode", (total, network.vocab_size), made.dtype)
         calls += self._last_calls(made, logits, inputs, drawn)
         part = made if self.splits_logits and not drawn else None
-        return Plan([call for _, call in calls], [name for name, _ in calls], logits, part, whole)
+        return StepCalls([call for _, call in calls], [name for name, _ in calls], logits, part, whole)
 
     def _mask_array(self, inputs: Inputs, adapted: bool) -> cuda.Array | None:
         """What engines read that take a mask in place of `IDS`; None where none does."""
@@ -230,21 +230,21 @@ class Rank:
         kernels, stream, ids, rank = self._kernels, self.stream, inputs.adapter_ids, self._mask[1]
         return [("adapters", lambda: kernels.adapter_mask(stream, ids, mask, rank))]
 
-    def _prompt_calls(
+    def _make_prompt_calls(
         self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool
-    ) -> Iterator[Plan]:
+    ) -> Iterator[StepCalls]:
         total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
         a_pass = blocks.begin(total, num_requests, inputs.num_decoding)
         decoding, prompts = inputs.rows[: inputs.num_decoding], inputs.rows[inputs.num_decoding :]
         logits = self._logits("prompts", (num_requests, self.network.vocab_size), blocks.logits.dtype)
         own = blocks.logits[:num_requests] if self.splits_logits and not drawn else None
-        plan = Plan([], [], logits, own, _whole(self.network, blocks.blocks[-2].values, total))
+        step = StepCalls([], [], logits, own, _whole(self.network, blocks.blocks[-2].values, total))
 
-        def add(name: str, call: Call) -> Plan:
+        def add(name: str, call: Call) -> StepCalls:
             call()
-            plan.calls.append(call)
-            plan.names.append(name)
-            return plan
+            step.calls.append(call)
+            step.names.append(name)
+            return step
 
         for name, call in self._mask_calls(inputs, self._mask_array(inputs, adapted)):
             yield add(name, call)
@@ -270,7 +270,7 @@ class Rank:
     def _last_calls(self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool) -> list[tuple[str, Call]]:
         """From what the exit made, the logits or a rank's part of them, to the next tokens. The logits are gathered
         where tokens are drawn; else each rank tells its own most likely ones."""
-        kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the plan
+        kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the step
         state, slots, held = self.state, inputs.slots, inputs.held
         found = state.found, state.token_ids, state.positions
         draw = ("next token", lambda: kernels.advance(stream, logits, slots, held, limit, state.samplings, *found))
@@ -361,7 +361,7 @@ class Rank:
         return self._buffers[key][: shape[0]]
 
     def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
-        """The buffer of this name, as large as any step needs it: all plans and layers use the same."""
+        """The buffer of this name, as large as any step needs it: all steps and layers use the same."""
         key = (name, tuple(shape[1:]), np.dtype(dtype))
         array = self._buffers.get(key)
         if array is None:
