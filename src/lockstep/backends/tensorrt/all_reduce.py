@@ -24,7 +24,7 @@ _GIVEN_UP = 0xFFFFFFFF
 # That a rank waits for another one: less than the server waits for a sign of life (serve's --stall), so that the rank
 # is named first.
 _SECONDS = 30
-# Bytes above which each of more than two ranks adds up its part, and sends that to all, instead of all of all: fewer
+# Bytes above which each of more than two ranks accumulates its part and sends that to all, instead of all of all: fewer
 # bytes, one more wait. Above it, on four H200, NCCL was faster than one shot.
 _ONE_SHOT = 1 << 20
 

@@ -171,5 +171,5 @@ class CutRunner(BaseRunner):
         sizes = program.sizes({name: array.shape for name, array in feed_dict.items()})
         outputs = {name: program.filled(name, sizes) for name in program.cut.outputs}
         found = self._run.run_once(feed_dict, {name: np.empty(shape, np.float16) for name, shape in outputs.items()})
-        self.inference_time = time.perf_counter() - began  # Polygraphy adds them up
+        self.inference_time = time.perf_counter() - began  # Polygraphy accumulates them
         return found

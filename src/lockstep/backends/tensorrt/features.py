@@ -27,8 +27,8 @@ FEATURES: dict[str, Feature] = {
         (10, 0),
         ("BuilderFlag.FP16", "BuilderFlag.OBEY_PRECISION_CONSTRAINTS", "ILayer.precision", "ILayer.set_output_type"),
     ),
-    # Takes kernels that add up fp16 products in fp16, unless its compiler is told not to; it has no setting for that,
-    # only its flags.
+    # Takes kernels that accumulate fp16 products in fp16, unless its compiler is told not to; it has no setting for
+    # that, only its flags.
     "fp16_sums": Feature((8, 6), (10, 0), ()),
     # What is in fused regions stands in the plan alone, as text (regions.py); the part of a timing cache that it is
     # chosen by may be refused.

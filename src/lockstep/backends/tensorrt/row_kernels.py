@@ -2,7 +2,7 @@
 
 In: a piece of a graph that was cut at its products (`onnx_tools.cut_products`), whose values are rows, one of each
 token or request. Out: CUDA C++ of one kernel that computes the piece: a row in a block of threads where something is
-added up over the row, else in several. Values are float32 inside, and rounded where they are stored. Each value that
+accumulated over the row, else in several. Values are float32 inside, and rounded where they are stored. Each value that
 is read twice is read twice from the cache: rows are a few kilobytes.
 
 The text depends on the graph alone: no library chooses, and the same graph gives the same bytes anywhere.
@@ -192,7 +192,7 @@ class _Writer:
         }
         self._values: dict[str, _Value] = {}
         self._used: dict[str, None] = {}
-        self._sums: dict[str, str] = {}  # what is added up over a row, by name: how it is read
+        self._sums: dict[str, str] = {}  # what is accumulated over a row, by name: how it is read
         self._shared: list[str] = []
         self._lines: list[str] = []
         self._memo: dict[tuple[str, _Index, str], tuple[str, bool]] = {}
@@ -480,7 +480,7 @@ class _Writer:
         raise _HasNoKernel
 
     def _sum(self, node: onnx.NodeProto) -> None:
-        """Add up over the last dimensions: over the row by all threads, over a part of it by a warp."""
+        """Accumulate over the last dimensions: over the row by all threads, over a part of it by a warp."""
         source, (name,) = self._value(node.input[0]), node.output
         attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
         axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])

@@ -66,7 +66,7 @@ class EngineRunner(BaseRunner):
             program.device.stream.download(found[name], array)
         program.device.stream.synchronize()
         del scratch  # which had to live until here
-        self.inference_time = time.perf_counter() - start  # Polygraphy adds them up
+        self.inference_time = time.perf_counter() - start  # Polygraphy accumulates them
         return found
 
 
