@@ -173,9 +173,10 @@ def datatype(text: str) -> str | None:
 
 
 def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapping[str, str], where: str) -> None:
-    """Raise GraphRefusedError for a layer in fp32 that the graph has in half precision.
+    """Raise GraphRefusedError for fp32 where the graph has half precision.
 
-    Raises CheckError where the engine has no layers though the graph has matrix products.
+    A layer's tensors or its product are in fp32 then. Raises CheckError where the engine has no layers though the graph
+    has matrix products.
 
     types: {tensor of the graph: dtype}. What is compared with the graph is every tensor of it that a layer reads or
     writes, and the tactics of matrix products. Inside fused regions those are the products that `regions.region_layers`
