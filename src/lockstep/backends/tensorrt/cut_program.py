@@ -1,8 +1,8 @@
-"""An engine that is cut at its products with weights, bound and called as one: see `cut_engine` for its file.
+"""A cut engine, bound and called as one: see `cut_engine` for its file.
 
-It is used as a `program.TensorRTProgram` is. A call runs the pieces in order, kernels and plans, and between them the
-products of `products.Products`, with what adapters add to them; what crosses a cut lies in buffers that all engines of
-a device share.
+It is used as a `program.TensorRTProgram` is. A call runs the pieces in order, kernels and engine plans, and between
+them the products of `products.Products`, with what adapters add to them. What crosses a cut lies in buffers that all
+engines of a device share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ Group = tuple[Product, ...]  # products of one input
 
 
 class _Shared:
-    """What all engines of a device share that run one after another: those of decode steps (`own`), or of prompts."""
+    """Products and buffers that the engines of a device share.
+
+    They are of engines that run one after another: those of decode steps (`own`), or of prompts.
+    """
 
     _instances: weakref.WeakKeyDictionary[Device, dict[bool, _Shared]] = weakref.WeakKeyDictionary()
 
@@ -51,7 +54,10 @@ class _Shared:
         return known[own]
 
     def buffer(self, number: int, rows: int, width: Sequence[int]) -> cuda.Array:
-        """fp16 [rows, *width], the `number`th of its width. Those given before stay valid."""
+        """Return fp16 [rows, *width], the `number`th buffer of its width.
+
+        Buffers given before stay valid.
+        """
         key = number, *width
         array = self._buffers.get(key)
         if array is None or array.shape[0] < rows:
@@ -61,15 +67,20 @@ class _Shared:
 
 @dataclass(eq=False, slots=True)
 class CutContext:
-    """The contexts of the plans, with the shapes of their inputs, by number of the piece, and sizes by the name of the
-    dimension."""
+    """The contexts of the engine plans, and sizes by the name of the dimension.
+
+    plans: by number of the piece, with the shapes of the plan's inputs.
+    """
 
     plans: Mapping[int, tuple[Context, Shapes]]
     sizes: Mapping[str, int]
 
 
 class CutProgram:
-    """A cut engine on a rank's device, without weights. slots: of the whole."""
+    """A cut engine on a rank's device, without weights.
+
+    slots: of the whole.
+    """
 
     by_profiles = False  # its products take as long as their size says
 
@@ -102,7 +113,7 @@ class CutProgram:
         self._contexts: dict[tuple, CutContext] = {}
 
     def _compiled(self) -> dict[str, cuda.Kernel]:
-        """The kernels by name."""
+        """Compile the kernels; return them by name."""
         if not self.kernels:
             return {}
         self.device.use()
@@ -110,11 +121,14 @@ class CutProgram:
         return {kernel.name: module[kernel.name] for kernel in self.kernels.values()}
 
     def groups(self) -> list[Group]:
-        """The products, in the order in which they run."""
+        """Return the products, in the order in which they run."""
         return [step for step in self.cut.steps if not isinstance(step, int)]
 
     def _beside(self, step: int | Group) -> bool:
-        """Whether the results of a group may lie beside each other: kernels read all of them."""
+        """Return whether the results of a group may lie beside each other in one buffer.
+
+        They may where kernels alone read all of them.
+        """
         if isinstance(step, int) or len(step) < 2:
             return False
         made = {product.output for product in step}
@@ -130,7 +144,7 @@ class CutProgram:
         return Tensor(name, is_input, known[name].dtype if name in known else np.dtype(dtype), sizes, bounds)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> CutExecutable:
-        """See `TensorRTProgram.bind`."""
+        """Return the engine with its weights: see `TensorRTProgram.bind`."""
         if set(slots) != set(self.slots):
             raise CheckError(
                 f"{self.path}: expected weights for the slots {sorted(self.slots)}, found {sorted(slots)}; export and "
@@ -153,7 +167,7 @@ class CutProgram:
         return CutExecutable(self, plans, groups, {name: store.plain(name) for name in own}, store.uploads, rows)
 
     def context_for(self, shapes: Shapes, own: bool) -> CutContext:
-        """See `TensorRTProgram.context_for`."""
+        """Return a context for these input shapes: see `TensorRTProgram.context_for`."""
         sizes = self.sizes(shapes)
         key = (own, *sorted(sizes.items()))
         if key not in self._contexts:
@@ -167,12 +181,15 @@ class CutProgram:
         return self._contexts[key]
 
     def declared(self, name: str) -> Shape:
-        """The shape of an input, of an output or of what crosses a cut."""
+        """Return the shape of an input, of an output or of what crosses a cut."""
         told = self.cut.inputs.get(name) or self.cut.outputs.get(name)
         return told[1] if told else self.cut.inner[name]
 
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """The sizes of dimensions by name. shapes: of inputs and outputs."""
+        """Return the sizes of dimensions by name.
+
+        shapes: of inputs and outputs.
+        """
         return {
             dim: size
             for name, shape in shapes.items()
@@ -181,7 +198,7 @@ class CutProgram:
         }
 
     def filled(self, name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of an input, of an output or of what crosses a cut, with sizes for its names."""
+        """Return a declared shape with sizes in place of its dimensions' names."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.declared(name))
 
 
@@ -193,12 +210,14 @@ class _Store:
         self.uploads = store.uploads
 
     def plain(self, slot: str) -> cuda.Array:
-        """A weight that kernels read, in fp16."""
+        """Return a weight that kernels read, in fp16."""
         return self._put([slot], self._program.slots[slot][0], self._cast(slot))
 
     def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
-        """The weights of a group's products, one behind the other; with adapters A is further rows of them, transposed.
-        rows: gets where these go."""
+        """Return the weights of a group's products, one behind the other.
+
+        With adapters A is further rows of them, transposed. rows: gets where these go.
+        """
         first, outs = group[0], tuple(product.out_features for product in group)
         columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
         more, whole, deep = sum(columns.values()), sum(outs), first.in_features
@@ -232,8 +251,10 @@ class _Store:
 
 
 class CutExecutable:
-    """A cut engine with its weights: see `TensorRTExecutable`. groups: the weights of products, by step. weights: those
-    that kernels read. adapter_rows: see `HasAdapterRows`."""
+    """A cut engine with its weights: see `TensorRTExecutable`.
+
+    groups: the weights of products, by step. weights: those that kernels read. adapter_rows: see `HasAdapterRows`.
+    """
 
     def __init__(
         self,
@@ -248,13 +269,13 @@ class CutExecutable:
         self._plans, self._groups, self._weights = plans, groups, weights
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
-        """See `TensorRTExecutable.prepare`."""
+        """Return a call of the engine: see `TensorRTExecutable.prepare`."""
         shapes = {name: array.shape for name, array in inputs.items() if name in self.program.dynamic}
         bound, context = self._bind(inputs, outputs, own), self.program.context_for(shapes, own)
         return lambda: bound(context, shapes)
 
     def bind(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array]) -> Bound:
-        """See `TensorRTExecutable.bind`."""
+        """Return a call on arrays of the largest sizes: see `TensorRTExecutable.bind`."""
         return self._bind(inputs, outputs, False)
 
     def _bind(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool) -> Bound:
@@ -275,7 +296,7 @@ class CutExecutable:
         return run
 
     def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `TensorRTExecutable.run_once`."""
+        """Return the outputs for `inputs`: see `TensorRTExecutable.run_once`."""
         return run_once(self, self.program.device, self.program.tensors, inputs, like)
 
 
@@ -368,7 +389,7 @@ class _Call:
 
 
 def _part_of(whole: cuda.Array, column: int) -> StridedView:
-    """The columns of [rows, columns] from one on."""
+    """Return the columns of [rows, columns] from one on."""
     rows, columns = whole.shape
     return StridedView(whole.reshape(rows * columns)[column:], columns)
 

@@ -1,4 +1,4 @@
-"""The executor on GPUs: the engines in the order of a CPU's step, values on devices.
+"""The executor on GPUs: a CPU step's engines in the same order, values on devices.
 
 Rows that decode are one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention,
 cache, logits, next tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not decode is

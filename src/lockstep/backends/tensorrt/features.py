@@ -1,4 +1,7 @@
-"""What versions of TensorRT have, where they differ: the table that `compat.Library.has` reads."""
+"""What versions of TensorRT have, where they differ.
+
+This is the table that `compat.Library.has` reads.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that not every version has: from `since`, to below `until` where it was taken away. `needs`: its
-    attributes."""
+    """Something that not every version has.
+
+    since: its first version. until: the first version that lacks it again, or None. needs: its attributes.
+    """
 
     since: Version
     until: Version | None

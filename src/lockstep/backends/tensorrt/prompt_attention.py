@@ -1,8 +1,9 @@
-"""cuDNN's attention of prompts over a paged KV cache: a call for each chunk, or for several as packed sequences.
+"""cuDNN's attention of prompts over a paged KV cache.
 
-Chunks are taken as the next power of two of tokens (`attention.padded`), so that few plans serve all; what is beyond a
-chunk's last token costs next to nothing, so that those of a call are taken as the longest of them. Needs the package
-nvidia-cudnn-frontend and the library cuDNN 9; no torch.
+A call is for one chunk, or for several as packed sequences. Chunks are padded to the next power of two of tokens
+(`attention.padded`), so that few of cuDNN's plans serve all; what is beyond a chunk's last token costs next to nothing,
+so that those of a call are padded to the longest of them. Needs the package nvidia-cudnn-frontend and the library cuDNN
+9; no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ cudnn = require_cudnn()
 
 @dataclass(frozen=True)
 class _Batch:
-    """Chunks first to last of a pass, all taken as `tokens` tokens; `at`: of its offsets among all."""
+    """Chunks first to last of a pass, all padded to `tokens` tokens.
+
+    at: where its offsets begin among all.
+    """
 
     tokens: int
     first: int
@@ -36,7 +40,10 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of cuDNN on these packed tokens. more: offsets, of several chunks."""
+    """A call of cuDNN on these packed tokens.
+
+    more: offsets, of several chunks.
+    """
 
     plan: _CudnnPlan
     tokens: slice
@@ -47,7 +54,10 @@ class _Call:
 
 
 class PromptAttention:
-    """Attention of the chunks of a pass, over caches of `pages` pages; a row has up to `pages_per_row`."""
+    """Attention of the chunks of a pass, over caches of `pages` pages.
+
+    A row has up to `pages_per_row` pages.
+    """
 
     def __init__(
         self, specs: Sequence[AttentionKernelSpec], rows: int, pages: int, pages_per_row: int, stream: cuda.Stream
@@ -65,8 +75,11 @@ class PromptAttention:
         self._chunks: Chunks = ()
 
     def begin(self, chunks: Chunks, table: np.ndarray) -> None:
-        """Send what the calls of a pass read of its chunks: new tokens, all tokens, pages (table [rows, pages_per_row]:
-        of each row), offsets."""
+        """Send what the calls of a pass read of its chunks.
+
+        These are the numbers of new tokens and of all tokens, pages and offsets. table [rows, pages_per_row]: the pages
+        of each row.
+        """
         self._chunks, self._batches, self._planned = chunks, [], {}
         offsets: list[int] = []
         for first in range(0, len(chunks), LARGEST_BATCH):
@@ -92,9 +105,11 @@ class PromptAttention:
         values: cuda.Array,
         out: cuda.Array,
     ) -> list[Call]:
-        """Attention of queries with RoPE [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim],
-        over keys, values [pages, num_kv_heads, 64, dim], which hold the new ones too: each token sees itself and what
-        is before it."""
+        """Return the calls of attention of queries with RoPE.
+
+        query [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim], over keys, values [pages,
+        num_kv_heads, 64, dim], which hold the new ones too: each token sees itself and what is before it.
+        """
         planned = self._planned.get((id(spec), scale))
         if planned is None:
             planned = self._planned[id(spec), scale] = list(self._plan_pass(spec, scale))
@@ -106,7 +121,7 @@ class PromptAttention:
         ]
 
     def _plan_pass(self, spec: AttentionKernelSpec, scale: float) -> Iterator[_Call]:
-        """What the calls of all layers of this spec share."""
+        """Yield the calls of a pass, which all layers of this spec share."""
         for batch in self._batches:
             size = _Size(spec, scale, batch.tokens, self._pages, self._table.shape[1], batch.last - batch.first)
             plan = _batch_plan(size, self._stream) if size.batch > 1 else None
@@ -152,7 +167,10 @@ def _plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan:
 
 @functools.cache
 def _batch_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
-    """None where this cuDNN has no attention of packed sequences over pages: they are taken one by one then."""
+    """Return cuDNN's plan of several chunks, or None where it has none.
+
+    This cuDNN then has no attention of packed sequences over pages: they are taken one by one.
+    """
     try:
         return _CudnnPlan(size, stream)
     except CheckError:
@@ -160,8 +178,11 @@ def _batch_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
 
 
 class _CudnnPlan:
-    """cuDNN's plan of one size, with the memory that it works in. Each token sees itself and what is before it (bottom
-    right). A batch of several is packed: offsets say where each begins; one alone may begin anywhere."""
+    """cuDNN's plan of one size, with its workspace.
+
+    Each token sees itself and what is before it (bottom right). A batch of several is packed: offsets say where each
+    begins; one alone may begin anywhere.
+    """
 
     _workspaces: dict[int, cuda.Array] = {}  # by stream: each has its device
 

@@ -1,4 +1,4 @@
-"""What TensorRT brings to the config: its section `backends.tensorrt`."""
+"""The config of TensorRT: its section `backends.tensorrt`."""
 
 from __future__ import annotations
 
