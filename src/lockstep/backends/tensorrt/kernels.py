@@ -129,7 +129,7 @@ class Kernels:
         """Choose the next token of each row of logits.
 
         logits [num_requests, vocab_size]; a row is of the slot `slots[row]` (int32; -1: none). The token is the most
-        likely one, or what `sampling.draw` draws, as `samplings[slot]` (`decode_state.SAMPLING`) says.
+        likely one, or what `sampling.draw` draws, as `samplings[slot]` (`sampling.PARAMETERS`) says.
 
         What the draw weighs and its noise are fp32, within the last bits of NumPy's: each ratio of the two within 2^-19
         of it. The set that top-p keeps may end a token earlier or later for the same reason.

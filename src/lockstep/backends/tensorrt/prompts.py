@@ -98,8 +98,9 @@ class PromptInputs:
         """Put a step on the device whose first tokens are of slots that decode.
 
         These are the slots up to the highest that decodes, of which some may not decode; then come the tokens of
-        `chunks`, as of `send`. The requests are all slots up to the highest of the step. found: by slot what the step
-        before finds, which rows go on with whose token is `FOUND`.
+        `chunks`. The requests are all slots up to the highest of the step. found: by slot what the step before finds,
+        which rows go on with whose token is `FOUND`. adapters, and what is returned: as of `send`; the chunks' packed
+        tokens are counted behind those that decode.
         """
         count = 1 + max(advance.slot for advance in decoding)
         requests = 1 + max(advance.slot for advance in (*decoding, *chunks))
